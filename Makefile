@@ -1,0 +1,46 @@
+# Each target sets up what it needs in .venv, once; again when the project's requirements change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo lint types imports check clean
+
+help:  ## show this list
+	@echo "varcomm: variable-size collectives and partitioned graph networks"
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12 make test   chooses another interpreter (3.11 or newer)"
+
+test: $(STAMP)  ## run every test
+	@$(BIN)/python -m pytest
+
+demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py
+
+lint: $(STAMP)  ## ruff
+	@$(BIN)/ruff check .
+
+types: $(STAMP)  ## mypy, strict
+	@$(BIN)/mypy
+
+imports: $(STAMP)  ## who may import whom
+	@$(BIN)/python -m pytest -q tests/test_architecture.py
+
+check: lint types imports test  ## all of the above but the demo
+
+clean:  ## remove .venv, caches and builds
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "varcomm needs Python 3.11 or newer: make PYTHON=...")'
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e '.[dev]'
+	@touch $@

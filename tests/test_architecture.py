@@ -1,0 +1,36 @@
+"""The rules about files and imports that no single module can break alone."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(path for room in ("varcomm", "models") for path in (ROOT / room).rglob("*.py"))
+
+
+def test_rooms_import_only_what_stands_to_their_right(tmp_path):
+    """On a copy that has `models` where an installation has it: the linter reads folders."""
+    without_caches = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "varcomm", tmp_path / "varcomm", ignore=without_caches)
+    shutil.copytree(ROOT / "models", tmp_path / "varcomm" / "models", ignore=without_caches)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    linter = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run(
+        [sys.executable, "-c", linter, "--no-cache"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_import_leaves_optional_packages_alone():
+    optional = {"torch_geometric", "pymetis", "matplotlib", "cloudpickle", "scipy"}
+    code = f"import sys, varcomm; sys.exit(str(sorted({optional} & sys.modules.keys())))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_can_be_read_at_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= 400

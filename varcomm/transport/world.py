@@ -1,0 +1,162 @@
+"""Join the ranks that a launcher started: :func:`init` and the record it returns."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from varcomm.errors import ArgumentError, LaunchError
+from varcomm.transport import environment
+from varcomm.transport.environment import Place
+
+__all__ = ["World", "init", "join"]
+
+logger = logging.getLogger("varcomm")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among all ranks of the job.
+
+    Attributes
+    ----------
+    rank : int
+        This rank, ``0 <= rank < size``.
+    size : int
+        How many ranks there are.
+    local_rank : int
+        This rank among those on the same host.
+    device : torch.device
+        Where this rank's tensors belong: its GPU under NCCL, else the CPU.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def world_size(self) -> int:
+        """``size``, by torch's name."""
+        return self.size
+
+
+def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> World:
+    """Join the other ranks of the job, whoever started them.
+
+    Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH) or ``srun``; without a launcher
+    this process is the only rank. Where ``torch.distributed`` is initialised already, by an earlier
+    call or by the caller's own code, nothing is done but to describe it.
+
+    Parameters
+    ----------
+    backend : str, optional
+        As in :func:`torch.distributed.init_process_group`. By default NCCL for tensors on GPUs,
+        beside Gloo for those on the CPU, where there are GPUs; else Gloo.
+    timeout : float or timedelta
+        Seconds after which joining, and each collective, gives up.
+
+    Returns
+    -------
+    World
+        Rank, size, local rank and device.
+
+    Raises
+    ------
+    ArgumentError
+        If `timeout` is not positive.
+    LaunchError
+        If the launcher's variables are incomplete or contradict each other, if the host has fewer
+        GPUs than ranks, or if the ranks do not find each other.
+
+    Examples
+    --------
+    >>> import varcomm
+    >>> varcomm.launch(lambda rank: varcomm.init().size, 2)
+    [2, 2]
+    """
+    if not dist.is_initialized():
+        join(environment.read(os.environ), backend, timeout)
+    # Derived anew at each call rather than kept: torch.distributed is the one place that holds this
+    # state.
+    on_gpu = "nccl" in dist.get_backend_config()
+    rank = dist.get_rank()
+    return World(
+        rank=rank,
+        size=dist.get_world_size(),
+        local_rank=_local_rank(rank),
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+    )
+
+
+def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
+    """Create the process group of all ranks, and bind this rank's device."""
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise ArgumentError(f"timeout must be positive; got {timeout!r}.")
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    device = None
+    if "nccl" in backend:
+        device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    alone = place.meeting_point is None
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=place.meeting_point,
+            store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
+            device_id=device,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = "" if alone else f" at {place.meeting_point}"
+        raise LaunchError(
+            f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
+            f"the others{where} with backend {backend!r}: {error}"
+        ) from error
+    atexit.register(_leave, dist.group.WORLD)
+    logger.debug(
+        "rank %d of %d joined by %s, backend %s", place.rank, place.size, place.launcher, backend
+    )
+
+
+def _gpu(place: Place, visible: int) -> int:
+    """Return the index of this rank's GPU among the `visible` ones."""
+    if place.local_rank < visible:
+        return place.local_rank
+    # These can bind a GPU to each rank, which then sees no other. NCCL refuses one that is shared.
+    if visible == 1 and place.launcher in {"SLURM", "Open MPI", "MPICH"}:
+        return 0
+    raise LaunchError(
+        f"rank {place.rank} is local rank {place.local_rank} on a host where it sees "
+        f"{visible} GPUs. Start at most one rank per GPU, or run on the CPU: "
+        'varcomm.init(backend="gloo").'
+    )
+
+
+def _local_rank(rank: int) -> int:
+    """Read it from the launcher; ranks that none started are taken to be on one host."""
+    try:
+        place = environment.read(os.environ)
+    except LaunchError:
+        return rank
+    return place.local_rank if place.rank == rank else rank
+
+
+def _leave(group: object) -> None:
+    """Destroy the process group at exit, if it is still the one that `join` created."""
+    # After an uncaught exception the peers may wait in a collective: leave without a farewell that
+    # needs them.
+    failed = getattr(sys, "last_value", None) is not None
+    if not failed and dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
