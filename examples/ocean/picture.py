@@ -1,0 +1,113 @@
+"""Draw what a network learned of the ocean: partition, truth, prediction, error."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
+from matplotlib.figure import Figure
+
+LAND, SHALLOW, INK = "#d5d1ca", "#f0f4f6", "#22272b"
+PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+WEST = 20  # the maps begin at this meridian, in Africa, which leaves each ocean in one piece
+
+
+def draw(
+    path: Path | str,
+    pos: np.ndarray,
+    rank: np.ndarray,
+    truth: np.ndarray,
+    prediction: np.ndarray,
+    test_mask: np.ndarray,
+    *,
+    spacing: int,
+    title: str,
+) -> None:
+    """Save four maps as one PNG file.
+
+    Of each node: ``pos`` (N, 2), latitude and longitude in degrees; ``rank`` (N,), which rank owns
+    it; ``truth`` (N,), in deg C, NaN where there is none; ``prediction`` (N,), in deg C;
+    ``test_mask`` (N,), whether training did not see it. ``spacing`` is in degrees.
+    """
+    row = np.floor((pos[:, 0] + 90) / spacing).astype(int)
+    column = np.floor((pos[:, 1] - WEST) % 360 / spacing).astype(int)
+
+    def grid(values: np.ndarray) -> np.ndarray:
+        cells = np.full((180 // spacing, 360 // spacing), np.nan)
+        cells[row, column] = values
+        return cells
+
+    error = prediction - truth
+    rmse = np.sqrt(np.mean(error[test_mask] ** 2))
+    sea = grid(np.zeros(len(pos)))
+    masked = np.where(np.isfinite(truth), prediction, np.nan)
+    ranks = int(rank.max()) + 1
+    celsius = Normalize(np.nanmin(truth), np.nanpercentile(truth, 99.5))
+    limit = np.nanpercentile(np.abs(error), 99)
+
+    with rc_context({"font.size": 15, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(16, 10), dpi=100, facecolor="white")
+        figure.text(0.02, 0.958, title, fontsize=22, weight="bold")
+        panels = figure.subplots(2, 2)
+        # These margins leave each panel the shape of its map, so that all edges line up.
+        figure.subplots_adjust(0.02, 0.084, 0.98, 0.9, wspace=0.04, hspace=0.295)
+
+        def panel(ax: Axes, values: np.ndarray, heading: str, image: ScalarMappable) -> None:
+            world_map(ax, sea, grid(values), image)
+            ax.set_title(heading, loc="left", fontsize=18, pad=8)
+
+        image = ScalarMappable(BoundaryNorm(np.arange(ranks + 1) - 0.5, ranks), colours(ranks))
+        panel(panels[0, 0], rank, "Partition", image)
+        colour_bar(panels[0, 0], image, "rank", ticks=range(ranks))
+
+        image = ScalarMappable(celsius, "plasma")
+        panel(panels[0, 1], truth, "Truth", image)
+        colour_bar(panels[0, 1], image, "temperature at 400 m, °C", extend="max")
+        panel(panels[1, 0], masked, "Prediction", image)
+        colour_bar(panels[1, 0], image, "temperature at 400 m, °C", extend="max")
+
+        image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
+        heading = f"Error: RMSE {rmse:.2f} °C in the test tiles (outlined)"
+        panel(panels[1, 1], error, heading, image)
+        outline(panels[1, 1], grid(test_mask) == 1)
+        colour_bar(panels[1, 1], image, "prediction - truth, °C", extend="both")
+        figure.savefig(path)
+
+
+def extent() -> tuple[float, float, float, float]:
+    return WEST, WEST + 360, -90, 90
+
+
+def world_map(ax: Axes, sea: np.ndarray, cells: np.ndarray, image: ScalarMappable) -> None:
+    ax.set_facecolor(LAND)
+    place = {"origin": "lower", "extent": extent(), "interpolation": "nearest"}
+    ax.imshow(sea, cmap=ListedColormap([SHALLOW]), **place)
+    ax.imshow(cells, cmap=image.cmap, norm=image.norm, **place)
+    ax.set_ylim(-80, 90)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def outline(ax: Axes, inside: np.ndarray) -> None:
+    """Draw the border between cells inside and outside, along the cells' edges."""
+    fine = inside.repeat(8, axis=0).repeat(8, axis=1)
+    ax.contour(fine, [0.5], extent=extent(), origin="lower", colors=INK, linewidths=0.7)
+
+
+def colours(count: int) -> Colormap:
+    """One colour a rank, as distinct as so many can be."""
+    few = count <= len(PALETTE)
+    return ListedColormap(PALETTE[:count]) if few else colormaps["turbo"].resampled(count)
+
+
+def colour_bar(ax: Axes, image: ScalarMappable, label: str, **options: object) -> None:
+    place = ax.inset_axes((0, -0.1, 0.5, 0.045))
+    bar = ax.figure.colorbar(image, cax=place, orientation="horizontal", **options)
+    bar.outline.set_visible(False)
+    bar.minorticks_off()
+    bar.ax.tick_params(length=0, pad=4)
+    ax.text(0.53, -0.078, label, transform=ax.transAxes, va="center")

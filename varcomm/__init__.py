@@ -1,0 +1,29 @@
+"""Variable-size collectives with exact adjoints on PyTorch, and partitioned graph networks on them.
+
+Every collective is an exact linear operator: its backward is its adjoint, for the inner product
+summed over ranks, and can itself be differentiated. Wrong use is an error. Nothing is padded.
+"""
+
+from varcomm.errors import (
+    ArgumentError,
+    DisagreementError,
+    GroupError,
+    LaunchError,
+    MissingPackageError,
+    VarcommError,
+)
+from varcomm.layout import ShardSizes
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.broadcast import broadcast
+from varcomm.ops.gather_v import gather_v
+from varcomm.ops.operator import Handle
+from varcomm.ops.reduce import reduce
+from varcomm.ops.reduce_scatter_v import reduce_scatter_v
+from varcomm.ops.scatter_v import scatter_v
+from varcomm.ops.shard_v import shard_v
+from varcomm.ops.transpose_v import transpose_v
+from varcomm.transport.agree import debug
+from varcomm.transport.launch import Ranks, World, init, launch
+from varcomm.transport.trace import Call, trace

@@ -1,0 +1,240 @@
+"""How rows are split over ranks: arithmetic on sizes, without communication."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import torch
+
+from varcomm.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ShardSizes", "checked_dim", "checked_rank", "checked_sizes", "exact_int"]
+
+
+class ShardSizes(tuple[int, ...]):
+    """Rows that each rank holds: a tuple of ints, one a rank, zeros allowed.
+
+    It goes wherever a list of ints goes, and equals the tuple of the same ints.
+
+    Parameters
+    ----------
+    sizes : iterable of int
+        Rows of rank 0, 1, ...
+
+    Raises
+    ------
+    ArgumentError
+        If an entry is not a non-negative integer.
+
+    Examples
+    --------
+    >>> sizes = ShardSizes([3, 0, 5])
+    >>> sizes.total, sizes.offsets, sizes.range(2), sizes.owner(3)
+    (8, (0, 3, 3), range(3, 8), 2)
+    """
+
+    def __new__(cls, sizes: Iterable[int] = ()) -> Self:
+        """Check every entry once, so that nothing that takes a `ShardSizes` need do so again."""
+        if isinstance(sizes, cls):
+            return sizes
+        return super().__new__(cls, checked_sizes(sizes, "sizes"))
+
+    @cached_property
+    def total(self) -> int:
+        """Rows of all ranks together."""
+        return sum(self)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First global row of each rank."""
+        return tuple(accumulate(self, initial=0))[:-1]
+
+    def range(self, rank: int) -> range:
+        """Return the global rows of `rank`."""
+        checked_rank(rank, len(self), "rank")
+        return range(self.offsets[rank], self.offsets[rank] + self[rank])
+
+    @overload
+    def owner(self, index: int) -> int: ...
+
+    @overload
+    def owner(self, index: torch.Tensor) -> torch.Tensor: ...
+
+    def owner(self, index: int | torch.Tensor) -> int | torch.Tensor:
+        """Return the rank that holds a global row, for one row or for each of a tensor.
+
+        Parameters
+        ----------
+        index : int or torch.Tensor
+            Global rows, ``0 <= index < total``; any shape.
+
+        Returns
+        -------
+        int or torch.Tensor
+            Ranks; int64 of the same shape and device for a tensor.
+
+        Raises
+        ------
+        ArgumentError
+            If a row is out of range, or a tensor is not of integers.
+
+        Examples
+        --------
+        >>> ShardSizes([2, 0, 1]).owner(torch.tensor([0, 1, 2]))
+        tensor([0, 0, 2])
+        """
+        if isinstance(index, torch.Tensor):
+            if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+                raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
+            if index.numel():
+                low, high = (int(bound) for bound in index.aminmax())
+                if low < 0 or high >= self.total:
+                    raise ArgumentError(
+                        f"index spans {low}...{high}, but there are {self.total} rows "
+                        f"(sizes {list(self)})."
+                    )
+            ends = torch.tensor(self.offsets, device=index.device) + torch.tensor(
+                self, dtype=torch.int64, device=index.device
+            )
+            return torch.searchsorted(ends, index.to(torch.int64), right=True)
+        if not 0 <= index < self.total:
+            raise ArgumentError(
+                f"index {index} is out of range for {self.total} rows (sizes {list(self)})."
+            )
+        # The last of the ranks that start there: empty ones before it start at the same row.
+        return bisect_right(self.offsets, index) - 1
+
+    @classmethod
+    def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
+        """Split `n` rows into `parts` as evenly as whole units of `multiple_of` rows allow.
+
+        The first ranks get one unit more; a remainder that is no whole unit goes to the first rank
+        that would hold the next unit.
+
+        Examples
+        --------
+        >>> ShardSizes.balanced(14, 8)
+        ShardSizes(2, 2, 2, 2, 2, 2, 1, 1)
+        >>> ShardSizes.balanced(100, 3, multiple_of=8)
+        ShardSizes(36, 32, 32)
+        """
+        for name, value, least in (("n", n, 0), ("parts", parts, 1), ("multiple_of", multiple_of, 1)):
+            if exact_int(value) is None or value < least:
+                raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
+        units, remainder = divmod(n, multiple_of)
+        base, more = divmod(units, parts)
+        sizes = [(base + (part < more)) * multiple_of for part in range(parts)]
+        sizes[more] += remainder
+        return cls(sizes)
+
+    @classmethod
+    def from_local(cls, n: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> Self:
+        """Collect the sizes from each rank's own number of rows.
+
+        Collective: every rank of `group` calls it and gets the same sizes.
+
+        Parameters
+        ----------
+        n : int
+            Rows of this rank.
+        group : ProcessGroup or DeviceMesh, optional
+            As everywhere; None is the whole world.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if `n` is not a non-negative integer on one of them.
+
+        Examples
+        --------
+        >>> import varcomm
+        >>> varcomm.launch(lambda rank: varcomm.ShardSizes.from_local(rank + 1), 2)[0]
+        ShardSizes(1, 2)
+        """
+        # The one place where this room looks over its wall: sizes are where users look for this.
+        from varcomm.transport.agree import share
+
+        return cls(share("ShardSizes.from_local", lambda: checked_sizes([n], "n")[0], group))
+
+    def __repr__(self) -> str:
+        """Return e.g. ``ShardSizes(3, 0, 5)``."""
+        return f"ShardSizes({', '.join(map(str, self))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (tuple(self),)
+
+
+def exact_int(value: object) -> int | None:
+    """Return `value` as an int if it is an integer of any library's type, but no bool; else None.
+
+    >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
+    (3, None, None, None)
+    """
+    if isinstance(value, (bool, torch.Tensor)) and getattr(value, "dtype", None) != torch.int64:
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
+
+
+def checked_sizes(
+    sizes: Iterable[int], name: str, ranks: int | None = None, where: str = ""
+) -> tuple[int, ...]:
+    """Return `sizes` as ints, or raise ArgumentError.
+
+    `ranks` is how many there must be, where known; `where` starts the message.
+    """
+    if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
+        return sizes
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+        raise ArgumentError(
+            f"{where}{name} must be a list or tuple of ints, one a rank; got {sizes!r}."
+        )
+    given = list(sizes)
+    values = [exact_int(value) for value in given]
+    if None in values:
+        raise ArgumentError(
+            f"{where}{name} must hold ints; got {given!r}, where entry {values.index(None)} is "
+            f"{given[values.index(None)]!r} of type {type(given[values.index(None)]).__name__}."
+        )
+    checked = tuple(value for value in values if value is not None)
+    if any(value < 0 for value in checked):
+        raise ArgumentError(f"{where}{name} must not be negative; got {given!r}.")
+    if ranks is not None and len(checked) != ranks:
+        raise ArgumentError(
+            f"{where}{name} must have one entry a rank, {ranks}; got {len(checked)}: {given!r}."
+        )
+    return checked
+
+
+def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "dim") -> int:
+    """Return `dim` counted from the front, or raise ArgumentError."""
+    value = exact_int(dim)
+    if value is None:
+        raise ArgumentError(f"{where}{name} must be an int; got {dim!r}.")
+    if not -len(shape) <= value < len(shape):
+        hint = " A scalar has no rows: unsqueeze(0) it." if len(shape) == 0 else ""
+        raise ArgumentError(
+            f"{where}{name}={dim} is out of range for a tensor of shape {tuple(shape)}.{hint}"
+        )
+    return value % len(shape)
+
+
+def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
+    """Return `rank` if it is one of the group, or raise ArgumentError."""
+    value = exact_int(rank)
+    if value is None or not 0 <= value < ranks:
+        raise ArgumentError(
+            f"{where}{name} must be a rank of the group, 0...{ranks - 1}; got {rank!r}."
+        )
+    return value

@@ -1,0 +1,154 @@
+"""``all_to_all_v``: every rank sends every other some rows. Its adjoint is the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, Literal, Self, overload
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import checked_sizes
+from varcomm.ops import wire
+from varcomm.ops.checks import checked_whole
+from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["AllToAllV", "all_to_all_v"]
+
+
+@dataclass(frozen=True)
+class AllToAllV(Operator):
+    """Split along one dimension, send block r to rank r, concatenate what comes along another.
+
+    Here the two are the same; ``transpose_v`` is the case where they differ.
+    """
+
+    name: ClassVar[str] = "all_to_all_v"
+    group: Group
+    split_dim: int
+    split_sizes: tuple[int, ...]
+    concat_dim: int
+    concat_sizes: tuple[int, ...]
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Send blocks whose rows are along `concat_dim`, so that what comes needs no copy."""
+        front = x.movedim(self.concat_dim, 0)
+        split = self._split_dim_in_front()
+        packed = wire.pack(front, self.split_sizes, split)
+        send = [rows * prod(wire.rest(front.shape, split)) for rows in self.split_sizes]
+
+        kept = wire.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
+        recv = [rows * prod(kept) for rows in self.concat_sizes]
+        works, values = wire.exchange(self.name, self.group, packed, send, recv)
+        into = wire.memory_format(x)
+
+        def finish() -> torch.Tensor:
+            result = values.view(sum(self.concat_sizes), *kept).movedim(0, self.concat_dim)
+            # the formats are those of images; otherwise strides that are not row-major are cheaper
+            # than a second copy
+            if into == torch.contiguous_format:
+                return result
+            return result.contiguous(memory_format=into)
+
+        return Pending(works, finish)
+
+    def _split_dim_in_front(self) -> int:
+        """Return where `split_dim` is once `concat_dim` has become the first."""
+        if self.split_dim == self.concat_dim:
+            return 0
+        return self.split_dim + (self.split_dim < self.concat_dim)
+
+    @property
+    def adjoint(self) -> Self:
+        back = (self.concat_dim, self.concat_sizes, self.split_dim, self.split_sizes)
+        return type(self)(self.group, *back)
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "dim": self.split_dim,
+            "send": list(self.split_sizes),
+            "recv": list(self.concat_sizes),
+            "shape of a row": wire.rest(x.shape, self.split_dim),
+        }
+
+
+@overload
+def None(
+None    *,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def None(
+None    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def all_to_all_v(
+    tensor: torch.Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | Handle:
+    """Send a block of rows to each rank, and concatenate the blocks that come.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(send_sizes)`` rows along `dim`, those for rank 0 first; any dtype. The other
+        dimensions are the same on all ranks.
+    send_sizes, recv_sizes : sequence of int
+        Rows for, and from, each rank, one int a rank, zeros allowed. What this rank sends to rank r
+        is what r receives from it.
+    dim : int
+        The dimension that is split and concatenated.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. Contiguous for
+        ``dim=0``, a transposed view of contiguous memory for others; ``channels_last`` is kept.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if sizes, `dim` and `tensor` do not fit on this rank.
+    GroupError
+        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+
+    Notes
+    -----
+    Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
+
+    Communication: each block that goes to another rank travels once; nothing is padded. No copy
+    for ``dim=0``, one on departure for others.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     sizes = [[1, 2], [0, 1]]  # sizes[i][j]: rows that i sends to j
+    ...     rows = 10 * rank + torch.arange(sum(sizes[rank]))
+    ...     return varcomm.all_to_all_v(rows, sizes[rank], [row[rank] for row in sizes])
+    >>> varcomm.launch(fn, 2)
+    [tensor([0]), tensor([ 1,  2, 10])]
+    """
+    ranks = resolve(group)
+    with checking("all_to_all_v", ranks) as where:
+        sends, dim = checked_whole(tensor, send_sizes, dim, ranks, where, "send_sizes")
+        receives = checked_sizes(recv_sizes, "recv_sizes", ranks.size, where)
+        if sends[ranks.rank] != receives[ranks.rank]:
+            raise ArgumentError(
+                f"{where}this rank sends {sends[ranks.rank]} rows to itself (send_sizes), but "
+                f"expects {receives[ranks.rank]} from itself (recv_sizes)."
+            )
+    return run(AllToAllV(ranks, dim, sends, dim, receives), tensor, async_op)

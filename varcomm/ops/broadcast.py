@@ -1,0 +1,171 @@
+"""``broadcast``: every rank gets what the root has. Its adjoint is ``reduce``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, overload
+
+import torch
+
+from varcomm.layout import checked_rank
+from varcomm.ops import wire
+from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.ops.reduction import pieces, sum_in_rank_order
+from varcomm.ops.rooted import input_of_root
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["Broadcast", "Reduce", "broadcast"]
+
+
+@dataclass(frozen=True)
+class _Rooted(Operator):
+    """What the pair shares.
+
+    `shape` is that of the tensor, `elsewhere` that of what stands in its place off the root.
+    """
+
+    group: Group
+    root: int
+    shape: tuple[int, ...]
+    elsewhere: tuple[int, ...]
+    use_fp32: bool
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"root": self.root, "shape": list(self.shape), "use_fp32": self.use_fp32}
+
+
+@dataclass(frozen=True)
+class Broadcast(_Rooted):
+    """From the tensor at the root to the same on every rank."""
+
+    name = "broadcast"
+    into: torch.memory_format = torch.contiguous_format
+
+    def start(self, x: torch.Tensor) -> Pending:
+        if self.group.rank == self.root:
+            plain = x.resolve_conj().resolve_neg()
+            values = plain.clone(memory_format=torch.contiguous_format).view(-1)
+        else:
+            values = x.new_empty(prod(self.shape))
+        works = wire.broadcast(self.name, self.group, values, self.root)
+        return Pending(works, lambda: values.view(self.shape).contiguous(memory_format=self.into))
+
+    @property
+    def adjoint(self) -> Reduce:
+        return Reduce(self.group, self.root, self.shape, self.elsewhere, self.use_fp32)
+
+
+@dataclass(frozen=True)
+class Reduce(_Rooted):
+    """From a tensor on each rank to the sum of all at the root."""
+
+    name = "reduce"
+
+    def start(self, x: torch.Tensor) -> Pending:
+        values, rank, ranks = wire.flat(x), self.group.rank, self.group.size
+        into, at_root = wire.memory_format(x), self.group.rank == self.root
+        counts = pieces(x, self.group)
+        if counts is None:
+            send = [x.numel() * (r == self.root) for r in range(ranks)]
+            recv = [x.numel() * at_root] * ranks
+            works, got = wire.exchange(self.name, self.group, values, send, recv)
+
+            def finish() -> torch.Tensor:
+                if not at_root:
+                    return x.new_zeros(self.elsewhere)
+                total = sum_in_rank_order(got.view(ranks, *self.shape), self.use_fp32)
+                return total.contiguous(memory_format=into)
+
+            return Pending(works, finish)
+        works, got = wire.exchange(self.name, self.group, values, counts, [counts[rank]] * ranks)
+
+        def finish_by_pieces() -> torch.Tensor:
+            piece = sum_in_rank_order(got.view(ranks, counts[rank]), self.use_fp32)
+            send = [counts[rank] * (r == self.root) for r in range(ranks)]
+            recv = [count * at_root for count in counts]
+            works, total = wire.exchange(self.name, self.group, piece, send, recv)
+            Pending(works, lambda: total).wait()
+            if not at_root:
+                return x.new_zeros(self.elsewhere)
+            return total.view(self.shape).contiguous(memory_format=into)
+
+        return Pending(works, finish_by_pieces)
+
+    @property
+    def adjoint(self) -> Broadcast:
+        return Broadcast(self.group, self.root, self.shape, self.elsewhere, self.use_fp32)
+
+
+@overload
+def None(
+None    *,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def None(
+None    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def broadcast(
+    tensor: torch.Tensor | None,
+    src: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | Handle:
+    """Copy a tensor that one rank has to all.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor or None
+        On `src`, any shape and dtype. Elsewhere it is not read and may be None: dtype, shape and
+        ``requires_grad`` come from `src`. One that requires a gradient nevertheless gets zeros.
+    src : int
+        The rank, within `group`, that has the tensor.
+    use_fp32 : bool
+        How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their own
+        dtype. It does not change the forward.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        On every rank, `src` included, a new tensor; shape, dtype and memory format of the one on
+        `src`.
+
+    Raises
+    ------
+    ArgumentError
+        Before any data moves: on every rank, if `tensor` on `src` is no dense tensor; on this rank,
+        if `src` is no rank of the group.
+    GroupError
+        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+
+    Notes
+    -----
+    Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
+
+    Communication: one message of 1 KiB from `src` to all says what comes, then the tensor follows.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     return varcomm.broadcast(torch.tensor([1.5, 2.5]) if rank == 1 else None, src=1)
+    >>> varcomm.launch(fn, 2)
+    [tensor([1.5000, 2.5000]), tensor([1.5000, 2.5000])]
+    """
+    ranks = resolve(group)
+    with checking("broadcast", ranks) as where:
+        src = checked_rank(src, ranks.size, "src", where)
+    root = input_of_root("broadcast", tensor, src, ranks)
+    operator = Broadcast(
+        ranks, src, root.shape, elsewhere=(0,), use_fp32=use_fp32, into=root.memory_format
+    )
+    return run(operator, root.tensor, async_op)

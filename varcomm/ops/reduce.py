@@ -1,0 +1,85 @@
+"""``reduce``: the root gets the sum. Its adjoint is ``broadcast``."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from varcomm.layout import checked_rank
+from varcomm.ops.broadcast import Reduce
+from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.reduction import checked_summable
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["reduce"]
+
+
+@overload
+def None(
+None    *,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def None(
+None    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | Handle:
+    """Sum tensors of all ranks on one of them.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The same shape and dtype on all ranks, any but bool. It is not changed.
+    dst : int
+        The rank, within `group`, that gets the sum.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype. Other
+        dtypes are summed in their own.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``. Of a large
+        tensor on three ranks or more, the second of the two halves runs inside ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        On `dst` the sum, the same at every run, bit for bit; shape, dtype and memory format of
+        `tensor`. Elsewhere zeros of the same shape, which belong to the graph as well: every rank
+        enters backward.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if `tensor` cannot be summed or `dst` is no rank of the group.
+    GroupError
+        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+
+    Notes
+    -----
+    Adjoint: :func:`broadcast` from `dst`.
+
+    Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`; up to 16 KiB, in a
+    single round, `dst` sums all. Either way each rank sends the bytes of `tensor` once.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> varcomm.launch(lambda rank: varcomm.reduce(torch.tensor([rank, 10]), dst=1), 2)
+    [tensor([0, 0]), tensor([ 1, 20])]
+    """
+    ranks = resolve(group)
+    with checking("reduce", ranks) as where:
+        checked_summable(tensor, where)
+        dst = checked_rank(dst, ranks.size, "dst", where)
+    shape = tuple(tensor.shape)
+    return run(Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32), tensor, async_op)

@@ -1,0 +1,98 @@
+"""``reduce_scatter_v``: every rank gets its rows of the sum. Its adjoint is ``all_gather_v``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from varcomm.ops.all_gather_v import ReduceScatterV
+from varcomm.ops.checks import checked_whole
+from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.reduction import checked_summable
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["reduce_scatter_v"]
+
+
+@overload
+def reduce_scatter_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def reduce_scatter_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | Handle:
+    """Sum tensors of all ranks, and leave each rank its own uneven shard of the sum.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`; the same shape and dtype on all ranks, any but bool.
+    sizes : sequence of int
+        Rows that each rank keeps, one int a rank, zeros allowed; the same on all ranks.
+    dim : int
+        The dimension that is sharded.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype. Other
+        dtypes are summed in their own.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        ``sizes[rank]`` rows along `dim`; dtype and memory format of `tensor`.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if `sizes`, `dim` and `tensor` do not fit on this rank.
+    GroupError
+        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+
+    Notes
+    -----
+    Adjoint: :func:`all_gather_v` with the same arguments.
+
+    Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums
+    what it gets in rank order: the result is the same at every run, bit for bit. No copy for
+    ``dim=0``, one on departure for others.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     return varcomm.reduce_scatter_v(torch.tensor([1, 10, 100]) * (rank + 1), [1, 2])
+    >>> varcomm.launch(fn, 2)
+    [tensor([3]), tensor([ 30, 300])]
+    """
+    ranks = resolve(group)
+    with checking("reduce_scatter_v", ranks) as where:
+        checked_summable(tensor, where)
+        operator = ReduceScatterV(ranks, *checked_whole(tensor, sizes, dim, ranks, where), use_fp32)
+    return run(operator, tensor, async_op)

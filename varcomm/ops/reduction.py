@@ -1,0 +1,61 @@
+"""The one way in which varcomm sums over ranks: locally, in rank order, narrow floats in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import ShardSizes
+from varcomm.ops.checks import checked_tensor
+from varcomm.transport.group import Group
+
+__all__ = ["accumulation_dtype", "checked_summable", "pieces", "sum_in_rank_order"]
+
+# Up to here a second round of messages costs more than the bytes that it saves.
+_SMALL = 16 * 1024
+
+
+def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
+    """Return ``((p0 + p1) + p2) + ...`` as a new tensor of the parts' dtype.
+
+    The order is fixed, so the result is the same bit for bit at every run and wherever the rows are
+    summed. Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
+    """
+    first, *others = parts
+    total = first.to(accumulation_dtype(first.dtype, use_fp32), copy=True)
+    for part in others:
+        total += part
+    return total.to(first.dtype)
+
+
+def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
+    """Return in what dtype values of `dtype` are summed.
+
+    >>> accumulation_dtype(torch.bfloat16, True), accumulation_dtype(torch.float64, True)
+    (torch.float32, torch.float64)
+    """
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return torch.float32 if narrow and use_fp32 else dtype
+
+
+def pieces(x: torch.Tensor, group: Group) -> ShardSizes | None:
+    """Return the elements of `x` that each rank sums for the others, or None if each sums all.
+
+    Summing by pieces takes two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`;
+    summing all on each rank takes one round and ``P - 1`` times, no more for two ranks.
+    """
+    if group.size <= 2 or x.numel() * x.element_size() <= _SMALL:
+        return None
+    return ShardSizes.balanced(x.numel(), group.size)
+
+
+def checked_summable(x: torch.Tensor, where: str) -> None:
+    """Raise ArgumentError if `x` is no dense tensor, or of a dtype that has no sum."""
+    checked_tensor(x, where)
+    if x.dtype == torch.bool:
+        raise ArgumentError(
+            f"{where}a sum of torch.bool is not defined. Convert: tensor.to(torch.int64) counts, "
+            "and its result > 0 is the logical or."
+        )

@@ -1,0 +1,84 @@
+"""``shard_v``: keep this rank's rows of what every rank has. Its adjoint pads them with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from varcomm.ops.checks import checked_whole
+from varcomm.ops.operator import Handle, checking
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["shard_v"]
+
+
+@overload
+def None(
+None    *,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def None(
+None    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def shard_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | Handle:
+    """Keep this rank's rows of a tensor that every rank has.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`; any dtype.
+    sizes : sequence of int
+        Rows that each rank keeps, one int a rank, zeros allowed; the same on all ranks.
+    dim : int
+        The dimension that is sharded.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`, as the other operations do; there is nothing to wait for.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        ``sizes[rank]`` rows along `dim`: a view of `tensor`, as :meth:`torch.Tensor.narrow` gives.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes`, `dim` and `tensor` do not fit on this rank.
+    GroupError
+        If this rank is not in `group`.
+
+    Notes
+    -----
+    Adjoint: the rows are put back at their place among zeros. That is this rank's part of the
+    gradient; for a tensor that is computed alike on all ranks from replicated parameters, the whole
+    is the sum over ranks.
+
+    Communication: none.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     whole = torch.arange(3.0, requires_grad=True)
+    ...     varcomm.shard_v(whole, [1, 2]).sum().backward()
+    ...     return whole.grad
+    >>> varcomm.launch(fn, 2)
+    [tensor([1., 0., 0.]), tensor([0., 1., 1.])]
+    """
+    ranks = resolve(group)
+    with checking("shard_v", ranks) as where:
+        sizes, dim = checked_whole(tensor, sizes, dim, ranks, where)
+    rows = tensor.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
+    return Handle(lambda: rows) if async_op else rows

@@ -1,0 +1,142 @@
+"""Tensors as the engines take them: flat, in an order that does not depend on strides.
+
+What travels is always in the logical (row-major) order of its block, whatever its memory format: a
+rank with an empty or oddly strided shard then reads what the others wrote. For a dimension that is
+outermost in memory, packing and unpacking are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from varcomm.transport.engine import engine_for
+from varcomm.transport.group import Group
+from varcomm.transport.trace import note
+
+__all__ = [
+    "all_gather",
+    "broadcast",
+    "exchange",
+    "flat",
+    "like",
+    "memory_format",
+    "pack",
+    "rest",
+    "unpack",
+]
+
+Works = list[dist.Work]
+
+
+def exchange(
+    name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
+) -> tuple[Works, torch.Tensor]:
+    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive."""
+    out = values.new_empty(sum(recv))
+    width = values.element_size()
+    sends, receives = [n * width for n in send], [n * width for n in recv]
+    note(name, group.rank, sends, receives)
+    engine = engine_for(group, values.device)
+    return engine.exchange(group, _bytes(out), _bytes(values), receives, sends), out
+
+
+def all_gather(
+    name: str, group: Group, values: torch.Tensor, counts: Sequence[int]
+) -> tuple[Works, torch.Tensor]:
+    """Start to gather the flat `values` of every rank, ``counts[r]`` of rank r, on every rank."""
+    out = values.new_empty(sum(counts))
+    width = values.element_size()
+    receives = [n * width for n in counts]
+    note(name, group.rank, [receives[group.rank]] * group.size, receives)
+    engine = engine_for(group, values.device)
+    return engine.all_gather(group, _bytes(out), _bytes(values), receives), out
+
+
+def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
+    """Start to overwrite the flat `values` on every rank by those of `src`."""
+    size = values.numel() * values.element_size()
+    at_src = group.rank == src
+    sends = [size if at_src else 0] * group.size
+    note(name, group.rank, sends, [0 if at_src else size * (r == src) for r in range(group.size)])
+    if size == 0 or group.size == 1:
+        return []
+    return engine_for(group, values.device).broadcast(group, _bytes(values), src)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `x` in logical order, as one dimension; a view where that is possible.
+
+    Never of `x` itself if that is to be received into.
+    """
+    return x.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """Return the blocks of `sizes` rows along `dim`, each in logical order, one after the other.
+
+    A view where `dim` is outermost and `x` contiguous, else one copy.
+    """
+    if _is_outermost(x.shape, dim):
+        return flat(x)
+    out = x.new_empty(x.numel())
+    for place, block in zip(_blocks(out, x.shape, sizes, dim), x.split(list(sizes), dim), strict=True):
+        place.copy_(block)
+    return out
+
+
+def unpack(
+    values: torch.Tensor,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    dim: int,
+    into: torch.memory_format,
+) -> torch.Tensor:
+    """Undo :func:`pack`: return the tensor of `shape` whose blocks along `dim` are in `values`."""
+    if _is_outermost(shape, dim):
+        return values.view(shape).contiguous(memory_format=into)
+    out = torch.empty(shape, dtype=values.dtype, device=values.device, memory_format=into)
+    for block, place in zip(_blocks(values, shape, sizes, dim), out.split(list(sizes), dim), strict=True):
+        place.copy_(block)
+    return out
+
+
+def memory_format(x: torch.Tensor) -> torch.memory_format:
+    """Return which of torch's formats `x` is in, so that the result can be in the same."""
+    for ndim, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == ndim and not x.is_contiguous() and x.is_contiguous(memory_format=candidate):
+            return candidate
+    return torch.contiguous_format
+
+
+def rest(shape: Sequence[int], dim: int) -> list[int]:
+    """Return `shape` without `dim`: what one row is."""
+    return [*shape[:dim], *shape[dim + 1 :]]
+
+
+def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
+    """Return `shape` with `rows` along `dim`.
+
+    >>> like((4, 3), 1, 7)
+    (4, 7)
+    """
+    return (*shape[:dim], rows, *shape[dim + 1 :])
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8)
+
+
+def _is_outermost(shape: Sequence[int], dim: int) -> bool:
+    return prod(shape[:dim]) == 1
+
+
+def _blocks(
+    values: torch.Tensor, shape: Sequence[int], sizes: Sequence[int], dim: int
+) -> list[torch.Tensor]:
+    shapes = [like(shape, dim, rows) for rows in sizes]
+    parts = values.split([prod(block) for block in shapes])
+    return [part.view(block) for part, block in zip(parts, shapes, strict=True)]

@@ -1,0 +1,128 @@
+"""Agreement between ranks: all raise the same error, or none does.
+
+Set-up work always agrees. Hot calls do so only inside :func:`debug`, since it costs a round of
+messages each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from varcomm.errors import ArgumentError, DisagreementError, GroupError
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["compare", "debug", "debugging", "fail", "share"]
+
+T = TypeVar("T")
+
+# How many debug() blocks are open. Backward runs in threads of its own and must see it too.
+_depth = 0
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Compare every call between ranks before its data moves, in forward and in backward.
+
+    All ranks of a group enter it together; then ranks that call different operations, or the same
+    one with dims, sizes, dtypes, shapes or ``requires_grad`` that do not fit, all raise one
+    :class:`~varcomm.errors.DisagreementError` that names them, in place of a hang; so do all where
+    one rank's own arguments are wrong. Setting ``VARCOMM_DEBUG=1`` does this for a whole program.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     try:
+    ...         with varcomm.debug():
+    ...             varcomm.all_gather_v(torch.zeros(2, 3 + rank), [2, 2])
+    ...     except varcomm.DisagreementError as error:
+    ...         return str(error)
+    >>> print(varcomm.launch(fn, 2)[0])
+    all_gather_v: ranks disagree on shape: rank 0 has ['*', 3]; rank 1 has ['*', 4].
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def debugging() -> bool:
+    """Return whether calls are to be compared."""
+    return _depth > 0 or os.environ.get("VARCOMM_DEBUG", "") not in ("", "0")
+
+
+def share(what: str, local: Callable[[], T], group: GroupLike = None) -> list[T]:
+    """Run `local` on every rank and return all results in rank order.
+
+    Whatever a rank raises, all raise: the same error for all, that of the first rank.
+
+    Raises
+    ------
+    ArgumentError, GroupError, ...
+        Of the kind that the first failing rank raised, with its message.
+    """
+    resolved = resolve(group)
+    value: T | None = None
+    failure: Exception | None = None
+    try:
+        value = local()
+    except Exception as error:
+        failure = error
+    kind = type(failure) if isinstance(failure, _SHARED) else ArgumentError
+    answer = (value, None if failure is None else (kind, f"{what}: {failure}"))
+    answers: list[Any] = _all_gather_object(answer, resolved)
+    failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
+    if failures:
+        first = min(failures)
+        others = [rank for rank in failures if rank != first]
+        raised, message = failures[first]
+        also = f" (also on ranks {others})" if others else ""
+        raise raised(f"on rank {first}{also}: {message}") from failure
+    return [value for value, _ in answers]
+
+
+_SHARED = (ArgumentError, GroupError, DisagreementError)
+
+
+def compare(group: Group, call: Mapping[str, Any]) -> None:
+    """Raise on every rank if the ranks' descriptions of a call do not fit; collective.
+
+    `call` maps words to plain values. ``"operation"`` and all others must be equal on all ranks,
+    but for ``"send"`` and ``"recv"``, counts a peer: what a rank sends is what its peer expects.
+    """
+    calls = _all_gather_object(dict(call), group)
+    failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
+    if failed:
+        raise DisagreementError(f"{call['operation']}: not called, since on {'; on '.join(failed)}")
+    # the operation first: where it differs, nothing else needs to be said
+    for word in ("operation", *(word for word in call if word not in ("operation", "send", "recv"))):
+        values = [c.get(word, "none") for c in calls]
+        if any(value != values[0] for value in values):
+            said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
+            operation = f"{call['operation']}: " if word != "operation" else ""
+            raise DisagreementError(f"{operation}ranks disagree on {word}: {said}.")
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            if "send" in sender and sender["send"][j] != receiver["recv"][i]:
+                raise DisagreementError(
+                    f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
+                    f"which expects {receiver['recv'][i]}."
+                )
+
+
+def fail(group: Group, operation: str, error: Exception) -> None:
+    """Tell ranks that are in :func:`compare` that this one cannot take part; collective."""
+    compare(group, {"operation": operation, "error": str(error)})
+
+
+def _all_gather_object(value: Any, group: Group) -> list[Any]:
+    answers: list[Any] = [None] * group.size
+    dist.all_gather_object(answers, value, group=group.process_group)
+    return answers

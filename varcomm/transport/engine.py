@@ -1,0 +1,98 @@
+"""What an engine offers, and which one serves a group and a device.
+
+An engine moves bytes of uneven length and knows nothing of rows, dtypes or gradients. All its
+tensors are flat, contiguous and of uint8; all counts are bytes, one a rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from varcomm.errors import GroupError
+from varcomm.transport.group import Group
+
+__all__ = ["Engine", "Pending", "engine_for"]
+
+
+@dataclass
+class Pending:
+    """Communication under way: what to wait for, and what to make of it then."""
+
+    works: Sequence[dist.Work]
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """Wait until this rank's part is done, and return the result."""
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+
+class Engine(ABC):
+    """Uneven collectives on bytes, over one of torch.distributed's backends.
+
+    Each starts at once, and is done on this rank when its works have been waited for; inputs stay
+    unchanged until then. Empty messages are ordinary.
+    """
+
+    @abstractmethod
+    def all_gather(
+        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
+    ) -> list[dist.Work]:
+        """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order."""
+
+    def exchange(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> list[dist.Work]:
+        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
+        return works(
+            dist.all_to_all_single(
+                out, data, list(recv), list(send), group=group.process_group, async_op=True
+            )
+        )
+
+    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> list[dist.Work]:
+        """Overwrite `data` on every rank by that of `src`."""
+        return works(
+            dist.broadcast(data, group=group.process_group, group_src=src, async_op=True)
+        )
+
+
+def works(work: dist.Work | None) -> list[dist.Work]:
+    """Return what torch.distributed gives for an asynchronous call as a list."""
+    return [] if work is None else [work]
+
+
+def engine_for(group: Group, device: torch.device) -> Engine:
+    """Return the engine that moves bytes on `device` among the ranks of `group`.
+
+    Raises
+    ------
+    GroupError
+        If the group has none for it.
+    """
+    from varcomm.transport.gloo import Gloo  # they build on this file
+    from varcomm.transport.nccl import NCCL
+
+    engines = {("gloo", "cpu"): Gloo, ("nccl", "cuda"): NCCL}
+    backends = group.backends()
+    engine = engines.get((backends.get(device.type, ""), device.type))
+    if engine is None:
+        served = [kind for kind, backend in backends.items() if (backend, kind) in engines]
+        raise GroupError(
+            f"{group}: the tensor is on {device}, but this group has an engine for "
+            f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "
+            f"{dist.get_backend_config(group.process_group)}). Move the tensor, or call "
+            "varcomm.init with a backend for its device: gloo for cpu, nccl for cuda."
+        )
+    return engine()

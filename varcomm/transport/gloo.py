@@ -1,0 +1,36 @@
+"""Uneven bytes on Gloo, for tensors on the CPU.
+
+Gloo refuses uneven all-gather, gather, scatter and list all-to-all. ``all_to_all_single`` with
+split sizes takes any, and so is the base of everything but the all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from varcomm.transport.engine import Engine
+from varcomm.transport.group import Group
+
+__all__ = ["Gloo"]
+
+
+class Gloo(Engine):
+    """Gloo, through torch.distributed."""
+
+    def all_gather(
+        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
+    ) -> list[dist.Work]:
+        """Broadcast each shard into its place in `out`, all under way together: no copies."""
+        places = out.split(list(counts))
+        places[group.rank].copy_(data)
+        if group.size == 1:
+            return []
+        return [
+            work
+            for src, place in enumerate(places)
+            if counts[src]
+            for work in self.broadcast(group, place, src)
+        ]
