@@ -24,6 +24,38 @@ from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.scatter_v import scatter_v
 from varcomm.ops.shard_v import shard_v
 from varcomm.ops.transpose_v import transpose_v
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
 from varcomm.transport.agree import debug
 from varcomm.transport.launch import Ranks, World, init, launch
 from varcomm.transport.trace import Call, trace
+
+__all__ = [
+    "ArgumentError",
+    "Call",
+    "DisagreementError",
+    "ExchangePlan",
+    "GroupError",
+    "Handle",
+    "LaunchError",
+    "MissingPackageError",
+    "Ranks",
+    "ShardSizes",
+    "VarcommError",
+    "World",
+    "all_gather_v",
+    "all_reduce",
+    "all_to_all_v",
+    "broadcast",
+    "debug",
+    "gather_v",
+    "indexed_all_to_all_v",
+    "init",
+    "launch",
+    "reduce",
+    "reduce_scatter_v",
+    "scatter_v",
+    "shard_v",
+    "trace",
+    "transpose_v",
+]

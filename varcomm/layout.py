@@ -127,9 +127,15 @@ class ShardSizes(tuple[int, ...]):
         >>> ShardSizes.balanced(100, 3, multiple_of=8)
         ShardSizes(36, 32, 32)
         """
-        for name, value, least in (("n", n, 0), ("parts", parts, 1), ("multiple_of", multiple_of, 1)):
+        for name, value, least in (
+            ("n", n, 0),
+            ("parts", parts, 1),
+            ("multiple_of", multiple_of, 1),
+        ):
             if exact_int(value) is None or value < least:
-                raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
+                raise ArgumentError(
+                    f"{name} must be an integer of at least {least}; got {value!r}."
+                )
         units, remainder = divmod(n, multiple_of)
         base, more = divmod(units, parts)
         sizes = [(base + (part < more)) * multiple_of for part in range(parts)]
@@ -162,8 +168,11 @@ class ShardSizes(tuple[int, ...]):
         """
         # The one place where this room looks over its wall: sizes are where users look for this.
         from varcomm.transport.agree import share
+        from varcomm.transport.group import resolve
 
-        return cls(share("ShardSizes.from_local", lambda: checked_sizes([n], "n")[0], group))
+        return cls(
+            share("ShardSizes.from_local", lambda: checked_sizes([n], "n")[0], resolve(group))
+        )
 
     def __repr__(self) -> str:
         """Return e.g. ``ShardSizes(3, 0, 5)``."""

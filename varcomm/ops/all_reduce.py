@@ -53,13 +53,19 @@ class AllReduce(Operator):
 
 
 @overload
-def None(
-None    *,
+def all_reduce(
+    tensor: torch.Tensor,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
     async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
-def None(
-None    *,
+def all_reduce(
+    tensor: torch.Tensor,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
     async_op: Literal[True],
 ) -> Handle: ...
 def all_reduce(

@@ -44,17 +44,8 @@ class AllToAllV(Operator):
         kept = wire.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
         recv = [rows * prod(kept) for rows in self.concat_sizes]
         works, values = wire.exchange(self.name, self.group, packed, send, recv)
-        into = wire.memory_format(x)
-
-        def finish() -> torch.Tensor:
-            result = values.view(sum(self.concat_sizes), *kept).movedim(0, self.concat_dim)
-            # the formats are those of images; otherwise strides that are not row-major are cheaper
-            # than a second copy
-            if into == torch.contiguous_format:
-                return result
-            return result.contiguous(memory_format=into)
-
-        return Pending(works, finish)
+        shape, into = (sum(self.concat_sizes), *kept), wire.memory_format(x)
+        return Pending(works, lambda: wire.back(values.view(shape), self.concat_dim, into))
 
     def _split_dim_in_front(self) -> int:
         """Return where `split_dim` is once `concat_dim` has become the first."""
@@ -77,13 +68,23 @@ class AllToAllV(Operator):
 
 
 @overload
-def None(
-None    *,
+def all_to_all_v(
+    tensor: torch.Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
     async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
-def None(
-None    *,
+def all_to_all_v(
+    tensor: torch.Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
     async_op: Literal[True],
 ) -> Handle: ...
 def all_to_all_v(

@@ -99,13 +99,21 @@ class Reduce(_Rooted):
 
 
 @overload
-def None(
-None    *,
+def broadcast(
+    tensor: torch.Tensor | None,
+    src: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
     async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
-def None(
-None    *,
+def broadcast(
+    tensor: torch.Tensor | None,
+    src: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
     async_op: Literal[True],
 ) -> Handle: ...
 def broadcast(

@@ -20,7 +20,7 @@ from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 from varcomm.transport.trace import span
 
-__all__ = ["Handle", "Operator", "checking", "run"]
+__all__ = ["Handle", "Operator", "apply", "checking", "run", "start"]
 
 
 class Operator(ABC):
@@ -103,14 +103,14 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient, _ = gradients
         (token,) = ctx.saved_tensors
-        result = _apply(ctx.operator.adjoint, gradient, token)
+        result = apply(ctx.operator.adjoint, gradient, token)
         return result, gradient.new_zeros(0) if ctx.has_token else None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         tangent = tangents[0]
         assert tangent is not None
-        result = _apply(ctx.operator, tangent)
+        result = apply(ctx.operator, tangent)
         return result, result.new_zeros(0)
 
 
@@ -149,25 +149,25 @@ def checking(name: str, group: Group) -> Iterator[str]:
 
 def run(operator: Operator, x: torch.Tensor, async_op: bool) -> torch.Tensor | Handle:
     """Apply the operator, or begin to."""
-    return _start(operator, x) if async_op else _apply(operator, x)
+    return start(operator, x) if async_op else apply(operator, x)
 
 
-def _apply(
+def apply(
     operator: Operator,
     x: torch.Tensor,
     token: torch.Tensor | None = None,
     pending: Pending | None = None,
 ) -> torch.Tensor:
     recorded = _is_recorded(x, token)
-    result, _ = _Apply.apply(x, token, operator, pending, recorded)
+    result, _ = _Apply.apply(x, token, operator, pending, recorded)  # type: ignore[no-untyped-call]
     return result  # type: ignore[no-any-return]
 
 
-def _start(operator: Operator, x: torch.Tensor) -> Handle:
+def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the graph gets its node when the result is there."""
     begun: list[Pending] = []
     with torch.no_grad():
-        _Start.apply(x, operator, _is_recorded(x, None), begun)
+        _Start.apply(x, operator, _is_recorded(x, None), begun)  # type: ignore[no-untyped-call]
     version = _version(x)
 
     def finish() -> torch.Tensor:
@@ -176,7 +176,7 @@ def _start(operator: Operator, x: torch.Tensor) -> Handle:
                 f"{operator.name} on {operator.group}: the tensor was changed in place between "
                 "async_op=True and wait(). Change a clone, or wait first."
             )
-        return _apply(operator, x, pending=begun[0])
+        return apply(operator, x, pending=begun[0])
 
     return Handle(finish)
 

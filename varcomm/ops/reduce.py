@@ -16,13 +16,21 @@ __all__ = ["reduce"]
 
 
 @overload
-def None(
-None    *,
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
     async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
-def None(
-None    *,
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
     async_op: Literal[True],
 ) -> Handle: ...
 def reduce(

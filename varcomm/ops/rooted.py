@@ -80,7 +80,9 @@ def input_of_root(
 
     root = announce(group, src, describe)
     if root["sizes"] != digest:
-        raise DisagreementError(f"{where}sizes {list(sizes)} are not those of the root, rank {src}.")
+        raise DisagreementError(
+            f"{where}sizes {list(sizes)} are not those of the root, rank {src}."
+        )
     shape, memory_format = tuple(root["shape"]), _FORMATS[root["memory_format"]]
     if group.rank == src:
         assert tensor is not None

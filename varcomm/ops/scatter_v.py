@@ -107,7 +107,5 @@ def scatter_v(
     root = input_of_root("scatter_v", tensor, src, ranks, check, sizes)
     with checking("scatter_v", ranks):
         dim = checked_dim(dim, root.shape, where)
-    operator = ScatterV(
-        ranks, sizes, dim, src, root.shape, elsewhere=(0,), into=root.memory_format
-    )
+    operator = ScatterV(ranks, sizes, dim, src, root.shape, elsewhere=(0,), into=root.memory_format)
     return run(operator, root.tensor, async_op)

@@ -15,13 +15,21 @@ __all__ = ["shard_v"]
 
 
 @overload
-def None(
-None    *,
+def shard_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
     async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
-def None(
-None    *,
+def shard_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
     async_op: Literal[True],
 ) -> Handle: ...
 def shard_v(

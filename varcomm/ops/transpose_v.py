@@ -36,13 +36,25 @@ class TransposeV(AllToAllV):
 
 
 @overload
-def None(
-None    *,
+def transpose_v(
+    tensor: torch.Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: GroupLike = None,
+    *,
     async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
-def None(
-None    *,
+def transpose_v(
+    tensor: torch.Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: GroupLike = None,
+    *,
     async_op: Literal[True],
 ) -> Handle: ...
 def transpose_v(

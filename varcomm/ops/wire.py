@@ -19,6 +19,7 @@ from varcomm.transport.trace import note
 
 __all__ = [
     "all_gather",
+    "back",
     "broadcast",
     "exchange",
     "flat",
@@ -83,7 +84,9 @@ def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
     if _is_outermost(x.shape, dim):
         return flat(x)
     out = x.new_empty(x.numel())
-    for place, block in zip(_blocks(out, x.shape, sizes, dim), x.split(list(sizes), dim), strict=True):
+    for place, block in zip(
+        _blocks(out, x.shape, sizes, dim), x.split(list(sizes), dim), strict=True
+    ):
         place.copy_(block)
     return out
 
@@ -99,9 +102,21 @@ def unpack(
     if _is_outermost(shape, dim):
         return values.view(shape).contiguous(memory_format=into)
     out = torch.empty(shape, dtype=values.dtype, device=values.device, memory_format=into)
-    for block, place in zip(_blocks(values, shape, sizes, dim), out.split(list(sizes), dim), strict=True):
+    for block, place in zip(
+        _blocks(values, shape, sizes, dim), out.split(list(sizes), dim), strict=True
+    ):
         place.copy_(block)
     return out
+
+
+def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
+    """Return `x` with its first dimension moved to `dim`.
+
+    A view, except into the formats of images: strides that are not row-major cost less than a
+    second copy.
+    """
+    moved = x.movedim(0, dim)
+    return moved if into == torch.contiguous_format else moved.contiguous(memory_format=into)
 
 
 def memory_format(x: torch.Tensor) -> torch.memory_format:

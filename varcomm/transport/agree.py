@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from varcomm.errors import ArgumentError, DisagreementError, GroupError
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.errors import ArgumentError, DisagreementError, GroupError, VarcommError
+from varcomm.transport.group import Group
 
-__all__ = ["compare", "debug", "debugging", "fail", "share"]
+__all__ = ["agree", "compare", "debug", "debugging", "fail", "share"]
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def debug() -> Iterator[None]:
     ...     except varcomm.DisagreementError as error:
     ...         return str(error)
     >>> print(varcomm.launch(fn, 2)[0])
-    all_gather_v: ranks disagree on shape: rank 0 has ['*', 3]; rank 1 has ['*', 4].
+    all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
     """
     global _depth
     _depth += 1
@@ -58,37 +58,40 @@ def debugging() -> bool:
     return _depth > 0 or os.environ.get("VARCOMM_DEBUG", "") not in ("", "0")
 
 
-def share(what: str, local: Callable[[], T], group: GroupLike = None) -> list[T]:
-    """Run `local` on every rank and return all results in rank order.
-
-    Whatever a rank raises, all raise: the same error for all, that of the first rank.
+def agree(what: str, local: Callable[[], T], group: Group) -> T:
+    """Run `local` on every rank and return this rank's result, or raise on all; collective.
 
     Raises
     ------
-    ArgumentError, GroupError, ...
-        Of the kind that the first failing rank raised, with its message.
+    ArgumentError, GroupError, DisagreementError
+        On every rank with the same message, if one of them raised; of the kind that the first of
+        them raised, any other kind of error as an ArgumentError.
     """
-    resolved = resolve(group)
     value: T | None = None
     failure: Exception | None = None
     try:
         value = local()
     except Exception as error:
         failure = error
-    kind = type(failure) if isinstance(failure, _SHARED) else ArgumentError
-    answer = (value, None if failure is None else (kind, f"{what}: {failure}"))
-    answers: list[Any] = _all_gather_object(answer, resolved)
-    failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
+    told = None if failure is None else (_kind(failure), str(failure))
+    answers = _all_gather_object(told, group)
+    failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
     if failures:
-        first = min(failures)
-        others = [rank for rank in failures if rank != first]
-        raised, message = failures[first]
-        also = f" (also on ranks {others})" if others else ""
-        raise raised(f"on rank {first}{also}: {message}") from failure
-    return [value for value, _ in answers]
+        first, *others = failures
+        kind, message = failures[first]
+        also = f" (and on {len(others)} more: {others})" if others else ""
+        raise kind(f"{what}: refused on rank {first} of {group.size}{also}: {message}") from failure
+    return value  # type: ignore[return-value]
 
 
-_SHARED = (ArgumentError, GroupError, DisagreementError)
+def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
+    """Run `local` on every rank and return all results in rank order, or raise on all."""
+    return _all_gather_object(agree(what, local, group), group)
+
+
+def _kind(error: Exception) -> type[VarcommError]:
+    kinds = (GroupError, DisagreementError)
+    return next((kind for kind in kinds if isinstance(error, kind)), ArgumentError)
 
 
 def compare(group: Group, call: Mapping[str, Any]) -> None:
@@ -102,7 +105,8 @@ def compare(group: Group, call: Mapping[str, Any]) -> None:
     if failed:
         raise DisagreementError(f"{call['operation']}: not called, since on {'; on '.join(failed)}")
     # the operation first: where it differs, nothing else needs to be said
-    for word in ("operation", *(word for word in call if word not in ("operation", "send", "recv"))):
+    others = [word for word in call if word not in ("operation", "send", "recv")]
+    for word in ("operation", *others):
         values = [c.get(word, "none") for c in calls]
         if any(value != values[0] for value in values):
             said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))

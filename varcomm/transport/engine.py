@@ -63,9 +63,7 @@ class Engine(ABC):
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> list[dist.Work]:
         """Overwrite `data` on every rank by that of `src`."""
-        return works(
-            dist.broadcast(data, group=group.process_group, group_src=src, async_op=True)
-        )
+        return works(dist.broadcast(data, group=group.process_group, group_src=src, async_op=True))
 
 
 def works(work: dist.Work | None) -> list[dist.Work]:

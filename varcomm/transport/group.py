@@ -64,7 +64,7 @@ def resolve(group: GroupLike) -> Group:
         process_group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
+            names = group.mesh_dim_names or tuple(map(str, range(group.ndim)))
             raise GroupError(
                 f"group must be one dimension of a DeviceMesh; got a mesh of {group.ndim} "
                 f"dimensions {names}. Pick one: mesh[{names[0]!r}]."
@@ -74,7 +74,7 @@ def resolve(group: GroupLike) -> Group:
         process_group = group.get_group()
     else:
         process_group = group
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise GroupError(
             f"rank {dist.get_rank()} of the world is not in this group. Only its members may call."
         )

@@ -1,0 +1,37 @@
+"""Pools of ranks that live as long as the session: each start costs seconds of imports."""
+
+import pytest
+import torch
+
+from varcomm.testing import Ranks
+
+WORLDS = (1, 2, 3, 5)
+
+
+class Worlds:
+    """Pools of 1, 2, 3 and 5 ranks, each started when it is first used."""
+
+    def __init__(self):
+        self._pools = {}
+
+    def run(self, size, fn, *args, timeout=None):
+        if size not in self._pools:
+            self._pools[size] = Ranks(size, timeout=90)
+        return self._pools[size].run(_on_one_thread, fn, *args, timeout=timeout)
+
+    def close(self):
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _on_one_thread(rank, fn, *args):
+    torch.set_num_threads(1)
+    torch.manual_seed(100 + rank)
+    return fn(rank, *args)
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    pools = Worlds()
+    yield pools
+    pools.close()

@@ -1,0 +1,1 @@
+"""Plans: who sends which rows to whom, checked once and used many times."""

@@ -1,0 +1,88 @@
+"""The operator of a plan, from own rows to received rows, and its adjoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from varcomm.ops import wire
+from varcomm.ops.operator import Operator
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import Group
+
+if TYPE_CHECKING:
+    from varcomm.plan.exchange_plan import ExchangePlan
+
+__all__ = ["Exchange", "ExchangeAdjoint"]
+
+
+@dataclass(frozen=True)
+class _Planned(Operator):
+    """What the pair shares."""
+
+    plan: ExchangePlan
+    dim: int
+    use_fp32: bool
+
+    @property
+    def group(self) -> Group:  # type: ignore[override]
+        return self.plan.group
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "dim": self.dim,
+            "send": list(self.plan.send_counts),
+            "recv": list(self.plan.recv_counts),
+            "shape of a row": wire.rest(x.shape, self.dim),
+            "use_fp32": self.use_fp32,
+        }
+
+
+@dataclass(frozen=True)
+class Exchange(_Planned):
+    """From own rows to received rows."""
+
+    name = "exchange"
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Pick the rows to send, which is the one copy; what comes is the result."""
+        front = x.movedim(self.dim, 0)
+        row = front.shape[1:]
+        picked = wire.flat(front.index_select(0, self.plan.send_index))
+        send = [rows * prod(row) for rows in self.plan.send_counts]
+        recv = [rows * prod(row) for rows in self.plan.recv_counts]
+        works, values = wire.exchange(self.name, self.group, picked, send, recv)
+        shape, into = (sum(self.plan.recv_counts), *row), wire.memory_format(x)
+        return Pending(works, lambda: wire.back(values.view(shape), self.dim, into))
+
+    @property
+    def adjoint(self) -> ExchangeAdjoint:
+        return ExchangeAdjoint(self.plan, self.dim, self.use_fp32)
+
+
+@dataclass(frozen=True)
+class ExchangeAdjoint(_Planned):
+    """From received rows to own rows: each goes back and is added to the row it is a copy of."""
+
+    name = "exchange_adjoint"
+
+    def start(self, y: torch.Tensor) -> Pending:
+        front = y.movedim(self.dim, 0)
+        row = front.shape[1:]
+        send = [rows * prod(row) for rows in self.plan.recv_counts]
+        recv = [rows * prod(row) for rows in self.plan.send_counts]
+        works, values = wire.exchange(self.name, self.group, wire.flat(front), send, recv)
+        copies, into = values.view(sum(self.plan.send_counts), *row), wire.memory_format(y)
+
+        def finish() -> torch.Tensor:
+            total = self.plan.row_sum(copies, self.plan.num_rows, self.use_fp32)
+            return wire.back(total, self.dim, into)
+
+        return Pending(works, finish)
+
+    @property
+    def adjoint(self) -> Exchange:
+        return Exchange(self.plan, self.dim, self.use_fp32)

@@ -1,0 +1,342 @@
+"""``ExchangePlan``: a frozen, checked, reusable description of who sends which rows to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Self
+from zlib import crc32
+
+import torch
+
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.layout import ShardSizes, checked_dim, checked_sizes
+from varcomm.ops import wire
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import Handle, apply, checking, start
+from varcomm.ops.reduction import checked_summable
+from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
+from varcomm.plan.exchange import Exchange, ExchangeAdjoint
+from varcomm.plan.row_sum import RowSum
+from varcomm.transport.agree import agree, share
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["ExchangePlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """Who sends which rows to whom: checked and agreed upon once, used at every step.
+
+    Made by :meth:`from_indices` or :meth:`from_needed`. It is a linear operator from own rows to
+    received rows, and can be differentiated any number of times.
+
+    Attributes
+    ----------
+    send_index : torch.Tensor
+        Own rows that this rank sends, those for rank 0 first; int64, shape (sum(send_counts),).
+    send_counts, recv_counts : tuple of int
+        Rows for, and from, each rank.
+    num_rows : int
+        Rows that this rank owns.
+
+    Examples
+    --------
+    Each of two ranks needs the other's last row:
+
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     sizes = varcomm.ShardSizes([2, 3])
+    ...     needed = torch.tensor([4]) if rank == 0 else torch.tensor([1])
+    ...     plan = varcomm.ExchangePlan.from_needed(needed, sizes)
+    ...     own = torch.tensor(sizes.range(rank), dtype=torch.float32)
+    ...     return plan(own).tolist(), plan.adjoint(torch.ones(1)).tolist()
+    >>> varcomm.launch(fn, 2)
+    [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
+    """
+
+    group: Group = field(repr=False)
+    send_index: torch.Tensor = field(repr=False)
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    num_rows: int
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: Sequence[torch.Tensor],
+        num_rows: int,
+        sizes: Sequence[Sequence[int]] | None = None,
+        group: GroupLike = None,
+    ) -> Self:
+        """Make a plan from the rows that this rank sends to each.
+
+        Collective: all ranks call it, and all raise if one has to.
+
+        Parameters
+        ----------
+        indices : sequence of torch.Tensor
+            ``indices[r]``: own rows for rank r, in the order in which they arrive there; one
+            dimension, int32 or int64. Rows may repeat.
+        num_rows : int
+            Rows that this rank owns.
+        sizes : sequence of sequence of int, optional
+            ``sizes[i][j]``: rows that rank i sends to rank j. Without it the ranks tell each other.
+        group : ProcessGroup or DeviceMesh, optional
+            The ranks that take part; None is the whole world.
+
+        Returns
+        -------
+        ExchangePlan
+            On the device of the indices.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if on one of them an index is out of range or of another dtype, or
+            `sizes` do not fit the indices.
+        DisagreementError
+            On every rank, if one expects other numbers of rows than it will be sent.
+        """
+        ranks, what = resolve(group), "ExchangePlan.from_indices"
+
+        def check() -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...] | None]:
+            (rows,) = checked_sizes([num_rows], "num_rows")
+            index, counts = checked_indices(indices, rows, ranks)
+            if sizes is None:
+                return index, counts, None
+            return index, counts, checked_count_matrix(sizes, counts, ranks)
+
+        index, send_counts, expected = agree(what, check, ranks)
+        recv_counts = _exchanged_counts(send_counts, index.device, ranks)
+
+        def compare() -> None:
+            if expected is not None and expected != recv_counts:
+                raise DisagreementError(
+                    f"by its sizes it expects {list(expected)} rows from the ranks, "
+                    f"which send {list(recv_counts)}."
+                )
+
+        agree(what, compare, ranks)
+        return cls(ranks, index, send_counts, recv_counts, num_rows)
+
+    @classmethod
+    def from_needed(
+        cls, needed: torch.Tensor, sizes: Sequence[int], group: GroupLike = None
+    ) -> Self:
+        """Make a plan from the global rows that this rank needs.
+
+        Owners are found by arithmetic, and only the needed ids travel. Collective: all ranks call
+        it, and all raise if one has to.
+
+        Parameters
+        ----------
+        needed : torch.Tensor
+            Global rows, owner by owner (ascending ids are); one dimension, int32 or int64. Rows may
+            repeat, and may be own ones.
+        sizes : sequence of int
+            Rows that each rank owns: rank 0 the first ``sizes[0]`` global rows, and so on.
+        group : ProcessGroup or DeviceMesh, optional
+            The ranks that take part; None is the whole world.
+
+        Returns
+        -------
+        ExchangePlan
+            Its result has the needed rows in the order given; on the device of `needed`.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if on one of them `needed` or `sizes` are wrong.
+        DisagreementError
+            On every rank, if their `sizes` differ.
+        """
+        ranks, what = resolve(group), "ExchangePlan.from_needed"
+
+        def check() -> tuple[ShardSizes, torch.Tensor]:
+            owned = ShardSizes(checked_sizes(sizes, "sizes", ranks.size))
+            ids = checked_index(needed, owned.total, "needed", "global rows")
+            owner = owned.owner(ids)
+            if bool((owner.diff() < 0).any()):
+                k = int((owner.diff() < 0).nonzero()[0])
+                raise ArgumentError(
+                    "needed must come owner by owner, as received rows do; entry "
+                    f"{k} is row {int(ids[k])} of rank {int(owner[k])}, and entry {k + 1} is row "
+                    f"{int(ids[k + 1])} of rank {int(owner[k + 1])}. Sort it."
+                )
+            return owned, owner
+
+        owned, owner = agree(what, check, ranks)
+        digests = share(what, lambda: crc32(repr(tuple(owned)).encode()), ranks)
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
+        recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())
+        send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
+        offsets = torch.tensor(owned.offsets, device=needed.device)
+        ids = needed.to(torch.int64) - offsets[owner]
+        works, send_index = wire.exchange(what, ranks, ids, recv_counts, send_counts)
+        for work in works:
+            work.wait()
+        return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank])
+
+    def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
+        """Send own rows to those who need them, and return the rows that this rank receives.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
+        dim : int
+            The sharded dimension.
+        use_fp32 : bool
+            How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their
+            own dtype. It does not change the forward.
+
+        Returns
+        -------
+        torch.Tensor
+            ``sum(recv_counts)`` rows along `dim`, rank by rank, in the order of the sender. For
+            ``dim != 0`` a transposed view of contiguous memory.
+
+        Raises
+        ------
+        ArgumentError
+            Before any communication, if `tensor` or `dim` do not fit the plan on this rank.
+
+        Notes
+        -----
+        Adjoint: :meth:`adjoint`. Communication: :meth:`nbytes` from this rank; only between ranks
+        that have rows for each other. One copy, on departure, which picks the rows.
+        """
+        return apply(self._operator(tensor, dim, use_fp32), tensor)
+
+    def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
+        """Begin what calling the plan does; :meth:`Handle.wait` gives the received rows."""
+        return start(self._operator(tensor, dim, use_fp32), tensor)
+
+    def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
+        """Send received rows back, and sum at each owner what belongs to the same row.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            ``sum(recv_counts)`` rows along `dim`; any dtype but bool.
+        dim : int
+            The sharded dimension.
+        use_fp32 : bool
+            Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
+
+        Returns
+        -------
+        torch.Tensor
+            `num_rows` rows along `dim`, zeros where nobody had a copy; the same at every run, bit
+            for bit.
+
+        Raises
+        ------
+        ArgumentError
+            Before any communication, if `tensor` or `dim` do not fit the plan on this rank.
+        """
+        with checking("exchange_adjoint", self.group) as where:
+            checked_summable(tensor, where)
+            dim = self._checked_dim(tensor, dim, sum(self.recv_counts), "received", where)
+        return apply(ExchangeAdjoint(self, dim, use_fp32), tensor)
+
+    def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
+        """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
+        row = prod(wire.rest(tensor.shape, checked_dim(dim, tensor.shape))) * tensor.element_size()
+        return (sum(self.send_counts) - self.send_counts[self.group.rank]) * row
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Other ranks with which this one exchanges rows, in one direction at least."""
+        pairs = zip(self.send_counts, self.recv_counts, strict=True)
+        others = [rank for rank, pair in enumerate(pairs) if any(pair)]
+        return tuple(rank for rank in others if rank != self.group.rank)
+
+    @cached_property
+    def row_sum(self) -> RowSum:
+        """The order in which the adjoint sums, fixed when it is first needed."""
+        return RowSum.of(self.send_index)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same plan for tensors on another device."""
+        return replace(self, send_index=self.send_index.to(device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :func:`torch.save` can keep of this rank's part, loadable without pickle."""
+        return {
+            "rank": self.group.rank,
+            "send_index": self.send_index,
+            "send_counts": list(self.send_counts),
+            "recv_counts": list(self.recv_counts),
+            "num_rows": self.num_rows,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], group: GroupLike = None) -> Self:
+        """Make the plan again from each rank's :meth:`state_dict`; collective.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if one of them has the state of another rank or of another number of
+            ranks, or its parts do not fit each other.
+        DisagreementError
+            On every rank, if the states are not of one plan.
+        """
+        ranks = resolve(group)
+
+        def check() -> tuple[torch.Tensor, ...]:
+            if state["rank"] != ranks.rank or len(state["send_counts"]) != ranks.size:
+                raise ArgumentError(
+                    f"this state is of rank {state['rank']} of {len(state['send_counts'])}."
+                )
+            return state["send_index"].split(list(state["send_counts"]))  # type: ignore[no-any-return]
+
+        indices = agree("ExchangePlan.from_state_dict", check, ranks)
+        plan = cls.from_indices(indices, state["num_rows"], group=group)
+
+        def compare() -> None:
+            if list(plan.recv_counts) != list(state["recv_counts"]):
+                raise DisagreementError(
+                    f"it expects {state['recv_counts']} rows from the ranks, which send "
+                    f"{list(plan.recv_counts)}: these are states of different plans."
+                )
+
+        agree("ExchangePlan.from_state_dict", compare, ranks)
+        return plan
+
+    def _operator(self, tensor: torch.Tensor, dim: int, use_fp32: bool) -> Exchange:
+        with checking("exchange", self.group) as where:
+            checked_tensor(tensor, where)
+            dim = self._checked_dim(tensor, dim, self.num_rows, "own", where)
+        return Exchange(self, dim, use_fp32)
+
+    def _checked_dim(
+        self, tensor: torch.Tensor, dim: int, rows: int, which: str, where: str
+    ) -> int:
+        dim = checked_dim(dim, tensor.shape, where)
+        if tensor.shape[dim] != rows:
+            raise ArgumentError(
+                f"{where}the tensor of shape {tuple(tensor.shape)} has {tensor.shape[dim]} rows "
+                f"along dim {dim}, but the plan is for {rows} {which} rows."
+            )
+        if tensor.device != self.send_index.device:
+            raise ArgumentError(
+                f"{where}the tensor is on {tensor.device}, the plan on {self.send_index.device}. "
+                f"Move one of them: plan.to({str(tensor.device)!r})."
+            )
+        return dim
+
+
+def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
+    """Tell each rank one count, and return what each tells this one; collective."""
+    ones = [1] * group.size
+    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
+    for work in works:
+        work.wait()
+    return tuple(theirs.tolist())

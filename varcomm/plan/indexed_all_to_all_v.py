@@ -1,0 +1,120 @@
+"""``indexed_all_to_all_v``: pick rows for each rank and exchange them, without a plan to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import checked_dim
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import Handle, checking, run
+from varcomm.plan.checks import checked_count_matrix, checked_indices
+from varcomm.plan.exchange import Exchange
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["indexed_all_to_all_v"]
+
+
+@overload
+def indexed_all_to_all_v(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor],
+    sizes: Sequence[Sequence[int]],
+    use_fp32: bool = True,
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def indexed_all_to_all_v(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor],
+    sizes: Sequence[Sequence[int]],
+    use_fp32: bool = True,
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def indexed_all_to_all_v(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor],
+    sizes: Sequence[Sequence[int]],
+    use_fp32: bool = True,
+    dim: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | Handle:
+    """Send chosen rows to each rank, and concatenate the rows that come.
+
+    For the same indices at every step, an :class:`~varcomm.ExchangePlan` checks them once.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's rows along `dim`; any dtype. The other dimensions are the same on all ranks.
+    indices : sequence of torch.Tensor
+        ``indices[r]``: rows that this rank sends to rank r; one dimension, int32 or int64, on the
+        device of `tensor`. Rows may repeat, within a tensor and between them.
+    sizes : sequence of sequence of int
+        ``sizes[i][j]``: rows that rank i sends to rank j; the same on all ranks.
+    use_fp32 : bool
+        How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their own
+        dtype. It does not change the forward.
+    dim : int
+        The dimension that `indices` count along.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        The rows that arrived, sender by sender, each in the sender's order; dtype of `tensor`. For
+        ``dim != 0`` a transposed view of contiguous memory; ``channels_last`` is kept.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if `indices`, `sizes`, `dim` and `tensor` do not fit on this rank.
+    GroupError
+        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+
+    Notes
+    -----
+    Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
+
+    Communication: each row travels once to each rank that it is for; nothing is padded. One copy,
+    on departure, which picks the rows.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     rows = torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
+    ...     to_other = torch.tensor([2, 0]) if rank == 0 else torch.tensor([1])
+    ...     to_self = torch.tensor([], dtype=torch.int64)
+    ...     indices = [to_self, to_other] if rank == 0 else [to_other, to_self]
+    ...     return varcomm.indexed_all_to_all_v(rows, indices, [[0, 2], [1, 0]])
+    >>> varcomm.launch(fn, 2)
+    [tensor([12.]), tensor([3., 1.])]
+    """
+    ranks = resolve(group)
+    with checking("indexed_all_to_all_v", ranks) as where:
+        checked_tensor(tensor, where)
+        dim = checked_dim(dim, tensor.shape, where)
+        index, send_counts = checked_indices(indices, tensor.shape[dim], ranks, where)
+        recv_counts = checked_count_matrix(sizes, send_counts, ranks, where)
+        plan = ExchangePlan(ranks, index, send_counts, recv_counts, tensor.shape[dim])
+        if index.device != tensor.device:
+            raise ArgumentError(
+                f"{where}the tensor is on {tensor.device}, indices are on {index.device}."
+            )
+    return run(Exchange(plan, dim, use_fp32), tensor, async_op)

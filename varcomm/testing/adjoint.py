@@ -1,0 +1,87 @@
+"""The dot test: does backward apply the adjoint of forward?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["dot_test", "inner_product", "random_like", "total"]
+
+
+def dot_test(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    *,
+    group: GroupLike = None,
+    rtol: float | None = None,
+) -> None:
+    """Assert ``<A x, y> == <x, A* y>``, the inner products summed over ranks.
+
+    `A` is what `fn` computes from the `x` of all ranks, a linear map; `A*` is its backward. Under
+    this test, adjoints can neither miss a sum over ranks nor have one too many.
+
+    Parameters
+    ----------
+    fn : callable
+        Linear and differentiable; called once on every rank.
+    x : torch.Tensor
+        This rank's input, of floats or complex numbers.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    rtol : float, optional
+        How far the two may differ, relative to ``<|A x|, |y|>``; by default 64 times the rounding
+        error of the dtype.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if they differ by more.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     shard = torch.randn(rank + 1, dtype=torch.float64)
+    ...     varcomm.testing.dot_test(lambda x: varcomm.all_gather_v(x, [1, 2]), shard)
+    >>> import varcomm.testing
+    >>> varcomm.launch(fn, 2)
+    [None, None]
+    """
+    rank = resolve(group).rank
+    x = x.detach().clone().requires_grad_()
+    result = fn(x)
+    y = random_like(result, rank)
+    (back,) = torch.autograd.grad(result, x, y)
+    forward = total(inner_product(result, y), group)
+    backward = total(inner_product(x, back), group)
+    scale = total((result.detach().to(torch.complex128) * y).abs().sum().item(), group)
+    limit = (64 * torch.finfo(x.dtype).eps if rtol is None else rtol) * scale
+    assert abs(forward - backward) <= limit, (
+        f"not an adjoint pair: <A x, y> = {forward!r}, <x, A* y> = {backward!r}; "
+        f"they differ by {abs(forward - backward):.3g}, allowed are {limit:.3g}."
+    )
+
+
+def inner_product(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the real part of ``sum(conj(a) * b)`` in fp64."""
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    product = a.detach().to(wide).conj() * b.detach().to(wide)
+    return float(product.real.sum())
+
+
+def random_like(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Draw a tensor from the normal distribution, a different one on each rank."""
+    generator = torch.Generator().manual_seed(1_000_003 * (rank + 1))
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return torch.randn(x.shape, dtype=wide, generator=generator).to(x.device, x.dtype)
+
+
+def total(value: float, group: GroupLike) -> float:
+    """Return the sum over ranks."""
+    device = resolve(group).device()
+    part = torch.tensor(value, dtype=torch.float64, device=device)
+    return all_reduce(part, group=group).item()

@@ -1,0 +1,201 @@
+"""First and second derivatives of functions that communicate, against finite differences.
+
+:func:`torch.autograd.gradcheck` cannot be used for these: it calls the function once a coordinate
+of its own rank's inputs, so that ranks with uneven shards call it a different number of times, and
+it knows nothing of outputs on other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.testing.adjoint import inner_product, random_like, total
+from varcomm.transport.agree import share
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["gradcheck", "gradgradcheck"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def gradcheck(
+    fn: Callable[..., torch.Tensor | Tensors],
+    *inputs: torch.Tensor,
+    group: GroupLike = None,
+    eps: float = 1e-6,
+    tol: float = 1e-6,
+    forward_mode: bool = True,
+    fast_mode: bool = False,
+) -> None:
+    """Assert that derivatives of `fn`, across ranks, are those that finite differences give.
+
+    Every coordinate of every rank's inputs is moved in turn, while all ranks call `fn`; what counts
+    is a random linear functional of the results of all ranks.
+
+    Parameters
+    ----------
+    fn : callable
+        Takes the inputs and returns a tensor or a tuple of tensors. Called on every rank twice a
+        coordinate of all ranks together: keep them small.
+    *inputs : torch.Tensor
+        This rank's, in fp64 or complex128; the same number on every rank, of any shapes.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    eps : float
+        How far coordinates are moved.
+    tol : float
+        How far derivatives may differ, relative to the larger of 1 and the finite difference.
+    forward_mode : bool
+        Check forward-mode differentiation as well.
+    fast_mode : bool
+        Move all coordinates together, in three random directions, in place of one by one.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if a derivative on one of them is wrong.
+    """
+    ranks = resolve(group)
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    results = _as_tuple(fn(*leaves))
+    weights = tuple(random_like(y, ranks.rank + 7 * i) for i, y in enumerate(results))
+    gradients = _gradients(results, leaves, weights)
+
+    def slope(direction: Tensors) -> float:
+        up = _inner_product(weights, _as_tuple(fn(*_moved(leaves, direction, eps))))
+        down = _inner_product(weights, _as_tuple(fn(*_moved(leaves, direction, -eps))))
+        return (up - down) / (2 * eps)
+
+    if fast_mode:
+        for k in range(3):
+            direction = tuple(random_like(x, ranks.rank + 13 * k) for x in leaves)
+            numeric = total(slope(direction), group)
+            exact = total(_inner_product(direction, gradients), group)
+            _judge("backward", abs(numeric - exact) / max(1.0, abs(numeric)), tol, group)
+    else:
+        counts = share("gradcheck", lambda: sum(_coordinates(x) for x in leaves), ranks)
+        slopes = [
+            slope(_unit(leaves, k if rank == ranks.rank else None))
+            for rank, count in enumerate(counts)
+            for k in range(count)
+        ]
+        summed = all_reduce(
+            torch.tensor(slopes, dtype=torch.float64, device=ranks.device()), group=group
+        )
+        own = summed[sum(counts[: ranks.rank]) :][: counts[ranks.rank]].cpu()
+        exact_all = torch.cat([own.new_zeros(0), *map(_flat, gradients)])
+        errors = (own - exact_all).abs() / own.abs().clamp(min=1)
+        _judge("backward", errors.max().item() if len(own) else 0.0, tol, group)
+
+    if forward_mode:
+        tangents = tuple(random_like(x, ranks.rank + 11 * i) for i, x in enumerate(inputs))
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(leaves, tangents, strict=True)]
+            moving = tuple(_tangent(y) for y in _as_tuple(fn(*duals)))
+        forward = total(_inner_product(weights, moving), group)
+        backward = total(_inner_product(tangents, gradients), group)
+        error = abs(forward - backward) / max(1.0, abs(backward))
+        _judge("forward mode", error, tol, group)
+
+
+def gradgradcheck(
+    fn: Callable[..., torch.Tensor | Tensors],
+    *inputs: torch.Tensor,
+    group: GroupLike = None,
+    eps: float = 1e-6,
+    tol: float = 1e-6,
+    forward_mode: bool = True,
+    fast_mode: bool = False,
+) -> None:
+    """Assert that second derivatives of `fn`, across ranks, are those of finite differences.
+
+    This is :func:`gradcheck` of the backward of `fn`, as a function of the inputs and of the
+    gradients that come in.
+
+    Parameters
+    ----------
+    fn, *inputs, group, eps, tol, forward_mode, fast_mode
+        As in :func:`gradcheck`; forward mode is then forward over backward.
+    """
+    rank = resolve(group).rank
+    results = _as_tuple(fn(*(x.detach().clone().requires_grad_() for x in inputs)))
+    weights = tuple(random_like(y, rank + 5 * i) for i, y in enumerate(results))
+
+    def backward(*args: torch.Tensor) -> Tensors:
+        # a gradient that an input does not receive may still be asked for: all ranks differentiate
+        leaves = tuple(x if x.requires_grad else x.requires_grad_() for x in args)
+        xs, ws = leaves[: len(inputs)], leaves[len(inputs) :]
+        return _gradients(_as_tuple(fn(*xs)), xs, ws)
+
+    gradcheck(
+        backward,
+        *inputs,
+        *weights,
+        group=group,
+        eps=eps,
+        tol=tol,
+        forward_mode=forward_mode,
+        fast_mode=fast_mode,
+    )
+
+
+def _gradients(results: Tensors, inputs: Tensors, weights: Tensors) -> Tensors:
+    """Differentiate so that the gradients can be again; zeros where there is no dependence."""
+    return torch.autograd.grad(
+        results, inputs, weights, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+
+
+def _as_tuple(value: torch.Tensor | Tensors) -> Tensors:
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _coordinates(x: torch.Tensor) -> int:
+    return x.numel() * (2 if x.is_complex() else 1)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Return the coordinates, a complex number being two."""
+    x = x.detach().resolve_conj()
+    return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).cpu()
+
+
+def _unit(inputs: Tensors, k: int | None) -> Tensors:
+    """Return zeros like the inputs, with a one at coordinate `k`, counted through all of them."""
+    units = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    for unit in units:
+        if k is None:
+            break
+        coordinates = (torch.view_as_real(unit) if unit.is_complex() else unit).view(-1)
+        if k < len(coordinates):
+            coordinates[k] = 1
+            break
+        k -= len(coordinates)
+    return units
+
+
+def _moved(inputs: Tensors, direction: Tensors, step: float) -> Tensors:
+    return tuple(x.detach() + step * d for x, d in zip(inputs, direction, strict=True))
+
+
+def _inner_product(a: Tensors, b: Tensors) -> float:
+    return sum(inner_product(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _tangent(y: torch.Tensor) -> torch.Tensor:
+    """Return the forward-mode derivative, zeros where `y` does not depend on anything."""
+    primal, tangent = forward_ad.unpack_dual(y)
+    return torch.zeros_like(primal) if tangent is None else tangent
+
+
+def _judge(what: str, error: float, tol: float, group: GroupLike) -> None:
+    errors = share(what, lambda: error, resolve(group))
+    worst = max(range(len(errors)), key=lambda rank: errors[rank])
+    assert max(errors) <= tol, (
+        f"{what}: a derivative on rank {worst} differs from finite differences by "
+        f"{errors[worst]:.3g}, allowed are {tol:.3g}."
+    )
