@@ -4,6 +4,11 @@ Every collective is an exact linear operator: its backward is its adjoint, for t
 summed over ranks, and can itself be differentiated. Wrong use is an error. Nothing is padded.
 """
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
 from varcomm.errors import (
     ArgumentError,
     DisagreementError,
@@ -59,3 +64,16 @@ __all__ = [
     "trace",
     "transpose_v",
 ]
+
+# Rooms that are loaded when they are first used: importing PyTorch Geometric takes seconds a rank.
+_ROOMS = frozenset({"data_parallel", "graph", "models", "testing"})
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return importlib.import_module(f"varcomm.{name}")
+    raise AttributeError(f"module 'varcomm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})

@@ -158,6 +158,7 @@ def apply(
     token: torch.Tensor | None = None,
     pending: Pending | None = None,
 ) -> torch.Tensor:
+    """Apply an operator, so that it can be differentiated; or finish what has been begun."""
     recorded = _is_recorded(x, token)
     result, _ = _Apply.apply(x, token, operator, pending, recorded)  # type: ignore[no-untyped-call]
     return result  # type: ignore[no-any-return]

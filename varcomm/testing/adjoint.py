@@ -1,4 +1,4 @@
-"""The dot test: does backward apply the adjoint of forward?"""
+"""The dot test, which tells whether backward applies the adjoint of forward."""
 
 from __future__ import annotations
 

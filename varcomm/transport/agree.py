@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from varcomm.errors import ArgumentError, DisagreementError, GroupError, VarcommError
+from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.transport.group import Group
 
 __all__ = ["agree", "compare", "debug", "debugging", "fail", "share"]
@@ -63,9 +63,9 @@ def agree(what: str, local: Callable[[], T], group: Group) -> T:
 
     Raises
     ------
-    ArgumentError, GroupError, DisagreementError
-        On every rank with the same message, if one of them raised; of the kind that the first of
-        them raised, any other kind of error as an ArgumentError.
+    VarcommError
+        On every rank with the same message, if one of them raised: of the kind that the first of
+        them raised, or an ArgumentError where that was no error of varcomm's.
     """
     value: T | None = None
     failure: Exception | None = None
@@ -90,8 +90,7 @@ def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
 
 
 def _kind(error: Exception) -> type[VarcommError]:
-    kinds = (GroupError, DisagreementError)
-    return next((kind for kind in kinds if isinstance(error, kind)), ArgumentError)
+    return type(error) if isinstance(error, VarcommError) else ArgumentError
 
 
 def compare(group: Group, call: Mapping[str, Any]) -> None:
