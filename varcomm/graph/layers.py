@@ -17,7 +17,6 @@ EXACT = frozenset(
     {
         "CGConv",
         "EdgeConv",
-        "FeaStConv",
         "FiLMConv",
         "GATConv",
         "GATv2Conv",

@@ -1,0 +1,188 @@
+"""Train a graph network on the world ocean, on as many ranks as there are.
+
+    torchrun --nproc-per-node 2 examples/ocean/train.py
+
+From what the surface shows it predicts the temperature at 400 m. The graph is split over the
+ranks; the model knows nothing of that. With --check, it also trains in one process and compares.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ocean
+import torch
+from picture import draw
+from torch_geometric.data import Data
+from tqdm import tqdm
+
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+from varcomm.models import MeshGraphNet
+
+
+def new_model(data: Data, hidden: int, blocks: int, seed: int) -> MeshGraphNet:
+    """The same on every rank, since all draw from the same seed."""
+    torch.manual_seed(seed)
+    channels = data.x.shape[1], data.edge_attr.shape[1], data.y.shape[1]
+    return MeshGraphNet(*channels, hidden_channels=hidden, num_blocks=blocks)
+
+
+def squared_error(model: torch.nn.Module, part: Data | PartitionedGraph) -> torch.Tensor:
+    """Of each node; where the target is not known it means nothing, but is a number."""
+    return (model(part.x, part.edge_index, part.edge_attr) - part.y.nan_to_num()).square()
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[[], torch.Tensor],
+    complete_gradients: Callable[[torch.nn.Module], None],
+    steps: int,
+) -> Iterator[float]:
+    """Train on the whole graph at every step; yields the loss before each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-2, total_steps=steps, pct_start=0.3, cycle_momentum=False
+    )
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        complete_gradients(model)
+        yield value.item()
+        optimizer.step()
+        schedule.step()
+
+
+def fit_on_ranks(model: torch.nn.Module, graph: PartitionedGraph, steps: int) -> Iterator[float]:
+    """What partitioning changes: the loss is a mean over all ranks, and gradients are summed."""
+    vc.graph.distribute(model, graph)
+    return fit(
+        model,
+        lambda: graph.mean(squared_error(model, graph), graph.train_mask),
+        vc.data_parallel.sum_gradients,
+        steps,
+    )
+
+
+def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]:
+    """The same in one process, without varcomm."""
+    return fit(
+        model,
+        lambda: squared_error(model, data)[data.train_mask].mean(),
+        lambda model: None,
+        steps,
+    )
+
+
+def differences(
+    model: torch.nn.Module, data: Data, method: str | torch.Tensor | None, steps: int
+) -> tuple[float, float]:
+    """How far training on ranks is from training alone; the same on every rank.
+
+    Relative, at its worst: of the losses of all steps, and of the first step's gradients of any
+    parameter, by the largest of its entries.
+    """
+    graph = vc.graph.partition(data, method=method)
+    together, alone = copy.deepcopy(model), copy.deepcopy(model)
+    loss_error = gradient_error = 0.0
+    for step, (a, b) in enumerate(
+        zip(fit_on_ranks(together, graph, steps), fit_alone(alone, data, steps), strict=True)
+    ):
+        loss_error = max(loss_error, abs(a - b) / abs(b))
+        if step == 0:
+            pairs = zip(together.parameters(), alone.parameters(), strict=True)
+            for x, y in ((x.grad, y.grad) for x, y in pairs):
+                gradient_error = max(gradient_error, float((x - y).abs().max() / y.abs().max()))
+    return loss_error, gradient_error
+
+
+def in_precision(data: Data, dtype: torch.dtype) -> Data:
+    return data.clone().apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def check(data: Data, options: argparse.Namespace, say: Callable[[str], None]) -> bool:
+    """Tell whether ranks give what one process gives, in double and in single precision."""
+    say("the same in one process, 20 steps:")
+    passed = True
+    for dtype, loss_limit, gradient_limit in (
+        (torch.float64, 1e-10, 1e-12),
+        (torch.float32, 1e-4, 1e-4),
+    ):
+        model = new_model(data, options.hidden, options.blocks, options.seed).to(dtype)
+        floats = in_precision(data, dtype)
+        loss_error, gradient_error = differences(model, floats, options.method, 20)
+        passed &= loss_error <= loss_limit and gradient_error <= gradient_limit
+        say(
+            f"  {dtype}: losses differ by {loss_error:.1e} (allowed {loss_limit:.0e}), "
+            f"first gradients by {gradient_error:.1e} (allowed {gradient_limit:.0e})"
+        )
+    say("  one answer" if passed else "  NOT one answer")
+    return passed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spacing", type=int, default=1, help="of the grid, in degrees: 1, 2, ...")
+    parser.add_argument("--steps", type=int, default=200, help="of training on the whole graph")
+    parser.add_argument("--hidden", type=int, default=32, help="width of the network")
+    parser.add_argument("--blocks", type=int, default=4, help="steps of message passing")
+    parser.add_argument("--seed", type=int, default=0, help="of the network's initial weights")
+    parser.add_argument(
+        "--method", choices=["metis", "rcb", "block", "random"], help="how to split the graph"
+    )
+    parser.add_argument("--picture", type=Path, default=Path("out/ocean.png"), help="where to")
+    parser.add_argument("--check", action="store_true", help="compare with one process as well")
+    options = parser.parse_args(arguments)
+
+    world = vc.init()
+    first = world.rank == 0
+
+    def say(text: str) -> None:
+        if first:
+            print(text, flush=True)
+
+    data = ocean.load(options.spacing)
+    graph = vc.graph.partition(data, method=options.method)
+    report = graph.report()
+    say(f"{report}\nbytes a rank sends in each layer: {report.nbytes(options.hidden)}\n")
+
+    model = new_model(data, options.hidden, options.blocks, options.seed)
+    began = time.perf_counter()
+    with tqdm(total=options.steps, desc="training", unit="step", disable=not first) as bar:
+        for loss in fit_on_ranks(model, graph, options.steps):
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.update()
+    seconds = time.perf_counter() - began
+
+    with torch.no_grad():
+        part = model(graph.x, graph.edge_index, graph.edge_attr)
+    prediction = graph.gather(part)
+    rank = graph.gather(torch.full((graph.num_owned,), world.rank))
+    if first:
+        print(f"\n{options.steps} steps in {seconds:.0f} s. RMSE on the test tiles, in deg C:")
+        network = ocean.rmse(data, prediction)
+        for name, error in [("network", network), *ocean.baselines(data).items()]:
+            print(f"  {error:6.2f}  {name}")
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(
+            options.picture,
+            data.pos.numpy(),
+            rank.numpy(),
+            (data.y[:, 0] * data.y_std + data.y_mean).numpy(),
+            (prediction[:, 0] * data.y_std + data.y_mean).numpy(),
+            data.test_mask.numpy(),
+            spacing=options.spacing,
+            title=f"Ocean temperature at 400 m, learned on {world.size} ranks from the surface",
+        )
+        print(f"picture: {options.picture}")
+    return 0 if not options.check or check(data, options, say) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,443 @@
+"""Every primitive in one table: what each rank puts in, how it calls it, what one process gives.
+
+A reference is made of plain torch operations on the inputs of all ranks, so that autograd of it is
+the single-process twin of every derivative as well.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+import varcomm
+from varcomm import ExchangePlan, ShardSizes
+
+PATTERNS = ("even", "off by one", "one empty", "all on one")
+WORLDS = (1, 2, 3, 5)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How rows are split, along which dimension of what, and who is the root."""
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+    rest: tuple[int, ...] = ()
+    root: int = 0
+
+    @property
+    def ranks(self):
+        return len(self.sizes)
+
+    @property
+    def axis(self):
+        return self.dim % (len(self.rest) + 1)
+
+    def shape(self, rows):
+        return (*self.rest[: self.axis], rows, *self.rest[self.axis :])
+
+    @property
+    def shards(self):
+        return tuple(self.shape(rows) for rows in self.sizes)
+
+    @property
+    def whole(self):
+        return self.shape(sum(self.sizes))
+
+    @property
+    def counts(self):
+        """Rows from i to j: not symmetric, and some pairs have none where a size is zero."""
+        n = self.ranks
+        return [[self.sizes[(2 * i + j) % n] for j in range(n)] for i in range(n)]
+
+    def drawn(self, high, count, seed):
+        """Indices below `high`, in no order, with repeats; none if there is nothing to pick."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(max(high, 1), (count if high else 0,), generator=generator)
+
+    @property
+    def indices(self):
+        """Own rows for each rank: ``indices[i][j]`` are those from i to j."""
+        return [
+            [self.drawn(n, (i + 2 * j + 1) % 4, 10 * i + j) for j in range(self.ranks)]
+            for i, n in enumerate(self.sizes)
+        ]
+
+    @property
+    def needed(self):
+        """Global rows that each rank needs: owner by owner, own ones too, in no order within."""
+        owned = ShardSizes(self.sizes)
+        return [
+            torch.cat(
+                [
+                    owned.offsets[i] + self.drawn(n, (3 * i + j + 1) % 4, 10 * j + i)
+                    for i, n in enumerate(self.sizes)
+                ]
+            )
+            for j in range(self.ranks)
+        ]
+
+    @property
+    def needed_indices(self):
+        """Those of `needed`, as each owner's rows for each rank."""
+        owned = ShardSizes(self.sizes)
+        return [
+            [ids[owned.owner(ids) == i] - owned.offsets[i] for ids in self.needed]
+            for i in range(self.ranks)
+        ]
+
+
+def setting(pattern, ranks, dim=0, rest=(2, 3)):
+    """Split rows by `pattern`; no root is where torch's defaults would put it if it can be."""
+    if pattern == "even":
+        return Setting((2,) * ranks, dim, rest, root=ranks - 1)
+    if pattern == "off by one":
+        return Setting(ShardSizes.balanced(2 * ranks - 1, ranks), dim, rest, root=ranks // 2)
+    if pattern == "one empty":
+        empty = min(1, ranks - 1)  # and it is the root
+        sizes = tuple(0 if rank == empty else 1 + rank % 3 for rank in range(ranks))
+        return Setting(sizes, dim, rest, root=empty)
+    return Setting((*[0] * (ranks - 1), 4), dim, rest, root=0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One primitive in one setting.
+
+    `bind` is collective and gives what a rank calls as ``op(x)`` or ``op(x, async_op=True)``;
+    `reference` takes the inputs of all ranks and gives the outputs of all. The shape is None where
+    a rank has no input.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    bind: Callable
+    reference: Callable
+    sums: bool = False
+    has_async: bool = True
+
+    def draw(self, dtype, seed=0):
+        """Draw the inputs of all ranks, alike on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        return [s if s is None else random(s, dtype, generator) for s in self.shapes]
+
+    def input(self, rank, dtype, seed=0):
+        """Draw this rank's input; where it has none, one that is not to be read."""
+        x = self.draw(dtype, seed)[rank]
+        return torch.ones(3, dtype=dtype) if x is None else x
+
+
+PRIMITIVES = {}
+
+
+def primitive(builder):
+    PRIMITIVES[builder.__name__] = builder
+    return builder
+
+
+def case(name, pattern, ranks, dim=0, rest=(2, 3)):
+    return PRIMITIVES[name](setting(pattern, ranks, dim, rest))
+
+
+@primitive
+def all_gather_v(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.all_gather_v(x, s.sizes, s.dim, group=group, **kw)
+
+    return Case(s.shards, bind, lambda xs: [torch.cat(xs, s.dim) for _ in xs])
+
+
+@primitive
+def gather_v(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.gather_v(x, s.sizes, s.dim, s.root, group, **kw)
+
+    def reference(xs):
+        whole = torch.cat(xs, s.dim)
+        return [whole.narrow(s.dim, 0, len_of(whole, s) * (r == s.root)) for r in range(s.ranks)]
+
+    return Case(s.shards, bind, reference)
+
+
+@primitive
+def scatter_v(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.scatter_v(x, s.sizes, s.dim, s.root, group, **kw)
+
+    return Case(at_root(s, s.whole), bind, lambda xs: list(xs[s.root].split(s.sizes, s.dim)))
+
+
+@primitive
+def reduce_scatter_v(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.reduce_scatter_v(x, s.sizes, s.dim, group=group, **kw)
+
+    def reference(xs):
+        return list(sum(xs[1:], xs[0]).split(s.sizes, s.dim))
+
+    return Case((s.whole,) * s.ranks, bind, reference, sums=True)
+
+
+@primitive
+def all_to_all_v(s):
+    def bind(group=None):
+        rank = rank_in(group)
+        send, recv = s.counts[rank], [row[rank] for row in s.counts]
+        return lambda x, **kw: varcomm.all_to_all_v(x, send, recv, s.dim, group, **kw)
+
+    def reference(xs):
+        blocks = [x.split(row, s.dim) for x, row in zip(xs, s.counts, strict=True)]
+        return [torch.cat(column, s.dim) for column in zip(*blocks, strict=True)]
+
+    return Case(tuple(s.shape(sum(row)) for row in s.counts), bind, reference)
+
+
+@primitive
+def indexed_all_to_all_v(s):
+    def bind(group=None):
+        indices, sizes = s.indices, [[len(index) for index in row] for row in s.indices]
+        mine = indices[rank_in(group)]
+        return lambda x, **kw: varcomm.indexed_all_to_all_v(
+            x, mine, sizes, dim=s.dim, group=group, **kw
+        )
+
+    return Case(s.shards, bind, lambda xs: exchanged(xs, s.indices, s.dim))
+
+
+@primitive
+def transpose_v(s):
+    """Unsharded along the dimension before: its sizes are the same in reverse."""
+    split_dim, split_sizes = (s.axis or len(s.rest) + 1) - 1, s.sizes[::-1]
+    full = torch.Size(s.whole)
+    shards = []
+    for rows in s.sizes:
+        shape = list(full)
+        shape[split_dim], shape[s.axis] = sum(s.sizes), rows
+        shards.append(tuple(shape))
+
+    def bind(group=None):
+        return lambda x, **kw: varcomm.transpose_v(
+            x, split_dim, split_sizes, s.dim, s.sizes, group, **kw
+        )
+
+    def reference(xs):
+        return list(torch.cat(xs, s.dim).split(split_sizes, split_dim))
+
+    return Case(tuple(shards), bind, reference)
+
+
+@primitive
+def shard_v(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.shard_v(x, s.sizes, s.dim, group, **kw)
+
+    def reference(xs):
+        return [x.split(s.sizes, s.dim)[rank] for rank, x in enumerate(xs)]
+
+    return Case((s.whole,) * s.ranks, bind, reference)
+
+
+@primitive
+def all_reduce(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.all_reduce(x, group=group, **kw)
+
+    return Case((s.whole,) * s.ranks, bind, lambda xs: [sum(xs[1:], xs[0])] * s.ranks, sums=True)
+
+
+@primitive
+def reduce(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.reduce(x, s.root, group=group, **kw)
+
+    def reference(xs):
+        total = sum(xs[1:], xs[0])
+        return [total if rank == s.root else torch.zeros_like(total) for rank in range(s.ranks)]
+
+    return Case((s.whole,) * s.ranks, bind, reference, sums=True)
+
+
+@primitive
+def broadcast(s):
+    def bind(group=None):
+        return lambda x, **kw: varcomm.broadcast(x, s.root, group=group, **kw)
+
+    return Case(at_root(s, s.whole), bind, lambda xs: [xs[s.root]] * s.ranks)
+
+
+@primitive
+def plan_from_indices(s):
+    return Case(
+        s.shards,
+        lambda group=None: forward_of(plan_of_indices(s, group), s.dim),
+        lambda xs: exchanged(xs, s.indices, s.dim),
+    )
+
+
+@primitive
+def plan_from_needed(s):
+    return Case(
+        s.shards,
+        lambda group=None: forward_of(plan_of_needed(s, group), s.dim),
+        lambda xs: [
+            torch.cat(xs, s.dim).index_select(s.dim, ids.to(xs[0].device)) for ids in s.needed
+        ],
+    )
+
+
+@primitive
+def adjoint_from_indices(s):
+    return adjoint_case(s, s.indices, plan_of_indices)
+
+
+@primitive
+def adjoint_from_needed(s):
+    return adjoint_case(s, s.needed_indices, plan_of_needed)
+
+
+def plan_of_indices(s, group=None):
+    return ExchangePlan.from_indices(s.indices[rank_in(group)], s.sizes[rank_in(group)], None, group)
+
+
+def plan_of_needed(s, group=None):
+    return ExchangePlan.from_needed(s.needed[rank_in(group)], s.sizes, group)
+
+
+def forward_of(plan, dim):
+    return lambda x, async_op=False: plan.start(x, dim) if async_op else plan(x, dim)
+
+
+def adjoint_case(s, indices, plan_of):
+    def bind(group=None):
+        plan = plan_of(s, group)
+        return lambda y: plan.adjoint(y, s.dim)
+
+    def reference(ys):
+        counts = [[len(row[j]) for row in indices] for j in range(s.ranks)]
+        blocks = [y.split(count, s.dim) for y, count in zip(ys, counts, strict=True)]
+        totals = []
+        for i, n in enumerate(s.sizes):
+            total = ys[0].new_zeros(s.shape(n))
+            for j in range(s.ranks):
+                total = total.index_add(s.dim, indices[i][j], blocks[j][i])
+            totals.append(total)
+        return totals
+
+    received = [sum(len(row[j]) for row in indices) for j in range(s.ranks)]
+    shapes = tuple(s.shape(rows) for rows in received)
+    return Case(shapes, bind, reference, sums=True, has_async=False)
+
+
+def exchanged(xs, indices, dim):
+    """Give each rank the rows that are for it, sender by sender."""
+    ranks = range(len(xs))
+    return [
+        torch.cat([xs[i].index_select(dim, indices[i][j]) for i in ranks], dim) for j in ranks
+    ]
+
+
+def len_of(whole, s):
+    return whole.shape[s.dim]
+
+
+def at_root(s, shape):
+    return tuple(shape if rank == s.root else None for rank in range(s.ranks))
+
+
+def rank_in(group):
+    return torch.distributed.get_rank(group)
+
+
+def random(shape, dtype, generator):
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(-(2**60), 2**60, shape, generator=generator).to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
+
+
+def widened(x):
+    """Return `x` in the dtype in which the reference is computed."""
+    if x is None or x.dtype == torch.bool or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+# The bound on a sum of at most 16 terms (more never meet in these cases), each rank's magnitudes
+# being known: 16 roundings in the dtype that sums, and one to the dtype of the result.
+TERMS = 16
+
+
+def error_beyond_bound(case, inputs, rank, got):
+    """Tell how `got` differs from the reference by more than it may: "" where it does not."""
+    want = case.reference([widened(x) for x in inputs] if case.sums else inputs)[rank]
+    dtype = next(x.dtype for x in inputs if x is not None)
+    if got.dtype != dtype or got.shape != want.shape:
+        return f"{got.dtype} {tuple(got.shape)} in place of {dtype} {tuple(want.shape)}"
+    if not (case.sums and (dtype.is_floating_point or dtype.is_complex)):
+        return "" if torch.equal(got, want) else f"{got} in place of {want}"
+    magnitudes = case.reference([widened(x).abs() for x in inputs])[rank]
+    summed_in = max(dtype, torch.float32, key=lambda d: d.itemsize)
+    bound = TERMS * torch.finfo(summed_in).eps * magnitudes
+    bound = bound + torch.finfo(dtype).eps / 2 * want.abs()
+    error = (widened(got) - want).abs()
+    return "" if bool((error <= bound).all()) else f"off by {error.max()}, allowed {bound.max()}"
+
+
+def twin_gradients(case, inputs, weights):
+    """Differentiate the reference in one process: the gradients of all ranks, None for no input."""
+    given = [x for x in inputs if x is not None]
+    pairs = zip(case.reference(inputs), weights, strict=True)
+    outputs, weights = zip(*((y, w) for y, w in pairs if y.requires_grad), strict=True)
+    found = iter(torch.autograd.grad(outputs, given, weights, materialize_grads=True))
+    return [None if x is None else next(found) for x in inputs]
+
+
+def transposed(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def strided(x):
+    out = x.new_zeros([2 * n for n in x.shape])[tuple(slice(None, None, 2) for _ in x.shape)]
+    return out.copy_(x)
+
+
+def expanded(x):
+    """Repeat the first entry along some dimension, so that memory overlaps."""
+    axis = next((axis for axis, n in enumerate(x.shape) if n > 1), None)
+    return x if axis is None else x.narrow(axis, 0, 1).expand(x.shape)
+
+
+def conjugate(x):
+    return x.conj().resolve_conj().conj()
+
+
+def negative(x):
+    return x if x.is_complex() else torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+LAYOUTS = {f.__name__: f for f in (transposed, strided, expanded, conjugate, negative)}
+
+
+class Failures(list):
+    """What went wrong on a rank, named; several cases share one job."""
+
+    @contextmanager
+    def named(self, *words):
+        """Collect assertions. All communication of a case comes before its first own assert."""
+        try:
+            yield
+        except AssertionError as error:
+            self.append(f"{', '.join(map(str, words))}: {error}")
+
+
+def assert_none(results):
+    """Assert that no rank has failures."""
+    failures = list(
+        chain.from_iterable(
+            [f"rank {rank}: {text}" for text in texts] for rank, texts in enumerate(results)
+        )
+    )
+    assert not failures, "\n".join(failures[:20])
