@@ -6,17 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import varcomm
-from tests.ops.primitives import (
-    LAYOUTS,
-    PATTERNS,
-    PRIMITIVES,
-    WORLDS,
-    Failures,
-    Setting,
-    assert_none,
-    case,
-    error_beyond_bound,
-)
+from tests.ops.comparing import LAYOUTS, Failures, assert_none, error_beyond_bound
+from tests.ops.primitives import PATTERNS, PRIMITIVES, WORLDS, Setting, case
 
 DTYPES = (
     torch.float64,

@@ -142,7 +142,8 @@ def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.uint8)
+    # one element is contiguous at any stride, but can be seen as bytes only at stride 1
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_outermost(shape: Sequence[int], dim: int) -> bool:
