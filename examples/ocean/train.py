@@ -78,6 +78,13 @@ def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]
     )
 
 
+def record(model: torch.nn.Module, losses: Iterator[float]) -> tuple[torch.Tensor, ...]:
+    """Run a training; return its losses, and the gradients of its first step."""
+    first = next(losses)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    return torch.tensor([first, *losses], dtype=torch.float64), *gradients
+
+
 def differences(
     model: torch.nn.Module, data: Data, method: str | torch.Tensor | None, steps: int
 ) -> tuple[float, float]:
@@ -87,16 +94,18 @@ def differences(
     parameter, by the largest of its entries.
     """
     graph = vc.graph.partition(data, method=method)
-    together, alone = copy.deepcopy(model), copy.deepcopy(model)
-    loss_error = gradient_error = 0.0
-    for step, (a, b) in enumerate(
-        zip(fit_on_ranks(together, graph, steps), fit_alone(alone, data, steps), strict=True)
-    ):
-        loss_error = max(loss_error, abs(a - b) / abs(b))
-        if step == 0:
-            pairs = zip(together.parameters(), alone.parameters(), strict=True)
-            for x, y in ((x.grad, y.grad) for x, y in pairs):
-                gradient_error = max(gradient_error, float((x - y).abs().max() / y.abs().max()))
+    copied = copy.deepcopy(model)
+    losses, *gradients = record(copied, fit_on_ranks(copied, graph, steps))
+    found = None
+    if graph.group.rank == 0:  # the others wait
+        copied = copy.deepcopy(model)
+        losses_alone, *gradients_alone = record(copied, fit_alone(copied, data, steps))
+        errors = [
+            (x - y).abs().max() / y.abs().max()
+            for x, y in zip(gradients, gradients_alone, strict=True)
+        ]
+        found = torch.stack([((losses - losses_alone) / losses_alone).abs().max(), max(errors)])
+    loss_error, gradient_error = vc.broadcast(found).tolist()
     return loss_error, gradient_error
 
 
