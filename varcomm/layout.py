@@ -85,7 +85,7 @@ class ShardSizes(tuple[int, ...]):
         Raises
         ------
         ArgumentError
-            If a row is out of range, or a tensor is not of integers.
+            If a row is out of range, or is no integer.
 
         Examples
         --------
@@ -106,12 +106,15 @@ class ShardSizes(tuple[int, ...]):
                 self, dtype=torch.int64, device=index.device
             )
             return torch.searchsorted(ends, index.to(torch.int64), right=True)
-        if not 0 <= index < self.total:
+        row = exact_int(index)
+        if row is None:
+            raise ArgumentError(f"index must be an integer or a tensor of integers; got {index!r}.")
+        if not 0 <= row < self.total:
             raise ArgumentError(
-                f"index {index} is out of range for {self.total} rows (sizes {list(self)})."
+                f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
             )
         # The last of the ranks that start there: empty ones before it start at the same row.
-        return bisect_right(self.offsets, index) - 1
+        return bisect_right(self.offsets, row) - 1
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
@@ -127,15 +130,9 @@ class ShardSizes(tuple[int, ...]):
         >>> ShardSizes.balanced(100, 3, multiple_of=8)
         ShardSizes(36, 32, 32)
         """
-        for name, value, least in (
-            ("n", n, 0),
-            ("parts", parts, 1),
-            ("multiple_of", multiple_of, 1),
-        ):
-            if exact_int(value) is None or value < least:
-                raise ArgumentError(
-                    f"{name} must be an integer of at least {least}; got {value!r}."
-                )
+        n = _at_least(0, n, "n")
+        parts = _at_least(1, parts, "parts")
+        multiple_of = _at_least(1, multiple_of, "multiple_of")
         units, remainder = divmod(n, multiple_of)
         base, more = divmod(units, parts)
         sizes = [(base + (part < more)) * multiple_of for part in range(parts)]
@@ -188,7 +185,8 @@ def exact_int(value: object) -> int | None:
     >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
     (3, None, None, None)
     """
-    if isinstance(value, (bool, torch.Tensor)) and getattr(value, "dtype", None) != torch.int64:
+    # Both have an index: a bool is an int, and torch makes one of a bool tensor.
+    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -205,7 +203,8 @@ def checked_sizes(
     """
     if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
         return sizes
-    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+    scalar = getattr(sizes, "ndim", 1) == 0  # of numpy or torch: iterable by its type alone
+    if scalar or isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
         raise ArgumentError(
             f"{where}{name} must be a list or tuple of ints, one a rank; got {sizes!r}."
         )
@@ -247,3 +246,10 @@ def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
             f"{where}{name} must be a rank of the group, 0...{ranks - 1}; got {rank!r}."
         )
     return value
+
+
+def _at_least(least: int, value: int, name: str) -> int:
+    exact = exact_int(value)
+    if exact is None or exact < least:
+        raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
+    return exact

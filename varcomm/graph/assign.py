@@ -10,6 +10,7 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.layout import exact_int
 
 __all__ = ["METHODS", "assign", "best_method"]
 
@@ -43,7 +44,7 @@ def assign(data: Data, parts: int, method: str | None = None) -> torch.Tensor:
     Raises
     ------
     ArgumentError
-        If `method` is unknown, or positions are missing.
+        If `method` is unknown, `parts` is no positive integer, or positions are missing.
     MissingPackageError
         If `method` is ``"metis"`` and pymetis is not installed.
 
@@ -65,13 +66,16 @@ def assign(data: Data, parts: int, method: str | None = None) -> torch.Tensor:
     method = best_method(data) if method is None else method
     if method not in METHODS:
         raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
+    if exact_int(parts) is None or parts < 1:
+        raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
     nodes = int(data.num_nodes or 0)
     if method == "metis" and 1 < parts < nodes:
         owner = _metis(data, nodes, parts)
     elif method == "rcb":
         if data.pos is None:
             raise ArgumentError('method="rcb" needs the positions of the nodes in data.pos.')
-        owner = _bisection(data.pos.detach().cpu().double().numpy().reshape(nodes, -1), parts)
+        pos = data.pos.detach().cpu().double().numpy()
+        owner = _bisection(pos[:, None] if pos.ndim == 1 else pos, parts)
     elif method == "random":
         owner = np.random.default_rng(0).integers(parts, size=nodes)
     else:

@@ -11,6 +11,7 @@ from torch_geometric.nn import MessagePassing
 from varcomm.errors import ArgumentError
 from varcomm.graph.layers import check_exact, names_read_at_source
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.operator import checking
 
 __all__ = ["distribute"]
 
@@ -100,9 +101,12 @@ class _BeforePropagate:
 
     def __call__(self, layer: MessagePassing, inputs: Any) -> tuple[Any, Any, Any]:
         edge_index, _, values = inputs
-        _check_local(edge_index, self.graph)
+        with checking("propagate", self.graph.group) as where:
+            _check_local(edge_index, self.graph, where)
+            for name in self.at_source & values.keys():
+                _check_rows(name, values[name], self.graph, where)
         pairs = {
-            name: _with_halo(name, value, self.graph) if name in self.at_source else value
+            name: _with_halo(value, self.graph) if name in self.at_source else value
             for name, value in values.items()
         }
         return edge_index, _size(self.graph), pairs
@@ -128,30 +132,32 @@ def _size(graph: PartitionedGraph) -> tuple[int, int]:
     return graph.num_owned + graph.num_halo, graph.num_owned
 
 
-def _with_halo(name: str, value: Any, graph: PartitionedGraph) -> Any:
+def _with_halo(value: Any, graph: PartitionedGraph) -> Any:
     """Return what sources and what targets of edges have of a value of nodes."""
     if value is None:
         return None
     source, target = value if isinstance(value, tuple) else (value, value)
-    if source is None:
-        return value
-    for side in (source, target):
+    return value if source is None else (graph.with_halo(source), target)
+
+
+def _check_rows(name: str, value: Any, graph: PartitionedGraph, where: str) -> None:
+    """Raise unless a value of nodes, or both of a pair, have the owned rows."""
+    for side in value if isinstance(value, tuple) else (value,):
         if side is not None and side.shape[0] != graph.num_owned:
             raise ArgumentError(
-                f"{graph.group}: {name!r} has {side.shape[0]} rows, but this rank owns "
-                f"{graph.num_owned} nodes. Call the model with the local part: graph.x, "
-                "graph.edge_index, ...; halos are added by varcomm."
+                f"{where}{name!r} has {side.shape[0]} rows, but this rank owns {graph.num_owned} "
+                "nodes. Call the model with the local part: graph.x, graph.edge_index, ...; halos "
+                "are added by varcomm."
             )
-    return graph.with_halo(source), target
 
 
-def _check_local(edge_index: Any, graph: PartitionedGraph) -> None:
+def _check_local(edge_index: Any, graph: PartitionedGraph, where: str) -> None:
     """Raise unless edges are in local numbers; a layer may have added self loops to them."""
     if edge_index is graph.edge_index:
         return
     if not isinstance(edge_index, torch.Tensor) or edge_index.layout != torch.strided:
         raise ArgumentError(
-            f"{graph.group}: edges must be given as graph.edge_index, of shape (2, E); got "
+            f"{where}edges must be given as graph.edge_index, of shape (2, E); got "
             f"{type(edge_index).__name__}."
         )
     sources, targets = _size(graph)
@@ -159,6 +165,6 @@ def _check_local(edge_index: Any, graph: PartitionedGraph) -> None:
         int(edge_index[0].max()) < sources and int(edge_index[1].max()) < targets
     ):
         raise ArgumentError(
-            f"{graph.group}: edges reach beyond the {sources} local sources and {targets} owned "
+            f"{where}edges reach beyond the {sources} local sources and {targets} owned "
             "targets: call the model with graph.edge_index, not with that of the whole graph."
         )

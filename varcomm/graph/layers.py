@@ -47,6 +47,10 @@ _OVER_ALL_NODES = (
     norm.PairNorm,
 )
 
+# Modules of PyG that are no MessagePassing: attention between all nodes, layers made of layers that
+# turn the edges round, and the like.
+_OUT_OF_REACH = ("torch_geometric.nn.attention", "torch_geometric.nn.conv")
+
 
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
     """Raise ArgumentError if a module of `model` is not exact on a part of the graph."""
@@ -60,6 +64,11 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         reason = "it normalises over all nodes, and would do so over this rank's only"
     elif type(module).__module__.startswith("torch_geometric.nn.pool"):
         reason = "it pools over all nodes, and would do so over this rank's only"
+    elif type(module).__module__.startswith(_OUT_OF_REACH):
+        reason = (
+            "it looks at other nodes, or at the edges, past the propagate of MessagePassing, which "
+            "is where halos are exchanged"
+        )
     elif isinstance(module, aggr.Aggregation):
         parents = [model.get_submodule(part) for part in _ancestors(name)]
         if not any(isinstance(parent, MessagePassing | aggr.Aggregation) for parent in parents):

@@ -109,8 +109,6 @@ def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> tup
         raise ArgumentError(
             f"data.edge_index must have shape (2, E); got {tuple(edge_index.shape)}."
         )
-    if nodes is None:
-        raise ArgumentError("data does not tell how many nodes it has; set data.num_nodes.")
     if edge_index.numel():
         low, high = torch.stack(edge_index.aminmax()).tolist()
         if low < 0 or high >= nodes:

@@ -13,6 +13,7 @@ from varcomm.graph.reductions import replicated_sum
 from varcomm.graph.report import Report
 from varcomm.layout import ShardSizes
 from varcomm.ops.gather_v import gather_v
+from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agree import share
 from varcomm.transport.group import Group
@@ -136,11 +137,16 @@ class PartitionedGraph:
         torch.Tensor
             A scalar, the same on all ranks bit for bit, in the dtype of `values`.
 
+        Raises
+        ------
+        ArgumentError
+            Before any communication, if `values` or `mask` do not fit on this rank.
+
         Notes
         -----
         Summed in fp64, locally and over ranks: 16 bytes a rank.
         """
-        return self._sum_and_count(values, mask)[0].to(values.dtype)
+        return self._sum_and_count("graph.sum", values, mask)[0].to(values.dtype)
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Average over the nodes of all ranks, and over their features.
@@ -161,7 +167,7 @@ class PartitionedGraph:
             A scalar, the same on all ranks bit for bit, in the dtype of `values`; NaN if no node of
             any rank counts.
         """
-        total, count = self._sum_and_count(values, mask)
+        total, count = self._sum_and_count("graph.mean", values, mask)
         return (total / count).to(values.dtype)
 
     def report(self) -> Report:
@@ -178,22 +184,28 @@ class PartitionedGraph:
         return Report(self.method, *columns)
 
     def _sum_and_count(
-        self, values: torch.Tensor, mask: torch.Tensor | None
+        self, what: str, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not values.is_floating_point() or values.dim() == 0 or len(values) != self.num_owned:
-            raise ArgumentError(
-                f"{self.group}: values must be floats, one row for each of the {self.num_owned} "
-                f"owned nodes; got {values.dtype} of shape {tuple(values.shape)}. For a loss: "
-                'reduction="none".'
-            )
+        with checking(what, self.group) as where:
+            _check_values(values, mask, self.num_owned, where)
         if mask is not None:
-            if mask.dtype != torch.bool or mask.shape != (self.num_owned,):
-                raise ArgumentError(
-                    f"{self.group}: mask must be of torch.bool and shape ({self.num_owned},); got "
-                    f"{mask.dtype} of shape {tuple(mask.shape)}."
-                )
             values = values[mask]
         part = values.sum(dtype=torch.float64)
         count = torch.full_like(part, values.numel())
         total = replicated_sum(torch.stack([part, count]), self.group)
         return total[0], total[1]
+
+
+def _check_values(
+    values: torch.Tensor, mask: torch.Tensor | None, owned: int, where: str
+) -> None:
+    if not values.is_floating_point() or values.dim() == 0 or len(values) != owned:
+        raise ArgumentError(
+            f"{where}values must be floats, one row for each of the {owned} owned nodes; got "
+            f'{values.dtype} of shape {tuple(values.shape)}. For a loss: reduction="none".'
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (owned,)):
+        raise ArgumentError(
+            f"{where}mask must be of torch.bool and shape ({owned},); got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}."
+        )

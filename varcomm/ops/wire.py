@@ -13,7 +13,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.trace import note
 

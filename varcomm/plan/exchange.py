@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from varcomm.ops import wire
 from varcomm.ops.operator import Operator
+from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
-if TYPE_CHECKING:
-    from varcomm.plan.exchange_plan import ExchangePlan
+__all__ = ["Exchange", "ExchangeAdjoint", "Routes"]
 
-__all__ = ["Exchange", "ExchangeAdjoint"]
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Who sends which rows to whom, as :class:`~varcomm.ExchangePlan` documents it."""
+
+    group: Group = field(repr=False)
+    send_index: torch.Tensor = field(repr=False)
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    num_rows: int
+
+    @cached_property
+    def row_sum(self) -> RowSum:
+        """The order in which the adjoint sums, fixed when it is first needed."""
+        return RowSum.of(self.send_index)
 
 
 @dataclass(frozen=True)
 class _Planned(Operator):
     """What the pair shares."""
 
-    plan: ExchangePlan
+    plan: Routes
     dim: int
     use_fp32: bool
 

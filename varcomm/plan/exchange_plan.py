@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
 from zlib import crc32
@@ -18,8 +17,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import Handle, apply, checking, start
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint
-from varcomm.plan.row_sum import RowSum
+from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.transport.agree import agree, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -27,7 +25,7 @@ __all__ = ["ExchangePlan"]
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangePlan:
+class ExchangePlan(Routes):
     """Who sends which rows to whom: checked and agreed upon once, used at every step.
 
     Made by :meth:`from_indices` or :meth:`from_needed`. It is a linear operator from own rows to
@@ -56,12 +54,6 @@ class ExchangePlan:
     >>> varcomm.launch(fn, 2)
     [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
     """
-
-    group: Group = field(repr=False)
-    send_index: torch.Tensor = field(repr=False)
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
-    num_rows: int
 
     @classmethod
     def from_indices(
@@ -102,14 +94,14 @@ class ExchangePlan:
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
-        def check() -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...] | None]:
+        def check() -> tuple[int, torch.Tensor, tuple[int, ...], tuple[int, ...] | None]:
             (rows,) = checked_sizes([num_rows], "num_rows")
             index, counts = checked_indices(indices, rows, ranks)
             if sizes is None:
-                return index, counts, None
-            return index, counts, checked_count_matrix(sizes, counts, ranks)
+                return rows, index, counts, None
+            return rows, index, counts, checked_count_matrix(sizes, counts, ranks)
 
-        index, send_counts, expected = agree(what, check, ranks)
+        rows, index, send_counts, expected = agree(what, check, ranks)
         recv_counts = _exchanged_counts(send_counts, index.device, ranks)
 
         def compare() -> None:
@@ -120,7 +112,7 @@ class ExchangePlan:
                 )
 
         agree(what, compare, ranks)
-        return cls(ranks, index, send_counts, recv_counts, num_rows)
+        return cls(ranks, index, send_counts, recv_counts, rows)
 
     @classmethod
     def from_needed(
@@ -255,11 +247,6 @@ class ExchangePlan:
         pairs = zip(self.send_counts, self.recv_counts, strict=True)
         others = [rank for rank, pair in enumerate(pairs) if any(pair)]
         return tuple(rank for rank in others if rank != self.group.rank)
-
-    @cached_property
-    def row_sum(self) -> RowSum:
-        """The order in which the adjoint sums, fixed when it is first needed."""
-        return RowSum.of(self.send_index)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same plan for tensors on another device."""

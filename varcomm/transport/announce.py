@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 
 __all__ = ["announce"]

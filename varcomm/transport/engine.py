@@ -1,4 +1,4 @@
-"""What an engine offers, and which one serves a group and a device.
+"""What an engine offers.
 
 An engine moves bytes of uneven length and knows nothing of rows, dtypes or gradients. All its
 tensors are flat, contiguous and of uint8; all counts are bytes, one a rank.
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from varcomm.errors import GroupError
 from varcomm.transport.group import Group
 
-__all__ = ["Engine", "Pending", "engine_for"]
+__all__ = ["Engine", "Pending", "works"]
 
 
 @dataclass
@@ -69,28 +68,3 @@ class Engine(ABC):
 def works(work: dist.Work | None) -> list[dist.Work]:
     """Return what torch.distributed gives for an asynchronous call as a list."""
     return [] if work is None else [work]
-
-
-def engine_for(group: Group, device: torch.device) -> Engine:
-    """Return the engine that moves bytes on `device` among the ranks of `group`.
-
-    Raises
-    ------
-    GroupError
-        If the group has none for it.
-    """
-    from varcomm.transport.gloo import Gloo  # they build on this file
-    from varcomm.transport.nccl import NCCL
-
-    engines = {("gloo", "cpu"): Gloo, ("nccl", "cuda"): NCCL}
-    backends = group.backends()
-    engine = engines.get((backends.get(device.type, ""), device.type))
-    if engine is None:
-        served = [kind for kind, backend in backends.items() if (backend, kind) in engines]
-        raise GroupError(
-            f"{group}: the tensor is on {device}, but this group has an engine for "
-            f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "
-            f"{dist.get_backend_config(group.process_group)}). Move the tensor, or call "
-            "varcomm.init with a backend for its device: gloo for cpu, nccl for cuda."
-        )
-    return engine()
