@@ -137,16 +137,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--spacing", type=int, default=1, help="of the grid, in degrees: 1, 2, ...")
-    parser.add_argument("--steps", type=int, default=200, help="of training on the whole graph")
-    parser.add_argument("--hidden", type=int, default=32, help="width of the network")
-    parser.add_argument("--blocks", type=int, default=4, help="steps of message passing")
-    parser.add_argument("--seed", type=int, default=0, help="of the network's initial weights")
+    whole = {"type": int, "metavar": "N"}
     parser.add_argument(
-        "--method", choices=["metis", "rcb", "block", "random"], help="how to split the graph"
+        "--spacing", default=1, help="of the grid, in degrees (%(default)s)", **whole
     )
-    parser.add_argument("--picture", type=Path, default=Path("out/ocean.png"), help="where to")
-    parser.add_argument("--check", action="store_true", help="compare with one process as well")
+    parser.add_argument("--steps", default=200, help="of training (%(default)s)", **whole)
+    parser.add_argument("--hidden", default=32, help="width of the network (%(default)s)", **whole)
+    parser.add_argument(
+        "--blocks", default=4, help="steps of message passing (%(default)s)", **whole
+    )
+    parser.add_argument("--seed", default=0, help="of the first weights (%(default)s)", **whole)
+    parser.add_argument(
+        "--method",
+        choices=["metis", "rcb", "block", "random"],
+        help="how to split the graph (metis where pymetis is installed)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("out/ocean.png"),
+        metavar="FILE",
+        help="what to draw (%(default)s)",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare 20 steps with those of one process as well"
+    )
     options = parser.parse_args(arguments)
 
     world = vc.init()
