@@ -35,7 +35,7 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse.
+        If a gradient is sparse, or `parameters` is a tensor.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters.
 
@@ -58,9 +58,14 @@ def sum_gradients(
     """
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
     ranks = resolve(group)
     with checking("sum_gradients", ranks) as where:
+        if isinstance(parameters, torch.Tensor):  # an iterable of its rows, which have no gradient
+            raise ArgumentError(
+                f"{where}parameters must be a Module or an iterable of Parameter; got a tensor. "
+                "Put it into a list."
+            )
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         for number, parameter in enumerate(trained):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ArgumentError(
