@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,6 +97,17 @@ def same_as_plan(rank, ranks):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_as_a_plan_of_the_same_needs(worlds, ranks):
     assert worlds.run(ranks, same_as_plan, ranks) == [True] * ranks
+
+
+def sizes_of_other_libraries(rank):
+    indices, sizes = formula(3)
+    x = torch.arange(rank + 1.0)
+    kinds = (sizes, tuple(map(tuple, sizes)), np.array(sizes), torch.tensor(sizes))
+    return {tuple(indexed_all_to_all_v(x, indices[rank], kind).tolist()) for kind in kinds}
+
+
+def test_sizes_may_be_of_any_library(worlds):
+    assert [len(results) for results in worlds.run(3, sizes_of_other_libraries)] == [1] * 3
 
 
 def in_a_part(rank):

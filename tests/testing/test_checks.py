@@ -269,3 +269,42 @@ def test_subgroup(worlds):
     assert nothing is None
     assert dot.startswith("not an adjoint pair: ")
     assert first.startswith("backward: a derivative on rank 0 differs from finite differences by ")
+
+
+def leaves_the_graph(rank):
+    def fn(x):
+        y = varcomm.all_reduce(x)
+        return y.detach() if rank == 1 else y
+
+    def partly(x):
+        return fn(x), varcomm.all_reduce(x**2)
+
+    x = shard(rank)
+    return [
+        verdict(dot_test, fn, x),
+        verdict(gradcheck, fn, x),
+        verdict(gradgradcheck, fn, x),
+        verdict(gradcheck, partly, x),
+    ]
+
+
+def test_a_rank_that_leaves_the_graph_is_an_error_everywhere(worlds):
+    answers = worlds.run(3, leaves_the_graph)
+    *whole, partly = (same_everywhere(said) for said in zip(*answers, strict=True))
+    assert whole == ["on ranks [1] no result requires a gradient: fn has left the graph there."] * 3
+    assert partly == (
+        "ranks disagree on which results require a gradient: "
+        "[[True, True], [False, True], [True, True]]."
+    )
+
+
+def unused_on_one_rank(rank):
+    def fn(x, y):
+        return varcomm.all_reduce(x**2 * (1 if rank == 1 else y))
+
+    x, y = shard(rank), shard(rank + 9)
+    return [verdict(gradcheck, fn, x, y), verdict(gradgradcheck, fn, x, y)]
+
+
+def test_an_input_that_one_rank_does_not_use(worlds):
+    assert worlds.run(3, unused_on_one_rank) == [["", ""]] * 3

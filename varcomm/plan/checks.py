@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -63,17 +63,19 @@ def checked_count_matrix(
     sizes: Sequence[Sequence[int]], send_counts: Sequence[int], group: Group, where: str = ""
 ) -> tuple[int, ...]:
     """Return the rows that this rank gets from each by ``sizes[i][j]``, rows from i to j."""
-    if not isinstance(sizes, Sequence | torch.Tensor) or isinstance(sizes, str):
+    scalar = getattr(sizes, "ndim", 1) == 0  # of numpy or torch: iterable by its type alone
+    if scalar or isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise ArgumentError(
             f"{where}sizes must be a list of lists, sizes[i][j] the rows that rank i sends to rank "
             f"j; got {type(sizes).__name__}."
         )
-    if len(sizes) != group.size:
+    rows = list(sizes)
+    if len(rows) != group.size:
         raise ArgumentError(
-            f"{where}sizes must have one list a rank, {group.size}; got {len(sizes)}."
+            f"{where}sizes must have one list a rank, {group.size}; got {len(rows)}."
         )
     matrix = [
-        checked_sizes(row, f"sizes[{rank}]", group.size, where) for rank, row in enumerate(sizes)
+        checked_sizes(row, f"sizes[{rank}]", group.size, where) for rank, row in enumerate(rows)
     ]
     for rank, (count, size) in enumerate(zip(send_counts, matrix[group.rank], strict=True)):
         if count != size:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from varcomm.ops.all_reduce import all_reduce
+from varcomm.transport.agree import share
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["dot_test", "inner_product", "random_like", "total"]
+__all__ = ["check_recorded", "dot_test", "inner_product", "random_like", "total"]
 
 
 def dot_test(
@@ -39,7 +40,7 @@ def dot_test(
     Raises
     ------
     AssertionError
-        On every rank, if they differ by more.
+        On every rank, if they differ by more, or if the result does not require a gradient on one.
 
     Examples
     --------
@@ -54,6 +55,7 @@ def dot_test(
     rank = resolve(group).rank
     x = x.detach().clone().requires_grad_()
     result = fn(x)
+    check_recorded([result], group)
     y = random_like(result, rank)
     (back,) = torch.autograd.grad(result, x, y)
     forward = total(inner_product(result, y), group)
@@ -63,6 +65,21 @@ def dot_test(
     assert abs(forward - backward) <= limit, (
         f"not an adjoint pair: <A x, y> = {forward!r}, <x, A* y> = {backward!r}; "
         f"they differ by {abs(forward - backward):.3g}, allowed are {limit:.3g}."
+    )
+
+
+def check_recorded(results: Sequence[torch.Tensor], group: GroupLike) -> None:
+    """Assert, on all ranks alike, that results have a graph: who has none would not enter backward.
+
+    Others would then wait for it.
+    """
+    recorded = share(
+        "results", lambda: [result.requires_grad for result in results], resolve(group)
+    )
+    bad = [rank for rank, flags in enumerate(recorded) if not any(flags)]
+    assert not bad, f"on ranks {bad} no result requires a gradient: fn has left the graph there."
+    assert all(flags == recorded[0] for flags in recorded), (
+        f"ranks disagree on which results require a gradient: {recorded}."
     )
 
 

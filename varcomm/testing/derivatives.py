@@ -14,7 +14,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.testing.adjoint import inner_product, random_like, total
+from varcomm.testing.adjoint import check_recorded, inner_product, random_like, total
 from varcomm.transport.agree import share
 from varcomm.transport.group import GroupLike, resolve
 
@@ -63,6 +63,7 @@ def gradcheck(
     ranks = resolve(group)
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     results = _as_tuple(fn(*leaves))
+    check_recorded(results, group)
     weights = tuple(random_like(y, ranks.rank + 7 * i) for i, y in enumerate(results))
     gradients = _gradients(results, leaves, weights)
 
@@ -124,13 +125,17 @@ def gradgradcheck(
     """
     rank = resolve(group).rank
     results = _as_tuple(fn(*(x.detach().clone().requires_grad_() for x in inputs)))
+    check_recorded(results, group)
     weights = tuple(random_like(y, rank + 5 * i) for i, y in enumerate(results))
 
     def backward(*args: torch.Tensor) -> Tensors:
         # a gradient that an input does not receive may still be asked for: all ranks differentiate
         leaves = tuple(x if x.requires_grad else x.requires_grad_() for x in args)
         xs, ws = leaves[: len(inputs)], leaves[len(inputs) :]
-        return _gradients(_as_tuple(fn(*xs)), xs, ws)
+        gradients = _gradients(_as_tuple(fn(*xs)), xs, ws)
+        # zeros of an input that this rank does not use belong to the graph, as gradients elsewhere
+        pairs = zip(gradients, xs, strict=True)
+        return tuple(g if g.requires_grad else g + 0 * x for g, x in pairs)
 
     gradcheck(
         backward,
@@ -146,8 +151,14 @@ def gradgradcheck(
 
 def _gradients(results: Tensors, inputs: Tensors, weights: Tensors) -> Tensors:
     """Differentiate so that the gradients can be again; zeros where there is no dependence."""
+    recorded = [(y, w) for y, w in zip(results, weights, strict=True) if y.requires_grad]
     return torch.autograd.grad(
-        results, inputs, weights, create_graph=True, allow_unused=True, materialize_grads=True
+        [y for y, _ in recorded],
+        inputs,
+        [w for _, w in recorded],
+        create_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
     )
 
 
