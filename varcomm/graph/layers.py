@@ -55,6 +55,10 @@ _OUT_OF_REACH = ("torch_geometric.nn.attention", "torch_geometric.nn.conv")
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
     """Raise ArgumentError if a module of `model` is not exact on a part of the graph."""
     what = f"{name or 'the model'} ({type(module).__name__})"
+
+    def inside(*kinds: type[torch.nn.Module]) -> bool:
+        return any(isinstance(model.get_submodule(part), kinds) for part in _ancestors(name))
+
     reason = None
     if isinstance(module, MessagePassing):
         reason = _reason_against_layer(module)
@@ -64,15 +68,13 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         reason = "it normalises over all nodes, and would do so over this rank's only"
     elif type(module).__module__.startswith("torch_geometric.nn.pool"):
         reason = "it pools over all nodes, and would do so over this rank's only"
-    elif type(module).__module__.startswith(_OUT_OF_REACH):
+    elif type(module).__module__.startswith(_OUT_OF_REACH) and not inside(MessagePassing):
         reason = (
             "it looks at other nodes, or at the edges, past the propagate of MessagePassing, which "
             "is where halos are exchanged"
         )
-    elif isinstance(module, aggr.Aggregation):
-        parents = [model.get_submodule(part) for part in _ancestors(name)]
-        if not any(isinstance(parent, MessagePassing | aggr.Aggregation) for parent in parents):
-            reason = "it reads out all nodes, and would read this rank's only"
+    elif isinstance(module, aggr.Aggregation) and not inside(MessagePassing, aggr.Aggregation):
+        reason = "it reads out all nodes, and would read this rank's only"
     if reason is not None:
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
 

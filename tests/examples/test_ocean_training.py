@@ -1,0 +1,101 @@
+"""The example trains on any number of ranks as it does on one."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.examples.ocean_modules import FOLDER, example
+from tests.graph.graphs import WORLDS, split_by
+
+METHODS = ("metis", "block", "random", "a rank owns nothing")
+
+
+def compare(rank, dtype, method, steps):
+    ocean, train = example("ocean"), example("train")
+    data = train.in_precision(ocean.load(5), dtype)
+    assert data.num_nodes == 1654
+    model = train.new_model(data, hidden=16, blocks=2, seed=0).to(dtype)
+    owner = split_by(method, data.num_nodes, torch.distributed.get_world_size())
+    return train.differences(model, data, owner, steps)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, method):
+    answers = worlds.run(ranks, compare, torch.float64, method, 20)
+    assert answers == answers[:1] * ranks, "ranks differ"
+    losses, gradients = answers[0]
+    assert losses <= 1e-10
+    assert gradients <= 1e-12
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_losses_in_single_precision(worlds, ranks, method):
+    losses, _ = worlds.run(ranks, compare, torch.float32, method, 20)[0]
+    assert losses <= 1e-4
+
+
+def run_main(rank, arguments):
+    train = example("train")
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()),  # the bar
+    ):
+        code = train.main(arguments)
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_main(worlds, ranks, tmp_path):
+    path = tmp_path / "a folder" / "ocean.png"
+    arguments = ["--spacing", "5", "--steps", "3", "--hidden", "8", "--picture", str(path)]
+    (code, printed), *others = worlds.run(ranks, run_main, arguments)
+    assert code == 0
+    assert others == [(0, "")] * (ranks - 1), "only the first rank prints"
+    edges = example("ocean").load(5).num_edges
+    assert f"1,654 nodes and {edges:,} edges on {ranks} ranks by metis" in printed
+    assert re.search(r"bytes a rank sends in each layer: \(\d+,", printed)
+    assert re.search(r"3 steps in \d+ s\. RMSE on the test tiles, in deg C:", printed)
+    for name in ("network", "mean of the field", "linear fit to position"):
+        assert re.search(rf"\d\.\d\d  {name}", printed)
+    assert f"picture: {path}" in printed
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def losses_of_training(rank):
+    ocean, train = example("ocean"), example("train")
+    data = ocean.load(5)
+    model = train.new_model(data, hidden=16, blocks=2, seed=0)
+    return list(train.fit_alone(model, data, 40))
+
+
+def test_training_learns(worlds):
+    first, *_, last = worlds.run(1, losses_of_training)[0]
+    assert last < 0.5 * first
+
+
+def test_torchrun(tmp_path):
+    """As the example's first lines say: with --check, ranks are compared with one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(FOLDER / "train.py"), "--check"]
+    command += ["--spacing", "5", "--steps", "2", "--hidden", "8", "--blocks", "1"]
+    command += ["--picture", str(tmp_path / "ocean.png")]
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command,
+        env=environ | {"OMP_NUM_THREADS": "1"},
+        cwd=FOLDER.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^  one answer$", done.stdout, re.MULTILINE), done.stdout
+    assert (tmp_path / "ocean.png").exists()

@@ -1,0 +1,143 @@
+"""Layers of PyG that are exact on a part of a graph, in several configurations each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch_geometric import nn as pyg
+
+NODE, EDGE = 4, 3  # channels of ``wild()``
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How to make a layer, and which attributes it takes after the edges."""
+
+    make: Callable[[], nn.Module]
+    takes: tuple[str, ...] = ()
+    pair: bool = False
+
+    def call(self, layer, x, graph, edge_index):
+        """Call it; as a pair, targets have features of their own."""
+        x = (x, x[:, :2].tanh()) if self.pair else x
+        return layer(x, edge_index, *(getattr(graph, key) for key in self.takes))
+
+
+def mlp(inputs, outputs):
+    return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+LAYERS = {}
+
+
+def layer(name, make, *takes, pair=False):
+    LAYERS[name] = Layer(make, takes, pair)
+
+
+for aggr in ("mean", "max", "min", "sum", "std", "var", "softmax", ["mean", "max", "std"]):
+    layer(f"SAGEConv {aggr}", lambda aggr=aggr: pyg.SAGEConv(NODE, 5, aggr=aggr))
+layer(
+    "SAGEConv learned softmax",
+    lambda: pyg.SAGEConv(NODE, 5, aggr=pyg.aggr.SoftmaxAggregation(learn=True)),
+)
+layer("SAGEConv normalised", lambda: pyg.SAGEConv(NODE, 5, normalize=True, project=True))
+layer("SAGEConv without root", lambda: pyg.SAGEConv(NODE, 5, root_weight=False))
+layer("SAGEConv pair", lambda: pyg.SAGEConv((NODE, 2), 5), pair=True)
+
+for aggr in ("add", "mean", "max"):
+    layer(f"GraphConv {aggr}", lambda aggr=aggr: pyg.GraphConv(NODE, 5, aggr=aggr), "edge_weight")
+layer("GraphConv plain", lambda: pyg.GraphConv(NODE, 5))
+layer("GraphConv pair", lambda: pyg.GraphConv((NODE, 2), 5), "edge_weight", pair=True)
+
+for conv in (pyg.GATConv, pyg.GATv2Conv):
+    # these add self loops by default: every owned node gets one, as it does on the whole graph
+    name = conv.__name__
+    layer(f"{name} heads", lambda conv=conv: conv(NODE, 5, heads=2))
+    layer(
+        f"{name} edges filled by mean",
+        lambda conv=conv: conv(NODE, 5, heads=2, concat=False, edge_dim=EDGE),
+        "edge_attr",
+    )
+    layer(
+        f"{name} edges filled by max",
+        lambda conv=conv: conv(NODE, 5, heads=3, edge_dim=EDGE, fill_value="max"),
+        "edge_attr",
+    )
+    layer(
+        f"{name} edges filled by a number",
+        lambda conv=conv: conv(NODE, 5, edge_dim=EDGE, fill_value=0.5, residual=True),
+        "edge_attr",
+    )
+    layer(
+        f"{name} without self loops",
+        lambda conv=conv: conv(NODE, 5, heads=2, add_self_loops=False, edge_dim=EDGE),
+        "edge_attr",
+    )
+    layer(f"{name} pair", lambda conv=conv: conv((NODE, 2), 5, add_self_loops=False), pair=True)
+    layer(f"{name} pair and self loops", lambda conv=conv: conv((NODE, 2), 5), pair=True)
+layer("GATv2Conv shared", lambda: pyg.GATv2Conv(NODE, 5, heads=2, share_weights=True))
+
+layer("TransformerConv heads", lambda: pyg.TransformerConv(NODE, 5, heads=2))
+layer(
+    "TransformerConv gated",
+    lambda: pyg.TransformerConv(NODE, 5, heads=2, concat=False, beta=True, edge_dim=EDGE),
+    "edge_attr",
+)
+layer("TransformerConv pair", lambda: pyg.TransformerConv((NODE, 2), 5), pair=True)
+
+layer("GINConv", lambda: pyg.GINConv(mlp(NODE, 5), train_eps=True))
+layer("GINEConv", lambda: pyg.GINEConv(mlp(NODE, 5), train_eps=True, edge_dim=EDGE), "edge_attr")
+
+layer(
+    "GENConv softmax",
+    lambda: pyg.GENConv(NODE, 5, learn_t=True, norm=None, edge_dim=EDGE),
+    "edge_attr",
+)
+layer(
+    "GENConv powermean",
+    lambda: pyg.GENConv(NODE, 5, aggr="powermean", p=2.0, learn_p=True, norm=None),
+)
+layer(
+    "GENConv normed messages",
+    lambda: pyg.GENConv(NODE, NODE, aggr="add", msg_norm=True, learn_msg_scale=True, norm=None),
+)
+layer("GENConv pair", lambda: pyg.GENConv((NODE, 2), 5, norm=None), pair=True)
+
+for aggr in ("max", "mean", "add"):
+    layer(f"EdgeConv {aggr}", lambda aggr=aggr: pyg.EdgeConv(mlp(2 * NODE, 5), aggr=aggr))
+
+layer("CGConv", lambda: pyg.CGConv(NODE, dim=EDGE), "edge_attr")
+layer("CGConv pair", lambda: pyg.CGConv((NODE, 2), aggr="mean"), pair=True)
+
+layer("FiLMConv", lambda: pyg.FiLMConv(NODE, 5))
+layer("FiLMConv relations", lambda: pyg.FiLMConv(NODE, 5, num_relations=3), "edge_type")
+layer("FiLMConv pair", lambda: pyg.FiLMConv((NODE, 2), 5), pair=True)
+
+layer("GeneralConv", lambda: pyg.GeneralConv(NODE, 5, in_edge_channels=EDGE), "edge_attr")
+layer(
+    "GeneralConv attention",
+    lambda: pyg.GeneralConv(NODE, 5, heads=2, attention=True, l2_normalize=True),
+)
+layer(
+    "GeneralConv dot product",
+    lambda: pyg.GeneralConv(
+        NODE, 5, heads=2, attention=True, attention_type="dot_product", directed_msg=False
+    ),
+)
+
+layer("LEConv", lambda: pyg.LEConv(NODE, 5), "edge_weight")
+layer("LEConv pair", lambda: pyg.LEConv((NODE, 2), 5), pair=True)
+
+layer("MFConv", lambda: pyg.MFConv(NODE, 5, max_degree=3))
+layer("MFConv pair", lambda: pyg.MFConv((NODE, 2), 5), pair=True)
+
+layer("NNConv", lambda: pyg.NNConv(NODE, 5, mlp(EDGE, NODE * 5), aggr="mean"), "edge_attr")
+layer("NNConv pair", lambda: pyg.NNConv((NODE, 2), 5, mlp(EDGE, 20)), "edge_attr", pair=True)
+
+layer("ResGatedGraphConv", lambda: pyg.ResGatedGraphConv(NODE, 5))
+layer(
+    "ResGatedGraphConv edges",
+    lambda: pyg.ResGatedGraphConv(NODE, 5, edge_dim=EDGE),
+    "edge_attr",
+)
+layer("ResGatedGraphConv pair", lambda: pyg.ResGatedGraphConv((NODE, 2), 5), pair=True)

@@ -1,0 +1,147 @@
+"""Each way to say which rank owns which node."""
+
+import builtins
+import importlib.util
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from tests.graph.graphs import grid, wild
+from varcomm import ArgumentError, MissingPackageError
+from varcomm.graph import assign
+
+METHODS = ("metis", "rcb", "block", "random")
+PARTS = (1, 2, 3, 5, 8)
+
+
+def empty(nodes):
+    return Data(
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        pos=torch.arange(2.0 * nodes).view(nodes, 2),
+        num_nodes=nodes,
+    )
+
+
+GRAPHS = {
+    "wild": wild(),
+    "grid": grid(20, 30),
+    "only self loops": Data(
+        edge_index=torch.arange(6).repeat(2, 2), pos=torch.zeros(6, 2), num_nodes=6
+    ),
+    "no edges": empty(9),
+    "fewer nodes than ranks": empty(2),
+    "one node": empty(1),
+    "no nodes": empty(0),
+}
+
+
+def counts(owner, parts):
+    return torch.bincount(owner, minlength=parts)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_node_has_a_rank_always_the_same(method, graph, parts):
+    data = GRAPHS[graph]
+    owner = assign(data, parts, method)
+    assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,))
+    assert len(counts(owner, parts)) == parts, "a rank is out of range"
+    assert torch.equal(owner, assign(data.clone(), parts, method))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("method", ["rcb", "block"])
+def test_blocks_and_bisection_differ_by_one_node(method, graph, parts):
+    many = counts(assign(GRAPHS[graph], parts, method), parts)
+    assert many.max() - many.min() <= 1
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_metis_is_even_and_cuts_little(parts):
+    data = grid(40, 50)
+    owner = assign(data, parts, "metis")
+    assert counts(owner, parts).max() <= 1.05 * data.num_nodes / parts
+    source, target = owner[data.edge_index]
+    # strips of the grid, the simplest partition there is, cut 40 edges at each border
+    assert int((source != target).sum()) <= 40 * (parts - 1) * 1.5
+    assert counts(owner, parts).min() > 0
+
+
+def test_blocks_keep_the_order():
+    assert assign(empty(7), 3, "block").tolist() == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_bisection_cuts_across_the_widest_extent():
+    wide = assign(grid(2, 6), 2, "rcb").view(2, 6)
+    assert wide.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+    thirds = assign(grid(9, 2), 3, "rcb").view(9, 2)
+    assert thirds.tolist() == [[0, 0]] * 3 + [[1, 1]] * 3 + [[2, 2]] * 3
+
+
+def test_positions_may_have_any_number_of_coordinates():
+    for pos in (torch.tensor([3.0, 0.0, 2.0, 1.0]), torch.tensor([[3.0], [0.0], [2.0], [1.0]])):
+        line = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), pos=pos, num_nodes=4)
+        assert assign(line, 2, "rcb").tolist() == [1, 0, 1, 0]
+
+
+def test_random_uses_all_ranks():
+    many = counts(assign(empty(3000), 5, "random"), 5)
+    assert many.min() > 500
+    assert many.max() < 700
+
+
+def test_metis_sees_a_directed_graph_as_undirected():
+    data = grid(10, 10)
+    both = Data(edge_index=torch.cat([data.edge_index, data.edge_index.flip(0)], 1), num_nodes=100)
+    assert torch.equal(assign(data, 4, "metis"), assign(both, 4, "metis"))
+
+
+def test_metis_sees_neither_self_loops_nor_multi_edges():
+    data = wild()
+    plain = data.edge_index[:, data.edge_index[0] != data.edge_index[1]].unique(dim=1)
+    plain = Data(edge_index=plain, num_nodes=data.num_nodes)
+    assert torch.equal(assign(data, 3, "metis"), assign(plain, 3, "metis"))
+
+
+def test_the_default_is_what_there_is(monkeypatch):
+    data = grid(6, 5)
+    assert torch.equal(assign(data, 3), assign(data, 3, "metis"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert torch.equal(assign(data, 3), assign(data, 3, "rcb"))
+    del data.pos
+    data.num_nodes = 30
+    assert torch.equal(assign(data, 3), assign(data, 3, "block"))
+
+
+def test_metis_without_pymetis(monkeypatch):
+    real = builtins.__import__
+
+    def without_pymetis(name, *args, **kwargs):
+        if name == "pymetis":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_pymetis)
+    with pytest.raises(MissingPackageError, match=r'pip install "varcomm\[partition\]"'):
+        assign(grid(3, 3), 2, "metis")
+
+
+def test_unknown_method():
+    message = r"must be one of metis, rcb, block, random, or None; got 'kahip'\."
+    with pytest.raises(ArgumentError, match=message):
+        assign(grid(3, 3), 2, "kahip")
+
+
+def test_bisection_without_positions():
+    data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
+    with pytest.raises(ArgumentError, match=r'"rcb" needs the positions .* data\.pos'):
+        assign(data, 2, "rcb")
+
+
+@pytest.mark.parametrize("parts", [0, -1, 2.0, True])
+def test_parts_must_be_a_positive_integer(parts):
+    with pytest.raises(ArgumentError, match=rf"parts must be a positive integer; got {parts!r}"):
+        assign(grid(3, 3), parts, "block")

@@ -1,0 +1,264 @@
+"""Whole models on a partitioned graph: as in one process, through any number of derivatives."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
+
+import varcomm
+from tests.graph.graphs import WORLDS, split_by, wild
+from tests.ops.comparing import Failures, assert_none
+from varcomm.graph import distribute, partition
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Jumping(nn.Module):
+    """Layers of several kinds in a ModuleList, all of whose outputs are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [pyg.SAGEConv(4, 6, aggr="max"), pyg.GATConv(6, 3, heads=2), pyg.TransformerConv(6, 6)]
+        )
+        self.norms = nn.ModuleList(pyg.LayerNorm(6, mode="node") for _ in self.layers)
+        self.jump = pyg.JumpingKnowledge("cat")
+        self.read = nn.Linear(18, 2)
+
+    def forward(self, x, edge_index):
+        seen = []
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x, edge_index)).tanh()
+            seen.append(x)
+        return self.read(self.jump(seen))
+
+
+class Attending(MessagePassing):
+    """A layer of a user's own: weights of edges by edge_updater, two propagations, an update."""
+
+    def __init__(self):
+        super().__init__(aggr="add", node_dim=0)
+        self.key, self.query = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.value = nn.Linear(4, 5)
+
+    def forward(self, x, edge_index):
+        weight = self.edge_updater(edge_index, query=self.query(x), key=self.key(x))
+        once = self.propagate(edge_index, value=self.value(x), weight=weight, kept=x)
+        return self.propagate(edge_index, value=once.tanh(), weight=weight, kept=x)
+
+    def edge_update(self, query_i, key_j, index, size_i):
+        return softmax((query_i * key_j).sum(-1), index, num_nodes=size_i)
+
+    def message(self, value_j, weight):
+        return value_j * weight.view(-1, 1)
+
+    def update(self, inputs, kept):
+        return inputs + kept.sum(1, keepdim=True)
+
+
+class Twice(nn.Module):
+    """One layer used twice, and a residual around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.GraphConv(4, 4)
+
+    def forward(self, x, edge_index):
+        return x + self.layer(self.layer(x, edge_index).tanh(), edge_index)
+
+
+def sequential():
+    return pyg.Sequential(
+        "x, edge_index",
+        [
+            (pyg.SAGEConv(4, 6), "x, edge_index -> x"),
+            nn.Tanh(),
+            (nn.Dropout(0.0), "x -> x"),
+            (pyg.GATv2Conv(6, 3, heads=2), "x, edge_index -> x"),
+            nn.Linear(6, 2),
+        ],
+    )
+
+
+MODELS = {
+    "a model of layers": Jumping,
+    "a layer of one's own": Attending,
+    "a layer used twice": Twice,
+    "Sequential": sequential,
+    "GraphSAGE": lambda: pyg.GraphSAGE(4, 6, 3, 2, jk="lstm", norm=pyg.LayerNorm(6, mode="node")),
+    "GAT": lambda: pyg.GAT(4, 6, 2, 2, heads=2, jk="max", dropout=0.0),
+    "GIN": lambda: pyg.GIN(4, 6, 2, 2, act="tanh"),
+    "EdgeCNN": lambda: pyg.EdgeCNN(4, 6, 2, 2),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def check_model(rank, name, methods):
+    failures, data, model = Failures(), wild(), made(name)
+    alone = copy.deepcopy(model)
+    x = data.x.clone().requires_grad_()
+    out = alone(x, data.edge_index)
+    (out[data.train_mask] ** 2).mean().backward()
+    for method in methods:
+        graph = partition(data, method=method)
+        together = distribute(copy.deepcopy(model), graph)
+        own = graph.x.requires_grad_()
+        part = together(own, graph.edge_index)
+        graph.mean(part**2, graph.train_mask).backward()
+        varcomm.data_parallel.sum_gradients(together)
+        ids = graph.owned_ids
+        pairs = {"output": (part, out[ids]), "input": (own.grad, x.grad[ids])}
+        for key, expected in gradients(alone).items():
+            pairs[key] = together.get_parameter(key).grad, expected
+        for key, (got, expected) in pairs.items():
+            with failures.named(graph.method, key):
+                torch.testing.assert_close(got, expected, **CLOSE)
+    return failures
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_model_equals_its_single_process_twin(worlds, ranks, name):
+    nothing = split_by("a rank owns nothing", wild().num_nodes, ranks)
+    assert_none(worlds.run(ranks, check_model, name, ["metis", "random", nothing]))
+
+
+class Potential(MessagePassing):
+    """Energies of nodes by what they see of their neighbours' positions."""
+
+    def __init__(self):
+        super().__init__(aggr="sum")
+        self.pair = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.own = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, pos, edge_index):
+        received = self.propagate(edge_index, pos=pos)
+        # once more, so that forces go through two exchanges
+        return self.own(received) * self.propagate(edge_index, pos=received[:, :2]).sin()
+
+    def message(self, pos_i, pos_j):
+        step = pos_i - pos_j
+        return self.pair(torch.cat([step, step.square().sum(1, keepdim=True)], dim=1))
+
+
+def fit_forces(model, total, mean, pos, edge_index, target):
+    """Forces are minus the gradient of the energy; the loss is differentiated through them."""
+    energy = total(model(pos, edge_index))
+    (forces,) = torch.autograd.grad(-energy, pos, create_graph=True)
+    loss = mean((forces - target) ** 2)
+    loss.backward()
+    return loss.item(), forces.detach()
+
+
+def check_forces(rank, methods):
+    failures, data = Failures(), wild()
+    torch.manual_seed(0)
+    model = Potential().double()
+    alone, pos = copy.deepcopy(model), data.pos.clone().requires_grad_()
+    loss, forces = fit_forces(alone, torch.sum, torch.mean, pos, data.edge_index, data.y)
+    for method in methods:
+        graph = partition(data, method=method)
+        together, own = distribute(copy.deepcopy(model), graph), graph.pos.requires_grad_()
+        got = fit_forces(together, graph.sum, graph.mean, own, graph.edge_index, graph.y)
+        varcomm.data_parallel.sum_gradients(together)
+        ids = graph.owned_ids
+        with failures.named(graph.method, "loss and forces"):
+            assert got[0] == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(got[1], forces[ids], **CLOSE)
+        with failures.named(graph.method, "positions"):
+            torch.testing.assert_close(own.grad, pos.grad[ids], **CLOSE)
+        for key, expected in gradients(alone).items():
+            with failures.named(graph.method, key):
+                torch.testing.assert_close(together.get_parameter(key).grad, expected, **CLOSE)
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_forces_and_what_a_loss_of_forces_teaches(worlds, ranks):
+    nothing = split_by("a rank owns nothing", wild().num_nodes, ranks)
+    assert_none(worlds.run(ranks, check_forces, ["metis", "block", "random", nothing]))
+
+
+def exchanges(model, graph):
+    with varcomm.trace() as calls:
+        out = model(graph.x, graph.edge_index)
+    assert {call.name for call in calls} <= {"exchange"}
+    return len(calls), out.detach()
+
+
+def move_to_other_graphs(rank, name):
+    """Give how often a model exchanges, and how far it is from one process, graph by graph."""
+    model, data, smaller = made(name), wild(), wild(15)
+    graphs = [partition(data, method="block"), partition(data, method="random")]
+    graphs += [partition(smaller, method="random"), graphs[0], graphs[0]]
+    wholes = [data, data, smaller, data, data]
+    expected = [model(whole.x, whole.edge_index).detach() for whole in wholes]
+    counts = []
+    for graph, whole in zip(graphs, expected, strict=True):
+        assert distribute(model, graph) is model
+        count, out = exchanges(model, graph)
+        torch.testing.assert_close(out, whole[graph.owned_ids], **CLOSE)
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("a layer of one's own", 3), ("a layer used twice", 2), ("GAT", 4)]
+)
+def test_distributing_again_moves_to_the_other_graph(worlds, name, count):
+    """GAT reads two values at the source, features and scores; everything else reads one."""
+    assert worlds.run(3, move_to_other_graphs, name) == [[count] * 5] * 3
+
+
+def copies(rank, name):
+    data, model = wild(), made(name)
+    expected = model(data.x, data.edge_index).detach()
+    graph, other = partition(data, method="block"), partition(data, method="random")
+    assert copy.deepcopy(graph) is graph
+    model = distribute(model, graph)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    # the copy has parameters of its own, and moves alone
+    torch.testing.assert_close(exchanges(twin, graph)[1], expected[graph.owned_ids], **CLOSE)
+    distribute(twin, other)
+    torch.testing.assert_close(exchanges(twin, other)[1], expected[other.owned_ids], **CLOSE)
+    model.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(exchanges(model, graph)[1], expected[graph.owned_ids], **CLOSE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_of_a_model_are_independent(worlds, name):
+    worlds.run(2, copies, name)
+
+
+def saved(rank, name):
+    model = made(name)
+    before = list(model.state_dict())
+    distribute(model, partition(wild(), method="block"))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    made(name).load_state_dict(state)  # strict: the same keys as without varcomm
+    same = all(torch.equal(state[key], value) for key, value in made(name).state_dict().items())
+    return list(state) == before, same
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_of_a_model_is_as_without_ranks(worlds, name):
+    assert worlds.run(2, saved, name) == [(True, True)] * 2

@@ -1,0 +1,249 @@
+"""What ``distribute`` and a distributed model refuse, since it would be wrong without a word."""
+
+import re
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from torch_geometric.nn import MessagePassing
+
+import varcomm
+from tests.graph.graphs import wild
+from varcomm import ArgumentError, DisagreementError
+from varcomm.graph import distribute, partition
+from varcomm.graph.layers import EXACT
+
+
+class Backwards(MessagePassing):
+    def __init__(self):
+        super().__init__(flow="target_to_source")
+
+
+class BothAtOnce(MessagePassing):
+    def message(self, x_j, x):
+        return x_j + x.mean()
+
+
+class MyGCN(pyg.GCNConv):
+    """A class of one's own does not make a layer of PyG another one."""
+
+
+class Pooled(nn.Module):
+    def __init__(self, readout):
+        super().__init__()
+        self.layers = nn.ModuleList([pyg.SAGEConv(4, 4)])
+        self.readout = readout
+
+
+NORMALISES = "it normalises over all nodes, and would do so over this rank's only."
+POOLS = "it pools over all nodes, and would do so over this rank's only."
+READS_OUT = "it reads out all nodes, and would read this rank's only."
+PAST = "it looks at other nodes, or at the edges, past the propagate of MessagePassing"
+
+
+def inexact(name):
+    return f"{name} is not known to be exact on a part of the graph; layers that need degrees"
+
+
+REFUSED = {
+    "GCN": (lambda: pyg.GCNConv(4, 4), "the model (GCNConv): " + inexact("GCNConv")),
+    "own GCN": (lambda: MyGCN(4, 4), "the model (MyGCN): " + inexact("GCNConv")),
+    "a GCN in a model": (
+        lambda: Pooled(pyg.GCNConv(4, 4)),
+        "readout (GCNConv): " + inexact("GCNConv"),
+    ),
+    "several hops": (lambda: pyg.TAGConv(4, 4), inexact("TAGConv")),
+    "BatchNorm": (lambda: Pooled(nn.BatchNorm1d(4)), "readout (BatchNorm1d): " + NORMALISES),
+    "SyncBatchNorm": (lambda: Pooled(nn.SyncBatchNorm(4)), "(SyncBatchNorm): " + NORMALISES),
+    "InstanceNorm": (lambda: Pooled(nn.InstanceNorm1d(4)), "(InstanceNorm1d): " + NORMALISES),
+    "PyG's BatchNorm": (lambda: Pooled(pyg.BatchNorm(4)), "(BatchNorm): " + NORMALISES),
+    "PyG's InstanceNorm": (lambda: Pooled(pyg.InstanceNorm(4)), NORMALISES),
+    "PyG's LayerNorm": (lambda: Pooled(pyg.LayerNorm(4)), "(LayerNorm): " + NORMALISES),
+    "GraphNorm": (lambda: Pooled(pyg.GraphNorm(4)), "(GraphNorm): " + NORMALISES),
+    "GraphSizeNorm": (lambda: Pooled(pyg.GraphSizeNorm()), NORMALISES),
+    "PairNorm": (lambda: Pooled(pyg.PairNorm()), NORMALISES),
+    "MeanSubtractionNorm": (lambda: Pooled(pyg.MeanSubtractionNorm()), NORMALISES),
+    "DiffGroupNorm": (lambda: Pooled(pyg.DiffGroupNorm(4, 2)), NORMALISES),
+    "a norm in a layer": (lambda: pyg.CGConv(4, batch_norm=True), "bn (BatchNorm1d): "),
+    "a norm in a layer's MLP": (lambda: pyg.GENConv(4, 4), "mlp.1 (BatchNorm1d): " + NORMALISES),
+    "pooling": (lambda: Pooled(pyg.TopKPooling(4)), "readout (TopKPooling): " + POOLS),
+    "self-attention pooling": (lambda: Pooled(pyg.SAGPooling(4, GNN=pyg.GraphConv)), POOLS),
+    "readout": (lambda: Pooled(pyg.MeanAggregation()), "(MeanAggregation): " + READS_OUT),
+    "several readouts": (
+        lambda: Pooled(pyg.aggr.MultiAggregation(["mean", "max"])),
+        "readout (MultiAggregation): " + READS_OUT,
+    ),
+    "attention between all nodes": (
+        lambda: pyg.GPSConv(4, pyg.GINConv(nn.Linear(4, 4)), norm=None),
+        "the model (GPSConv): " + PAST,
+    ),
+    "linear attention": (
+        lambda: Pooled(pyg.attention.PerformerAttention(4, 1)),
+        "readout (PerformerAttention): " + PAST,
+    ),
+    "edges turned round": (lambda: pyg.DirGNNConv(pyg.SAGEConv(4, 4)), "(DirGNNConv): " + PAST),
+    "flow": (Backwards, "its flow is target_to_source, but ranks own the edges into their nodes."),
+    "decomposed layers": (
+        lambda: pyg.SAGEConv(4, 4, decomposed_layers=2),
+        "decomposed_layers is not supported.",
+    ),
+    "the whole in a message": (
+        BothAtOnce,
+        "take x both at the source of edges and as a whole, which would be a pair",
+    ),
+}
+
+
+def refused(rank, name):
+    make, message = REFUSED[name]
+    model = make()
+    with pytest.raises(ArgumentError, match=re.escape(message)) as caught:
+        distribute(model, partition(wild(), method="block"))
+    hooks = [m._propagate_forward_pre_hooks for m in model.modules() if hasattr(m, "propagate")]
+    return str(caught.value), any(hooks)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_has_changed(worlds, name):
+    (told, hooked), other = worlds.run(2, refused, name)
+    assert told.startswith("cannot distribute ")
+    assert (told, hooked) == other
+    assert not hooked, "a layer runs on ranks although its model was refused"
+
+
+def test_the_message_names_the_layers_that_are_known():
+    with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT))):
+        distribute(pyg.GCNConv(4, 4), None)
+
+
+ALLOWED = {
+    "norms of one node": lambda: Pooled(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))),
+    "PyG's norm of one node": lambda: Pooled(pyg.LayerNorm(4, mode="node")),
+    "MessageNorm": lambda: Pooled(pyg.MessageNorm()),
+    "aggregation in a layer": lambda: pyg.SAGEConv(4, 4, aggr=pyg.aggr.MultiAggregation(["max"])),
+    "an own subclass": lambda: type("MySAGE", (pyg.SAGEConv,), {})(4, 4),
+    "no layer": lambda: nn.Linear(4, 4),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_not_refused(name):
+    # nothing is asked of the graph before the model runs
+    model = ALLOWED[name]()
+    assert distribute(model, None) is model
+
+
+def misuse(rank, x_of, edges_of, message):
+    data = wild()
+    graph = partition(data, method="block")
+    layer = distribute(pyg.GATConv(4, 4, add_self_loops=False).double(), graph)
+    message = message.format(n=graph.num_owned, h=graph.num_halo, all=data.num_nodes)
+    where = f"propagate on rank {rank} of 2: "
+    with pytest.raises(ArgumentError, match=re.escape(where + message)):
+        layer(x_of(data, graph), edges_of(data, graph))
+    # the refusal came before any communication: the ranks go on
+    assert layer(graph.x, graph.edge_index).shape == (graph.num_owned, 4)
+
+
+def whole(data, graph):
+    return data.x
+
+
+def own(data, graph):
+    return graph.x
+
+
+def with_halo(data, graph):
+    return graph.with_halo(graph.x)
+
+
+def global_edges(data, graph):
+    return data.edge_index
+
+
+def local_edges(data, graph):
+    return graph.edge_index
+
+
+ROWS = "'alpha' has {} rows, but this rank owns {{n}} nodes. Call the model with the local part"
+
+
+@pytest.mark.parametrize(
+    ("x_of", "edges_of", "message"),
+    [
+        (whole, local_edges, ROWS.format("{all}")),
+        (own, global_edges, "edges reach beyond the "),
+        (whole, global_edges, "edges reach beyond the "),
+    ],
+)
+def test_the_whole_graph_in_place_of_the_local_part(worlds, x_of, edges_of, message):
+    worlds.run(2, misuse, x_of, edges_of, message)
+
+
+def misuse_of_sage(rank, edges_of, message):
+    graph = partition(wild(), method="block")
+    layer = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        layer(graph.x, edges_of(graph))
+    assert layer(graph.x, graph.edge_index).shape == (graph.num_owned, 4)
+
+
+def as_sparse(graph):
+    sources, targets = graph.num_owned + graph.num_halo, graph.num_owned
+    values = torch.ones(graph.edge_index.shape[1], dtype=torch.float64)
+    edges = graph.edge_index.flip(0)
+    return torch.sparse_coo_tensor(edges, values, (targets, sources), check_invariants=True)
+
+
+@pytest.mark.parametrize("edges_of", [as_sparse, lambda graph: "edges"], ids=["sparse", "text"])
+def test_edges_must_be_a_dense_tensor(worlds, edges_of):
+    message = "edges must be given as graph.edge_index, of shape (2, E); got "
+    worlds.run(2, misuse_of_sage, edges_of, message)
+
+
+def halo_twice(rank):
+    """A rank without a halo cannot notice; so each of these two has one."""
+    graph = partition(wild(), method="block")
+    layer = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    with pytest.raises(ArgumentError, match="halos are added by varcomm"):
+        layer(with_halo(None, graph), graph.edge_index)
+
+
+def test_halos_added_by_hand(worlds):
+    worlds.run(2, halo_twice)
+
+
+def one_is_wrong(rank):
+    data = wild()
+    graph = partition(data, method="block")
+    layer = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    x = graph.x if rank != 1 else data.x
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        layer(x, graph.edge_index)
+    return str(caught.value)
+
+
+def test_in_debug_all_ranks_raise_where_one_has_to(worlds):
+    for told in worlds.run(3, one_is_wrong):
+        assert "not called, since on rank 1: propagate on rank 1 of 3: 'x' has 24 rows" in told
+
+
+def some_edges(rank):
+    """Edges may be left out, as by dropout_edge, and no edges at all are edges too."""
+    data = wild()
+    graph = partition(data, method="random")
+    layer = distribute(pyg.SAGEConv(4, 4, aggr="sum").double(), graph)
+    nothing = layer(graph.x, graph.edge_index[:, :0])
+    torch.testing.assert_close(nothing, layer.lin_l.bias + layer.lin_r(graph.x))
+    kept = torch.arange(data.num_edges) % 3 > 0
+    owned = torch.isin(data.edge_index[1], graph.owned_ids)
+    part = layer(graph.x, graph.edge_index[:, kept[owned]])
+    layer._propagate_forward_pre_hooks.clear()
+    alone = layer(data.x, data.edge_index[:, kept])
+    torch.testing.assert_close(part, alone[graph.owned_ids], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_edges_may_be_left_out(worlds, ranks):
+    worlds.run(ranks, some_edges)

@@ -1,0 +1,158 @@
+"""What ``partition`` refuses, on every rank with one message though one rank is wrong."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from tests.graph.graphs import wild
+from varcomm import ArgumentError, DisagreementError, MissingPackageError
+from varcomm.graph import partition
+
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
+
+
+def owner(*ranks, dtype=torch.int64):
+    return torch.tensor(ranks, dtype=dtype)
+
+
+def ring(**attributes):
+    return Data(num_nodes=3, **({"edge_index": EDGES} | attributes))
+
+
+# what one of the ranks passes, and what all of them are told
+WRONG = {
+    "no Data": (([EDGES], None), "must be a torch_geometric.data.Data; got list."),
+    "no edges": ((Data(num_nodes=3), None), "edge_index must be a tensor of torch.int64."),
+    "edges of int32": ((ring(edge_index=EDGES.int()), None), "must be a tensor of torch.int64."),
+    "edges as rows": (
+        (ring(edge_index=EDGES.T.contiguous()), None),
+        "must have shape (2, E); got (3, 2).",
+    ),
+    "one row of edges": ((ring(edge_index=EDGES[0]), None), "must have shape (2, E); got (3,)."),
+    "an edge to no node": (
+        (ring(edge_index=EDGES + 1), None),
+        "edge_index spans 1...3, out of range for 3 nodes.",
+    ),
+    "an edge from no node": (
+        (ring(edge_index=EDGES - 1), None),
+        "edge_index spans -1...1, out of range for 3 nodes.",
+    ),
+    "faces": (
+        (ring(face=torch.zeros(3, 1, dtype=torch.int64)), None),
+        "data.face refers to nodes by their numbers, which change. Remove it: del data.face.",
+    ),
+    "another index": (
+        (ring(edge_label_index=EDGES), None),
+        "data.edge_label_index refers to nodes by their numbers",
+    ),
+    "an unknown method": (
+        (ring(), "kahip"),
+        "must be one of metis, rcb, block, random, a tensor of ranks, or None; got 'kahip'.",
+    ),
+    "too few ranks of nodes": (
+        (ring(), owner(0, 1)),
+        "must hold the rank of each of the 3 nodes as integers; got torch.int64 of shape (2,).",
+    ),
+    "ranks of nodes as floats": (
+        (ring(), owner(0, 1, 0, dtype=torch.float32)),
+        "as integers; got torch.float32 of shape (3,).",
+    ),
+    "a mask in place of ranks": (
+        (ring(), owner(0, 1, 0, dtype=torch.bool)),
+        "as integers; got torch.bool of shape (3,).",
+    ),
+    "a rank that is not there": (
+        (ring(), owner(0, 1, 3)),
+        "method spans ranks 0...3, out of range for 3 ranks.",
+    ),
+    "a negative rank": ((ring(), owner(0, -1, 0)), "method spans ranks -1...0, out of range"),
+}
+
+
+def message_on(rank, culprit, wrong, right, kind):
+    data, method = wrong if rank == culprit else right
+    with pytest.raises(kind) as caught:
+        partition(data, method=method)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("what", WRONG)
+def test_one_rank_is_wrong_and_all_say_so(worlds, what, culprit):
+    wrong, message = WRONG[what]
+    told = worlds.run(3, message_on, culprit, wrong, (ring(), "block"), ArgumentError)
+    assert told[0].startswith(f"graph.partition: refused on rank {culprit} of 3: ")
+    assert re.search(re.escape(message), told[0])
+    assert told == told[:1] * 3
+
+
+def test_a_world_of_one_is_refused_too(worlds):
+    told = worlds.run(1, message_on, 0, (ring(), owner(0, 1, 0)), None, ArgumentError)
+    assert "method spans ranks 0...1, out of range for 1 ranks." in told[0]
+
+
+@pytest.mark.parametrize(
+    ("another", "method"),
+    [
+        (ring(edge_index=EDGES.flip(0)), "block"),
+        (ring(edge_index=EDGES[:, :2]), "block"),
+        (Data(edge_index=EDGES, num_nodes=4), "block"),
+        (ring(x=torch.zeros(3, 2)), "block"),
+        (ring(), "random"),
+        (ring(), None),
+        (ring(), owner(0, 0, 0)),
+    ],
+    ids=["edges", "fewer edges", "nodes", "attributes", "method", "no method", "ranks of nodes"],
+)
+def test_ranks_with_different_graphs(worlds, another, method):
+    told = worlds.run(3, message_on, 1, (another, method), (ring(), "block"), DisagreementError)
+    message = "ranks [1] have another graph, or other arguments, than rank 0."
+    assert told == [f"graph.partition: {message}"] * 3
+
+
+def test_ranks_with_different_ranks_of_nodes(worlds):
+    pair = (ring(), owner(0, 1, 2)), (ring(), owner(0, 1, 1))
+    told = worlds.run(3, message_on, 2, *pair, DisagreementError)
+    assert all("ranks [2] have another graph, or other arguments" in text for text in told)
+
+
+def test_bisection_without_positions(worlds):
+    wrong = ring(), "rcb"
+    told = worlds.run(2, message_on, 0, wrong, wrong, ArgumentError)
+    assert all(re.search(r"positions of the nodes in data\.pos", text) for text in told)
+
+
+def without_pymetis_on_first_rank(rank):
+    """The first rank assigns; without pymetis there, all raise."""
+    kept = {name: module for name, module in sys.modules.items() if name.startswith("pymetis")}
+    if rank == 0:
+        sys.modules.update(dict.fromkeys(kept, None), pymetis=None)
+    try:
+        with pytest.raises(MissingPackageError) as caught:
+            partition(wild(), method="metis")
+    finally:
+        if rank == 0:
+            del sys.modules["pymetis"]
+            sys.modules.update(kept)
+    return str(caught.value)
+
+
+def test_metis_without_pymetis(worlds):
+    told = worlds.run(2, without_pymetis_on_first_rank)
+    assert "refused on rank 0 of 2" in told[0]
+    assert 'pip install "varcomm[partition]"' in told[0]
+    assert told[0] == told[1]
+
+
+def missing_attribute(rank):
+    graph = partition(ring(x=torch.zeros(3, 1)), method="block")
+    with pytest.raises(AttributeError, match=r"no attribute 'z'; its data have .*edge_index"):
+        graph.z  # noqa: B018
+    return hasattr(graph, "x"), hasattr(graph, "__z__")
+
+
+def test_an_attribute_that_the_graph_does_not_have(worlds):
+    assert worlds.run(2, missing_attribute) == [(True, False)] * 2

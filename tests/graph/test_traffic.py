@@ -1,0 +1,67 @@
+"""What layers cost: an exchange for what is read at the source, and no byte beyond."""
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch_geometric.nn import MessagePassing
+
+import varcomm
+from tests.graph.graphs import METHODS, WORLDS, split_by, wild
+from varcomm.graph import distribute, partition
+
+
+class AtTarget(MessagePassing):
+    """Reads nothing at the source."""
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_i, edge_attr):
+        return x_i * edge_attr[:, :1]
+
+
+# channels that travel for each node of the halo
+LAYERS = {
+    "SAGEConv": (lambda: pyg.SAGEConv(4, 8), 4),
+    "SAGEConv projected": (lambda: pyg.SAGEConv(4, 8, project=True), 4),
+    "GATConv": (lambda: pyg.GATConv(4, 5, heads=2), 2 * 5 + 2),  # features, scores
+    "LEConv": (lambda: pyg.LEConv(4, 3), 3),  # its b is read at the target
+    "FiLMConv": (lambda: pyg.FiLMConv(4, 3), 3),
+    "TransformerConv": (lambda: pyg.TransformerConv(4, 5), 5 + 5),  # keys, values
+}
+
+
+def cost(rank, name, method):
+    graph = partition(wild(), method=method)
+    make, channels = LAYERS[name]
+    layer = distribute(make().double(), graph)
+    with varcomm.trace() as calls:
+        out = layer(graph.x.requires_grad_(), graph.edge_index)
+    with varcomm.trace() as back:
+        out.sum().backward()
+    expected = graph.report().nbytes(channels, itemsize=8)[rank]
+    halo = graph.num_halo * channels * 8
+    forward = sum(call.sent for call in calls), sum(call.received for call in calls)
+    backward = sum(call.received for call in back), sum(call.sent for call in back)
+    return forward == backward == (expected, halo)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_bytes_of_a_layer_are_those_of_the_report(worlds, ranks, name):
+    for method in METHODS:
+        assert worlds.run(ranks, cost, name, split_by(method, 24, ranks)) == [True] * ranks
+
+
+def nothing_at_source(rank):
+    data = wild()
+    graph = partition(data, method="random")
+    with varcomm.trace() as calls:
+        out = distribute(AtTarget(), graph)(graph.x, graph.edge_index, graph.edge_attr)
+    alone = AtTarget()(data.x, data.edge_index, data.edge_attr)
+    torch.testing.assert_close(out, alone[graph.owned_ids], rtol=1e-13, atol=1e-13)
+    return calls
+
+
+def test_what_is_read_at_the_target_does_not_travel(worlds):
+    assert worlds.run(3, nothing_at_source) == [[]] * 3
