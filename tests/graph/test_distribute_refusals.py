@@ -74,6 +74,10 @@ REFUSED = {
         lambda: Pooled(pyg.aggr.MultiAggregation(["mean", "max"])),
         "readout (MultiAggregation): " + READS_OUT,
     ),
+    "median": (
+        lambda: pyg.SAGEConv(4, 4, aggr="median"),
+        "aggr_module (MedianAggregation): PyG's own fails where there are no edges",
+    ),
     "attention between all nodes": (
         lambda: pyg.GPSConv(4, pyg.GINConv(nn.Linear(4, 4)), norm=None),
         "the model (GPSConv): " + PAST,

@@ -22,6 +22,13 @@ def ring(**attributes):
     return Data(num_nodes=3, **({"edge_index": EDGES} | attributes))
 
 
+X = torch.zeros(3, 1)
+
+
+def known(**attributes):
+    return ring(**({"x": X} | attributes))
+
+
 # what one of the ranks passes, and what all of them are told
 WRONG = {
     "no Data": (([EDGES], None), "must be a torch_geometric.data.Data; got list."),
@@ -43,6 +50,10 @@ WRONG = {
     "faces": (
         (ring(face=torch.zeros(3, 1, dtype=torch.int64)), None),
         "data.face refers to nodes by their numbers, which change. Remove it: del data.face.",
+    ),
+    "a batch's ptr": (
+        (ring(ptr=torch.tensor([0, 3])), None),
+        "data.ptr refers to nodes by their numbers",
     ),
     "another index": (
         (ring(edge_label_index=EDGES), None),
@@ -95,28 +106,49 @@ def test_a_world_of_one_is_refused_too(worlds):
 
 
 @pytest.mark.parametrize(
-    ("another", "method"),
+    ("another", "method", "differ"),
     [
-        (ring(edge_index=EDGES.flip(0)), "block"),
-        (ring(edge_index=EDGES[:, :2]), "block"),
-        (Data(edge_index=EDGES, num_nodes=4), "block"),
-        (ring(x=torch.zeros(3, 2)), "block"),
-        (ring(), "random"),
-        (ring(), None),
-        (ring(), owner(0, 0, 0)),
+        (known(edge_index=EDGES.flip(0)), "block", "data.edge_index"),
+        (known(edge_index=EDGES[:, :2]), "block", "data.edge_index"),
+        (Data(x=X, edge_index=EDGES, num_nodes=4), "block", "data.num_nodes"),
+        (known(x=X + 1), "block", "data.x"),
+        (known(x=X.double()), "block", "data.x"),
+        (known(x=X.T), "block", "data.x"),
+        (ring(), "block", "data.x"),
+        (known(name="other", pos=X), "block", "data.name, data.pos"),
+        (known(), "random", "method"),
+        (known(), None, "method"),
+        (known(), owner(0, 0, 0), "method"),
     ],
-    ids=["edges", "fewer edges", "nodes", "attributes", "method", "no method", "ranks of nodes"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_with_different_graphs(worlds, another, method):
-    told = worlds.run(3, message_on, 1, (another, method), (ring(), "block"), DisagreementError)
-    message = "ranks [1] have another graph, or other arguments, than rank 0."
+def test_ranks_with_different_graphs(worlds, another, method, differ):
+    told = worlds.run(3, message_on, 1, (another, method), (known(), "block"), DisagreementError)
+    message = f"ranks [1] have other arguments than rank 0; they differ in {differ}."
     assert told == [f"graph.partition: {message}"] * 3
 
 
 def test_ranks_with_different_ranks_of_nodes(worlds):
     pair = (ring(), owner(0, 1, 2)), (ring(), owner(0, 1, 1))
     told = worlds.run(3, message_on, 2, *pair, DisagreementError)
-    assert all("ranks [2] have another graph, or other arguments" in text for text in told)
+    assert all(
+        "ranks [2] have other arguments than rank 0; they differ in method." in t for t in told
+    )
+
+
+def dense(x):
+    return partition(ring(x=x), method="block").x.shape[0]
+
+
+def any_dtype(rank, dtype):
+    """One entry, of odd strides: what tells attributes apart must see the bytes of any tensor."""
+    x = torch.ones(5, 3, dtype=dtype)[::2, :1]
+    return dense(x), dense(x.T[:1].expand(1, 3).T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.int8])
+def test_attributes_of_any_dtype(worlds, dtype):
+    assert worlds.run(3, any_dtype, dtype) == [(1, 1)] * 3
 
 
 def test_bisection_without_positions(worlds):

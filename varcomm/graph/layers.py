@@ -75,6 +75,8 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         )
     elif isinstance(module, aggr.Aggregation) and not inside(MessagePassing, aggr.Aggregation):
         reason = "it reads out all nodes, and would read this rank's only"
+    elif isinstance(module, aggr.QuantileAggregation):
+        reason = "PyG's own fails where there are no edges, as on a rank that owns none"
     if reason is not None:
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
 

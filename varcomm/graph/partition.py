@@ -14,6 +14,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.assign import METHODS, assign, best_method
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import ShardSizes
+from varcomm.ops import wire
 from varcomm.ops.broadcast import broadcast
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agree import agree, share
@@ -77,10 +78,13 @@ def partition(
     [([0, 1], [3], [[0, 2], [1, 0]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """
     ranks, what = resolve(group), "graph.partition"
-    digests = share(what, lambda: _checked(data, method, ranks), ranks)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+    given = share(what, lambda: _checked(data, method, ranks), ranks)
+    if others := [rank for rank, parts in enumerate(given) if parts != given[0]]:
+        names = {name for parts in given for name in parts}
+        differ = [n for n in names if any(parts.get(n) != given[0].get(n) for parts in given)]
         raise DisagreementError(
-            f"{what}: ranks {others} have another graph, or other arguments, than rank 0."
+            f"{what}: ranks {others} have other arguments than rank 0; they differ in "
+            f"{', '.join(sorted(differ))}."
         )
     began = time.perf_counter()
     owner, name = _owners(data, method, ranks)
@@ -98,8 +102,8 @@ def partition(
     return graph
 
 
-def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> tuple[object, ...]:
-    """Return what must be the same on all ranks, if it will do."""
+def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> dict[str, object]:
+    """Return, by its name, a digest of all that must be the same on all ranks, if it will do."""
     if not isinstance(data, Data):
         raise ArgumentError(f"data must be a torch_geometric.data.Data; got {type(data).__name__}.")
     edge_index, nodes = data.edge_index, data.num_nodes
@@ -116,7 +120,7 @@ def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> tup
                 f"data.edge_index spans {low}...{high}, out of range for {nodes} nodes."
             )
     for key, _ in data:
-        if key != "edge_index" and ("index" in key or key in ("face", "adj", "adj_t")):
+        if key != "edge_index" and ("index" in key or key in ("face", "adj", "adj_t", "ptr")):
             raise ArgumentError(
                 f"data.{key} refers to nodes by their numbers, which change. Remove it: del "
                 f"data.{key}."
@@ -132,20 +136,25 @@ def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> tup
                 f"method spans ranks {int(method.min())}...{int(method.max())}, out of range "
                 f"for {group.size} ranks."
             )
-        chosen: object = _digest(method)
     elif method is not None and method not in METHODS:
         raise ArgumentError(
             f"method must be one of {', '.join(METHODS)}, a tensor of ranks, or None; "
             f"got {method!r}."
         )
-    else:
-        chosen = method
-    shapes = [(key, tuple(v.shape)) for key, v in data if isinstance(v, torch.Tensor)]
-    return nodes, sorted(shapes), _digest(edge_index), chosen
+    digests = {f"data.{key}": _digest(value) for key, value in data}
+    return digests | {"data.num_nodes": nodes, "method": _digest(method)}
 
 
-def _digest(x: torch.Tensor) -> int:
-    return crc32(x.detach().cpu().contiguous().numpy().tobytes())
+def _digest(value: object) -> object:
+    """Return what tells dense tensors apart, or names; of other values, only that they are there.
+
+    Attributes that start from different seeds on different ranks would be a wrong graph, and none
+    of the ranks could see it.
+    """
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        content = wire.as_bytes(wire.flat(value.detach().cpu())).numpy()
+        return str(value.dtype), tuple(value.shape), crc32(content.data)
+    return value if isinstance(value, str | None) else type(value).__name__
 
 
 def _owners(

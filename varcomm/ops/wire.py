@@ -19,6 +19,7 @@ from varcomm.transport.trace import note
 
 __all__ = [
     "all_gather",
+    "as_bytes",
     "back",
     "broadcast",
     "exchange",
@@ -42,7 +43,7 @@ def exchange(
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group.rank, sends, receives)
     engine = engine_for(group, values.device)
-    return engine.exchange(group, _bytes(out), _bytes(values), receives, sends), out
+    return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends), out
 
 
 def all_gather(
@@ -54,7 +55,7 @@ def all_gather(
     receives = [n * width for n in counts]
     note(name, group.rank, [receives[group.rank]] * group.size, receives)
     engine = engine_for(group, values.device)
-    return engine.all_gather(group, _bytes(out), _bytes(values), receives), out
+    return engine.all_gather(group, as_bytes(out), as_bytes(values), receives), out
 
 
 def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
@@ -65,7 +66,7 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     note(name, group.rank, sends, [0 if at_src else size * (r == src) for r in range(group.size)])
     if size == 0 or group.size == 1:
         return []
-    return engine_for(group, values.device).broadcast(group, _bytes(values), src)
+    return engine_for(group, values.device).broadcast(group, as_bytes(values), src)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -74,6 +75,12 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     Never of `x` itself if that is to be received into.
     """
     return x.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return a view of flat values as bytes."""
+    # one element is contiguous at any stride, but can be seen as bytes only at stride 1
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -139,11 +146,6 @@ def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     (4, 7)
     """
     return (*shape[:dim], rows, *shape[dim + 1 :])
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    # one element is contiguous at any stride, but can be seen as bytes only at stride 1
-    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_outermost(shape: Sequence[int], dim: int) -> bool:
