@@ -79,7 +79,8 @@ class _Apply(torch.autograd.Function):
     The adjoint that backward applies takes it as a second input. So the second derivative is
     recorded on all ranks or on none, even where the gradient on one rank does not depend on
     anything (a loss that is linear there, or none at all), and no rank waits for a peer that has
-    nothing to differentiate.
+    nothing to differentiate. The gradient of a token is the token of the adjoint that was applied,
+    so that the third derivative and all others go through the same calls on all ranks as well.
     """
 
     @staticmethod
@@ -101,10 +102,10 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient, _ = gradients
+        gradient, of_token = gradients
         (token,) = ctx.saved_tensors
-        result = apply(ctx.operator.adjoint, gradient, token)
-        return result, gradient.new_zeros(0) if ctx.has_token else None, None, None, None
+        result, passed_on = _apply(ctx.operator.adjoint, gradient, token + of_token)
+        return result, passed_on if ctx.has_token else None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,16 +153,20 @@ def run(operator: Operator, x: torch.Tensor, async_op: bool) -> torch.Tensor | H
     return start(operator, x) if async_op else apply(operator, x)
 
 
-def apply(
+def apply(operator: Operator, x: torch.Tensor, pending: Pending | None = None) -> torch.Tensor:
+    """Apply an operator, so that it can be differentiated; or finish what has been begun."""
+    result, _ = _apply(operator, x, None, pending)
+    return result
+
+
+def _apply(
     operator: Operator,
     x: torch.Tensor,
-    token: torch.Tensor | None = None,
+    token: torch.Tensor | None,
     pending: Pending | None = None,
-) -> torch.Tensor:
-    """Apply an operator, so that it can be differentiated; or finish what has been begun."""
+) -> tuple[torch.Tensor, torch.Tensor]:
     recorded = _is_recorded(x, token)
-    result, _ = _Apply.apply(x, token, operator, pending, recorded)  # type: ignore[no-untyped-call]
-    return result  # type: ignore[no-any-return]
+    return _Apply.apply(x, token, operator, pending, recorded)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def start(operator: Operator, x: torch.Tensor) -> Handle:

@@ -9,6 +9,7 @@ import torch
 
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.operator import Handle, checking
+from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["shard_v"]
@@ -64,6 +65,8 @@ def shard_v(
     ------
     ArgumentError
         If `sizes`, `dim` and `tensor` do not fit on this rank.
+    DisagreementError
+        Inside :func:`varcomm.debug`, on every rank, if `sizes` or `dim` differ between ranks.
     GroupError
         If this rank is not in `group`.
 
@@ -73,7 +76,7 @@ def shard_v(
     gradient; for a tensor that is computed alike on all ranks from replicated parameters, the whole
     is the sum over ranks.
 
-    Communication: none.
+    Communication: none, but inside :func:`varcomm.debug`, where ranks compare `sizes` and `dim`.
 
     Examples
     --------
@@ -88,5 +91,7 @@ def shard_v(
     ranks = resolve(group)
     with checking("shard_v", ranks) as where:
         sizes, dim = checked_whole(tensor, sizes, dim, ranks, where)
+    if debugging():
+        compare(ranks, {"operation": "shard_v", "dim": dim, "sizes": list(sizes)})
     rows = tensor.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
     return Handle(lambda: rows) if async_op else rows

@@ -90,7 +90,9 @@ def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
 
 
 def _kind(error: Exception) -> type[VarcommError]:
-    return type(error) if isinstance(error, VarcommError) else ArgumentError
+    # of varcomm's own kinds, which a message is enough to make, and which every rank has
+    own = (kind for kind in type(error).__mro__ if kind.__module__ == VarcommError.__module__)
+    return next(own, ArgumentError)
 
 
 def compare(group: Group, call: Mapping[str, Any]) -> None:

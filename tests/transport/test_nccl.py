@@ -1,0 +1,113 @@
+"""Every primitive on GPUs, one rank a GPU, against one process."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import varcomm
+from tests.ops.comparing import Failures, assert_none, error_beyond_bound, twin_gradients
+from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random, setting
+from varcomm.testing import dot_test
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with varcomm.Ranks(GPUS, timeout=100, backend=None) as pool:
+        yield pool
+
+
+def compare(failures, rank, c, dtype, words):
+    device = torch.device("cuda", rank)
+    inputs = [x if x is None else x.requires_grad_() for x in c.draw(dtype)]
+    x = c.input(rank, dtype).to(device).requires_grad_()
+    generator = torch.Generator().manual_seed(7)
+    weights = [random(y.shape, dtype, generator) for y in c.reference(inputs)]
+    y = c.bind()(x)
+    (got,) = torch.autograd.grad(y, x, weights[rank].to(device))
+    with failures.named(*words, dtype):
+        assert y.device == got.device == device
+        with torch.no_grad():
+            wrong = error_beyond_bound(c, inputs, rank, y.cpu())
+        assert not wrong, wrong
+        want = twin_gradients(c, inputs, weights)[rank]
+        torch.testing.assert_close(got.cpu(), torch.zeros_like(x.cpu()) if want is None else want)
+
+
+def check_on_gpu(rank, name):
+    failures = Failures()
+    for pattern in PATTERNS:
+        for dim in (0, 1):
+            for dtype in DTYPES:
+                c = case(name, pattern, GPUS, dim)
+                compare(failures, rank, c, dtype, (pattern, dim))
+    return failures
+
+
+# the others of the table are bound to indices on the CPU: see below
+ON_GPU = [name for name in PRIMITIVES if "ind" not in name and "needed" not in name]
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_values_and_gradients(ranks, name):
+    assert_none(ranks.run(check_on_gpu, name))
+
+
+def check_plan(rank):
+    """A plan made on the CPU, by Gloo, and moved; and one made on the GPU, by NCCL."""
+    failures = Failures()
+    device = torch.device("cuda", rank)
+    for pattern in PATTERNS:
+        s = setting(pattern, GPUS, 1)
+        c = PRIMITIVES["plan_from_needed"](s)
+        inputs = c.draw(torch.float64)
+        x, needed = inputs[rank].to(device), s.needed[rank]
+        moved = varcomm.ExchangePlan.from_needed(needed, s.sizes).to(device)
+        made_there = varcomm.ExchangePlan.from_needed(needed.to(device), s.sizes)
+        indices = [index.to(device) for index in s.indices[rank]]
+        counts = [[len(index) for index in row] for row in s.indices]
+        picked = varcomm.indexed_all_to_all_v(x, indices, counts, dim=1)
+        results = moved(x, 1), made_there(x, 1)
+        with failures.named(pattern):
+            for y in results:
+                assert y.device == device
+                assert torch.equal(y.cpu(), c.reference(inputs)[rank])
+            want = PRIMITIVES["indexed_all_to_all_v"](s).reference(inputs)[rank]
+            assert torch.equal(picked.cpu(), want)
+        for plan in (moved, made_there):
+            dot_test(partial(plan, dim=1), x)
+    return failures
+
+
+def test_plans(ranks):
+    assert_none(ranks.run(check_plan))
+
+
+def check_large(rank):
+    failures = Failures()
+    for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
+        c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
+        compare(failures, rank, c, torch.float32, (name,))
+    return failures
+
+
+def test_large(ranks):
+    assert_none(ranks.run(check_large))
+
+
+def check_asynchronous(rank):
+    x = torch.full((rank + 1, 1000), float(rank), device=torch.device("cuda", rank))
+    sizes = list(range(1, GPUS + 1))
+    handle = varcomm.all_gather_v(x, sizes, async_op=True)
+    other = varcomm.all_reduce(torch.ones(1, device=x.device))
+    return handle.wait()[:, 0].tolist(), other.item()
+
+
+def test_asynchronous(ranks):
+    whole = [float(rank) for rank in range(GPUS) for _ in range(rank + 1)]
+    assert ranks.run(check_asynchronous) == [(whole, float(GPUS))] * GPUS
