@@ -19,8 +19,8 @@ help:  ## show this list
 test: $(STAMP)  ## run every test
 	@$(BIN)/python -m pytest
 
-demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py
+demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it against one
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py --check 2
 
 lint: $(STAMP)  ## ruff
 	@$(BIN)/ruff check .
