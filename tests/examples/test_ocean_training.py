@@ -97,5 +97,5 @@ def test_torchrun(tmp_path):
         timeout=100,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^  one answer$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^one answer$", done.stdout, re.MULTILINE), done.stdout
     assert (tmp_path / "ocean.png").exists()
