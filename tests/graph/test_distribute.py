@@ -243,7 +243,7 @@ def copies(rank, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_of_a_model_are_independent(worlds, name):
-    worlds.run(2, copies, name)
+    assert worlds.run(2, copies, name) == [None] * 2
 
 
 def saved(rank, name):

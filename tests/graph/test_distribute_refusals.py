@@ -182,7 +182,7 @@ ROWS = "'alpha' has {} rows, but this rank owns {{n}} nodes. Call the model with
     ],
 )
 def test_the_whole_graph_in_place_of_the_local_part(worlds, x_of, edges_of, message):
-    worlds.run(2, misuse, x_of, edges_of, message)
+    assert worlds.run(2, misuse, x_of, edges_of, message) == [None] * 2
 
 
 def misuse_of_sage(rank, edges_of, message):
@@ -203,7 +203,7 @@ def as_sparse(graph):
 @pytest.mark.parametrize("edges_of", [as_sparse, lambda graph: "edges"], ids=["sparse", "text"])
 def test_edges_must_be_a_dense_tensor(worlds, edges_of):
     message = "edges must be given as graph.edge_index, of shape (2, E); got "
-    worlds.run(2, misuse_of_sage, edges_of, message)
+    assert worlds.run(2, misuse_of_sage, edges_of, message) == [None] * 2
 
 
 def halo_twice(rank):
@@ -215,7 +215,7 @@ def halo_twice(rank):
 
 
 def test_halos_added_by_hand(worlds):
-    worlds.run(2, halo_twice)
+    assert worlds.run(2, halo_twice) == [None] * 2
 
 
 def one_is_wrong(rank):
@@ -250,4 +250,4 @@ def some_edges(rank):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_edges_may_be_left_out(worlds, ranks):
-    worlds.run(ranks, some_edges)
+    assert worlds.run(ranks, some_edges) == [None] * ranks

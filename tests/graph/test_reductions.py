@@ -93,7 +93,10 @@ def check_gradient_as_operator(rank, data, method):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_second_and_third_derivatives_against_finite_differences(worlds, ranks, method):
     data = wild(8)
-    worlds.run(ranks, check_gradient_as_operator, data, split_by(method, 8, ranks))
+    assert (
+        worlds.run(ranks, check_gradient_as_operator, data, split_by(method, 8, ranks))
+        == [None] * ranks
+    )
 
 
 def slope(rank, data, method):
@@ -172,7 +175,7 @@ def test_summed_in_fp64_and_rounded_once(worlds, ranks, dtype):
     ],
 )
 def test_refusals(worlds, values, mask, message):
-    worlds.run(2, refuse, values, mask, message)
+    assert worlds.run(2, refuse, values, mask, message) == [None] * 2
 
 
 def three_nodes_each(ranks):

@@ -82,7 +82,7 @@ def nbytes_of_no_dim(rank):
 
 
 def test_nbytes_along_no_dimension(worlds):
-    worlds.run(1, nbytes_of_no_dim)
+    assert worlds.run(1, nbytes_of_no_dim) == [None] * 1
 
 
 def compared(rank):
