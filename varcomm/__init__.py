@@ -23,7 +23,7 @@ from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.gather_v import gather_v
-from varcomm.ops.operator import Handle
+from varcomm.ops.handle import Handle
 from varcomm.ops.reduce import reduce
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.scatter_v import scatter_v

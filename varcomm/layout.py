@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -204,7 +204,8 @@ def checked_sizes(
     if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
         return sizes
     scalar = getattr(sizes, "ndim", 1) == 0  # of numpy or torch: iterable by its type alone
-    if scalar or isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+    unordered = isinstance(sizes, str | bytes | Set | Mapping)
+    if scalar or unordered or not isinstance(sizes, Iterable):
         raise ArgumentError(
             f"{where}{name} must be a list or tuple of ints, one a rank; got {sizes!r}."
         )

@@ -65,7 +65,16 @@ def sum_gradients(
                 f"{where}parameters must be a Module or an iterable of Parameter; got a tensor. "
                 "Put it into a list."
             )
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        given = list(parameters)
+        for value in given:
+            if not isinstance(value, torch.Tensor) or not value.is_leaf:
+                computed = isinstance(value, torch.Tensor)
+                raise ArgumentError(
+                    f"{where}parameters must be a Module or an iterable of Parameter; it holds a "
+                    f"{'computed tensor' if computed else type(value).__name__}. Pass the model, "
+                    "or model.parameters()."
+                )
+        trained = [parameter for parameter in given if parameter.requires_grad]
         for number, parameter in enumerate(trained):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ArgumentError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.operator import apply
+from varcomm.ops.autograd import apply
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 

@@ -11,7 +11,8 @@ import torch
 
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_shard
-from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -167,6 +168,6 @@ def all_gather_v(
     [([0.0, 1.0, 1.0], [2.0]), ([0.0, 1.0, 1.0], [2.0, 2.0])]
     """
     ranks = resolve(group)
-    with checking("all_gather_v", ranks) as where:
+    with checking("all_gather_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         operator = AllGatherV(ranks, *checked_shard(tensor, sizes, dim, ranks, where), use_fp32)
     return run(operator, tensor, async_op)

@@ -8,7 +8,8 @@ from typing import Any, Literal, overload
 import torch
 
 from varcomm.ops import wire
-from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -23,10 +24,11 @@ class AllReduce(Operator):
     name = "all_reduce"
     group: Group
     use_fp32: bool
+    one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
         values, ranks, into = wire.flat(x), self.group.size, wire.memory_format(x)
-        counts = pieces(x, self.group)
+        counts = pieces(x, self.group, self.one_round)
         if counts is None:
             works, wholes = wire.all_gather(self.name, self.group, values, [x.numel()] * ranks)
             parts = wholes.view(ranks, *x.shape)
@@ -46,10 +48,11 @@ class AllReduce(Operator):
 
     @property
     def adjoint(self) -> AllReduce:
-        return self
+        return AllReduce(self.group, self.use_fp32)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"shape": list(x.shape), "use_fp32": self.use_fp32}
+        how = {"use_fp32": self.use_fp32, "async_op": self.one_round}
+        return {"shape": list(x.shape), **how}
 
 
 @overload
@@ -87,8 +90,7 @@ def all_reduce(
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``. Of a large
-        tensor on three ranks or more, the second of the two halves runs inside ``wait()``.
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
 
     Returns
     -------
@@ -110,8 +112,8 @@ def all_reduce(
     once a rank.
 
     Communication: each rank sums a piece of ``1 / P`` and sends it to the others, so that each
-    receives ``2 (P - 1) / P`` times the bytes of `tensor`; up to 16 KiB, in a single round, each
-    sums all.
+    receives ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each
+    sums all, in a single round: ``P - 1`` times.
 
     Examples
     --------
@@ -120,6 +122,6 @@ def all_reduce(
     [tensor([ 3, 30]), tensor([ 3, 30]), tensor([ 3, 30])]
     """
     ranks = resolve(group)
-    with checking("all_reduce", ranks) as where:
-        checked_summable(tensor, where)
-    return run(AllReduce(ranks, use_fp32), tensor, async_op)
+    with checking("all_reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        checked_summable(tensor, where, use_fp32)
+    return run(AllReduce(ranks, use_fp32, one_round=async_op), tensor, async_op)

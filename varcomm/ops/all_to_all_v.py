@@ -13,7 +13,8 @@ from varcomm.errors import ArgumentError
 from varcomm.layout import checked_sizes
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_whole
-from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import Operator, checking
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -144,7 +145,7 @@ def all_to_all_v(
     [tensor([0]), tensor([ 1,  2, 10])]
     """
     ranks = resolve(group)
-    with checking("all_to_all_v", ranks) as where:
+    with checking("all_to_all_v", ranks, async_op=async_op) as where:
         sends, dim = checked_whole(tensor, send_sizes, dim, ranks, where, "send_sizes")
         receives = checked_sizes(recv_sizes, "recv_sizes", ranks.size, where)
         if sends[ranks.rank] != receives[ranks.rank]:

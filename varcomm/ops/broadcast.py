@@ -10,7 +10,8 @@ import torch
 
 from varcomm.layout import checked_rank
 from varcomm.ops import wire
-from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import pieces, sum_in_rank_order
 from varcomm.ops.rooted import input_of_root
 from varcomm.transport.engine import Pending
@@ -62,11 +63,12 @@ class Reduce(_Rooted):
     """From a tensor on each rank to the sum of all at the root."""
 
     name = "reduce"
+    one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
         values, rank, ranks = wire.flat(x), self.group.rank, self.group.size
         into, at_root = wire.memory_format(x), self.group.rank == self.root
-        counts = pieces(x, self.group)
+        counts = pieces(x, self.group, self.one_round)
         if counts is None:
             send = [x.numel() * (r == self.root) for r in range(ranks)]
             recv = [x.numel() * at_root] * ranks
@@ -170,7 +172,7 @@ def broadcast(
     [tensor([1.5000, 2.5000]), tensor([1.5000, 2.5000])]
     """
     ranks = resolve(group)
-    with checking("broadcast", ranks) as where:
+    with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
     root = input_of_root("broadcast", tensor, src, ranks)
     operator = Broadcast(

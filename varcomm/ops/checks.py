@@ -5,22 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import checked_dim, checked_sizes
 from varcomm.transport.group import Group
 
-__all__ = ["checked_shard", "checked_tensor", "checked_whole"]
+__all__ = ["checked_flag", "checked_shard", "checked_tensor", "checked_whole"]
 
 
-def checked_tensor(tensor: object, where: str) -> None:
-    """Raise ArgumentError if `tensor` is none, or is not a dense one."""
+def checked_flag(value: object, name: str, where: str) -> None:
+    """Raise ArgumentError if `value` is no bool."""
+    if not isinstance(value, bool):
+        hint = ""
+        if isinstance(value, dist.ProcessGroup | DeviceMesh):
+            hint = " Pass a group as group=..."
+        elif isinstance(value, type(dist.ReduceOp.SUM)):
+            hint = " varcomm sums; for others there is torch.distributed.all_reduce."
+        raise ArgumentError(f"{where}{name} must be True or False; got {value!r}.{hint}")
+
+
+def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
+    """Raise ArgumentError if `tensor` is none, or is not a plain dense one."""
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"{where}tensor must be a torch.Tensor; got {type(tensor).__name__}.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise ArgumentError(
-            f"{where}tensor must be dense; got {tensor.layout} of {tensor.dtype}. "
-            "Convert it: to_dense(), or dequantize()."
+            f"{where}{name} must be dense; got {kind} of {tensor.dtype}. Convert it: to_dense(), "
+            "dequantize(), or to_padded_tensor()."
+        )
+    if str(tensor.dtype) == "torch.float4_e2m1fn_x2":
+        raise ArgumentError(
+            f"{where}{name} of {tensor.dtype} holds two values a byte. Pass view(torch.uint8)."
+        )
+    if hasattr(tensor, "to_local"):  # DTensor, which has ranks of its own
+        raise ArgumentError(
+            f"{where}{name} must be this rank's own; got {type(tensor).__name__}. Pass to_local()."
         )
 
 

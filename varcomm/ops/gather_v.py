@@ -12,7 +12,8 @@ import torch
 from varcomm.layout import checked_rank
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_shard
-from varcomm.ops.operator import Handle, Operator, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import Operator, checking
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -175,7 +176,7 @@ def gather_v(
     [tensor([0, 1, 1]), tensor([], dtype=torch.int64)]
     """
     ranks = resolve(group)
-    with checking("gather_v", ranks) as where:
+    with checking("gather_v", ranks, async_op=async_op) as where:
         sizes, dim = checked_shard(tensor, sizes, dim, ranks, where)
         root = checked_rank(dst, ranks.size, "dst", where)
     shape = wire.like(tensor.shape, dim, sum(sizes))

@@ -8,7 +8,8 @@ import torch
 
 from varcomm.layout import checked_rank
 from varcomm.ops.broadcast import Reduce
-from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import GroupLike, resolve
 
@@ -55,8 +56,7 @@ def reduce(
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``. Of a large
-        tensor on three ranks or more, the second of the two halves runs inside ``wait()``.
+        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
 
     Returns
     -------
@@ -76,8 +76,9 @@ def reduce(
     -----
     Adjoint: :func:`broadcast` from `dst`.
 
-    Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`; up to 16 KiB, in a
-    single round, `dst` sums all. Either way each rank sends the bytes of `tensor` once.
+    Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
+    `async_op`, `dst` sums all, in a single round. Either way each rank sends the bytes of `tensor`
+    once.
 
     Examples
     --------
@@ -86,8 +87,9 @@ def reduce(
     [tensor([0, 0]), tensor([ 1, 20])]
     """
     ranks = resolve(group)
-    with checking("reduce", ranks) as where:
-        checked_summable(tensor, where)
+    with checking("reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        checked_summable(tensor, where, use_fp32)
         dst = checked_rank(dst, ranks.size, "dst", where)
     shape = tuple(tensor.shape)
-    return run(Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32), tensor, async_op)
+    operator = Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32, one_round=async_op)
+    return run(operator, tensor, async_op)

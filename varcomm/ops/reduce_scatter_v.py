@@ -9,7 +9,8 @@ import torch
 
 from varcomm.ops.all_gather_v import ReduceScatterV
 from varcomm.ops.checks import checked_whole
-from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import GroupLike, resolve
 
@@ -92,7 +93,7 @@ def reduce_scatter_v(
     [tensor([3]), tensor([ 30, 300])]
     """
     ranks = resolve(group)
-    with checking("reduce_scatter_v", ranks) as where:
-        checked_summable(tensor, where)
+    with checking("reduce_scatter_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        checked_summable(tensor, where, use_fp32)
         operator = ReduceScatterV(ranks, *checked_whole(tensor, sizes, dim, ranks, where), use_fp32)
     return run(operator, tensor, async_op)

@@ -16,6 +16,8 @@ __all__ = ["accumulation_dtype", "checked_summable", "pieces", "sum_in_rank_orde
 # Up to here a second round of messages costs more than the bytes that it saves.
 _SMALL = 16 * 1024
 
+_WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
+
 
 def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
     """Return ``((p0 + p1) + p2) + ...`` as a new tensor of the parts' dtype.
@@ -26,7 +28,8 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     first, *others = parts
     total = first.to(accumulation_dtype(first.dtype, use_fp32), copy=True)
     for part in others:
-        total += part
+        # torch promotes all but floats of one byte
+        total += part.to(total.dtype) if part.dtype.itemsize == 1 else part
     return total.to(first.dtype)
 
 
@@ -40,18 +43,19 @@ def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
     return torch.float32 if narrow and use_fp32 else dtype
 
 
-def pieces(x: torch.Tensor, group: Group) -> ShardSizes | None:
+def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     """Return the elements of `x` that each rank sums for the others, or None if each sums all.
 
     Summing by pieces takes two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`;
-    summing all on each rank takes one round and ``P - 1`` times, no more for two ranks.
+    summing all on each rank takes one round and ``P - 1`` times, no more for two ranks. What runs
+    asynchronously has nobody to begin a second round.
     """
-    if group.size <= 2 or x.numel() * x.element_size() <= _SMALL:
+    if one_round or group.size <= 2 or x.numel() * x.element_size() <= _SMALL:
         return None
     return ShardSizes.balanced(x.numel(), group.size)
 
 
-def checked_summable(x: torch.Tensor, where: str) -> None:
+def checked_summable(x: torch.Tensor, where: str, use_fp32: bool = True) -> None:
     """Raise ArgumentError if `x` is no dense tensor, or of a dtype that has no sum."""
     checked_tensor(x, where)
     if x.dtype == torch.bool:
@@ -59,3 +63,7 @@ def checked_summable(x: torch.Tensor, where: str) -> None:
             f"{where}a sum of torch.bool is not defined. Convert: tensor.to(torch.int64) counts, "
             "and its result > 0 is the logical or."
         )
+    one_byte = x.dtype.is_floating_point and x.dtype.itemsize == 1
+    if x.dtype in _WITHOUT_SUM or (one_byte and not use_fp32):
+        hint = "use_fp32=True" if one_byte else "another dtype"
+        raise ArgumentError(f"{where}torch cannot add {x.dtype}. Take {hint}.")

@@ -10,7 +10,8 @@ import torch
 from varcomm.layout import checked_dim, checked_rank, checked_sizes
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.gather_v import ScatterV
-from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import checking
 from varcomm.ops.rooted import input_of_root
 from varcomm.transport.group import GroupLike, resolve
 
@@ -97,7 +98,7 @@ def scatter_v(
     [tensor([0]), tensor([1, 2])]
     """
     ranks = resolve(group)
-    with checking("scatter_v", ranks) as where:
+    with checking("scatter_v", ranks, async_op=async_op) as where:
         sizes = checked_sizes(sizes, "sizes", ranks.size, where)
         src = checked_rank(src, ranks.size, "src", where)
 

@@ -8,7 +8,8 @@ from typing import Literal, overload
 import torch
 
 from varcomm.ops.checks import checked_whole
-from varcomm.ops.operator import Handle, checking
+from varcomm.ops.handle import Handle
+from varcomm.ops.operator import checking
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
@@ -89,7 +90,7 @@ def shard_v(
     [tensor([1., 0., 0.]), tensor([0., 1., 1.])]
     """
     ranks = resolve(group)
-    with checking("shard_v", ranks) as where:
+    with checking("shard_v", ranks, async_op=async_op) as where:
         sizes, dim = checked_whole(tensor, sizes, dim, ranks, where)
     if debugging():
         compare(ranks, {"operation": "shard_v", "dim": dim, "sizes": list(sizes)})

@@ -11,7 +11,8 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_to_all_v import AllToAllV
 from varcomm.ops.checks import checked_shard, checked_whole
-from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import checking
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["TransposeV", "transpose_v"]
@@ -119,7 +120,7 @@ def transpose_v(
     [tensor([[0, 1, 2]]), tensor([[3, 4, 5]])]
     """
     ranks = resolve(group)
-    with checking("transpose_v", ranks) as where:
+    with checking("transpose_v", ranks, async_op=async_op) as where:
         splits, split = checked_whole(tensor, split_sizes, split_dim, ranks, where, "split_sizes")
         concats, concat = checked_shard(
             tensor, concat_sizes, concat_dim, ranks, where, "concat_sizes"

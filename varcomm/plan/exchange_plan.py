@@ -10,11 +10,13 @@ from zlib import crc32
 
 import torch
 
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.layout import ShardSizes, checked_dim, checked_sizes
 from varcomm.ops import wire
+from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import Handle, apply, checking, start
+from varcomm.ops.handle import Handle, start
+from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
@@ -231,8 +233,8 @@ class ExchangePlan(Routes):
         ArgumentError
             Before any communication, if `tensor` or `dim` do not fit the plan on this rank.
         """
-        with checking("exchange_adjoint", self.group) as where:
-            checked_summable(tensor, where)
+        with checking("exchange_adjoint", self.group, use_fp32=use_fp32) as where:
+            checked_summable(tensor, where, use_fp32)
             dim = self._checked_dim(tensor, dim, sum(self.recv_counts), "received", where)
         return apply(ExchangeAdjoint(self, dim, use_fp32), tensor)
 
@@ -251,6 +253,18 @@ class ExchangePlan(Routes):
     def to(self, device: torch.device | str) -> Self:
         """Return the same plan for tensors on another device."""
         return replace(self, send_index=self.send_index.to(device))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the plan itself, which is frozen: copies of a model that holds one share it."""
+        return self
+
+    def __reduce__(self) -> str:
+        raise GroupError(
+            "a plan is tied to the ranks of its group and cannot be pickled. Keep state_dict()."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :func:`torch.save` can keep of this rank's part, loadable without pickle."""
@@ -277,6 +291,9 @@ class ExchangePlan(Routes):
         ranks = resolve(group)
 
         def check() -> tuple[torch.Tensor, ...]:
+            expected = {"rank", "send_index", "send_counts", "recv_counts", "num_rows"}
+            if not isinstance(state, dict) or not expected <= state.keys():
+                raise ArgumentError("this is not what ExchangePlan.state_dict returns.")
             if state["rank"] != ranks.rank or len(state["send_counts"]) != ranks.size:
                 raise ArgumentError(
                     f"this state is of rank {state['rank']} of {len(state['send_counts'])}."
@@ -297,7 +314,7 @@ class ExchangePlan(Routes):
         return plan
 
     def _operator(self, tensor: torch.Tensor, dim: int, use_fp32: bool) -> Exchange:
-        with checking("exchange", self.group) as where:
+        with checking("exchange", self.group, use_fp32=use_fp32) as where:
             checked_tensor(tensor, where)
             dim = self._checked_dim(tensor, dim, self.num_rows, "own", where)
         return Exchange(self, dim, use_fp32)

@@ -10,7 +10,8 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.layout import checked_dim
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import Handle, checking, run
+from varcomm.ops.handle import Handle, run
+from varcomm.ops.operator import checking
 from varcomm.plan.checks import checked_count_matrix, checked_indices
 from varcomm.plan.exchange import Exchange
 from varcomm.plan.exchange_plan import ExchangePlan
@@ -107,7 +108,8 @@ def indexed_all_to_all_v(
     [tensor([12.]), tensor([3., 1.])]
     """
     ranks = resolve(group)
-    with checking("indexed_all_to_all_v", ranks) as where:
+    flags = {"use_fp32": use_fp32, "async_op": async_op}
+    with checking("indexed_all_to_all_v", ranks, **flags) as where:
         checked_tensor(tensor, where)
         dim = checked_dim(dim, tensor.shape, where)
         index, send_counts = checked_indices(indices, tensor.shape[dim], ranks, where)

@@ -50,14 +50,12 @@ class RowSum:
 
     def __call__(self, values: torch.Tensor, num_rows: int, use_fp32: bool) -> torch.Tensor:
         """Sum the rows of `values`, one for each entry of the index, into `num_rows` rows."""
-        total = values.new_zeros(num_rows, *values.shape[1:])
-        if len(self.rows) == 0:
-            return total
         sums = values.to(accumulation_dtype(values.dtype, use_fp32), copy=bool(self.rounds))
+        total = sums.new_zeros(num_rows, *values.shape[1:])
         for to, what in self.rounds:
             sums.index_add_(0, to, sums.index_select(0, what))
-        total.index_copy_(0, self.rows, sums.index_select(0, self.first).to(total.dtype))
-        return total
+        total.index_copy_(0, self.rows, sums.index_select(0, self.first))
+        return total.to(values.dtype)
 
     def to(self, device: torch.device | str) -> RowSum:
         """Return the same on another device."""

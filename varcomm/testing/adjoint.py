@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import torch
 
@@ -56,7 +57,7 @@ def dot_test(
     x = x.detach().clone().requires_grad_()
     result = fn(x)
     check_recorded([result], group)
-    y = random_like(result, rank)
+    y = random_like(result, "dot test", rank)
     (back,) = torch.autograd.grad(result, x, y)
     forward = total(inner_product(result, y), group)
     backward = total(inner_product(x, back), group)
@@ -90,11 +91,17 @@ def inner_product(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(product.real.sum())
 
 
-def random_like(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Draw a tensor from the normal distribution, a different one on each rank."""
-    generator = torch.Generator().manual_seed(1_000_003 * (rank + 1))
+def random_like(x: torch.Tensor, *purpose: object) -> torch.Tensor:
+    """Draw a tensor from the normal distribution, another one for each purpose.
+
+    Vectors that happened to be alike would hide defects: ``<w, J w>`` is the same for ``J`` and its
+    transpose, and a sum of two gradients in one direction does not tell them apart.
+    """
+    seed = crc32(repr(purpose).encode())
+    generator = torch.Generator("cpu").manual_seed(seed)
     wide = torch.complex128 if x.is_complex() else torch.float64
-    return torch.randn(x.shape, dtype=wide, generator=generator).to(x.device, x.dtype)
+    drawn = torch.randn(x.shape, dtype=wide, generator=generator, device="cpu")
+    return drawn.to(x.device, x.dtype)
 
 
 def total(value: float, group: GroupLike) -> float:

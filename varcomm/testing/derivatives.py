@@ -13,6 +13,7 @@ from math import isnan
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.testing.adjoint import check_recorded, inner_product, random_like, total
 from varcomm.transport.agree import share
@@ -59,12 +60,18 @@ def gradcheck(
     ------
     AssertionError
         On every rank, if a derivative on one of them is wrong.
+    ArgumentError
+        If an input is of another dtype.
     """
     ranks = resolve(group)
+    if narrow := {x.dtype for x in inputs} - {torch.float64, torch.complex128}:
+        raise ArgumentError(
+            f"finite differences need inputs of torch.float64 or torch.complex128; got {narrow}."
+        )
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     results = _as_tuple(fn(*leaves))
     check_recorded(results, group)
-    weights = tuple(random_like(y, ranks.rank + 7 * i) for i, y in enumerate(results))
+    weights = tuple(random_like(y, "weight", ranks.rank, i) for i, y in enumerate(results))
     gradients = _gradients(results, leaves, weights)
 
     def slope(direction: Tensors) -> float:
@@ -74,7 +81,9 @@ def gradcheck(
 
     if fast_mode:
         for k in range(3):
-            direction = tuple(random_like(x, ranks.rank + 13 * k) for x in leaves)
+            direction = tuple(
+                random_like(x, "direction", k, ranks.rank, i) for i, x in enumerate(leaves)
+            )
             numeric = total(slope(direction), group)
             exact = total(_inner_product(direction, gradients), group)
             _judge("backward", abs(numeric - exact) / max(1.0, abs(numeric)), tol, group)
@@ -94,7 +103,7 @@ def gradcheck(
         _judge("backward", errors.max().item() if len(own) else 0.0, tol, group)
 
     if forward_mode:
-        tangents = tuple(random_like(x, ranks.rank + 11 * i) for i, x in enumerate(inputs))
+        tangents = tuple(random_like(x, "tangent", ranks.rank, i) for i, x in enumerate(inputs))
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(leaves, tangents, strict=True)]
             moving = tuple(_tangent(y) for y in _as_tuple(fn(*duals)))
@@ -126,7 +135,7 @@ def gradgradcheck(
     rank = resolve(group).rank
     results = _as_tuple(fn(*(x.detach().clone().requires_grad_() for x in inputs)))
     check_recorded(results, group)
-    weights = tuple(random_like(y, rank + 5 * i) for i, y in enumerate(results))
+    weights = tuple(random_like(y, "incoming gradient", rank, i) for i, y in enumerate(results))
 
     def backward(*args: torch.Tensor) -> Tensors:
         # a gradient that an input does not receive may still be asked for: all ranks differentiate

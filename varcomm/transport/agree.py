@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from varcomm.transport.group import Group
 __all__ = ["agree", "compare", "debug", "debugging", "fail", "share"]
 
 T = TypeVar("T")
+
+# Of the calls that this rank has compared; the group's first rank gives a call its number.
+_numbers = count()
 
 # How many debug() blocks are open. Backward runs in threads of its own and must see it too.
 _depth = 0
@@ -69,18 +73,21 @@ def agree(what: str, local: Callable[[], T], group: Group) -> T:
     """
     value: T | None = None
     failure: Exception | None = None
+    call: dict[str, Any] = {"operation": what}
     try:
         value = local()
     except Exception as error:
         failure = error
-    told = None if failure is None else (_kind(failure), str(failure))
-    answers = _all_gather_object(told, group)
-    failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
-    if failures:
+        call |= {"error": str(error), "kind": _kind(error)}
+    calls = _all_gather_object(call, group)
+    if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
-        kind, message = failures[first]
+        kind = calls[first].get("kind", DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
-        raise kind(f"{what}: refused on rank {first} of {group.size}{also}: {message}") from failure
+        raise kind(
+            f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
+        ) from failure
+    _same("operation", calls)
     return value  # type: ignore[return-value]
 
 
@@ -95,24 +102,21 @@ def _kind(error: Exception) -> type[VarcommError]:
     return next(own, ArgumentError)
 
 
-def compare(group: Group, call: Mapping[str, Any]) -> None:
+def compare(group: Group, call: Mapping[str, Any]) -> int:
     """Raise on every rank if the ranks' descriptions of a call do not fit; collective.
 
     `call` maps words to plain values. ``"operation"`` and all others must be equal on all ranks,
     but for ``"send"`` and ``"recv"``, counts a peer: what a rank sends is what its peer expects.
+    Returns a number for the call, the same on all ranks.
     """
-    calls = _all_gather_object(dict(call), group)
+    calls = _all_gather_object({**call, "number": next(_numbers)}, group)
     failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
     if failed:
         raise DisagreementError(f"{call['operation']}: not called, since on {'; on '.join(failed)}")
-    # the operation first: where it differs, nothing else needs to be said
-    others = [word for word in call if word not in ("operation", "send", "recv")]
-    for word in ("operation", *others):
-        values = [c.get(word, "none") for c in calls]
-        if any(value != values[0] for value in values):
-            said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
-            operation = f"{call['operation']}: " if word != "operation" else ""
-            raise DisagreementError(f"{operation}ranks disagree on {word}: {said}.")
+    _same("operation", calls)  # where it differs, nothing else needs to be said
+    for word in call:
+        if word not in ("operation", "send", "recv"):
+            _same(word, calls)
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
             if "send" in sender and sender["send"][j] != receiver["recv"][i]:
@@ -120,6 +124,15 @@ def compare(group: Group, call: Mapping[str, Any]) -> None:
                     f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
                     f"which expects {receiver['recv'][i]}."
                 )
+    return calls[0]["number"]  # type: ignore[no-any-return]
+
+
+def _same(word: str, calls: list[dict[str, Any]]) -> None:
+    values = [call.get(word, "none") for call in calls]
+    if any(value != values[0] for value in values):
+        said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
+        operation = f"{calls[0]['operation']}: " if word != "operation" else ""
+        raise DisagreementError(f"{operation}ranks disagree on {word}: {said}.")
 
 
 def fail(group: Group, operation: str, error: Exception) -> None:

@@ -34,7 +34,7 @@ def announce(group: Group, src: int, local: Callable[[], dict[str, Any]]) -> dic
             message = local()
         except ArgumentError as error:
             failure, message = error, {"error": _cut(str(error))}
-    data = torch.zeros(_LENGTH, dtype=torch.uint8)
+    data = torch.zeros(_LENGTH, dtype=torch.uint8, device="cpu")
     encoded = json.dumps(message).encode()
     data[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     data = data.to(group.device())

@@ -24,6 +24,7 @@ class Pending:
 
     works: Sequence[dist.Work]
     finish: Callable[[], torch.Tensor]
+    number: int | None = None  # of the call, the same on all ranks, where they compare calls
 
     def wait(self) -> torch.Tensor:
         """Wait until this rank's part is done, and return the result."""

@@ -83,7 +83,12 @@ def resolve(group: GroupLike) -> Group:
             "group must be None, a ProcessGroup or a one-dimensional DeviceMesh; "
             f"got {group!r} of type {type(group).__name__}."
         )
-    rank = dist.get_rank(process_group)
+    try:
+        rank = dist.get_rank(process_group)
+    except ValueError as error:
+        raise GroupError(
+            f"this group exists no longer, or is none of this job: {error}."
+        ) from error
     if rank < 0:
         raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
     return Group(process_group, rank, dist.get_world_size(process_group))

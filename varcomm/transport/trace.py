@@ -37,6 +37,10 @@ _listening: list[list[Call]] = []
 def trace() -> Iterator[list[Call]]:
     """Record what each operation sends and receives, in forward and backward, on this rank.
 
+    What ranks tell each other about calls is not counted: the 1 KiB by which the root of
+    `broadcast` and `scatter_v` says what comes, the agreement of set-up work, and
+    :func:`varcomm.debug`.
+
     Yields
     ------
     list of Call

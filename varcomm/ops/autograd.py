@@ -1,0 +1,157 @@
+"""The one autograd rule that all operators share: differentiate by applying the adjoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import Operator, checking
+from varcomm.transport.agree import compare, debugging
+from varcomm.transport.engine import Pending
+from varcomm.transport.engines import engine_for
+from varcomm.transport.trace import span
+
+__all__ = ["apply", "begin", "is_recorded", "kept_from_compilation", "refuse_vmap"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.compile break its graph at `fn`, which it runs as it is.
+
+    Not by torch.compiler.disable, which would import the compiler into every program.
+    """
+
+    @cache
+    def disabled() -> Callable[P, R]:
+        return torch._dynamo.disable(fn)  # type: ignore[no-any-return]
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (disabled() if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+
+    return call
+
+
+@kept_from_compilation
+def apply(operator: Operator, x: torch.Tensor, pending: Pending | None = None) -> torch.Tensor:
+    """Apply an operator, so that it can be differentiated; or finish what has been begun."""
+    result, _ = _apply(operator, x, None, pending)
+    return result
+
+
+class _Apply(torch.autograd.Function):
+    """Apply an operator; differentiate it by applying the adjoint.
+
+    Beside its result it returns a *token*, an empty tensor that the graph connects to the input.
+    The adjoint that backward applies takes it as a second input; so does the operator that forward
+    mode applies to a tangent. So the second derivative is recorded on all ranks or on none, even
+    where a gradient or a tangent on one rank does not depend on anything (a loss that is linear
+    there, or none at all), and no rank waits for a peer that has nothing to differentiate. The
+    derivative of a token is the token of what was applied, so that the third derivative and all
+    others go through the same calls on all ranks as well.
+    """
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor,
+        token: torch.Tensor | None,
+        operator: Operator,
+        pending: Pending | None,
+        recorded: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result = (pending or begin(operator, x, recorded)).wait()
+        # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
+        return result.data, torch.empty(0, dtype=torch.float32, device=x.device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.operator = inputs[2]
+        ctx.has_token = inputs[1] is not None
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, of_token = gradients
+        (token,) = ctx.saved_tensors
+        adjoint = ctx.operator.adjoint
+        checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
+        result, passed_on = _apply(adjoint, gradient, token + of_token)
+        return result, passed_on if ctx.has_token else None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        tangent, of_token, *_ = tangents
+        (token,) = ctx.saved_tensors
+        assert tangent is not None
+        return _apply(ctx.operator, tangent, token if of_token is None else token + of_token)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
+        refuse_vmap(operator)
+
+
+def _apply(
+    operator: Operator,
+    x: torch.Tensor,
+    token: torch.Tensor | None,
+    pending: Pending | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    recorded = is_recorded(x, token)
+    return _Apply.apply(x, token, operator, pending, recorded)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
+    """Start to communicate, after ranks have compared the call where they do."""
+    _refuse_tracing(operator, x)
+    number = None
+    if debugging():
+        with checking(operator.name, operator.group):
+            engine_for(operator.group, x.device)
+        call = {"operation": operator.name, **operator.describe(x)}
+        more = {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
+        number = compare(operator.group, call | more)
+    with span(operator.name):
+        pending = operator.start(x)
+    pending.number = number
+    return pending
+
+
+def _refuse_tracing(operator: Operator, x: torch.Tensor) -> None:
+    """Raise where a graph is recorded for later, into which bytes on a wire cannot be written."""
+    kinds = {kind.__name__ for kind in type(x).__mro__}
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if (
+        traced
+        or torch._C._get_tracing_state() is not None
+        or kinds & {"FakeTensor", "FunctionalTensor"}
+    ):
+        raise ArgumentError(
+            f"{operator.name} on {operator.group}: a collective cannot be traced (make_fx, "
+            "torch.func.linearize, torch.jit.trace, torch.export, fake tensors). Use "
+            "torch.func.jvp or vjp, or torch.compile, which breaks its graph there."
+        )
+
+
+def refuse_vmap(operator: Operator) -> None:
+    """Raise ArgumentError: there is no rule for a batch."""
+    raise ArgumentError(
+        f"{operator.name} on {operator.group}: vmap, and with it jacrev, jacfwd and hessian, "
+        "cannot batch what ranks exchange. Loop over the batch on all ranks alike, or give the "
+        "tensor a dimension for it."
+    )
+
+
+def is_recorded(x: torch.Tensor, token: torch.Tensor | None) -> bool:
+    """Tell whether what is applied to `x` belongs to the graph."""
+    return torch.is_grad_enabled() and (
+        x.requires_grad or (token is not None and token.requires_grad)
+    )
