@@ -259,6 +259,29 @@ def test_a_tensor_is_no_list_of_parameters(worlds):
     assert worlds.run(1, one_tensor) == [None] * 1
 
 
+def computed():
+    return parameter() * 2
+
+
+WRONG = {
+    "names": (lambda: torch.nn.Linear(1, 1).named_parameters(), "it holds a tuple."),
+    "groups": (lambda: torch.optim.SGD([parameter()]).param_groups, "it holds a dict."),
+    "computed": (lambda: [computed()], "it holds a computed tensor."),
+}
+
+
+def no_parameters(rank, what):
+    make, said = WRONG[what]
+    with pytest.raises(ArgumentError, match=said) as caught:
+        sum_gradients(make())
+    return str(caught.value).endswith("Pass the model, or model.parameters().")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_holds_no_parameters_is_refused(worlds, what):
+    assert worlds.run(2, no_parameters, what) == [True, True]
+
+
 def of_other_models(rank, what):
     shape, dtype, many = (2,), torch.float32, 1
     if rank == 1 and what == "shape":

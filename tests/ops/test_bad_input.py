@@ -26,6 +26,8 @@ def bad_sizes(op, whole):
     yield lambda: op(x, [2, True]), "entry 1 is True of type bool"
     yield lambda: op(x, [2, None]), "entry 1 is None of type NoneType"
     yield lambda: op(x, "21"), "sizes must be a list or tuple of ints, one a rank; got '21'"
+    yield lambda: op(x, {2, 1}), "sizes must be a list or tuple of ints, one a rank; got"
+    yield lambda: op(x, {2: 0, 1: 0}), "sizes must be a list or tuple of ints, one a rank; got"
     yield lambda: op(x, 3), "sizes must be a list or tuple of ints, one a rank; got 3"
     yield lambda: op(x, None), "sizes must be a list or tuple of ints, one a rank; got None"
     yield lambda: op(x, [2, 1], 2), r"dim=2 is out of range for a tensor of shape \(., 2\)"

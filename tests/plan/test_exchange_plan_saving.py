@@ -1,13 +1,15 @@
 """A plan cannot be changed; it can be moved, saved and loaded."""
 
+import copy
 import io
+import pickle
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
 
 from tests.plan.naive import WORLDS, all_to_all_needs, in_a_ring, of_first_rank
-from varcomm import ArgumentError, DisagreementError, ExchangePlan, VarcommError
+from varcomm import ArgumentError, DisagreementError, ExchangePlan, GroupError, VarcommError
 
 
 def frozen(rank):
@@ -122,3 +124,28 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks(worlds, wrong):
     assert f": refused on {who}" in messages[0]
     assert said in messages[0]
     assert after == ([1.0],) * 3
+
+
+def copied(rank, needs):
+    plan = needs.plan_of_needed(rank)
+    model = torch.nn.Linear(1, 1)
+    model.plan = plan
+    with pytest.raises(GroupError, match=r"cannot be pickled\. Keep state_dict\(\)"):
+        pickle.dumps(plan)
+    return copy.copy(plan) is plan, copy.deepcopy(model).plan is plan
+
+
+def test_copies_of_a_model_share_its_plan(worlds):
+    assert worlds.run(2, copied, all_to_all_needs(2)) == [(True, True)] * 2
+
+
+def no_state(rank, state):
+    with pytest.raises(ArgumentError) as caught:
+        ExchangePlan.from_state_dict(state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("state", [{}, None, [1], {"rank": 0}], ids=str)
+def test_what_is_no_state_is_refused_on_all_ranks(worlds, state):
+    said = "refused on rank 0 of 2 (and on 1 more: [1]): this is not what ExchangePlan.state_dict"
+    assert all(said in message for message in worlds.run(2, no_state, state))

@@ -116,3 +116,39 @@ class ForgetsToConjugate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * (1 + 2j)
+
+
+class ShiftWithAdjointTangent(torch.autograd.Function):
+    """Each rank gets the tensor of the rank before it; forward mode takes that of the rank after.
+
+    The adjoint in place of the map itself, which no test with one and the same vector can tell.
+    """
+
+    @staticmethod
+    def forward(x, back):
+        shards = gathered(x).split(len(x))
+        return shards[(dist.get_rank() + (1 if back else -1)) % len(shards)].clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.back = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ShiftWithAdjointTangent.apply(gradient, not ctx.back), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return ShiftWithAdjointTangent.apply(tangent, not ctx.back)
+
+
+class SwapsGradients(torch.autograd.Function):
+    """Right but for which input gets which gradient."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a + 2 * b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient, gradient

@@ -143,3 +143,14 @@ def test_not_initialised():
         varcomm.all_reduce(torch.tensor(1))
     with pytest.raises(GroupError, match="not initialised"):
         varcomm.ShardSizes.from_local(3)
+
+
+def destroyed(rank):
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    with pytest.raises(GroupError, match="this group exists no longer"):
+        varcomm.all_reduce(torch.ones(1), group=group)
+
+
+def test_group_that_was_destroyed(worlds):
+    assert worlds.run(2, destroyed) == [None] * 2

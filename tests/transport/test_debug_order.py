@@ -1,0 +1,95 @@
+"""Inside debug(): set-up work beside hot calls, other devices, and the order of waits."""
+
+import pytest
+import torch
+
+import varcomm
+from tests.transport.test_agree import message_of
+from varcomm import DisagreementError, ExchangePlan, ShardSizes
+
+ONE = torch.ones(1)
+SETUP = {
+    "all_gather_v": lambda: varcomm.all_gather_v(ONE, [1, 1]),
+    "ExchangePlan.from_indices": lambda: ExchangePlan.from_indices([torch.tensor([0])] * 2, 1),
+    "ExchangePlan.from_needed": lambda: ExchangePlan.from_needed(torch.tensor([0]), [1, 1]),
+    "ShardSizes.from_local": lambda: ShardSizes.from_local(1),
+}
+PAIRS = [(a, b) for a in SETUP for b in SETUP if a != b]
+
+
+def other_setup(rank, pair):
+    message = message_of(SETUP[pair[rank]])
+    return message, varcomm.all_reduce(torch.tensor(1)).item()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_different_work_on_ranks(worlds, pair):
+    said = f"ranks disagree on operation: rank 0 has '{pair[0]}'; rank 1 has '{pair[1]}'."
+    assert worlds.run(2, other_setup, pair) == [(said, 2)] * 2
+
+
+def wrong_argument_beside_setup(rank):
+    bad = lambda: varcomm.all_gather_v(ONE, [2, 2])  # noqa: E731
+    return message_of(bad if rank else SETUP["ExchangePlan.from_needed"])
+
+
+def test_wrong_argument_beside_setup(worlds):
+    text = "all_gather_v on rank 1 of 2: the tensor of shape (1,) has 1 rows"
+    assert all(text in message for message in worlds.run(2, wrong_argument_beside_setup))
+
+
+def on_another_device(rank):
+    x = torch.ones(1, device="meta" if rank == 1 else "cpu")
+    return message_of(lambda: varcomm.all_reduce(x)), message_of(
+        lambda: varcomm.all_gather_v(x, [1, 1], async_op=True)
+    )
+
+
+def test_another_device_on_one_rank(worlds):
+    for first, second in worlds.run(2, on_another_device):
+        for name, message in (("all_reduce", first), ("all_gather_v", second)):
+            assert message.startswith(f"{name}: not called, since on rank 1: ")
+            assert "the tensor is on meta, but this group has an engine for cpu only" in message
+
+
+def sums(rank, shape, reverse):
+    handles = [varcomm.all_reduce(torch.full(shape, v), async_op=True) for v in (1.0, 100.0)]
+    for handle in handles[:: -1 if reverse else 1]:
+        handle.wait()
+    return [handle.wait().unique().tolist() for handle in handles]
+
+
+def out_of_order(rank, shape):
+    return sums(rank, shape, reverse=rank == 1)
+
+
+@pytest.mark.parametrize("shape", [(4,), (30_000,)])
+def test_waits_in_another_order_give_the_same_values(worlds, shape):
+    """A large sum too: all of it was under way when it was waited for."""
+    assert worlds.run(3, out_of_order, shape) == [[[3.0], [300.0]]] * 3
+
+
+def out_of_order_in_debug(rank):
+    with pytest.raises(DisagreementError) as caught, varcomm.debug():
+        out_of_order(rank, (4,))
+    with varcomm.debug():
+        right = sums(rank, (4,), reverse=True)
+    return str(caught.value), right
+
+
+def test_waits_are_compared(worlds):
+    answers = worlds.run(3, out_of_order_in_debug)
+    for message, right in answers:
+        assert message == answers[0][0]
+        assert message.startswith("wait for all_reduce: ranks disagree on which call: rank 0 has ")
+        assert right == [[3.0], [300.0]]
+
+
+def bytes_of_large(rank):
+    with varcomm.trace() as calls:
+        varcomm.all_reduce(torch.ones(30_000), async_op=True).wait()
+    return [(call.sent, call.received) for call in calls]
+
+
+def test_an_asynchronous_sum_takes_one_round(worlds):
+    assert worlds.run(3, bytes_of_large) == [[(240_000, 240_000)]] * 3
