@@ -149,3 +149,19 @@ def gradient_wanted_on_one_rank(rank):
 
 def test_backward_communicates_whichever_input_is_asked_for(worlds):
     assert worlds.run(3, gradient_wanted_on_one_rank) == [6.0] * 3
+
+
+def asked_for_off_the_root(rank, name):
+    """Ask for a parameter's gradient and, as the docstring says, for that of a stand-in."""
+    c = case(name, "off by one", 3)  # the root is rank 1
+    x = c.draw(torch.float64)[rank]
+    x = torch.empty(0) if x is None else x
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = (c.bind()(x.requires_grad_()) * weight).sum()
+    of_x, of_weight = torch.autograd.grad(loss, [x, weight])
+    return tuple(of_x.shape) == tuple(x.shape), of_weight.item() == loss.item()
+
+
+@pytest.mark.parametrize("name", ["scatter_v", "broadcast"])
+def test_gradients_asked_for_off_the_root(worlds, name):
+    assert worlds.run(3, asked_for_off_the_root, name) == [(True, True)] * 3

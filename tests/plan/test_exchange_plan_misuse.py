@@ -16,7 +16,7 @@ CALLS = {
         lambda p: p(torch.eye(2).to_sparse()),
         "exchange",
         "tensor must be dense; got torch.sparse_coo of torch.float32. "
-        "Convert it: to_dense(), or dequantize().",
+        "Convert it: to_dense(), dequantize(), or to_padded_tensor().",
     ),
     "rows": (
         lambda p: p(torch.zeros(7, 4), dim=1),

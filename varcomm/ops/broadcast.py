@@ -161,6 +161,10 @@ def broadcast(
     -----
     Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
 
+    Backward is collective: ``loss.backward()`` enters it on every rank. For
+    ``torch.autograd.grad(loss, inputs)``, which runs only what leads to `inputs`, pass
+    ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient as well.
+
     Communication: one message of 1 KiB from `src` to all says what comes, then the tensor follows.
 
     Examples

@@ -85,6 +85,10 @@ def scatter_v(
     -----
     Adjoint: :func:`gather_v` to `src`.
 
+    Backward is collective: ``loss.backward()`` enters it on every rank. For
+    ``torch.autograd.grad(loss, inputs)``, which runs only what leads to `inputs`, pass
+    ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient as well.
+
     Communication: one message of 1 KiB from `src` to all says what comes, then `src` sends each
     rank its shard; nothing is padded. No copy for ``dim=0``, one on departure for others.
 
