@@ -1,13 +1,14 @@
-"""A wheel, installed elsewhere, has everything: `models` lies outside `varcomm` in the sources."""
+"""A release has everything: `models` lies outside `varcomm`, and PyTorch Geometric may be missing."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("varcomm", "models", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+NOT_SOURCES = (".*", "__pycache__", "*.egg-info", "build", "dist", "out")
 
 IMPORT_ALL = """
 import importlib, pkgutil, varcomm, varcomm.models
@@ -23,18 +24,44 @@ def run(*command, **more):
     return done.stdout
 
 
-def test_wheel_has_all_modules_and_the_marker_of_types(tmp_path):
-    clean, target = tmp_path / "clean", tmp_path / "installed"
-    clean.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, clean / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, clean)
+WITHOUT_PYG = """
+import pydoc, sys
+sys.modules["torch_geometric"] = None
+import varcomm
+assert not hasattr(varcomm, "graph") and not hasattr(varcomm, "models")
+assert "all_gather_v" in pydoc.render_doc(varcomm)
+for code, builtin in (
+    ("varcomm.graph.partition", AttributeError),
+    ("varcomm.models", AttributeError),
+    ("import varcomm.graph", ImportError),
+    ("from varcomm import graph", ImportError),
+    ("from varcomm.graph import partition", ImportError),
+    ("from varcomm.models import MeshGraphNet", ImportError),
+):
+    try:
+        exec(code)
+    except varcomm.MissingPackageError as error:
+        assert isinstance(error, builtin), code
+        assert 'needs PyTorch Geometric: pip install "varcomm[graph]"' in str(error), code
+    else:
+        raise AssertionError(code)
+"""
+
+
+def test_release_builds_and_its_wheel_has_all_modules(tmp_path):
+    """The wheel is built from the source release, as `python -m build` does."""
+    clean, dist, target = tmp_path / "clean", tmp_path / "dist", tmp_path / "installed"
+    shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    run(sys.executable, "-m", "build", "--outdir", str(dist), str(clean))
+
+    (release,) = dist.glob("*.tar.gz")
+    with tarfile.open(release) as archive:
+        files = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    sources = {str(p.relative_to(clean)) for p in clean.rglob("*") if p.is_file()}
+    assert {p for p in sources - files if not p.startswith(".")} == set()
+
+    (wheel,) = dist.glob("*.whl")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-    run(*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(clean))
-    (wheel,) = tmp_path.glob("*.whl")
     run(*pip, "install", "--no-deps", "--target", str(target), str(wheel))
     environ = os.environ | {"PYTHONPATH": str(target)}
     said = run(sys.executable, "-c", IMPORT_ALL, cwd=tmp_path, env=environ)
@@ -44,3 +71,7 @@ def test_wheel_has_all_modules_and_the_marker_of_types(tmp_path):
     expected = {p.relative_to(ROOT / "varcomm") for p in ROOT.glob("varcomm/**/*.py")}
     expected |= {p.relative_to(ROOT) for p in ROOT.glob("models/*.py")}
     assert installed == expected
+
+
+def test_without_pyg_its_rooms_say_what_to_install():
+    run(sys.executable, "-c", WITHOUT_PYG, cwd=ROOT)

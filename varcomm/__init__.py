@@ -69,9 +69,16 @@ __all__ = [
 _ROOMS = frozenset({"data_parallel", "graph", "models", "testing"})
 
 
+class _MissingRoomError(MissingPackageError, AttributeError):
+    """What `hasattr` and `help` expect of a module whose optional package is not installed."""
+
+
 def __getattr__(name: str) -> ModuleType:
     if name in _ROOMS:
-        return importlib.import_module(f"varcomm.{name}")
+        try:
+            return importlib.import_module(f"varcomm.{name}")
+        except MissingPackageError as error:
+            raise _MissingRoomError(str(error)) from error
     raise AttributeError(f"module 'varcomm' has no attribute {name!r}")
 
 

@@ -8,6 +8,7 @@ __all__ = [
     "DisagreementError",
     "GroupError",
     "LaunchError",
+    "MissingModuleError",
     "MissingPackageError",
     "VarcommError",
 ]
@@ -35,3 +36,7 @@ class LaunchError(VarcommError, RuntimeError):
 
 class MissingPackageError(VarcommError, RuntimeError):
     """An optional package that a function needs; the message holds the ``pip install``."""
+
+
+class MissingModuleError(MissingPackageError, ImportError):
+    """The same, raised by the import of a module of varcomm that needs the package throughout."""

@@ -25,7 +25,7 @@ def draw(
     spacing: int,
     title: str,
 ) -> None:
-    """Save four maps as one PNG file.
+    """Save four maps as one picture, in the format that the suffix of `path` says.
 
     Of each node: ``pos`` (N, 2), latitude and longitude in degrees; ``rank`` (N,), which rank owns
     it; ``truth`` (N,), in deg C, NaN where there is none; ``prediction`` (N,), in deg C;

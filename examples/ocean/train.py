@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import ocean
 import torch
@@ -135,20 +136,52 @@ def check(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     return passed
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say it once, on the first rank, before any rank leaves."""
+        if vc.init().rank == 0:
+            print(f"{self.format_usage()}{self.prog}: error: {message}", file=sys.stderr)
+        torch.distributed.barrier()
+        sys.exit(2)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def image(text: str) -> Path:
+    if Path(text).suffix not in {".png", ".pdf", ".svg"}:
+        raise argparse.ArgumentTypeError(f"need a name that ends in .png, .pdf or .svg: {text!r}")
+    return Path(text)
+
+
+def hindrance(picture: Path) -> str | None:
+    """Why the picture could not be written once training is over."""
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.open("ab").close()
+    except OSError as error:
+        return f"argument --picture: cannot write {str(picture)!r}: {error.strerror}"
+    return None
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    whole = {"type": int, "metavar": "N"}
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    grid = {"type": int, "choices": ocean.SPACINGS, "metavar": "N"}
+    whole = {"type": positive, "metavar": "N"}
     parser.add_argument(
-        "--spacing", default=1, help="of the grid, in degrees (%(default)s)", **whole
+        "--spacing", default=1, help="of the grid, in degrees (%(default)s)", **grid
     )
     parser.add_argument("--steps", default=200, help="of training (%(default)s)", **whole)
     parser.add_argument("--hidden", default=32, help="width of the network (%(default)s)", **whole)
     parser.add_argument(
         "--blocks", default=4, help="steps of message passing (%(default)s)", **whole
     )
-    parser.add_argument("--seed", default=0, help="of the first weights (%(default)s)", **whole)
+    parser.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
+    )
     parser.add_argument(
         "--method",
         choices=["metis", "rcb", "block", "random"],
@@ -156,17 +189,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=image,
         default=Path("out/ocean.png"),
         metavar="FILE",
         help="what to draw (%(default)s)",
     )
     parser.add_argument(
         "--check",
-        type=int,
         nargs="?",
         const=0,
-        metavar="N",
+        **grid,
         help="compare 20 steps with those of one process as well, on a grid of N degrees (that of "
         "the training)",
     )
@@ -174,6 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     world = vc.init()
     first = world.rank == 0
+    problem = [hindrance(options.picture) if first else None]
+    torch.distributed.broadcast_object_list(problem)
+    if problem[0]:
+        parser.error(problem[0])
 
     def say(text: str) -> None:
         if first:
@@ -201,7 +237,6 @@ def main(arguments: list[str] | None = None) -> int:
         network = ocean.rmse(data, prediction)
         for name, error in [("network", network), *ocean.baselines(data).items()]:
             print(f"  {error:6.2f}  {name}")
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
         draw(
             options.picture,
             data.pos.numpy(),

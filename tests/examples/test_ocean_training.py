@@ -69,6 +69,42 @@ def test_main(worlds, ranks, tmp_path):
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+def refused(rank, arguments):
+    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match="^2$"):
+        example("train").main(arguments)
+    return told.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--spacing", "7"], r"argument --spacing: invalid choice: 7 \(choose from 1, 2, 3"),
+        (["--check", "60"], r"argument --check: invalid choice: 60 \(choose from"),
+        (["--steps", "0"], r"argument --steps: need a whole number from 1 on, got '0'"),
+        (
+            ["--picture", "ocean.foo"],
+            r"argument --picture: need a name that ends in .*'ocean\.foo'",
+        ),
+        (
+            ["--picture", f"{__file__}/ocean.png"],
+            r"argument --picture: cannot write '.*ocean\.png'",
+        ),
+    ],
+)
+def test_wrong_options_are_told_once_before_training(worlds, arguments, message):
+    told, *others = worlds.run(2, refused, arguments)
+    assert re.search(message, told)
+    assert others == [""]
+
+
+def test_every_spacing_on_offer_has_nodes_to_train_and_to_test():
+    ocean = example("ocean")
+    for spacing in ocean.SPACINGS:
+        data = ocean.load(spacing)
+        assert data.train_mask.any()
+        assert data.test_mask.any()
+
+
 def losses_of_training(rank):
     ocean, train = example("ocean"), example("train")
     data = ocean.load(5)

@@ -19,6 +19,12 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-node01-4711@1",
 }
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
 SBATCH = {  # what a batch script sees: rank 0 of a job, though nobody has started ranks
     "SLURM_JOB_ID": "4711",
@@ -45,6 +51,13 @@ def test_no_launcher_is_one_rank():
     assert read({"HOME": "/", "WORLD_SIZE": "1"}) == Place(0, 1, 0, None, "no launcher")
 
 
+def test_empty_variables_are_not_set():
+    assert read({"RANK": "", "WORLD_SIZE": " "}) == Place()
+    assert read(MPICH | {"RANK": "", "MASTER_ADDR": ""}).launcher == "MPICH"
+    with pytest.raises(LaunchError, match=r"RANK=5 and WORLD_SIZE=8 are set, but MASTER_ADDR not"):
+        read(TORCHRUN | {"MASTER_ADDR": ""})
+
+
 def test_torchrun():
     assert read(TORCHRUN) == Place(5, 8, 1, "env://", "torchrun")
 
@@ -57,7 +70,7 @@ def test_torchrun_wins_over_slurm_in_whose_job_it_runs():
     assert read(SRUN | TORCHRUN).launcher == "torchrun"
 
 
-@pytest.mark.parametrize("environ", [OPEN_MPI, MPICH])
+@pytest.mark.parametrize("environ", [OPEN_MPI, MPICH, MVAPICH2])
 def test_mpirun_on_one_host_meets_at_home(environ):
     place = read(environ)
     assert place.meeting_point.startswith("tcp://127.0.0.1:")
@@ -66,7 +79,11 @@ def test_mpirun_on_one_host_meets_at_home(environ):
 
 @pytest.mark.parametrize(
     ("environ", "local_size"),
-    [(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")],
+    [
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (MPICH, "MPI_LOCALNRANKS"),
+        (MVAPICH2 | {"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ],
 )
 def test_mpirun_on_several_hosts_needs_an_address(environ, local_size):
     environ = environ | {local_size: "2"}
@@ -78,6 +95,8 @@ def test_mpirun_on_several_hosts_needs_an_address(environ, local_size):
 def test_mpirun_wins_over_slurm_whose_steps_start_its_daemons():
     assert read(SRUN | OPEN_MPI).launcher == "Open MPI"
     assert read(SRUN | MPICH).launcher == "MPICH"
+    assert read(SRUN | MVAPICH2).launcher == "MVAPICH2"
+    assert read(MVAPICH2 | {"PMI_RANK": "1", "PMI_SIZE": "2"}).launcher == "MVAPICH2"
 
 
 def test_srun_meets_at_the_first_host_of_the_step():
@@ -150,6 +169,7 @@ def test_first_host_of_nonsense(nodes):
         (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), r"OMPI_COMM_WORLD_LOCAL_RANK is not set"),
         (MPICH | {"PMI_SIZE": "x"}, r"PMI_SIZE='x' is not"),
         (without(MPICH, "MPI_LOCALRANKID"), r"PMI_RANK='2' is set, but MPI_LOCALRANKID is not"),
+        (without(MVAPICH2, "MV2_COMM_WORLD_LOCAL_RANK"), r"MV2_COMM_WORLD_LOCAL_RANK is not set"),
         (SRUN | {"SLURM_PROCID": "6"}, r"SLURM_PROCID=6 and SLURM_STEP_NUM_TASKS=6 contradict"),
         (SRUN | MASTER | {"MASTER_PORT": "http"}, r"MASTER_PORT='http' is not"),
         (

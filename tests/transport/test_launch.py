@@ -1,61 +1,27 @@
-"""Ranks as real processes: what they return, how they fail, and that none is left behind."""
+"""Ranks as real processes: what may be sent to them, and what they return."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.transport.processes import pids_of, script
 from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
 from varcomm.transport.environment import Place
 from varcomm.transport.launch import Ranks, World, init, launch
-from varcomm.transport.world import _gpu, join
+from varcomm.transport.world import join
 
 
 @pytest.fixture(scope="module")
 def ranks():
     with Ranks(2, timeout=60) as pool:
         yield pool
-
-
-def is_running(pid):
-    """Tell it of a process that need not be our child: a zombie with no other threads has ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def all_end(pids, within=10.0):
-    deadline = time.monotonic() + within
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(is_running, pids))
-
-
-def pids_of(ranks):
-    return ranks.run(lambda rank: os.getpid())
-
-
-def script(tmp_path, code, **options):
-    """Start `code` as a script of its own that finds varcomm."""
-    path = tmp_path / "script.py"
-    path.write_text(code)
-    return subprocess.Popen(
-        [sys.executable, path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
 
 
 def rank_and_argument(rank, argument):
@@ -109,145 +75,6 @@ def test_ranks_are_kept_and_a_run_costs_little(ranks):
     assert pids_of(ranks) == pids
 
 
-def test_failing_rank_has_its_traceback_shown_and_all_end(ranks):
-    pids = pids_of(ranks)
-
-    def fail_on_one(rank):
-        if rank == 1:
-            raise KeyError("boom")
-        dist.barrier()
-
-    start = time.perf_counter()
-    with pytest.raises(
-        LaunchError, match=r"(?s)rank 1 of 2 failed.*in fail_on_one.*'boom'"
-    ) as info:
-        ranks.run(fail_on_one)
-    assert time.perf_counter() - start < 5
-    assert isinstance(info.value.__cause__, KeyError)
-    assert all_end(pids)
-    assert not set(pids_of(ranks)) & set(pids)  # and the pool is as good as new
-
-
-def test_rank_that_failed_first_is_the_one_that_is_shown(ranks):
-    def fail(rank):
-        time.sleep(0.1 * (1 - rank))
-        raise ValueError(f"on {rank}")
-
-    with pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 failed \(then rank 0 failed\).*: on 1"):
-        ranks.run(fail)
-
-
-def test_exception_that_cannot_be_pickled_is_still_told(ranks):
-    class Odd(Exception):
-        def __init__(self, one, two):
-            super().__init__("odd")
-
-    def fail(rank):
-        raise Odd(1, 2)
-
-    with pytest.raises(LaunchError, match=r"Odd: odd") as info:
-        ranks.run(fail)
-    assert info.value.__cause__ is None
-
-
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 2 failed.*signal SIGKILL ended"),
-        (lambda: os._exit(3), "rank 1 of 2 failed.*it exited with code 3 before it gave a result"),
-    ],
-)
-def test_dead_rank_is_named_and_all_end(ranks, end, message):
-    pids = pids_of(ranks)
-
-    def die(rank):
-        if rank == 1:
-            end()
-        dist.barrier()
-
-    with pytest.raises(LaunchError, match=message):
-        ranks.run(die)
-    assert all_end(pids)
-
-
-def test_rank_that_dies_while_idle_is_replaced(ranks):
-    pids = pids_of(ranks)
-    os.kill(pids[0], signal.SIGKILL)
-    assert all_end(pids[:1])
-    assert not set(pids_of(ranks)) & set(pids)
-
-
-def test_timeout_names_the_late_ranks_and_where_they_stand(ranks):
-    pids = pids_of(ranks)
-
-    def wait_for_nobody(rank):
-        if rank == 0:
-            dist.barrier()
-
-    message = r"(?s)rank 0 of 2 not finished within 0\.5 s.*rank 0: .*barrier.*in wait_for_nobody"
-    with pytest.raises(LaunchError, match=message) as info:
-        ranks.run(wait_for_nobody, timeout=0.5)
-    assert "rank 1:" not in str(info.value)
-    assert all_end(pids)
-
-
-def test_start_that_takes_too_long_is_told(monkeypatch):
-    monkeypatch.setattr("varcomm.transport.launch._START_LIMIT", 0.01)
-    with pytest.raises(LaunchError, match=r"ranks 0, 1 of 2 not started within 0.01 s"):
-        launch(rank_and_argument, 2, None)
-
-
-def test_what_a_rank_started_ends_with_it(ranks):
-    def start_and_fail(rank):
-        child = subprocess.Popen(["sleep", "60"])
-        raise ValueError(f"<{child.pid}>")
-
-    with pytest.raises(LaunchError) as info:
-        ranks.run(start_and_fail)
-    assert all_end([int(str(info.value.__cause__).strip("<>"))])
-
-
-def test_close_lets_exit_handlers_run_and_removes_everything(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    mark = tmp_path / "mark"
-
-    def at_exit(rank):
-        import atexit
-
-        atexit.register(mark.write_text, "left")
-        return os.getpid()
-
-    [pid] = launch(at_exit, 1)
-    assert mark.read_text() == "left"
-    assert not is_running(pid)
-    assert list(tmp_path.iterdir()) == [mark]
-
-
-def test_forgotten_pool_ends():
-    pool = Ranks(1)
-    pids = pids_of(pool)
-    del pool
-    assert all_end(pids)
-
-
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGINT])
-def test_no_rank_outlives_its_parent(tmp_path, death):
-    code = """
-import os, time
-from varcomm.transport.launch import launch
-def stay(rank, parent):
-    print(f'{os.getpid()}\\n', end='', flush=True)  # in one write
-    time.sleep(60)
-launch(stay, 2, os.getpid())
-"""
-    parent = script(tmp_path, code, start_new_session=True)
-    with parent:
-        pids = [int(parent.stdout.readline()) for _ in range(2)]
-        parent.send_signal(death)
-        assert all_end(pids)
-    assert parent.returncode == -death
-
-
 def test_script_without_guard(tmp_path):
     code = """
 from varcomm.transport.launch import launch
@@ -286,15 +113,50 @@ def test_argument_that_cannot_be_pickled(ranks):
         ranks.run(rank_and_argument, (i for i in ()))
 
 
-def test_without_cloudpickle_functions_go_by_name(ranks, monkeypatch):
+class Callable:
+    def __call__(self, rank, *args):
+        return rank
+
+    def method(self, rank):
+        return rank
+
+
+@pytest.fixture
+def without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+
+@pytest.mark.usefixtures("without_cloudpickle")
+def test_without_cloudpickle_functions_go_by_name(ranks):
     assert ranks.run(rank_and_argument, 1) == [(0, 1), (1, 1)]
+    assert ranks.run(Callable(), Callable) == [0, 1]
     with pytest.raises(MissingPackageError, match=r'pip install "varcomm\[launch\]"'):
         ranks.run(lambda rank: rank)
+
+
+@pytest.mark.usefixtures("without_cloudpickle")
+@pytest.mark.parametrize(
+    ("fn", "args", "culprit"),
+    [
+        (Callable(), (), "Callable"),
+        (Callable().method, (), "Callable"),
+        (partial(Callable()), (), "Callable"),
+        (partial(rank_and_argument, argument=1), (), "rank_and_argument"),
+        (os.path.join, ([{"deep": Callable()}],), "Callable"),
+        (os.path.join, (rank_and_argument,), "rank_and_argument"),
+    ],
+)
+def test_without_cloudpickle_what_a_script_defines_is_refused(
+    ranks, monkeypatch, fn, args, culprit
+):
+    """In the ranks `__main__` is another module, where its name means nothing."""
+    monkeypatch.setattr(Callable, "__module__", "__main__")
     monkeypatch.setattr(rank_and_argument, "__module__", "__main__")
-    with pytest.raises(MissingPackageError, match=r"it is defined in __main__"):
-        ranks.run(rank_and_argument, 1)
+    with pytest.raises(
+        MissingPackageError, match=rf"\({culprit} is defined in __main__\).*pip ins"
+    ):
+        ranks.run(fn, *args)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
@@ -303,73 +165,43 @@ def test_world_size_must_be_a_positive_integer(world_size):
         launch(rank_and_argument, world_size)
 
 
-def test_timeout_must_be_positive(ranks):
-    with pytest.raises(ArgumentError, match=r"timeout must be a positive number .* got 0"):
-        Ranks(2, timeout=0)
+def test_world_size_of_any_integer_type():
+    pool = Ranks(np.int64(2))
+    assert type(pool.world_size) is int
+    assert pool.world_size == 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), None, "60", True, timedelta(0)])
+def test_timeout_must_be_positive(timeout):
+    message = r"timeout must be a positive number of seconds or a timedelta; got "
+    with pytest.raises(ArgumentError, match=message):
+        launch(rank_and_argument, 2, timeout=timeout)
+    with pytest.raises(ArgumentError, match=message):
+        join(Place(), None, timeout)
+
+
+def test_timeout_of_a_run_must_be_positive(ranks):
     with pytest.raises(ArgumentError, match=r"timeout must be a positive number .* got -1"):
         ranks.run(rank_and_argument, timeout=-1)
-    with pytest.raises(ArgumentError, match=r"timeout must be positive; got datetime"):
-        join(Place(), None, timedelta(0))
+
+
+@pytest.mark.parametrize(
+    "timeout", [60, np.float32(60), timedelta(minutes=1), 1e10, float("inf"), timedelta.max]
+)
+def test_timeout_is_a_number_or_a_timedelta(ranks, timeout):
+    assert ranks.run(rank_and_argument, 0, timeout=timeout) == [(0, 0), (1, 0)]
+    assert 60 <= Ranks(2, timeout).timeout <= 24 * 86_400
+
+
+def test_collectives_have_at_least_the_time_of_a_run(ranks):
+    def limit(rank):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.barrier()
+        return backend.options._timeout
+
+    assert min(ranks.run(limit, timeout=1e10)) >= timedelta(days=24)
 
 
 def test_fn_must_be_callable(ranks):
     with pytest.raises(ArgumentError, match=r"fn must be callable as fn\(rank, \*args\); got 3"):
         ranks.run(3)
-
-
-def test_init_without_launcher_is_one_rank(tmp_path):
-    code = """
-import torch.distributed as dist
-from varcomm.transport.launch import init
-world = init(timeout=5)
-dist.barrier()
-print(world.rank, world.size, world.local_rank, world.device, world == init())
-"""
-    with script(tmp_path, code) as parent:
-        out, err = parent.communicate(timeout=60)
-    assert (out, err) == ("0 1 0 cpu True\n", "")
-
-
-def test_init_joins_what_torchrun_started(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(
-        "import torch, torch.distributed as dist; from varcomm.transport.launch import init\n"
-        "world = init(); total = torch.tensor(world.rank + 1); dist.all_reduce(total)\n"
-        "print(f'{world.rank}/{world.size} on {world.local_rank}: {total}\\n', end='', flush=True)"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "--standalone", path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert sorted(done.stdout.split("\n")) == ["", "0/2 on 0: 3", "1/2 on 1: 3"], done.stderr
-
-
-def test_init_leaves_the_callers_own_group_alone(tmp_path):
-    code = """
-import torch.distributed as dist
-from varcomm.transport.launch import init
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = dist.group.WORLD
-print(init().size, dist.group.WORLD is group)
-"""
-    with script(tmp_path, code) as parent:
-        assert parent.communicate(timeout=60)[0] == "1 True\n"
-
-
-def test_ranks_that_do_not_meet_are_told():
-    with pytest.raises(
-        LaunchError, match=r"rank 0 of 2 \(started by SLURM\) could not join .*tcp:"
-    ):
-        join(Place(0, 2, 0, "tcp://127.0.0.1:0", "SLURM"), "gloo", timeout=0.2)
-    assert not dist.is_initialized()
-
-
-def test_each_rank_gets_its_own_gpu():
-    assert _gpu(Place(5, 8, 1, launcher="torchrun"), 4) == 1
-    assert _gpu(Place(5, 8, 1, launcher="SLURM"), 1) == 0  # bound by srun, sees no other
-    with pytest.raises(LaunchError, match=r'local rank 1 .* sees 1 GPUs.*init\(backend="gloo"\)'):
-        _gpu(Place(1, 2, 1, launcher="torchrun"), 1)

@@ -1,7 +1,8 @@
 """What launchers tell a process through environment variables: a pure function over a mapping.
 
-torchrun, ``mpirun`` (Open MPI and MPICH) and ``srun`` each start a process once per rank and say so
-in variables of their own. :func:`read` turns whichever of them is there into one :class:`Place`.
+torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) and ``srun`` each start a process once per rank and
+say so in variables of their own. :func:`read` turns whichever of them is there into one
+:class:`Place`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ class Place:
 
 
 def read(environ: Mapping[str, str]) -> Place:
-    """Find this process's place in what torchrun, Open MPI, MPICH or SLURM say, in this order.
+    """Find this process's place in what its launcher says.
 
-    SLURM comes last since ``mpirun`` inside an allocation starts its own daemons by ``srun``, whose
-    variables the ranks inherit. ``MASTER_ADDR`` and ``MASTER_PORT`` win over what would be derived.
+    In this order: torchrun, Open MPI, MVAPICH2, MPICH, SLURM, which comes last since ``mpirun``
+    inside an allocation starts its own daemons by ``srun``, whose variables the ranks inherit.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` win over what would be derived. A variable that is empty
+    counts as not set.
 
     Parameters
     ----------
@@ -68,10 +71,13 @@ def read(environ: Mapping[str, str]) -> Place:
     ...       "MASTER_ADDR": "node01", "MASTER_PORT": "29500"})
     Place(rank=1, size=2, local_rank=1, meeting_point='env://', launcher='torchrun')
     """
+    environ = {name: value for name, value in environ.items() if value.strip()}
     if "RANK" in environ:
         return _torchrun(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _mpirun(environ, "Open MPI", "OMPI_COMM_WORLD_{}", "PMIX_NAMESPACE")
+    if "MV2_COMM_WORLD_RANK" in environ:
+        return _mpirun(environ, "MVAPICH2", "MV2_COMM_WORLD_{}", "PMI_PORT")
     if "MPI_LOCALRANKID" in environ:
         return _mpirun(environ, "MPICH", "PMI_{}", "PMI_PORT")
     if (
@@ -126,10 +132,10 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
 
 def _mpirun(environ: Mapping[str, str], launcher: str, name: str, job: str) -> Place:
     rank, size = _rank_and_size(environ, name.format("RANK"), name.format("SIZE"))
-    if launcher == "Open MPI":
-        local_rank_name, local_size_name = name.format("LOCAL_RANK"), name.format("LOCAL_SIZE")
-    else:
+    if launcher == "MPICH":
         local_rank_name, local_size_name = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    else:
+        local_rank_name, local_size_name = name.format("LOCAL_RANK"), name.format("LOCAL_SIZE")
     local_rank = _integer(environ, local_rank_name)
     if size > 1 and "MASTER_ADDR" not in environ and _integer(environ, local_size_name, 0) != size:
         raise LaunchError(

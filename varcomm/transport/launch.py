@@ -7,7 +7,6 @@ cannot survive.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -16,18 +15,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self, TypeVar
 
-from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
-from varcomm.transport.worker import STOP, Report, dumps, stack_file
-from varcomm.transport.world import World, init
+from varcomm.errors import ArgumentError, LaunchError
+from varcomm.layout import exact_int
+from varcomm.transport.call import pickled_call
+from varcomm.transport.worker import STOP, Report, importing_module, stack_file
+from varcomm.transport.world import World, init, seconds
 
 __all__ = ["Ranks", "World", "init", "launch"]
 
@@ -46,14 +49,15 @@ def launch(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout: float = 300.0,
+    timeout: float | timedelta = 300.0,
     backend: str | None = "gloo",
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on `world_size` new local processes, joined in a process group.
 
     Works in a script (guarded by ``__main__`` or not), a notebook and a doctest, with functions,
     lambdas and closures that are defined there. Each rank runs torch with
-    ``max(1, cpu_count // world_size)`` threads.
+    ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of its own; a module that
+    a rank imports may not, so guard what is launched there.
 
     Parameters
     ----------
@@ -63,8 +67,9 @@ def launch(
         How many ranks to start.
     *args
         Sent to every rank, pickled.
-    timeout : float
-        Seconds that `fn` may take, the start of the processes not counted.
+    timeout : float or timedelta
+        Seconds that `fn` may take, the start of the processes not counted; ``inf`` and whatever
+        exceeds 24 days count as 24 days. Collectives of the world have no limit of their own.
     backend : str or None
         As in :func:`init`; None chooses NCCL where there are GPUs.
 
@@ -75,12 +80,15 @@ def launch(
 
     Raises
     ------
+    ArgumentError
+        If an argument is wrong or cannot be pickled; nothing is started.
     LaunchError
-        If a rank fails, dies or does not finish in time. The message holds the traceback of the
+        If a rank fails, dies or does not finish in time, or if a module calls this while a rank
+        imports it. The message holds the traceback of the
         rank that failed first, or the stacks of those that did not finish; the cause is the
         original exception. All ranks are ended.
     MissingPackageError
-        If `fn` can only be sent by cloudpickle, which is not installed.
+        If `fn` or `args` can only be sent by cloudpickle, which is not installed.
 
     Examples
     --------
@@ -108,7 +116,7 @@ class Ranks:
     They start at the first run, and anew at the run after one that failed. What a function leaves
     behind in them (global variables, process groups, random states) is there at the next run. All
     are ended by :meth:`close`, at the end of a ``with`` block, and with this process, even if it is
-    killed.
+    killed. Threads may share them: their calls wait for each other. A forked child gets its own.
 
     Parameters
     ----------
@@ -117,23 +125,26 @@ class Ranks:
 
     Examples
     --------
-    >>> from varcomm.transport.launch import Ranks
-    >>> with Ranks(2) as ranks:
+    >>> import varcomm
+    >>> with varcomm.Ranks(2) as ranks:
     ...     print(ranks.run(lambda rank: rank + 1), ranks.run(lambda rank, x: x * rank, 5))
     [1, 2] [0, 5]
     """
 
     def __init__(
-        self, world_size: int, timeout: float = 300.0, *, backend: str | None = "gloo"
+        self,
+        world_size: int,
+        timeout: float | timedelta = 300.0,
+        *,
+        backend: str | None = "gloo",
     ) -> None:
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        size = exact_int(world_size)
+        if size is None or size < 1:
             raise ArgumentError(f"world_size must be a positive integer; got {world_size!r}.")
-        self.world_size = world_size
-        self.timeout = _positive(timeout)
+        self.world_size = size
+        self.timeout = seconds(timeout)
         self.backend = backend
-        self._workers: list[_Worker] = []
-        self._folder = ""
-        self._end: Callable[[], object] = lambda: None
+        self._forget()
 
     def __enter__(self) -> Self:
         return self
@@ -141,14 +152,16 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, fn: Callable[..., T], *args: Any, timeout: float | None = None) -> list[T]:
+    def run(
+        self, fn: Callable[..., T], *args: Any, timeout: float | timedelta | None = None
+    ) -> list[T]:
         """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch` does.
 
         Parameters
         ----------
         fn, *args
             As in :func:`launch`.
-        timeout : float, optional
+        timeout : float or timedelta, optional
             Seconds that this run may take; by default those of the pool.
 
         Returns
@@ -156,44 +169,66 @@ class Ranks:
         list
             What each rank returned, in rank order.
         """
-        limit = self.timeout if timeout is None else _positive(timeout)
-        task = pickle.dumps((sys.path, _pickled_call(fn, args)))
-        if any(worker.connection.poll() for worker in self._workers):
-            self._kill()  # an idle rank says nothing: one has died
-        try:
-            if not self._workers:
-                self._start()
-            for worker in self._workers:
-                with suppress(BrokenPipeError):  # it died just now: its report will say so
-                    worker.connection.send_bytes(task)
-            return [
-                self._result(rank, report)
-                for rank, report in enumerate(self._reports(limit, "finished"))
-            ]
-        except BaseException:
-            self._kill()
-            raise
+        limit = self.timeout if timeout is None else seconds(timeout)
+        task = pickle.dumps((sys.path, pickled_call(fn, args)))
+        with self._held():
+            if any(worker.connection.poll() for worker in self._workers):
+                self._kill()  # an idle rank says nothing: one has died
+            try:
+                if not self._workers:
+                    self._start()
+                for worker in self._workers:
+                    with suppress(BrokenPipeError):  # it died just now: its report will say so
+                        worker.connection.send_bytes(task)
+                return [
+                    self._result(rank, report)
+                    for rank, report in enumerate(self._reports(limit, "finished"))
+                ]
+            except BaseException:
+                self._kill()
+                raise
 
     def close(self) -> None:
         """End all ranks, letting them run their exit handlers.
 
         A later run starts new ones.
         """
-        for worker in self._workers:
-            with suppress(OSError):
-                worker.connection.send_bytes(STOP)
-        # A rank's end of the socket closes with its process. We do not wait() for that before the
-        # last signal, since a process that has been waited for no longer owns its id.
-        leaving = {worker.connection for worker in self._workers}
-        deadline = time.monotonic() + _FAREWELL
-        while leaving and (gone := wait(leaving, max(0.0, deadline - time.monotonic()))):
-            leaving.difference_update(gone)
-        self._kill()
+        with self._held():
+            for worker in self._workers:
+                with suppress(OSError):
+                    worker.connection.send_bytes(STOP)
+            # A rank's end of the socket closes with its process. We do not wait() for that before
+            # the last signal, since a process that has been waited for no longer owns its id.
+            leaving = {worker.connection for worker in self._workers}
+            deadline = time.monotonic() + _FAREWELL
+            while leaving and (gone := wait(leaving, max(0.0, deadline - time.monotonic()))):
+                leaving.difference_update(gone)
+            self._kill()
+
+    def _forget(self) -> None:
+        """Be as new: without ranks, and this process's own."""
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._workers: list[_Worker] = []
+        self._folder = ""
+        self._end: Callable[[], object] = lambda: None
+
+    def _held(self) -> threading.RLock:
+        """Return the lock that a call holds from its first look at the ranks to its last."""
+        if self._owner != os.getpid():
+            self._forget()  # after a fork they are the parent's, as is a lock that is held
+        return self._lock
 
     def _start(self) -> None:
+        if module := importing_module():
+            raise LaunchError(
+                f"rank {os.environ.get('RANK')} imports module {module!r}, which launches ranks "
+                "when it is imported: each would do so again. Guard what it launches by "
+                'if __name__ == "__main__":'
+            )
         self._folder = tempfile.mkdtemp(prefix="varcomm-")
         # also called when this object is forgotten, or at exit
-        self._end = weakref.finalize(self, _end, self._workers, self._folder)
+        self._end = weakref.finalize(self, _end, self._workers, self._folder, self._owner)
         environ = {**os.environ, "WORLD_SIZE": str(self.world_size)}
         if sys.platform == "linux":
             # no name to resolve, nothing reachable from outside
@@ -202,9 +237,10 @@ class Ranks:
             ours, theirs = Pipe()
             with theirs:
                 descriptor = theirs.fileno()
-                arguments = (descriptor, rank, self.world_size, self.backend or "", self._folder)
+                place = (self._owner, rank, self.world_size, self.backend or "", self._folder)
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, arguments)],
+                    [sys.executable, "-c", _START, json.dumps(sys.path)]
+                    + [str(argument) for argument in (descriptor, *place)],
                     env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[descriptor],
@@ -304,32 +340,6 @@ class Ranks:
             ) from error
 
 
-def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if not callable(fn):
-        raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
-    by_name = importlib.util.find_spec("cloudpickle") is None
-    try:
-        # pickle only writes down the name, which means something else in the ranks' own __main__
-        if by_name and getattr(fn, "__module__", None) == "__main__":
-            raise pickle.PicklingError("it is defined in __main__")
-        return dumps((fn, args))
-    except Exception as error:
-        if by_name:
-            raise MissingPackageError(
-                f"{fn!r} cannot be sent to the ranks by its name ({error}). "
-                'To send it by value: pip install "varcomm[launch]"'
-            ) from error
-        raise ArgumentError(
-            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}"
-        ) from error
-
-
-def _positive(timeout: float) -> float:
-    if not timeout > 0:
-        raise ArgumentError(f"timeout must be a positive number of seconds; got {timeout!r}.")
-    return timeout
-
-
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -344,7 +354,9 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end(workers: list[_Worker], folder: str) -> None:
+def _end(workers: list[_Worker], folder: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child leaves: the ranks are its parent's
     for worker in workers:
         _kill_group(worker.process)
     for worker in workers:

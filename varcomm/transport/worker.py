@@ -1,12 +1,14 @@
 """The child's side of :class:`~varcomm.transport.launch.Ranks`: run what the parent sends.
 
 Parent and child share one socket. Its death in either direction is the news that the other process
-is gone, so nobody has to be told and nothing has to be polled.
+is gone, so nobody has to be told.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import inspect
+import math
 import os
 import pickle
 import select
@@ -25,10 +27,11 @@ from typing import Any
 
 import torch
 
+from varcomm.transport.call import dumps
 from varcomm.transport.environment import Place
 from varcomm.transport.world import join
 
-__all__ = ["STOP", "Report", "dumps", "main", "stack_file"]
+__all__ = ["STOP", "Report", "importing_module", "main", "stack_file"]
 
 STOP = b""
 
@@ -56,28 +59,21 @@ class Report:
     died: bool = False
 
 
-def dumps(value: object) -> bytes:
-    """Pickle by cloudpickle, which also takes lambdas and what a script defines; else by pickle."""
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(value)
-    data: bytes = cloudpickle.dumps(value)
-    return data
-
-
 def stack_file(folder: str | Path, rank: int) -> Path:
     """Return where `rank` writes its stack, when it crashes or is asked to by SIGUSR1."""
     return Path(folder, f"stack-{rank}")
 
 
-def main(descriptor: str, rank: str, size: str, backend: str, folder: str) -> None:
+def main(descriptor: str, parent: str, rank: str, size: str, backend: str, folder: str) -> None:
     """Join the other ranks, then serve the parent until it says stop.
 
     The arguments come from the command line.
     """
     connection: Connection[Any, Any] = Connection(int(descriptor))
-    threading.Thread(target=_end_with_parent, args=(connection, folder), daemon=True).start()
+    watch = threading.Thread(
+        target=_end_with_parent, args=(connection, int(parent), folder), daemon=True
+    )
+    watch.start()
     # `all_threads=False` is the main thread: to it the kernel delivers signals first, and in it the
     # task runs.
     with stack_file(folder, int(rank)).open("w") as stack:
@@ -87,7 +83,9 @@ def main(descriptor: str, rank: str, size: str, backend: str, folder: str) -> No
         place = Place(
             int(rank), int(size), int(rank), f"file://{folder}/rendezvous", "varcomm.launch"
         )
-        connection.send_bytes(pickle.dumps(_attempt(partial(join, place, backend or None, 600.0))))
+        # The parent keeps the time, which each run may set anew: no limit here.
+        joining = partial(join, place, backend or None, math.inf)
+        connection.send_bytes(pickle.dumps(_attempt(joining)))
         while (task := connection.recv_bytes()) != STOP:
             connection.send_bytes(pickle.dumps(_attempt(partial(_run, task, int(rank)))))
         faulthandler.disable()
@@ -100,6 +98,18 @@ def _run(task: bytes, rank: int) -> Any:
     sys.path[:], call = pickle.loads(task)
     fn, args = pickle.loads(call)
     return fn(rank, *args)
+
+
+def importing_module() -> str | None:
+    """Name the module that the task below this call is just importing, if any."""
+    frame, module, importing = inspect.currentframe(), None, False
+    while frame is not None and frame.f_code is not _run.__code__:
+        name = str(frame.f_globals.get("__name__"))
+        if module is None and frame.f_code.co_name == "<module>":
+            module = name
+        importing |= name.startswith("importlib._bootstrap")
+        frame = frame.f_back
+    return module if importing and frame is not None else None
 
 
 def _attempt(step: Callable[[], Any]) -> Report:
@@ -135,13 +145,15 @@ def _portable(error: BaseException) -> bytes | None:
     return data
 
 
-def _end_with_parent(connection: Connection[Any, Any], folder: str) -> None:
-    """Wait for the parent's end of the socket to close, however it ended, and end with it.
+def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
+    """Wait for the parent to end, however it does, and end with it.
 
+    Its end of the socket closes then, at once, unless a process that it forked holds it open.
     Whatever this rank has started is in its process group, and ends too.
     """
     watch = select.poll()
     watch.register(connection, 0)  # no event asked for: a hang-up is always reported
-    watch.poll()
+    while os.getppid() == parent and not watch.poll(1000):
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

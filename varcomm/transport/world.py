@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -16,9 +20,11 @@ from varcomm.errors import ArgumentError, LaunchError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
 
-__all__ = ["World", "init", "join"]
+__all__ = ["World", "init", "join", "seconds"]
 
 logger = logging.getLogger("varcomm")
+
+_LONGEST = 24 * 86_400.0  # seconds; poll() counts milliseconds in an int
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,9 @@ class World:
 def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> World:
     """Join the other ranks of the job, whoever started them.
 
-    Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH) or ``srun``; without a launcher
-    this process is the only rank. Where ``torch.distributed`` is initialised already, by an earlier
-    call or by the caller's own code, nothing is done but to describe it.
+    Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) or ``srun``; without a
+    launcher this process is the only rank. Where ``torch.distributed`` is initialised already, by
+    an earlier call or by the caller's own code, nothing is done but to describe it.
 
     Parameters
     ----------
@@ -61,7 +67,8 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         As in :func:`torch.distributed.init_process_group`. By default NCCL for tensors on GPUs,
         beside Gloo for those on the CPU, where there are GPUs; else Gloo.
     timeout : float or timedelta
-        Seconds after which joining, and each collective, gives up.
+        Seconds after which joining, and each collective, gives up; ``inf`` and whatever exceeds 24
+        days count as 24 days.
 
     Returns
     -------
@@ -71,7 +78,7 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     Raises
     ------
     ArgumentError
-        If `timeout` is not positive.
+        If `timeout` is not a positive number or timedelta.
     LaunchError
         If the launcher's variables are incomplete or contradict each other, if the host has fewer
         GPUs than ranks, or if the ranks do not find each other.
@@ -98,9 +105,7 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
 
 def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     """Create the process group of all ranks, and bind this rank's device."""
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if limit <= timedelta(0):
-        raise ArgumentError(f"timeout must be positive; got {timeout!r}.")
+    limit = timedelta(seconds=seconds(timeout))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     device = None
@@ -124,9 +129,23 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
         ) from error
-    atexit.register(_leave, dist.group.WORLD)
+    atexit.register(_leave, weakref.ref(dist.group.WORLD))
     logger.debug(
         "rank %d of %d joined by %s, backend %s", place.rank, place.size, place.launcher, backend
+    )
+
+
+def seconds(timeout: object) -> float:
+    """Return a time limit in seconds, at most 24 days, whatever it was given in.
+
+    >>> seconds(timedelta(minutes=1)), seconds(0.5), seconds(float("inf"))
+    (60.0, 0.5, 2073600.0)
+    """
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0:
+        return min(float(given), _LONGEST)
+    raise ArgumentError(
+        f"timeout must be a positive number of seconds or a timedelta; got {timeout!r}."
     )
 
 
@@ -135,7 +154,7 @@ def _gpu(place: Place, visible: int) -> int:
     if place.local_rank < visible:
         return place.local_rank
     # These can bind a GPU to each rank, which then sees no other. NCCL refuses one that is shared.
-    if visible == 1 and place.launcher in {"SLURM", "Open MPI", "MPICH"}:
+    if visible == 1 and place.launcher in {"SLURM", "Open MPI", "MPICH", "MVAPICH2"}:
         return 0
     raise LaunchError(
         f"rank {place.rank} is local rank {place.local_rank} on a host where it sees "
@@ -153,10 +172,15 @@ def _local_rank(rank: int) -> int:
     return place.local_rank if place.rank == rank else rank
 
 
-def _leave(group: object) -> None:
-    """Destroy the process group at exit, if it is still the one that `join` created."""
+def _leave(group: Callable[[], object]) -> None:
+    """Destroy the process group at exit, if it is still the one that `join` created.
+
+    `group` refers to it weakly, so that nothing keeps it once it is destroyed and its threads are
+    joined. One that still released a tensor while the interpreter ends would abort the process.
+    """
     # After an uncaught exception the peers may wait in a collective: leave without a farewell that
     # needs them.
     failed = getattr(sys, "last_value", None) is not None
-    if not failed and dist.is_initialized() and dist.group.WORLD is group:
+    if not failed and dist.is_initialized() and dist.group.WORLD is group():
         dist.destroy_process_group()
+        gc.collect()  # cycles, as of a model and its hooks, hold the group too
