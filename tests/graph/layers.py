@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -25,6 +26,11 @@ class Layer:
 
 def mlp(inputs, outputs):
     return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def scaled(scaler):
+    degrees = torch.tensor([2, 1, 3, 5, 4, 3])
+    return pyg.aggr.DegreeScalerAggregation("max", scaler, degrees, train_norm=True)
 
 
 LAYERS = {}
@@ -141,3 +147,24 @@ layer(
     "edge_attr",
 )
 layer("ResGatedGraphConv pair", lambda: pyg.ResGatedGraphConv((NODE, 2), 5), pair=True)
+
+for aggr in ("mul", "powermean"):
+    layer(f"GraphConv {aggr}", lambda aggr=aggr: pyg.GraphConv(NODE, 5, aggr=aggr))
+for name, aggr in {
+    "attention": lambda: pyg.aggr.AttentionalAggregation(nn.Linear(NODE, 1), nn.Linear(NODE, NODE)),
+    "deep sets": lambda: pyg.aggr.DeepSetsAggregation(nn.Linear(NODE, NODE), nn.Linear(NODE, NODE)),
+    "variance preserving": pyg.aggr.VariancePreservingAggregation,
+    "softmax of groups": lambda: pyg.aggr.SoftmaxAggregation(learn=True, channels=NODE),
+    "several, combined by attention": lambda: pyg.aggr.MultiAggregation(
+        ["sum", "mul", "var", "powermean"],
+        mode="attn",
+        mode_kwargs={"in_channels": NODE, "out_channels": NODE, "num_heads": 2},
+    ),
+    "several, one by one": lambda: pyg.aggr.MultiAggregation(["sum", "min", "var"], mode="mean"),
+}.items():
+    layer(f"GENConv {name}", lambda aggr=aggr: pyg.GENConv(NODE, NODE, aggr=aggr(), norm=None))
+for scaler in ("identity", "amplification", "attenuation", "linear", "inverse_linear"):
+    layer(
+        f"GENConv {scaler}",
+        lambda scaler=scaler: pyg.GENConv(NODE, NODE, scaled(scaler), norm=None),
+    )

@@ -12,7 +12,7 @@ import varcomm
 from tests.graph.graphs import wild
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
-from varcomm.graph.layers import EXACT
+from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS
 
 
 class Backwards(MessagePassing):
@@ -23,6 +23,46 @@ class Backwards(MessagePassing):
 class BothAtOnce(MessagePassing):
     def message(self, x_j, x):
         return x_j + x.mean()
+
+
+class OverOutDegree(MessagePassing):
+    def message(self, x_j, size_j):
+        return x_j / size_j
+
+
+class OfSources(MessagePassing):
+    def message(self, x_j):
+        return x_j
+
+    def update(self, inputs, edge_index):
+        return inputs + edge_index.max()
+
+
+class EdgesByNumber(MessagePassing):
+    def edge_update(self, x_j, edge_index_j):
+        return x_j * edge_index_j
+
+
+class OwnAggregation(pyg.aggr.Aggregation):
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        return self.reduce(x, index, ptr, dim_size, dim, reduce="sum")
+
+
+class OwnLSTM(pyg.aggr.LSTMAggregation):
+    """Still PyG's."""
+
+
+class OwnPooling(pyg.TopKPooling):
+    """Still PyG's."""
+
+
+class ReadOutWithTheLayers(nn.Module):
+    """Its readout is known to the layer first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.SAGEConv(4, 4)
+        self.readout = self.layer.aggr_module
 
 
 class MyGCN(pyg.GCNConv):
@@ -40,6 +80,15 @@ NORMALISES = "it normalises over all nodes, and would do so over this rank's onl
 POOLS = "it pools over all nodes, and would do so over this rank's only."
 READS_OUT = "it reads out all nodes, and would read this rank's only."
 PAST = "it looks at other nodes, or at the edges, past the propagate of MessagePassing"
+
+
+BETWEEN = "it attends between the rows that it is given, and would see this rank's nodes only."
+
+
+def explained():
+    layer = pyg.SAGEConv(4, 4)
+    layer.explain = True
+    return layer
 
 
 def inexact(name):
@@ -76,7 +125,7 @@ REFUSED = {
     ),
     "median": (
         lambda: pyg.SAGEConv(4, 4, aggr="median"),
-        "aggr_module (MedianAggregation): PyG's own fails where there are no edges",
+        "aggr_module (MedianAggregation): MedianAggregation is not known to be exact",
     ),
     "attention between all nodes": (
         lambda: pyg.GPSConv(4, pyg.GINConv(nn.Linear(4, 4)), norm=None),
@@ -92,6 +141,32 @@ REFUSED = {
         lambda: pyg.SAGEConv(4, 4, decomposed_layers=2),
         "decomposed_layers is not supported.",
     ),
+    "an own kind of pooling": (lambda: Pooled(OwnPooling(4)), "readout (OwnPooling): " + POOLS),
+    "an aggregation in and out of a layer": (
+        ReadOutWithTheLayers,
+        "readout (MeanAggregation): " + READS_OUT,
+    ),
+    "an own kind of LSTM": (
+        lambda: pyg.SAGEConv(4, 4, aggr=OwnLSTM(4, 4)),
+        "aggr_module (OwnLSTM): LSTMAggregation is not known to be exact",
+    ),
+    "attention between rows": (lambda: Pooled(nn.MultiheadAttention(4, 2)), BETWEEN),
+    "a transformer of torch": (lambda: Pooled(nn.TransformerEncoderLayer(4, 2)), BETWEEN),
+    "DeepGraphInfomax": (
+        lambda: pyg.DeepGraphInfomax(4, pyg.SAGEConv(4, 4), torch.mean, torch.flip),
+        "(DeepGraphInfomax): DeepGraphInfomax is not known to be exact",
+    ),
+    "DimeNet": (lambda: pyg.DimeNet(8, 1, 1, 1, 7, 6), "(DimeNet): DimeNet is not known"),
+    "MetaLayer": (lambda: pyg.MetaLayer(nn.Linear(4, 4)), "(MetaLayer): MetaLayer is not known"),
+    "a dense adjacency": (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv): " + PAST),
+    "DistributedDataParallel": (
+        lambda: nn.parallel.DistributedDataParallel(pyg.SAGEConv(4, 4)),
+        "(DistributedDataParallel): it averages gradients over ranks, while",
+    ),
+    "numbers of sources": (OverOutDegree, "its functions take size_j, which would be numbers of"),
+    "edges in an update": (OfSources, "its functions take edge_index, which would be"),
+    "edges in an edge update": (EdgesByNumber, "its functions take edge_index_j, which would be"),
+    "an explained layer": (explained, "explain is on; explain the model on the whole graph"),
     "the whole in a message": (
         BothAtOnce,
         "take x both at the source of edges and as a whole, which would be a pair",
@@ -104,21 +179,30 @@ def refused(rank, name):
     model = make()
     with pytest.raises(ArgumentError, match=re.escape(message)) as caught:
         distribute(model, partition(wild(), method="block"))
-    hooks = [m._propagate_forward_pre_hooks for m in model.modules() if hasattr(m, "propagate")]
-    return str(caught.value), any(hooks)
+    # PyG puts functions there by itself
+    changed = [m for m in model.modules() if getattr(vars(m).get("propagate"), "graph", None)]
+    return str(caught.value), changed
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_has_changed(worlds, name):
-    (told, hooked), other = worlds.run(2, refused, name)
-    assert told.startswith("cannot distribute ")
-    assert (told, hooked) == other
-    assert not hooked, "a layer runs on ranks although its model was refused"
+    (told, changed), other = worlds.run(2, refused, name)
+    prefix = "graph.distribute: refused on rank 0 of 2 (and on 1 more: [1]): cannot distribute "
+    assert told.startswith(prefix)
+    assert (told, changed) == other
+    assert not changed, "a layer runs on ranks although its model was refused"
 
 
-def test_the_message_names_the_layers_that_are_known():
+def names_of_what_is_known(rank):
+    graph = partition(wild(), method="block")
     with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT))):
-        distribute(pyg.GCNConv(4, 4), None)
+        distribute(pyg.GCNConv(4, 4), graph)
+    with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT_AGGREGATIONS))):
+        distribute(pyg.SAGEConv(4, 4, aggr="median"), graph)
+
+
+def test_the_message_names_what_is_known(worlds):
+    assert worlds.run(1, names_of_what_is_known) == [None]
 
 
 ALLOWED = {
@@ -128,22 +212,34 @@ ALLOWED = {
     "aggregation in a layer": lambda: pyg.SAGEConv(4, 4, aggr=pyg.aggr.MultiAggregation(["max"])),
     "an own subclass": lambda: type("MySAGE", (pyg.SAGEConv,), {})(4, 4),
     "no layer": lambda: nn.Linear(4, 4),
+    "an aggregation of one's own": lambda: pyg.SAGEConv(4, 4, aggr=OwnAggregation()),
+    "PyG's MLP": lambda: Pooled(pyg.MLP([4, 4], norm=None)),
 }
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_not_refused(name):
-    # nothing is asked of the graph before the model runs
+def allowed(rank, name):
+    torch.manual_seed(0)
     model = ALLOWED[name]()
-    assert distribute(model, None) is model
+    return distribute(model, partition(wild(), method="block")) is model
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_not_refused(worlds, name):
+    assert worlds.run(2, allowed, name) == [True] * 2
+
+
+def seeded_sage(**settings):
+    torch.manual_seed(0)
+    return pyg.SAGEConv(4, 4, **settings).double()
 
 
 def misuse(rank, x_of, edges_of, message):
     data = wild()
     graph = partition(data, method="block")
+    torch.manual_seed(0)
     layer = distribute(pyg.GATConv(4, 4, add_self_loops=False).double(), graph)
     message = message.format(n=graph.num_owned, h=graph.num_halo, all=data.num_nodes)
-    where = f"propagate on rank {rank} of 2: "
+    where = f"edge_updater on rank {rank} of 2: "
     with pytest.raises(ArgumentError, match=re.escape(where + message)):
         layer(x_of(data, graph), edges_of(data, graph))
     # the refusal came before any communication: the ranks go on
@@ -187,7 +283,7 @@ def test_the_whole_graph_in_place_of_the_local_part(worlds, x_of, edges_of, mess
 
 def misuse_of_sage(rank, edges_of, message):
     graph = partition(wild(), method="block")
-    layer = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    layer = distribute(seeded_sage(), graph)
     with pytest.raises(ArgumentError, match=re.escape(message)):
         layer(graph.x, edges_of(graph))
     assert layer(graph.x, graph.edge_index).shape == (graph.num_owned, 4)
@@ -209,7 +305,7 @@ def test_edges_must_be_a_dense_tensor(worlds, edges_of):
 def halo_twice(rank):
     """A rank without a halo cannot notice; so each of these two has one."""
     graph = partition(wild(), method="block")
-    layer = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    layer = distribute(seeded_sage(), graph)
     with pytest.raises(ArgumentError, match="halos are added by varcomm"):
         layer(with_halo(None, graph), graph.edge_index)
 
@@ -221,7 +317,7 @@ def test_halos_added_by_hand(worlds):
 def one_is_wrong(rank):
     data = wild()
     graph = partition(data, method="block")
-    layer = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    layer = distribute(seeded_sage(), graph)
     x = graph.x if rank != 1 else data.x
     with varcomm.debug(), pytest.raises(DisagreementError) as caught:
         layer(x, graph.edge_index)
@@ -237,13 +333,13 @@ def some_edges(rank):
     """Edges may be left out, as by dropout_edge, and no edges at all are edges too."""
     data = wild()
     graph = partition(data, method="random")
-    layer = distribute(pyg.SAGEConv(4, 4, aggr="sum").double(), graph)
+    layer = distribute(seeded_sage(aggr="sum"), graph)
     nothing = layer(graph.x, graph.edge_index[:, :0])
     torch.testing.assert_close(nothing, layer.lin_l.bias + layer.lin_r(graph.x))
     kept = torch.arange(data.num_edges) % 3 > 0
     owned = torch.isin(data.edge_index[1], graph.owned_ids)
     part = layer(graph.x, graph.edge_index[:, kept[owned]])
-    layer._propagate_forward_pre_hooks.clear()
+    del layer.propagate
     alone = layer(data.x, data.edge_index[:, kept])
     torch.testing.assert_close(part, alone[graph.owned_ids], rtol=1e-12, atol=1e-12)
 
@@ -251,3 +347,31 @@ def some_edges(rank):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_edges_may_be_left_out(worlds, ranks):
     assert worlds.run(ranks, some_edges) == [None] * ranks
+
+
+UNKNOWN = {
+    "LSTM": lambda: pyg.aggr.LSTMAggregation(4, 4),
+    "GRU": lambda: pyg.aggr.GRUAggregation(4, 4),
+    "LCM": lambda: pyg.aggr.LCMAggregation(4, 4),
+    "Equilibrium": lambda: pyg.aggr.EquilibriumAggregation(4, 4, [8], 4),
+    "SetTransformer": lambda: pyg.aggr.SetTransformerAggregation(4, heads=2),
+    "Sort": lambda: pyg.aggr.SortAggregation(2),
+    "GraphMultisetTransformer": lambda: pyg.aggr.GraphMultisetTransformer(4, 2, 1),
+    "PatchTransformer": lambda: pyg.aggr.PatchTransformerAggregation(4, 4, 2, 8, 1, 2),
+    "Quantile": lambda: pyg.aggr.QuantileAggregation(0.3),
+    "one of several": lambda: pyg.aggr.MultiAggregation(["mean", pyg.aggr.SortAggregation(2)]),
+    "one in another": lambda: pyg.aggr.DegreeScalerAggregation(
+        pyg.aggr.MedianAggregation(), "identity", torch.ones(3, dtype=torch.int64)
+    ),
+}
+
+
+def refused_aggregation(rank, name):
+    torch.manual_seed(0)
+    with pytest.raises(ArgumentError, match="is not known to be exact on a part"):
+        distribute(pyg.SAGEConv(4, 4, aggr=UNKNOWN[name]()), partition(wild(), method="block"))
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_aggregations_that_are_not_known(worlds, name):
+    assert worlds.run(2, refused_aggregation, name) == [None] * 2

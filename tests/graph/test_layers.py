@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 
 import varcomm
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.layers import LAYERS
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
-from varcomm.graph.layers import EXACT
+from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS
 
 
 def outcome(layer, model, x, graph, edge_index, weight, complete):
@@ -72,5 +73,9 @@ def test_layer_equals_its_single_process_twin(worlds, ranks, name):
 
 
 def test_each_layer_that_is_called_exact_is_tested_here():
-    tested = {type(layer.make()).__name__ for layer in LAYERS.values()}
+    layers = [layer.make() for layer in LAYERS.values()]
+    tested = {type(layer).__name__ for layer in layers}
     assert tested == EXACT
+    modules = [module for layer in layers for module in layer.modules()]
+    aggregations = {type(m).__name__ for m in modules if isinstance(m, pyg.aggr.Aggregation)}
+    assert aggregations == EXACT_AGGREGATIONS

@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from varcomm.errors import ArgumentError, MissingPackageError
 from varcomm.layout import exact_int
 
-__all__ = ["METHODS", "assign", "best_method"]
+__all__ = ["METHODS", "assign", "method_used"]
 
 METHODS = ("metis", "rcb", "block", "random")
 
@@ -28,7 +28,7 @@ def assign(data: Data, parts: int, method: str | None = None) -> torch.Tensor:
         How many ranks.
     method : {"metis", "rcb", "block", "random"}, optional
         - ``"metis"``: few edges between ranks, and parts that differ by a few percent [1]_. Needs
-          pymetis.
+          pymetis. Blocks, where there are not more nodes than ranks.
         - ``"rcb"``: recursive coordinate bisection, always across the widest extent [2]_; parts
           differ by one node.
         - ``"block"``: nodes in the order given; parts differ by one node.
@@ -63,17 +63,22 @@ def assign(data: Data, parts: int, method: str | None = None) -> torch.Tensor:
     >>> assign(ring, 2, "block")
     tensor([0, 0, 1, 1])
     """
-    method = best_method(data) if method is None else method
-    if method not in METHODS:
+    if method is not None and method not in METHODS:
         raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
     if exact_int(parts) is None or parts < 1:
         raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
     nodes = int(data.num_nodes or 0)
-    if method == "metis" and 1 < parts < nodes:
+    method = method_used(data, parts, method)
+    if method == "metis":
         owner = _metis(data, nodes, parts)
     elif method == "rcb":
         if data.pos is None:
             raise ArgumentError('method="rcb" needs the positions of the nodes in data.pos.')
+        if data.pos.dim() not in (1, 2) or len(data.pos) != nodes:
+            raise ArgumentError(
+                f'method="rcb" needs data.pos of shape ({nodes}, D), a row for each node; got '
+                f"{tuple(data.pos.shape)}."
+            )
         pos = data.pos.detach().cpu().double().numpy()
         owner = _bisection(pos[:, None] if pos.ndim == 1 else pos, parts)
     elif method == "random":
@@ -83,11 +88,17 @@ def assign(data: Data, parts: int, method: str | None = None) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(owner, dtype=np.int64))
 
 
-def best_method(data: Data) -> str:
-    """Return the first of METIS, bisection and blocks for which there is what it needs."""
-    if importlib.util.find_spec("pymetis") is not None:
-        return "metis"
-    return "block" if data.pos is None else "rcb"
+def method_used(data: Data, parts: int, method: str | None) -> str:
+    """Return how nodes will be assigned: the first method for which there is what it needs.
+
+    METIS cuts nothing into one part, and refuses more parts than nodes: then it is blocks.
+    """
+    if method is None:
+        if importlib.util.find_spec("pymetis") is not None:
+            method = "metis"
+        else:
+            method = "block" if data.pos is None else "rcb"
+    return "block" if method == "metis" and not 1 < parts < (data.num_nodes or 0) else method
 
 
 def _blocks(nodes: int, parts: int) -> np.ndarray[Any, Any]:

@@ -9,7 +9,7 @@ from torch_geometric.nn import MessagePassing, aggr, norm
 
 from varcomm.errors import ArgumentError
 
-__all__ = ["EXACT", "check_exact", "names_read_at_source"]
+__all__ = ["EXACT", "EXACT_AGGREGATIONS", "check_exact", "names_read_at_source"]
 
 # Each of them is tested against one process. All they do with a node is local, or goes through
 # propagate and edge_updater.
@@ -34,6 +34,45 @@ EXACT = frozenset(
     }
 )
 
+# Each of them is tested against one process, and on a rank without edges, on which others of PyG
+# fail. Others pad all neighbourhoods to the largest one, which is another one on each rank, or
+# depend on the order of edges.
+EXACT_AGGREGATIONS = frozenset(
+    {
+        "AttentionalAggregation",
+        "DeepSetsAggregation",
+        "DegreeScalerAggregation",
+        "FusedAggregation",
+        "MaxAggregation",
+        "MeanAggregation",
+        "MinAggregation",
+        "MulAggregation",
+        "MultiAggregation",
+        "PowerMeanAggregation",
+        "SoftmaxAggregation",
+        "StdAggregation",
+        "SumAggregation",
+        "VarAggregation",
+        "VariancePreservingAggregation",
+    }
+)
+
+# Of PyG's models, those that are nothing but their layers, which are looked at one by one.
+_MADE_OF_LAYERS = frozenset(
+    {
+        "BasicGNN",
+        "DeepGCNLayer",
+        "EdgeCNN",
+        "GAT",
+        "GCN",
+        "GIN",
+        "GraphSAGE",
+        "JumpingKnowledge",
+        "MLP",
+        "PNA",
+    }
+)
+
 _OVER_ALL_NODES = (
     torch.nn.modules.batchnorm._BatchNorm,
     torch.nn.modules.instancenorm._InstanceNorm,
@@ -47,14 +86,37 @@ _OVER_ALL_NODES = (
     norm.PairNorm,
 )
 
+_BETWEEN_ROWS = (
+    torch.nn.MultiheadAttention,
+    torch.nn.Transformer,
+    torch.nn.TransformerDecoder,
+    torch.nn.TransformerDecoderLayer,
+    torch.nn.TransformerEncoder,
+    torch.nn.TransformerEncoderLayer,
+)
+
+_DATA_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
 # Modules of PyG that are no MessagePassing: attention between all nodes, layers made of layers that
-# turn the edges round, and the like.
-_OUT_OF_REACH = ("torch_geometric.nn.attention", "torch_geometric.nn.conv")
+# turn the edges round, layers that take a dense adjacency matrix, and the like.
+_OUT_OF_REACH = (
+    "torch_geometric.nn.attention",
+    "torch_geometric.nn.conv",
+    "torch_geometric.nn.dense.d",
+)
+
+# What PyG hands to a layer's functions under these names is about the local part.
+_LOCAL_NUMBERS = frozenset({"adj_t", "edge_index", "edge_index_j", "size", "size_j"})
 
 
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Raise ArgumentError if a module of `model` is not exact on a part of the graph."""
+    """Raise ArgumentError if a module of `model` is known not to be exact on a part of the graph.
+
+    What its code does past ``propagate`` cannot be told.
+    """
     what = f"{name or 'the model'} ({type(module).__name__})"
+    known = _class_of_pyg(module)
+    home = "" if known is None else known.__module__
 
     def inside(*kinds: type[torch.nn.Module]) -> bool:
         return any(isinstance(model.get_submodule(part), kinds) for part in _ancestors(name))
@@ -66,17 +128,41 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         isinstance(module, norm.LayerNorm) and module.mode == "graph"
     ):
         reason = "it normalises over all nodes, and would do so over this rank's only"
-    elif type(module).__module__.startswith("torch_geometric.nn.pool"):
+    elif isinstance(module, _BETWEEN_ROWS):
+        reason = (
+            "it attends between the rows that it is given, and would see this rank's nodes only. "
+            "If these are not nodes, call it outside the model that is distributed"
+        )
+    elif isinstance(module, _DATA_PARALLEL):
+        reason = (
+            "it averages gradients over ranks, while ranks have parts of one sum here. Distribute "
+            "what is inside it, and call varcomm.data_parallel.sum_gradients after backward"
+        )
+    elif home.startswith("torch_geometric.nn.pool"):
         reason = "it pools over all nodes, and would do so over this rank's only"
-    elif type(module).__module__.startswith(_OUT_OF_REACH) and not inside(MessagePassing):
+    elif home.startswith(_OUT_OF_REACH) and not inside(MessagePassing):
         reason = (
             "it looks at other nodes, or at the edges, past the propagate of MessagePassing, which "
             "is where halos are exchanged"
         )
     elif isinstance(module, aggr.Aggregation) and not inside(MessagePassing, aggr.Aggregation):
         reason = "it reads out all nodes, and would read this rank's only"
-    elif isinstance(module, aggr.QuantileAggregation):
-        reason = "PyG's own fails where there are no edges, as on a rank that owns none"
+    elif known is None:
+        pass
+    elif isinstance(module, aggr.Aggregation):
+        if known is not aggr.Aggregation and known.__name__ not in EXACT_AGGREGATIONS:
+            reason = (
+                f"{known.__name__} is not known to be exact on a part of the graph: PyG's own "
+                "fails on a rank without edges, or gives what depends on edges of other ranks. "
+                f"Known are {', '.join(sorted(EXACT_AGGREGATIONS))}, and own subclasses of "
+                "Aggregation"
+            )
+    elif home.startswith("torch_geometric.nn.models") and known.__name__ not in _MADE_OF_LAYERS:
+        reason = (
+            f"{known.__name__} is not known to be exact on a part of the graph: its code may look "
+            "at nodes and edges by itself. Known of PyG's models are "
+            f"{', '.join(sorted(_MADE_OF_LAYERS))}, where their layers are"
+        )
     if reason is not None:
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
 
@@ -88,12 +174,8 @@ def names_read_at_source(layer: MessagePassing, functions: Sequence[str]) -> fro
 
 
 def _reason_against_layer(layer: MessagePassing) -> str | None:
-    known = next(
-        cls
-        for cls in type(layer).__mro__
-        if cls is MessagePassing or cls.__module__.startswith("torch_geometric.")
-    )
-    if known is not MessagePassing and known.__name__ not in EXACT:
+    known = _class_of_pyg(layer)
+    if known is not None and known is not MessagePassing and known.__name__ not in EXACT:
         return (
             f"{known.__name__} is not known to be exact on a part of the graph; layers that need "
             "degrees of nodes on other ranks, or several hops at once, are not. Known are "
@@ -103,17 +185,29 @@ def _reason_against_layer(layer: MessagePassing) -> str | None:
         return "its flow is target_to_source, but ranks own the edges into their nodes"
     if layer.decomposed_layers > 1:
         return "decomposed_layers is not supported"
+    if layer.explain:
+        return "explain is on; explain the model on the whole graph, in one process"
     functions = ["message", "aggregate", "update"]
-    whole = names_read_at_source(layer, functions) & set(
-        layer.inspector.get_flat_param_names(functions)
-    )
-    if whole:
-        names = ", ".join(sorted(whole))
+    taken = set(layer.inspector.get_flat_param_names(functions))
+    if whole := names_read_at_source(layer, functions) & taken:
         return (
-            f"its functions take {names} both at the source of edges and as a whole, which would "
-            "be a pair; give the whole to propagate under another name"
+            f"its functions take {', '.join(sorted(whole))} both at the source of edges and as a "
+            "whole, which would be a pair; give the whole to propagate under another name"
+        )
+    taken |= set(layer.inspector.get_flat_param_names(["edge_update"]))
+    if local := taken & _LOCAL_NUMBERS:
+        return (
+            f"its functions take {', '.join(sorted(local))}, which would be numbers of this "
+            "rank's part, not of the whole graph; give what they are for to propagate, as a value "
+            "of nodes or of edges"
         )
     return None
+
+
+def _class_of_pyg(module: torch.nn.Module) -> type | None:
+    """Return the class of PyG that a module is of, or is derived from."""
+    classes = type(module).__mro__
+    return next((cls for cls in classes if cls.__module__.startswith("torch_geometric.")), None)
 
 
 def _ancestors(name: str) -> list[str]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from zlib import crc32
+from typing import Any
 
+import numpy as np
 import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import select
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.assign import METHODS, assign, best_method
+from varcomm.graph.assign import METHODS, assign, method_used
+from varcomm.graph.digest import differing, digest
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import ShardSizes
-from varcomm.ops import wire
 from varcomm.ops.broadcast import broadcast
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agree import agree, share
@@ -24,10 +25,13 @@ __all__ = ["partition"]
 
 logger = logging.getLogger("varcomm")
 
+Method = str | torch.Tensor | np.ndarray[Any, Any] | None
 
-def partition(
-    data: Data, group: GroupLike = None, method: str | torch.Tensor | None = None
-) -> PartitionedGraph:
+# Names that the graph itself answers to, where an attribute of the same name could not be reached.
+_MEMBERS = frozenset(dir(PartitionedGraph)) | PartitionedGraph.__dataclass_fields__.keys()
+
+
+def partition(data: Data, group: GroupLike = None, method: Method = None) -> PartitionedGraph:
     """Split a graph over ranks: each owns some nodes, and all edges into them.
 
     Collective: every rank calls it with the same graph, and all raise if one has to.
@@ -37,10 +41,10 @@ def partition(
     data : torch_geometric.data.Data
         The whole graph, the same on every rank: ``edge_index`` of shape (2, E), and any attributes
         of nodes, of edges, and of the graph as a whole. Directed and undirected graphs, self loops,
-        multi-edges and isolated nodes are all ordinary.
+        multi-edges and isolated nodes are all ordinary. On the device on which to train.
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
-    method : {"metis", "rcb", "block", "random"} or torch.Tensor, optional
+    method : {"metis", "rcb", "block", "random"} or torch.Tensor or numpy.ndarray, optional
         How :func:`assign` decides who owns what, or the rank of each node, of shape (N,); ranks may
         own nothing. None takes METIS where pymetis is installed, else bisection or blocks.
 
@@ -60,6 +64,12 @@ def partition(
 
     Notes
     -----
+    Attributes are told apart as PyG does: one of N entries belongs to nodes and one of E entries to
+    edges, and both are cut to what a rank owns; anything else belongs to the graph, and is kept. If
+    N equals E, ``edge`` in its name makes it one of edges. An attribute of the graph that by chance
+    has N or E entries is cut too: give it a first dimension of one. Numbers of nodes, such as
+    ``face`` or ``edge_label_index``, are refused.
+
     Rank 0 assigns the nodes and broadcasts their ranks; everything else is computed on each rank
     for its own part, without a loop over nodes.
 
@@ -77,17 +87,22 @@ def partition(
     >>> varcomm.launch(fn, 2)
     [([0, 1], [3], [[0, 2], [1, 0]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """
-    ranks, what = resolve(group), "graph.partition"
+    what = "graph.partition"
+    if isinstance(group, str | torch.Tensor | np.ndarray):
+        raise ArgumentError(
+            f"{what}: group must be None, a ProcessGroup or a DeviceMesh; got "
+            f"{type(group).__name__}. How nodes are assigned is said by name: method=..."
+        )
+    ranks = resolve(group)
     given = share(what, lambda: _checked(data, method, ranks), ranks)
-    if others := [rank for rank, parts in enumerate(given) if parts != given[0]]:
-        names = {name for parts in given for name in parts}
-        differ = [n for n in names if any(parts.get(n) != given[0].get(n) for parts in given)]
+    others, names = differing(given)
+    if others:
         raise DisagreementError(
             f"{what}: ranks {others} have other arguments than rank 0; they differ in "
-            f"{', '.join(sorted(differ))}."
+            f"{', '.join(sorted(names))}."
         )
     began = time.perf_counter()
-    owner, name = _owners(data, method, ranks)
+    owner, name = _owners(data, _as_tensor(method), ranks)
     graph = _own_part(data, owner, name, ranks)
     logger.info(
         "%s: %d of %d nodes and %d of %d edges by %s, in %.2f s",
@@ -102,7 +117,7 @@ def partition(
     return graph
 
 
-def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> dict[str, object]:
+def _checked(data: Data, method: Method, group: Group) -> dict[str, object]:
     """Return, by its name, a digest of all that must be the same on all ranks, if it will do."""
     if not isinstance(data, Data):
         raise ArgumentError(f"data must be a torch_geometric.data.Data; got {type(data).__name__}.")
@@ -119,16 +134,22 @@ def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> dic
             raise ArgumentError(
                 f"data.edge_index spans {low}...{high}, out of range for {nodes} nodes."
             )
-    for key, _ in data:
-        if key != "edge_index" and ("index" in key or key in ("face", "adj", "adj_t", "ptr")):
+    for key, value in data:
+        if key != "edge_index" and _refers_to_nodes(key, value):
             raise ArgumentError(
                 f"data.{key} refers to nodes by their numbers, which change. Remove it: del "
                 f"data.{key}."
             )
+        if key in _MEMBERS:
+            raise ArgumentError(
+                f"data.{key} could not be reached: graph.{key} of a PartitionedGraph is its own. "
+                f"Rename it: data.my_{key} = data.{key}; del data.{key}."
+            )
+    method = _as_tensor(method)
     if isinstance(method, torch.Tensor):
         if method.shape != (nodes,) or method.is_floating_point() or method.dtype == torch.bool:
             raise ArgumentError(
-                f"method, if a tensor, must hold the rank of each of the {nodes} nodes as "
+                f"method, if no name, must hold the rank of each of the {nodes} nodes as "
                 f"integers; got {method.dtype} of shape {tuple(method.shape)}."
             )
         if nodes and not (int(method.min()) >= 0 and int(method.max()) < group.size):
@@ -141,20 +162,27 @@ def _checked(data: Data, method: str | torch.Tensor | None, group: Group) -> dic
             f"method must be one of {', '.join(METHODS)}, a tensor of ranks, or None; "
             f"got {method!r}."
         )
-    digests = {f"data.{key}": _digest(value) for key, value in data}
-    return digests | {"data.num_nodes": nodes, "method": _digest(method)}
+    digests = {f"data.{key}": digest(value) for key, value in data}
+    return digests | {"data.num_nodes": nodes, "method": digest(method)}
 
 
-def _digest(value: object) -> object:
-    """Return what tells dense tensors apart, or names; of other values, only that they are there.
+def _refers_to_nodes(key: str, value: object) -> bool:
+    """Return whether an attribute is numbers of nodes, by its name; a leaf_area_index is not."""
+    if key in ("face", "adj", "adj_t", "ptr"):
+        return True
+    if isinstance(value, torch.Tensor | np.ndarray):
+        whole = str(value.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    else:
+        whole = not isinstance(value, float | str | bool)
+    return whole and ("index" in key or "idx" in key)
 
-    Attributes that start from different seeds on different ranks would be a wrong graph, and none
-    of the ranks could see it.
-    """
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        content = wire.as_bytes(wire.flat(value.detach().cpu())).numpy()
-        return str(value.dtype), tuple(value.shape), crc32(content.data)
-    return value if isinstance(value, str | None) else type(value).__name__
+
+def _as_tensor(method: Method) -> str | torch.Tensor | None:
+    if isinstance(method, np.ndarray):
+        # of other kinds, only the dtype is to be complained of
+        whole = method.dtype.kind in "iu"
+        return torch.tensor(method.astype(np.int64) if whole else np.zeros(method.shape))
+    return method
 
 
 def _owners(
@@ -163,7 +191,7 @@ def _owners(
     """Return the rank of each node, and how it was decided."""
     if isinstance(method, torch.Tensor):
         return method.to(data.edge_index.device, torch.int64), "the ranks given"
-    name = share("graph.partition", lambda: method or best_method(data), group)[0]
+    name = share("graph.partition", lambda: method_used(data, group.size, method), group)[0]
 
     def on_first_rank() -> torch.Tensor | None:
         return assign(data, group.size, name) if group.rank == 0 else None

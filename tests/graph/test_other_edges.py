@@ -1,0 +1,144 @@
+"""Edges that are not those of the graph which a model is distributed on."""
+
+import re
+import weakref
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch_geometric.data import Data
+
+from tests.graph.graphs import grid, wild
+from varcomm import ArgumentError
+from varcomm.graph import distribute, partition
+from varcomm.graph.local_edges import LocalEdges
+
+AGAIN = "call distribute(model, graph) again."
+
+
+def complete(nodes):
+    every = torch.arange(nodes)
+    return Data(
+        edge_index=torch.cartesian_prod(every, every).T.contiguous(), x=torch.ones(nodes, 4)
+    )
+
+
+def ring(nodes):
+    every = torch.arange(nodes)
+    x = torch.arange(4.0 * nodes).view(nodes, 4)
+    return Data(edge_index=torch.stack([every, (every + 1) % nodes]), x=x)
+
+
+def on_another_graph(rank, conv):
+    """All edges of the ring, in local numbers, are edges of the complete graph too."""
+    graphs = [partition(data, method="block") for data in (complete(12), ring(12))]
+    torch.manual_seed(0)
+    model = conv(4, 2)
+    for mine, other in (graphs, graphs[::-1]):
+        distribute(model, mine)
+        for edges in (other.edge_index, other.edge_index.clone()):
+            try:
+                model(other.x, edges)
+            except ArgumentError as error:
+                assert AGAIN in str(error)  # noqa: PT017
+            else:
+                # a copy has no owner, and on the complete graph each of its edges exists
+                assert edges is not other.edge_index
+                assert mine is graphs[0]
+        assert model(mine.x, mine.edge_index).shape == (6, 2)
+    with pytest.raises(ArgumentError, match="these are the edges of another graph than the one"):
+        distribute(model, graphs[0])(graphs[1].x, graphs[1].edge_index)
+    return True
+
+
+@pytest.mark.parametrize("conv", [pyg.SAGEConv, pyg.TransformerConv])
+def test_a_model_on_one_graph_is_called_with_another(worlds, conv):
+    assert worlds.run(2, on_another_graph, conv) == [True] * 2
+
+
+def with_loops_added(rank):
+    """GAT makes new edges of those that it is given: then these have no owner."""
+    first, second = partition(wild(), method="block"), partition(grid(4, 6), method="block")
+    torch.manual_seed(0)
+    model = distribute(pyg.GATConv(4, 2).double(), first)
+    x = torch.zeros(second.num_owned, 4, dtype=torch.float64)
+    with pytest.raises(ArgumentError) as caught:
+        model(x, second.edge_index)
+    return str(caught.value)
+
+
+def test_a_layer_that_adds_self_loops_to_edges_of_another_graph(worlds):
+    for told in worlds.run(2, with_loops_added):
+        assert re.search(r"some edges are not in the graph|edges reach beyond", told)
+        assert told.endswith(AGAIN)
+
+
+def edges_of_ones_own(rank):
+    """Neighbours that a forward finds by itself are among this rank's nodes only."""
+    graph = partition(wild(), method="block")
+    torch.manual_seed(0)
+    layer = distribute(pyg.EdgeConv(torch.nn.Linear(8, 4)).double(), graph)
+    nearest = torch.cdist(graph.x, graph.x).topk(3, largest=False).indices
+    edges = torch.stack([nearest.flatten(), torch.arange(graph.num_owned).repeat_interleave(3)])
+    with pytest.raises(ArgumentError, match="may be left out, and self loops added, but no others"):
+        layer(graph.x, edges)
+    return layer(graph.x, graph.edge_index).shape[0] == graph.num_owned
+
+
+def test_edges_that_are_not_in_the_graph(worlds):
+    assert worlds.run(2, edges_of_ones_own) == [True] * 2
+
+
+EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])  # 3 owned nodes, 2 of the halo
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    [
+        (EDGES.clone(), True),
+        (EDGES[:, [4, 0]], True),
+        (EDGES[:, :0], True),
+        (EDGES.int(), True),
+        (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[0, 1, 2]] * 2)], 1), True),
+        (torch.cat([torch.tensor([[0, 1, 2]] * 2), EDGES], 1), True),
+        (torch.cat([EDGES, EDGES], 1), True),
+        (torch.tensor([[1, 1], [1, 1]]), True),
+        (EDGES.flip(0).clamp(max=2), False),
+        (torch.tensor([[0], [2]]), False),
+        (torch.cat([EDGES, torch.tensor([[4], [0]])], 1), False),
+        (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[4], [0]])], 1), False),
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_included(edges, expected, mode):
+    known = LocalEdges(EDGES, 5)
+    with mode():
+        given = edges.clone()
+        for _ in range(2):
+            assert known.include(given) == expected
+
+
+def test_without_edges_only_self_loops_are_included():
+    known = LocalEdges(EDGES[:, :0], 3)
+    assert known.include(torch.tensor([[1], [1]]))
+    assert not known.include(torch.tensor([[1], [2]]))
+
+
+def test_a_tensor_is_looked_at_once_until_it_is_written_to(monkeypatch):
+    known, given = LocalEdges(EDGES, 5), EDGES[:, [4, 0]]
+    assert known.include(given)
+    monkeypatch.setattr(known, "_found", None)  # to search again would be an error
+    assert known.include(given)
+    monkeypatch.undo()
+    given[0, 0] = 2
+    assert not known.include(given)
+    gone = weakref.ref(given)
+    del given
+    assert gone() is None
+
+
+def test_added_self_loops_cost_no_search(monkeypatch):
+    known = LocalEdges(EDGES, 5)
+    monkeypatch.setattr(known, "_found", None)
+    straight = EDGES[:, EDGES[0] != EDGES[1]]
+    assert known.include(torch.cat([straight, torch.arange(3).expand(2, -1)], 1))

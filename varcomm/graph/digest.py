@@ -1,0 +1,43 @@
+"""What ranks compare in place of tensors: a few bytes for each, that tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from varcomm.ops import wire
+
+__all__ = ["differing", "digest"]
+
+
+def digest(value: object) -> object:
+    """Return what tells dense tensors, arrays and plain values apart; of others, only their type.
+
+    Values that start from different seeds on different ranks would be a wrong result, and none of
+    the ranks could see it.
+    """
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        if value.is_meta:
+            return str(value.dtype), tuple(value.shape)
+        content = wire.as_bytes(wire.flat(value.detach().cpu())).numpy()
+        return str(value.dtype), tuple(value.shape), crc32(content.data)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return str(value.dtype), value.shape, crc32(value.tobytes())
+    if isinstance(value, str | int | float | complex | None):
+        return repr(value)  # not the value itself: NaN is NaN on all ranks
+    return type(value).__name__
+
+
+def differing(given: Sequence[Mapping[str, object]]) -> tuple[list[int], list[str]]:
+    """Return which ranks have other digests than rank 0, and under which names, in their order."""
+    others = [rank for rank, parts in enumerate(given) if parts != given[0]]
+    names = dict.fromkeys(name for parts in given for name in parts)
+    absent = object()
+    return others, [
+        name
+        for name in names
+        if any(parts.get(name, absent) != given[0].get(name, absent) for parts in given)
+    ]
