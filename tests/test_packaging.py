@@ -1,4 +1,4 @@
-"""A release has everything: `models` lies outside `varcomm`, and PyTorch Geometric may be missing."""
+"""A release has everything, also `models`, which lies elsewhere; PyG itself may be missing."""
 
 import os
 import shutil

@@ -8,7 +8,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import MessagePassing
-from torch_geometric.utils import softmax
+from torch_geometric.utils import add_remaining_self_loops, degree, softmax
 
 import varcomm
 from tests.graph.graphs import WORLDS, split_by, wild
@@ -61,6 +61,37 @@ class Attending(MessagePassing):
         return inputs + kept.sum(1, keepdim=True)
 
 
+class DegreesThroughPropagate(MessagePassing):
+    """GCN with self loops: what is needed of sources is handed to propagate."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=len(x))
+        scale = degree(edge_index[1], len(x), x.dtype).rsqrt().view(-1, 1)
+        return self.propagate(edge_index, x=self.lin(x), scale=scale)
+
+    def message(self, x_j, scale_i, scale_j):
+        return scale_i * scale_j * x_j
+
+
+class PairsAsLists(MessagePassing):
+    """PyG takes lists for pairs, and whatever else is read at edges as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=[self.lin(x), x], power=3, nothing=None)
+
+    def message(self, x_j, x_i, power_j, nothing_j):
+        assert nothing_j is None
+        return (x_j - x_i) ** power_j
+
+
 class Twice(nn.Module):
     """One layer used twice, and a residual around it."""
 
@@ -93,6 +124,9 @@ MODELS = {
     "GraphSAGE": lambda: pyg.GraphSAGE(4, 6, 3, 2, jk="lstm", norm=pyg.LayerNorm(6, mode="node")),
     "GAT": lambda: pyg.GAT(4, 6, 2, 2, heads=2, jk="max", dropout=0.0),
     "GIN": lambda: pyg.GIN(4, 6, 2, 2, act="tanh"),
+    "DeepGCNLayer": lambda: pyg.DeepGCNLayer(pyg.SAGEConv(4, 4), nn.LayerNorm(4), nn.Tanh()),
+    "a degree of sources": DegreesThroughPropagate,
+    "pairs as lists": PairsAsLists,
     "EdgeCNN": lambda: pyg.EdgeCNN(4, 6, 2, 2),
 }
 
@@ -262,3 +296,31 @@ def saved(rank, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_state_of_a_model_is_as_without_ranks(worlds, name):
     assert worlds.run(2, saved, name) == [(True, True)] * 2
+
+
+def compiled(rank, conv, first):
+    """Compile before or after distribute; then move to another graph."""
+    data = wild()
+    torch.manual_seed(0)
+    model = conv(4, 4).double()
+    whole = data.x.clone().requires_grad_()
+    expected = model(whole, data.edge_index)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), whole)
+    graphs = [partition(data, method="random"), partition(data, method="block")]
+    model = model if first == "distribute" else torch.compile(model, backend="aot_eager")
+    model = distribute(model, graphs[0])
+    fast = torch.compile(model, backend="aot_eager") if first == "distribute" else model
+    for graph in [graphs[0], *graphs]:
+        distribute(model, graph)
+        x = graph.x.clone().requires_grad_()
+        out = fast(x, graph.edge_index)
+        (part,) = torch.autograd.grad(out.square().sum(), x)
+        torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
+        torch.testing.assert_close(part, gradient[graph.owned_ids], **CLOSE)
+
+
+@pytest.mark.parametrize("first", ["distribute", "compile"])
+@pytest.mark.parametrize("conv", [pyg.SAGEConv, pyg.GATConv])
+def test_compiled(worlds, conv, first):
+    """PyG runs none of its hooks under torch.compile."""
+    assert worlds.run(2, compiled, conv, first) == [None] * 2

@@ -375,3 +375,46 @@ def refused_aggregation(rank, name):
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_aggregations_that_are_not_known(worlds, name):
     assert worlds.run(2, refused_aggregation, name) == [None] * 2
+
+
+class ThreeSides(MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=(x, x, x))
+
+
+def shapes(rank):
+    graph = partition(wild(), method="block")
+    n = graph.num_owned
+    sage, own = distribute(seeded_sage(), graph), distribute(MessagePassing(), graph)
+    for batch in (2, n):
+        message = f"'x' has shape ({batch}, {n}, 4), and the layer, whose node_dim is -2, looks for"
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            sage(graph.x[:, :4].expand(batch, n, 4), graph.edge_index)
+    with pytest.raises(ArgumentError, match=r"looks for nodes along dimension -1\. They must come"):
+        own.propagate(graph.edge_index, x=graph.x[:, 0])
+    with pytest.raises(ArgumentError, match="must be a tensor or a pair of them, .*; got 3"):
+        distribute(ThreeSides(), graph)(graph.x, graph.edge_index)
+    return tuple(sage(graph.x, graph.edge_index).shape) == (n, 4)
+
+
+def test_nodes_must_be_the_first_dimension(worlds):
+    assert worlds.run(2, shapes) == [True] * 2
+
+
+@pytest.mark.parametrize(
+    "edges_of",
+    [
+        lambda graph: graph.edge_index.double(),
+        lambda graph: graph.edge_index.T.contiguous(),
+        lambda graph: graph.edge_index[0],
+    ],
+    ids=["floats", "rows", "one row"],
+)
+def test_edges_must_be_numbers_of_shape_2_e(worlds, edges_of):
+    message = "edges must be given as graph.edge_index, of shape (2, E); got Tensor"
+    assert worlds.run(2, misuse_of_sage, edges_of, message) == [None] * 2
+
+
+def test_negative_edges(worlds):
+    wrong = lambda graph: graph.edge_index - 30  # noqa: E731
+    assert worlds.run(2, misuse_of_sage, wrong, "edges reach beyond the ") == [None] * 2

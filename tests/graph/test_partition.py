@@ -133,6 +133,16 @@ def test_the_report_names_the_method(worlds):
     assert worlds.run(2, names_of_methods, wild()) == [expected] * 2
 
 
+def names_for_few_nodes(rank):
+    ring = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
+    return [partition(ring, method=method).report().method for method in ("metis", None, "random")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_report_says_blocks_where_metis_has_nothing_to_cut(worlds, ranks):
+    assert worlds.run(ranks, names_for_few_nodes) == [["block", "block", "random"]] * ranks
+
+
 def attributes_of(rank, data, method):
     graph = partition(data, method=method)
     part = graph.data
@@ -197,6 +207,18 @@ def test_with_as_many_edges_as_nodes_the_name_tells(worlds):
             assert torch.equal(part[key], into.float())
 
 
+def counts_of(rank):
+    graph = partition(wild(), method="block")
+    counts = graph.num_nodes, graph.num_edges, graph.num_features, graph.num_node_features
+    assert ("x" in graph, "z" in graph, "num_edges" in graph) == (True, False, False)
+    return *counts, graph.num_edge_features, graph.report()
+
+
+def test_what_data_counts(worlds):
+    for rank, (*counts, report) in enumerate(worlds.run(3, counts_of)):
+        assert counts == [report.owned[rank], report.edges[rank], 4, 4, 3]
+
+
 def differentiate(rank, data, method, dst):
     """Gather with a weight that only `dst` knows; then derive the gradient once more."""
     graph = partition(data, method=method)
@@ -253,3 +275,22 @@ def test_in_a_subgroup(worlds):
     for _, _, mean, size in parts:
         assert size == 2
         torch.testing.assert_close(mean, data.x.mean(), rtol=1e-14, atol=0)
+
+
+def gather_wrong(rank):
+    """Before the first message: rank 0, whose rows fit, would wait for the others' for ever."""
+    graph = partition(wild(), method="block")
+    message = f"graph.gather on rank {rank} of 2: x must be a tensor with one row for each of the"
+    for x in (graph.x[1:], graph.x[0, 0], 3):
+        with pytest.raises(varcomm.ArgumentError, match=message):
+            graph.gather(x)
+    with varcomm.debug(), pytest.raises(varcomm.DisagreementError) as caught:
+        graph.gather(graph.x if rank == 0 else graph.x[1:])
+    return str(caught.value), graph.gather(graph.x).shape[0]
+
+
+def test_gather_of_wrong_rows(worlds):
+    told = worlds.run(2, gather_wrong)
+    for rank, (message, rows) in enumerate(told):
+        assert "not called, since on rank 1: graph.gather on rank 1 of 2: x must be" in message
+        assert rows == (0 if rank else 24)

@@ -1,8 +1,12 @@
 """What ``partition`` refuses, on every rank with one message though one rank is wrong."""
 
+import math
 import re
 import sys
+from collections import defaultdict
+from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data
@@ -59,6 +63,31 @@ WRONG = {
         (ring(edge_label_index=EDGES), None),
         "data.edge_label_index refers to nodes by their numbers",
     ),
+    "numbers of training nodes": (
+        (ring(train_idx=torch.tensor([0, 1])), None),
+        "data.train_idx refers to nodes by their numbers",
+    ),
+    "an index in numpy": (
+        (ring(my_index=np.arange(2)), None),
+        "data.my_index refers to nodes by their numbers",
+    ),
+    "a list of numbers": ((ring(index=[0, 2]), None), "data.index refers to nodes by their"),
+    "a dense matrix": ((ring(adj=torch.ones(3, 3)), None), "data.adj refers to nodes by their"),
+    "a name of the graph's own": (
+        (ring(mean=torch.zeros(3)), None),
+        "data.mean could not be reached: graph.mean of a PartitionedGraph is its own. Rename it: "
+        "data.my_mean = data.mean; del data.mean.",
+    ),
+    "a field of the graph": ((ring(method="euler"), None), "data.method could not be reached"),
+    "an array of floats": (
+        (ring(), np.zeros(3)),
+        "must hold the rank of each of the 3 nodes as integers; got torch.float64 of shape (3,).",
+    ),
+    "an array of objects": ((ring(), np.array([None] * 3)), "as integers; got torch.float64"),
+    "positions of other nodes": (
+        (ring(pos=torch.zeros(2, 2)), "rcb"),
+        'method="rcb" needs data.pos of shape (3, D), a row for each node; got (2, 2).',
+    ),
     "an unknown method": (
         (ring(), "kahip"),
         "must be one of metis, rcb, block, random, a tensor of ranks, or None; got 'kahip'.",
@@ -105,6 +134,15 @@ def test_a_world_of_one_is_refused_too(worlds):
     assert "method spans ranks 0...1, out of range for 1 ranks." in told[0]
 
 
+RIGHT = defaultdict(
+    lambda: (known(), "block"),
+    {
+        "data.scale": (known(scale=1.0), "block"),
+        "data.table, data.year": (known(year=1998, table=np.ones(5)), "block"),
+    },
+)
+
+
 @pytest.mark.parametrize(
     ("another", "method", "differ"),
     [
@@ -116,6 +154,8 @@ def test_a_world_of_one_is_refused_too(worlds):
         (known(x=X.T), "block", "data.x"),
         (ring(), "block", "data.x"),
         (known(name="other", pos=X), "block", "data.name, data.pos"),
+        (known(scale=2.0), "block", "data.scale"),
+        (known(year=1999, table=np.zeros(5)), "block", "data.table, data.year"),
         (known(), "random", "method"),
         (known(), None, "method"),
         (known(), owner(0, 0, 0), "method"),
@@ -123,7 +163,7 @@ def test_a_world_of_one_is_refused_too(worlds):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_ranks_with_different_graphs(worlds, another, method, differ):
-    told = worlds.run(3, message_on, 1, (another, method), (known(), "block"), DisagreementError)
+    told = worlds.run(3, message_on, 1, (another, method), RIGHT[differ], DisagreementError)
     message = f"ranks [1] have other arguments than rank 0; they differ in {differ}."
     assert told == [f"graph.partition: {message}"] * 3
 
@@ -188,3 +228,42 @@ def missing_attribute(rank):
 
 def test_an_attribute_that_the_graph_does_not_have(worlds):
     assert worlds.run(2, missing_attribute) == [(True, False)] * 2
+
+
+def alike(rank):
+    """What is the same on all ranks, though it is not equal to itself, is no disagreement."""
+    data = ring(
+        x=X, scale=math.nan, table=np.full(5, np.nan), leaf_area_index=torch.rand(3) * 0 + 1
+    )
+    data.refractive_index, data.index_name, data.is_index = 1.3, "WIND", X[:, 0] > 0
+    graph = partition(data, method=np.array([0, 1, 0], dtype=np.uint16))
+    assert math.isnan(graph.scale)
+    assert graph.index_name == "WIND"
+    return graph.leaf_area_index.tolist(), graph.method, tuple(graph.node_sizes)
+
+
+def test_what_is_not_refused(worlds):
+    (first, second) = worlds.run(2, alike)
+    assert first == ([1.0, 1.0], "the ranks given", (2, 1))
+    assert second == ([1.0], "the ranks given", (2, 1))
+
+
+@pytest.mark.parametrize("method", ["metis", torch.zeros(3), np.zeros(3)])
+def test_a_method_in_place_of_the_group(method):
+    message = r"group must be None, .*; got \w+\. How nodes are assigned is said by name: method="
+    with pytest.raises(ArgumentError, match=message):
+        partition(ring(), method)
+
+
+def changed(rank):
+    graph = partition(ring(x=X), method="block")
+    for name in ("x", "method", "other"):
+        with pytest.raises(FrozenInstanceError, match=f"cannot change '{name}': .* your own"):
+            setattr(graph, name, 1)
+    with pytest.raises(FrozenInstanceError, match="cannot change 'x'"):
+        del graph.x
+    return replace(graph, method="mine").method
+
+
+def test_the_graph_cannot_be_changed(worlds):
+    assert worlds.run(2, changed) == ["mine"] * 2

@@ -169,6 +169,13 @@ def test_summed_in_fp64_and_rounded_once(worlds, ranks, dtype):
         (torch.ones(3, dtype=torch.int64), None, r"values must be floats.*got torch\.int64"),
         (torch.ones(3, dtype=torch.bool), None, r"values must be floats.*got torch\.bool"),
         (torch.ones(3, dtype=torch.complex64), None, r"must be floats.*got torch\.complex64"),
+        (1.0, None, r"values must be floats, one row .* got float\."),
+        (torch.ones(3), [True] * 3, r"mask must be of torch\.bool and shape \(3,\); got list"),
+        (
+            torch.ones(1),
+            torch.arange(3) < 2,
+            r"one row for each of the 3 owned nodes, or for each of those that the mask lets",
+        ),
         (torch.ones(3), torch.ones(3), r"mask must be of torch\.bool and shape \(3,\); got"),
         (torch.ones(3), torch.ones(2) > 0, r"and shape \(3,\); got torch\.bool of shape \(2,\)"),
         (torch.ones(3, 1), torch.ones(3, 1) > 0, r"got torch\.bool of shape \(3, 1\)"),
@@ -201,3 +208,43 @@ def test_in_debug_all_ranks_raise_where_one_has_to(worlds):
     for told, after in worlds.run(3, one_is_wrong):
         assert "not called, since on rank 1: graph.mean on rank 1 of 3: values must be" in told
         assert after == 9
+
+
+def other_rows(rank):
+    graph = partition(three_nodes_each(2), method="block")
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        graph.mean(torch.ones(3, 1 + rank))
+    return str(caught.value), graph.mean(torch.ones(3, 1 + rank)).item()
+
+
+def test_in_debug_rows_are_of_one_shape(worlds):
+    for told, after in worlds.run(2, other_rows):
+        assert told == (
+            "graph.mean: ranks disagree on shape of a row: rank 0 has [1]; rank 1 has [2]."
+        )
+        assert after == 1
+
+
+def masked_before(rank, data, method):
+    """Targets outside the mask are NaN: rows that count are picked before the loss is taken."""
+    graph = partition(data, method=method)
+    mask, x = graph.train_mask, graph.x.requires_grad_()
+    loss = graph.mean(
+        torch.nn.functional.mse_loss(x[mask][:, :2], graph.y[mask], reduction="none"), mask
+    )
+    loss.backward()
+    return loss.item(), graph.sum(x[mask].detach(), mask).item(), graph.owned_ids, x.grad
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_rows_that_count_alone(worlds, ranks):
+    data = wild()
+    mask, x = data.train_mask, data.x.clone().requires_grad_()
+    data.y[~mask] = math.nan
+    loss = torch.nn.functional.mse_loss(x[mask][:, :2], data.y[mask])
+    loss.backward()
+    for method in ("random", split_by("a rank owns nothing", data.num_nodes, ranks)):
+        for got, total, ids, gradient in worlds.run(ranks, masked_before, data, method):
+            assert got == pytest.approx(loss.item(), rel=1e-13)
+            assert total == pytest.approx(x[mask].sum().item(), rel=1e-13)
+            torch.testing.assert_close(gradient, x.grad[ids], rtol=1e-12, atol=1e-13)

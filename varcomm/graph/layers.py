@@ -128,7 +128,8 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         isinstance(module, norm.LayerNorm) and module.mode == "graph"
     ):
         reason = "it normalises over all nodes, and would do so over this rank's only"
-    elif isinstance(module, _BETWEEN_ROWS):
+    elif isinstance(module, _BETWEEN_ROWS) and not inside(aggr.MultiAggregation):
+        # MultiAggregation attends between its results for one node
         reason = (
             "it attends between the rows that it is given, and would see this rank's nodes only. "
             "If these are not nodes, call it outside the model that is distributed"

@@ -16,6 +16,10 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 
+# Its functions have the world at the time of this import as a default argument. Where PyG imports
+# it after `join`, they keep the group, and `_leave` could not end its threads.
+import torch.distributed.nn.functional
+
 from varcomm.errors import ArgumentError, LaunchError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
