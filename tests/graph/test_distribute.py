@@ -87,9 +87,9 @@ class PairsAsLists(MessagePassing):
     def forward(self, x, edge_index):
         return self.propagate(edge_index, x=[self.lin(x), x], power=3, nothing=None)
 
-    def message(self, x_j, x_i, power_j, nothing_j):
+    def message(self, x_j, x_i, power, nothing_j):
         assert nothing_j is None
-        return (x_j - x_i) ** power_j
+        return (x_j - x_i) ** power
 
 
 class Twice(nn.Module):

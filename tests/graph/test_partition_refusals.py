@@ -84,10 +84,6 @@ WRONG = {
         "must hold the rank of each of the 3 nodes as integers; got torch.float64 of shape (3,).",
     ),
     "an array of objects": ((ring(), np.array([None] * 3)), "as integers; got torch.float64"),
-    "positions of other nodes": (
-        (ring(pos=torch.zeros(2, 2)), "rcb"),
-        'method="rcb" needs data.pos of shape (3, D), a row for each node; got (2, 2).',
-    ),
     "an unknown method": (
         (ring(), "kahip"),
         "must be one of metis, rcb, block, random, a tensor of ranks, or None; got 'kahip'.",
@@ -195,6 +191,13 @@ def test_bisection_without_positions(worlds):
     wrong = ring(), "rcb"
     told = worlds.run(2, message_on, 0, wrong, wrong, ArgumentError)
     assert all(re.search(r"positions of the nodes in data\.pos", text) for text in told)
+
+
+def test_bisection_with_positions_of_other_nodes(worlds):
+    wrong = ring(pos=torch.zeros(2, 2)), "rcb"
+    told = worlds.run(2, message_on, 0, wrong, wrong, ArgumentError)
+    assert "data.pos of shape (3, D), a row for each node; got (2, 2)." in told[0]
+    assert told[0] == told[1]
 
 
 def without_pymetis_on_first_rank(rank):

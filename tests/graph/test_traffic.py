@@ -34,6 +34,7 @@ LAYERS = {
 def cost(rank, name, method):
     graph = partition(wild(), method=method)
     make, channels = LAYERS[name]
+    torch.manual_seed(0)
     layer = distribute(make().double(), graph)
     with varcomm.trace() as calls:
         out = layer(graph.x.requires_grad_(), graph.edge_index)
