@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardSizes", "checked_dim", "checked_rank", "checked_sizes", "exact_int"]
+__all__ = [
+    "ShardSizes",
+    "checked_dim",
+    "checked_rank",
+    "checked_sizes",
+    "exact_int",
+    "holds_integers",
+]
 
 
 class ShardSizes(tuple[int, ...]):
@@ -93,7 +100,7 @@ class ShardSizes(tuple[int, ...]):
         tensor([0, 0, 2])
         """
         if isinstance(index, torch.Tensor):
-            if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+            if not holds_integers(index):
                 raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
             if index.numel():
                 low, high = (int(bound) for bound in index.aminmax())
@@ -192,6 +199,15 @@ def exact_int(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
         return None
+
+
+def holds_integers(x: torch.Tensor) -> bool:
+    """Return whether a tensor is of integers, which may be counts, rows or ranks.
+
+    >>> holds_integers(torch.tensor([1])), holds_integers(torch.tensor([True]))
+    (True, False)
+    """
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def checked_sizes(

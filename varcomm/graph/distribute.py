@@ -13,6 +13,8 @@ from varcomm.graph.digest import differing, digest
 from varcomm.graph.layers import check_exact, names_read_at_source
 from varcomm.graph.local_edges import plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.layout import holds_integers
+from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import share
 
@@ -152,7 +154,7 @@ class _WithHalos:
         own = getattr(type(self.layer), self.method)
         return own(self.layer, edge_index, size=_size(self.graph), **values)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @kept_from_compilation
     def _exchange(self, edge_index: Any, values: dict[str, Any]) -> dict[str, Any]:
         # PyG takes lists for pairs as well
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
@@ -240,10 +242,5 @@ def _check_local(edge_index: Any, graph: PartitionedGraph, where: str) -> None:
 
 
 def _are_edges(edge_index: torch.Tensor) -> bool:
-    whole = not (edge_index.is_floating_point() or edge_index.is_complex())
-    return (
-        edge_index.layout == torch.strided
-        and whole
-        and edge_index.dtype != torch.bool
-        and edge_index.shape[:-1] == (2,)
-    )
+    dense = edge_index.layout == torch.strided
+    return dense and holds_integers(edge_index) and edge_index.shape[:-1] == (2,)

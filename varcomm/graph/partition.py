@@ -15,7 +15,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.assign import METHODS, assign, method_used
 from varcomm.graph.digest import differing, digest
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.layout import ShardSizes
+from varcomm.layout import ShardSizes, holds_integers
 from varcomm.ops.broadcast import broadcast
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agree import agree, share
@@ -147,7 +147,7 @@ def _checked(data: Data, method: Method, group: Group) -> dict[str, object]:
             )
     method = _as_tensor(method)
     if isinstance(method, torch.Tensor):
-        if method.shape != (nodes,) or method.is_floating_point() or method.dtype == torch.bool:
+        if method.shape != (nodes,) or not holds_integers(method):
             raise ArgumentError(
                 f"method, if no name, must hold the rank of each of the {nodes} nodes as "
                 f"integers; got {method.dtype} of shape {tuple(method.shape)}."

@@ -21,6 +21,7 @@ from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
 from varcomm.transport.agree import agree, share
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ExchangePlan"]
@@ -170,9 +171,8 @@ class ExchangePlan(Routes):
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
-        works, send_index = wire.exchange(what, ranks, ids, recv_counts, send_counts)
-        for work in works:
-            work.wait()
+        works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts)
+        send_index = Pending(works, lambda: asked).wait()
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank])
 
     def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
@@ -341,6 +341,4 @@ def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group)
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
     works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
-    for work in works:
-        work.wait()
-    return tuple(theirs.tolist())
+    return tuple(Pending(works, lambda: theirs).wait().tolist())
