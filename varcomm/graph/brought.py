@@ -48,10 +48,21 @@ class BroughtNodes:
 
 @dataclass(frozen=True)
 class BroughtEdges:
-    """What this rank brings of the edges of one type, by their numbers in the whole graph."""
+    """What this rank brings of the edges of one type, by the numbers of nodes in the whole graph.
+
+    Attributes
+    ----------
+    edge_index : torch.Tensor
+        int64, shape (2, e).
+    attributes : mapping of str
+        Rows.
+    ids : torch.Tensor or None
+        Positions of these edges in the whole graph; None for rank after rank.
+    """
 
     edge_index: torch.Tensor
     attributes: Mapping[str, torch.Tensor]
+    ids: torch.Tensor | None = None
 
 
 def sent_to_owners(
@@ -86,10 +97,14 @@ def _owned_edges(brought: BroughtEdges, sources: Directory, targets: Directory) 
     route = Route.to(targets.sizes.owner(target), group)
     target = route.carry(target)
     source = route.carry(sources.look_up(brought.edge_index[0]))
-    # Sender by sender, and in each sender's order: so numbers ascend.
-    ids = route.carry(torch.arange(first, first + count, device=source.device))
     rows = {key: route.carry(value) for key, value in brought.attributes.items()}
-    return OwnedEdges(source, target, ids, rows)
+    if brought.ids is None:
+        # They come sender by sender, and in each sender's order: so these ascend.
+        ids = route.carry(torch.arange(first, first + count, device=source.device))
+        return OwnedEdges(source, target, ids, rows)
+    ids, order = route.carry(brought.ids).sort()
+    rows = {key: value[order] for key, value in rows.items()}
+    return OwnedEdges(source[order], target[order], ids, rows)
 
 
 def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:

@@ -129,16 +129,16 @@ def _from_all(data: Any, method: Method, hops: int, group: Group) -> Partitioned
         tables = read(data)
         return tables, _checked_method(method, tables, group)
 
-    tables, method = agree(_WHAT, check, group)
+    tables, checked = agree(_WHAT, check, group)
     others, names = differing(
-        share(_WHAT, lambda: tables.digests() | _digests(method) | {"hops": hops}, group)
+        share(_WHAT, lambda: tables.digests() | _digests(checked) | {"hops": hops}, group)
     )
     if others:
         raise DisagreementError(
             f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
             f"{', '.join(sorted(names))}."
         )
-    owners, name = _owners(data, tables, method, group)
+    owners, name = _owners(data, tables, checked, group)
     return _own_part(tables, owners, name, group)
 
 
@@ -174,7 +174,7 @@ def _checked_method(method: Method, tables: Tables, group: Group) -> str | Owner
                 f"got {method!r}."
             )
         return method
-    given = method if isinstance(method, Mapping) else {None: method}
+    given: dict[Any, Any] = dict(method) if isinstance(method, Mapping) else {None: method}
     if given.keys() != tables.nodes.keys():
         types = [key for key in tables.nodes if key is not None]
         raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from varcomm.graph.shard import NodeShard, Shard, moved
 from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.agree import share
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, GroupLike
 
 __all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
 
@@ -254,6 +255,69 @@ class PartitionedGraph:
             edge_shards={key: shard.to(device) for key, shard in self.edge_shards.items()},
             attributes=moved(self.attributes, device),
         )
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write each rank's part into a folder that all ranks see; collective.
+
+        Parameters
+        ----------
+        folder : path
+            Made if it is not there. A partition saved there before is replaced once this one is
+            complete.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if one of them cannot write; if the folder holds something else; if an
+            attribute is neither a tensor nor, of the graph as a whole, plain text and numbers.
+
+        Notes
+        -----
+        A file a rank in NumPy's format and one in JSON, without pickle. Each rank writes what it
+        owns.
+        """
+        from varcomm.graph.saved import save  # which builds graphs, and so imports this module
+
+        save(self, folder)
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
+        """Read what :meth:`save` wrote, on the same or on another number of ranks; collective.
+
+        Parameters
+        ----------
+        folder : path
+            As for :meth:`save`.
+        group : ProcessGroup or DeviceMesh, optional
+            The ranks that take part; None is the whole world.
+
+        Returns
+        -------
+        PartitionedGraph
+            On the CPU. On as many ranks as saved it, the same parts. On others, nodes in the order
+            of the saved parts are cut evenly.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if a file is missing, cut short, altered, or of another graph.
+
+        Examples
+        --------
+        >>> import tempfile, torch, varcomm
+        >>> from torch_geometric.data import Data
+        >>> def save(rank, folder):
+        ...     ring = Data(x=torch.arange(4.0), edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]))
+        ...     varcomm.graph.partition(ring, method="block").save(folder)
+        >>> def load(rank, folder):
+        ...     return varcomm.graph.PartitionedGraph.load(folder).x.tolist()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     varcomm.launch(save, 2, folder), varcomm.launch(load, 1, folder)
+        ([None, None], [[0.0, 1.0, 2.0, 3.0]])
+        """
+        from varcomm.graph.saved import load
+
+        return load(folder, group)
 
     def report(self) -> Report:
         """Tell how even the parts are and what an exchange costs; collective."""
