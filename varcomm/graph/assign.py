@@ -11,7 +11,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.assign_checks import checked_total
+from varcomm.graph.assign_checks import check_node_weight
 from varcomm.graph.coordinates import by_bisection, by_hilbert
 from varcomm.graph.multilevel import Adjacency, by_kahip, by_metis
 from varcomm.graph.shares import by_order
@@ -142,7 +142,7 @@ def assign(
         if asked == "random":
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
-            checked_total(float(weight.double().sum()), parts, "node_weight")
+            check_node_weight(float(weight.double().sum()), parts, "node_weight")
     if edge_weight is not None and asked not in ("metis", "kahip"):
         raise ArgumentError(f'method="{asked}" takes no edge_weight; "metis" and "kahip" do.')
     owner = _owners(data, parts, asked, weight, edge_weight)

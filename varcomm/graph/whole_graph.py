@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.assign_checks import checked_positions, checked_weight
+from varcomm.graph.assign_checks import check_sum, checked_positions, checked_weight
 
 __all__ = ["edges_of", "node_counts", "positions_of", "weights_of"]
 
@@ -71,8 +71,11 @@ def edges_of(data: Data | HeteroData, method: str, weight: Any) -> tuple[Ints, I
             start = starts.get(end, 0)
             ends.append(ids.cpu() + start if start else ids.cpu())
     given = weights_of(weight, "edge_weight", edges, "edges")
-    source, target = _joined(ends[::2]), _joined(ends[1::2])
-    return source.numpy(), target.numpy(), None if given is None else given.numpy()
+    source, target = _joined(ends[::2]).numpy(), _joined(ends[1::2]).numpy()
+    if given is None:
+        return source, target, None
+    check_sum(2 * float(given.double().sum()), 2.0**62, "edge_weight, from both ends,")
+    return source, target, given.numpy()
 
 
 def weights_of(given: Any, name: str, rows: Mapping[Any, int], row: str) -> torch.Tensor | None:
