@@ -115,6 +115,13 @@ def test_the_default_is_what_there_is(monkeypatch):
     assert torch.equal(assign(data, 3), assign(data, 3, "block"))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_default_of_positions_without_edges(parts):
+    data = Data(pos=torch.rand(12, 2))
+    assert torch.equal(assign(data, parts), assign(data, parts, "rcb"))
+    assert torch.equal(assign(Data(num_nodes=12), parts), assign(data, parts, "block"))
+
+
 @pytest.mark.parametrize(
     ("method", "package", "extra"),
     [("metis", "pymetis", "partition"), ("kahip", "kahip", "kahip")],

@@ -101,6 +101,19 @@ def test_the_default(monkeypatch):
     assert torch.equal(assign(data, 3)["b"], torch.arange(3).repeat_interleave(12))
 
 
+def test_types_without_edges():
+    data = HeteroData()
+    data["a"].pos, data["b"].pos = torch.rand(6, 2), torch.rand(5, 2)
+    assert method_used(data, 2, None) == "rcb"
+    owner = assign(data, 2, "metis", edge_weight={})
+    assert torch.bincount(torch.cat(list(owner.values()))).tolist() in ([5, 6], [6, 5])
+
+
+def test_no_types():
+    with pytest.raises(ArgumentError, match=r"data has no node types\."):
+        assign(HeteroData(), 2)
+
+
 def without(kind, key):
     data, _ = two_types()
     data[kind].num_nodes = data[kind].num_nodes

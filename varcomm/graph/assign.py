@@ -164,7 +164,8 @@ def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
 def _asked(data: Data | HeteroData, method: str | None) -> str:
     if method is not None:
         return method
-    if importlib.util.find_spec("pymetis") is not None:
+    has_edges = any(store.get("edge_index") is not None for store in data.edge_stores)
+    if has_edges and importlib.util.find_spec("pymetis") is not None:
         return "metis"
     return "rcb" if all(store.get("pos") is not None for store in data.node_stores) else "block"
 

@@ -22,6 +22,8 @@ Ints = NDArray[np.int64]
 def node_counts(data: Data | HeteroData) -> dict[Any, int]:
     """Return how many nodes there are of each type; those of a Data are of the type None."""
     counts = {kind: store.num_nodes for kind, store in _node_stores(data)}
+    if not counts:
+        raise ArgumentError("data has no node types.")
     for kind, count in counts.items():
         if count is None:
             raise ArgumentError(
@@ -117,5 +119,7 @@ def _name(kind: Hashable) -> str:
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    # a single one is not copied: it may be large
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    """Concatenate; a single one is not copied, as it may be large, and none are no integers."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.int64)
