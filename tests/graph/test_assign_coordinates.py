@@ -62,6 +62,15 @@ def test_only_nodes_with_a_weight_are_balanced(method):
     assert torch.bincount(owner[train]).tolist() == [6] * 5
 
 
+def test_a_node_without_weight_behind_a_box_whose_cut_is_at_its_end():
+    """The left box weighs 1, less than its 3 parts; the right one starts a tie with no weight."""
+    pos = torch.tensor([[0.0, 0.0], [20.0, 9.0], [19.0, 9.0], [19.5, 0.0]])
+    weights = torch.tensor([1, 0, 11, 0])
+    owner = assign(at(pos), 6, "rcb", node_weight=weights)
+    assert torch.equal(owner, NAIVE["rcb"](pos, weights.tolist(), 6))
+    assert owner.tolist() == [0, 3, 4, 3]
+
+
 @pytest.mark.parametrize("method", ["rcb", "hilbert"])
 def test_equal_positions_are_split_in_their_order(method):
     pos = torch.ones(7, 2)
