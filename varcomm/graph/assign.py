@@ -11,7 +11,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.assign_checks import checked_total
+from varcomm.graph.assign_checks import check_node_weight
 from varcomm.graph.coordinates import by_bisection, by_hilbert
 from varcomm.graph.multilevel import Adjacency, by_kahip, by_metis
 from varcomm.graph.shares import by_order
@@ -142,7 +142,7 @@ def assign(
         if asked == "random":
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
-            checked_total(float(weight.double().sum()), parts, "node_weight")
+            check_node_weight(float(weight.double().sum()), parts, "node_weight")
     if edge_weight is not None and asked not in ("metis", "kahip"):
         raise ArgumentError(f'method="{asked}" takes no edge_weight; "metis" and "kahip" do.')
     owner = _owners(data, parts, asked, weight, edge_weight)
@@ -164,7 +164,8 @@ def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
 def _asked(data: Data | HeteroData, method: str | None) -> str:
     if method is not None:
         return method
-    if importlib.util.find_spec("pymetis") is not None:
+    has_edges = any(store.get("edge_index") is not None for store in data.edge_stores)
+    if has_edges and importlib.util.find_spec("pymetis") is not None:
         return "metis"
     return "rcb" if all(store.get("pos") is not None for store in data.node_stores) else "block"
 

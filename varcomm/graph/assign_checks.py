@@ -8,7 +8,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.curve import MOST_COORDINATES
 from varcomm.layout import holds_integers
 
-__all__ = ["checked_positions", "checked_total", "checked_weight"]
+__all__ = ["check_node_weight", "check_sum", "checked_positions", "checked_weight"]
 
 
 def checked_positions(pos: object, name: str, method: str, rows: int | None = None) -> torch.Tensor:
@@ -57,15 +57,19 @@ def checked_weight(weight: torch.Tensor, name: str, rows: int, row: str) -> torc
     return weight
 
 
-def checked_total(total: float, parts: int, name: str) -> None:
-    """Raise ArgumentError if weights that add up to `total` are all zero, or more than int64 holds.
-
-    `total` may be rounded: what int64 holds is twice as much.
-    """
+def check_node_weight(total: float, parts: int, name: str) -> None:
+    """Raise ArgumentError if the weights of all nodes cannot be split into parts."""
     if total == 0:
         raise ArgumentError(f"{name} must not be zero everywhere.")
-    if total * parts >= 2.0**62:
+    check_sum(total, 2.0**62 / parts, name)
+
+
+def check_sum(total: float, limit: float, name: str) -> None:
+    """Raise ArgumentError if weights add up to more than can be computed with.
+
+    Both may be rounded: limits are half of what int64 holds, or less.
+    """
+    if total >= limit:
         raise ArgumentError(
-            f"{name} adds up to {total:.3g}; times {parts} parts it must stay below 2**62. Divide "
-            "all weights."
+            f"{name} adds up to {total:.3g}, and must stay below {limit:.3g}. Divide all weights."
         )

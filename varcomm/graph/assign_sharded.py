@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.assign_checks import checked_positions, checked_total, checked_weight
+from varcomm.graph.assign_checks import check_node_weight, checked_positions, checked_weight
 from varcomm.graph.coordinates import by_bisection, by_hilbert
 from varcomm.graph.totals import Together
 from varcomm.layout import exact_int
@@ -68,8 +68,9 @@ def assign_sharded(
     ranges of the curve or of a coordinate, and narrow the ranges that hold a cut by 8 bits a round.
 
     Communication: for ``"hilbert"`` at most 8 rounds, for ``"rcb"`` at most 8 for each of the
-    ``log2(parts)`` levels of boxes. In a round each rank receives about 4 KiB for each cut that is
-    looked for, however many ranks and positions there are; in between, bounds of the boxes.
+    ``log2(parts)`` levels of boxes, rounded up. A round is an :func:`all_reduce` of at most 2 KiB
+    for each cut that is looked for, however many positions there are. What else travels is smaller:
+    bounds of the boxes, and a few numbers a cut for positions that are equal.
 
     Examples
     --------
@@ -99,7 +100,7 @@ def assign_sharded(
         total = float(weight.double().sum())
         totals, counts = zip(*share(what, lambda: (total, len(rows)), ranks), strict=True)
         if any(counts):
-            checked_total(sum(totals), parts, f"{what}: node_weight")
+            check_node_weight(sum(totals), parts, f"{what}: node_weight")
     return _METHODS[method](rows, int(parts), Together(ranks), weight)
 
 
@@ -111,11 +112,11 @@ def _checked(
         raise ArgumentError(f"method must be one of {', '.join(_METHODS)}; got {method!r}.")
     if exact_int(parts) is None or parts < 1:
         raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
+    if isinstance(pos, torch.Tensor):
+        engine_for(group, pos.device)
     rows = checked_positions(pos, "pos", method)
-    engine_for(group, rows.device)
     if node_weight is None:
         return rows, None
-    weight = checked_weight(node_weight, "node_weight", len(rows), "rows")
-    if weight.device != rows.device:
-        raise ArgumentError(f"node_weight is on {weight.device}, pos is on {rows.device}.")
-    return rows, weight
+    if isinstance(node_weight, torch.Tensor) and node_weight.device != rows.device:
+        raise ArgumentError(f"node_weight is on {node_weight.device}, pos is on {rows.device}.")
+    return rows, checked_weight(node_weight, "node_weight", len(rows), "rows")

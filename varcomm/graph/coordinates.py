@@ -102,9 +102,11 @@ def _bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least and the greatest coordinates in each box, float64 of shape (boxes, D)."""
     nothing = torch.full((boxes,), torch.inf, dtype=torch.float64, device=pos.device)
-    columns = [column.double() for column in pos.unbind(1)]
-    least = [nothing.scatter_reduce(0, box, column, "amin") for column in columns]
-    greatest = [(-nothing).scatter_reduce(0, box, column, "amax") for column in columns]
-    bounds = torch.stack(least + [bound.neg_() for bound in greatest], dim=1)
-    low, high = everyone.least(bounds).chunk(2, dim=1)
+    least, greatest = [], []
+    for column in pos.unbind(1):
+        wide = column.double()
+        least.append(nothing.scatter_reduce(0, box, wide, "amin"))
+        greatest.append((-nothing).scatter_reduce(0, box, wide, "amax"))
+    bounds = everyone.least(torch.stack([*least, *(-bound for bound in greatest)], dim=1))
+    low, high = bounds.chunk(2, dim=1)
     return low, -high

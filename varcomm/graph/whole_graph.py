@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.assign_checks import checked_positions, checked_weight
+from varcomm.graph.assign_checks import check_sum, checked_positions, checked_weight
 
 __all__ = ["edges_of", "node_counts", "positions_of", "weights_of"]
 
@@ -22,6 +22,8 @@ Ints = NDArray[np.int64]
 def node_counts(data: Data | HeteroData) -> dict[Any, int]:
     """Return how many nodes there are of each type; those of a Data are of the type None."""
     counts = {kind: store.num_nodes for kind, store in _node_stores(data)}
+    if not counts:
+        raise ArgumentError("data has no node types.")
     for kind, count in counts.items():
         if count is None:
             raise ArgumentError(
@@ -71,8 +73,11 @@ def edges_of(data: Data | HeteroData, method: str, weight: Any) -> tuple[Ints, I
             start = starts.get(end, 0)
             ends.append(ids.cpu() + start if start else ids.cpu())
     given = weights_of(weight, "edge_weight", edges, "edges")
-    source, target = _joined(ends[::2]), _joined(ends[1::2])
-    return source.numpy(), target.numpy(), None if given is None else given.numpy()
+    source, target = _joined(ends[::2]).numpy(), _joined(ends[1::2]).numpy()
+    if given is None:
+        return source, target, None
+    check_sum(2 * float(given.double().sum()), 2.0**62, "edge_weight, from both ends,")
+    return source, target, given.numpy()
 
 
 def weights_of(given: Any, name: str, rows: Mapping[Any, int], row: str) -> torch.Tensor | None:
@@ -114,5 +119,7 @@ def _name(kind: Hashable) -> str:
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    # a single one is not copied: it may be large
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    """Concatenate; a single one is not copied, as it may be large, and none are no integers."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.int64)
