@@ -105,7 +105,7 @@ def _pickled(name: str, value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _here(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+def _here(storage: Any, location: str) -> Any:
     """Put what was on a device of the sender's on this rank's of that kind."""
     return storage if location == "cpu" else storage.cuda()
 

@@ -57,7 +57,9 @@ class Tables:
         """Yield edges and rows by their names."""
         for edge_type, edges in self.edges.items():
             yield f"{_name(edge_type)}.edge_index", edges.edge_index
-        for key, table in (*self.nodes.items(), *self.edges.items()):
+        tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
+        tables = [*self.nodes.items(), *self.edges.items()]
+        for key, table in tables:
             for name, attribute in table.attributes.items():
                 if isinstance(attribute.value, torch.Tensor):
                     yield f"{_name(key)}.{name}", attribute.value
