@@ -234,7 +234,7 @@ def _check_local(edge_index: Any, graph: PartitionedGraph, where: str) -> None:
             "targets: call the model with graph.edge_index, not with that of the whole graph. "
             f"{again}"
         )
-    if not graph.local_edges.include(edge_index):
+    if not graph.edges.local_edges.include(edge_index):
         raise ArgumentError(
             f"{where}some edges are not in the graph that the model is distributed on. Edges of "
             f"graph.edge_index may be left out, and self loops added, but no others. {again}"

@@ -1,0 +1,2 @@
+def assign_sharded(*a, **k):
+    raise RuntimeError
