@@ -13,6 +13,7 @@ from varcomm.graph.assign import assign
 from varcomm.graph.distribute import distribute
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.from_edges import from_edges
+from varcomm.graph.overlap import edge_update, message_passing
 from varcomm.graph.partition import partition
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.report import Report
@@ -25,6 +26,8 @@ __all__ = [
     "Report",
     "assign",
     "distribute",
+    "edge_update",
     "from_edges",
+    "message_passing",
     "partition",
 ]
