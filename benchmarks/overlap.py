@@ -1,8 +1,8 @@
-"""A step with and without overlap of the halo's exchange: ``python benchmarks/overlap.py --ranks 2``.
+"""A step with and without overlap of the halo's exchange: ``python benchmarks/overlap.py``.
 
-Forward and backward of some layers of message passing, an MLP at each edge and a sum at each node, on
-a square grid with 8 neighbours. Steps with and without overlap take turns, as machines are noisy. A
-rank has one thread; what an engine does beside, on threads of its own, needs a core too.
+Forward and backward of some layers of message passing, an MLP at each edge and a sum at each node,
+on a square grid with 8 neighbours. Steps with and without overlap take turns, since machines are
+noisy. A rank has one thread; what an engine does on threads of its own needs a core too.
 """
 
 import argparse
