@@ -1,8 +1,8 @@
 """The world ocean at 1/12 degree, 6.2 million nodes and 49 million edges, from pieces.
 
-``python benchmarks/etopo5.py etopo5.cdf.xz``: every rank reads its band of latitudes, makes the edges
-into its sea cells, and ``from_edges`` joins them. The file is NOAA's relief of the Earth in netCDF 3,
-from the data sets of PMEL's Ferret, in the public domain.
+``python benchmarks/etopo5.py etopo5.cdf.xz``: every rank reads its band of latitudes, makes the
+edges into its sea cells, and ``from_edges`` joins them. The file is NOAA's relief of the Earth in
+netCDF 3, from the data sets of PMEL's Ferret, in the public domain.
 """
 
 import argparse
@@ -56,8 +56,13 @@ def main():
     table(
         ["rank", "nodes", "edges", "halo", "s", "CPU s", "MB sent", "MB an exchange", "peak GB"],
         [
-            [rank, *(f"{n:,}" for n in part[:3]), f"{part[3]:.1f}", f"{part[4]:.1f}"]
-            + [f"{part[5] / 1e6:.1f}", f"{part[6] / 1e6:.2f}", f"{part[7] / 1e9:.2f}"]
+            [
+                rank,
+                *(f"{n:,}" for n in part[:3]),
+                *(f"{seconds:.1f}" for seconds in part[3:5]),
+                *(f"{sent / 1e6:.2f}" for sent in part[5:7]),
+                f"{part[7] / 1e9:.2f}",
+            ]
             for rank, part in enumerate(parts)
         ],
     )

@@ -1,6 +1,6 @@
 """Seconds, memory and bytes of building a partitioned graph: ``python benchmarks/graph_build.py``.
 
-Ranks share the cores of the machine, so CPU seconds a rank say what a rank of its own core would take.
+Ranks share the cores of the machine: CPU seconds tell what a rank takes that has a core to itself.
 """
 
 import argparse

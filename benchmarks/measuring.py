@@ -25,7 +25,7 @@ class Cost:
 
 
 class Measured:
-    """Measure a block: seconds, CPU seconds, bytes sent, and by how much memory rose at its peak."""
+    """Measure a block: seconds, CPU seconds, bytes sent, and memory at its peak."""
 
     def __enter__(self):
         self.cost = Cost()

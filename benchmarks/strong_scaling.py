@@ -1,5 +1,6 @@
-"""One process against two ranks, a thread each: ``python benchmarks/strong_scaling.py etopo20.cdf.xz``.
+"""One process against two ranks, of a thread each.
 
+``python benchmarks/strong_scaling.py etopo20.cdf.xz``.
 Trains MeshGraphNet on the world ocean at 1/3 degree, 386,000 nodes. Runs of one process and of two
 ranks take turns, since machines are noisy; the file is NOAA's, as for etopo5.py.
 """
@@ -81,8 +82,13 @@ def main():
     table(
         ["ranks", "s a step", "peak GB a rank", "MB sent a step", "last loss"],
         [
-            [n, f"{seconds[n]:.2f}", f"{memory[n] / 1e9:.2f}", f"{parts[0][2] / 1e6:.2f}"]
-            + [f"{parts[0][3]:.6f}"]
+            [
+                n,
+                f"{seconds[n]:.2f}",
+                f"{memory[n] / 1e9:.2f}",
+                f"{parts[0][2] / 1e6:.2f}",
+                f"{parts[0][3]:.6f}",
+            ]
             for n, parts in runs.items()
         ],
     )

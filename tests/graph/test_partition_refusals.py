@@ -85,8 +85,9 @@ WRONG = {
     ),
     "an array of objects": ((ring(), np.array([None] * 3)), "as integers; got torch.float64"),
     "an unknown method": (
-        (ring(), "kahip"),
-        "must be one of metis, rcb, block, random, a tensor of ranks, or None; got 'kahip'.",
+        (ring(), "scotch"),
+        "must be one of metis, kahip, rcb, hilbert, block, random, a tensor of ranks, or None; got "
+        "'scotch'.",
     ),
     "too few ranks of nodes": (
         (ring(), owner(0, 1)),

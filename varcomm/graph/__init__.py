@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from varcomm.graph.assign import assign
+from varcomm.graph.assign_sharded import assign_sharded
 from varcomm.graph.distribute import distribute
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.from_edges import from_edges
@@ -25,6 +26,7 @@ __all__ = [
     "PartitionedGraph",
     "Report",
     "assign",
+    "assign_sharded",
     "distribute",
     "edge_update",
     "from_edges",
