@@ -14,6 +14,7 @@ from varcomm.graph.assign_sharded import assign_sharded
 from varcomm.graph.distribute import distribute
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.from_edges import from_edges
+from varcomm.graph.overlap import edge_update, message_passing
 from varcomm.graph.partition import partition
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.report import Report
@@ -27,6 +28,8 @@ __all__ = [
     "assign",
     "assign_sharded",
     "distribute",
+    "edge_update",
     "from_edges",
+    "message_passing",
     "partition",
 ]
