@@ -230,8 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     with torch.no_grad():
         part = model(graph.x, graph.edge_index, graph.edge_attr)
-    prediction = graph.gather(part)
-    rank = graph.gather(torch.full((graph.num_owned,), world.rank))
+    prediction = graph.gather(part, dst=0)
+    rank = graph.gather(torch.full((graph.num_owned,), world.rank), dst=0)
     if first:
         print(f"\n{options.steps} steps in {seconds:.0f} s. RMSE on the test tiles, in deg C:")
         network = ocean.rmse(data, prediction)

@@ -35,7 +35,7 @@ def known(**attributes):
 
 # what one of the ranks passes, and what all of them are told
 WRONG = {
-    "no Data": (([EDGES], None), "must be a torch_geometric.data.Data; got list."),
+    "no Data": (([EDGES], None), "must be a torch_geometric.data.Data or HeteroData; got list."),
     "no edges": ((Data(num_nodes=3), None), "edge_index must be a tensor of torch.int64."),
     "edges of int32": ((ring(edge_index=EDGES.int()), None), "must be a tensor of torch.int64."),
     "edges as rows": (
@@ -85,8 +85,9 @@ WRONG = {
     ),
     "an array of objects": ((ring(), np.array([None] * 3)), "as integers; got torch.float64"),
     "an unknown method": (
-        (ring(), "kahip"),
-        "must be one of metis, rcb, block, random, a tensor of ranks, or None; got 'kahip'.",
+        (ring(), "scotch"),
+        "must be one of metis, kahip, rcb, hilbert, block, random, a tensor of ranks, or None; got "
+        "'scotch'.",
     ),
     "too few ranks of nodes": (
         (ring(), owner(0, 1)),
@@ -134,7 +135,7 @@ RIGHT = defaultdict(
     lambda: (known(), "block"),
     {
         "data.scale": (known(scale=1.0), "block"),
-        "data.table, data.year": (known(year=1998, table=np.ones(5)), "block"),
+        "data.table, data.year": (known(year=1998, table=np.ones((1, 5))), "block"),
     },
 )
 
@@ -151,7 +152,7 @@ RIGHT = defaultdict(
         (ring(), "block", "data.x"),
         (known(name="other", pos=X), "block", "data.name, data.pos"),
         (known(scale=2.0), "block", "data.scale"),
-        (known(year=1999, table=np.zeros(5)), "block", "data.table, data.year"),
+        (known(year=1999, table=np.zeros((1, 5))), "block", "data.table, data.year"),
         (known(), "random", "method"),
         (known(), None, "method"),
         (known(), owner(0, 0, 0), "method"),
@@ -196,7 +197,7 @@ def test_bisection_without_positions(worlds):
 def test_bisection_with_positions_of_other_nodes(worlds):
     wrong = ring(pos=torch.zeros(2, 2)), "rcb"
     told = worlds.run(2, message_on, 0, wrong, wrong, ArgumentError)
-    assert "data.pos of shape (3, D), a row for each node; got (2, 2)." in told[0]
+    assert "data.pos has 2 entries, for neither 3 nodes nor 3 edges." in told[0]
     assert told[0] == told[1]
 
 
@@ -236,7 +237,7 @@ def test_an_attribute_that_the_graph_does_not_have(worlds):
 def alike(rank):
     """What is the same on all ranks, though it is not equal to itself, is no disagreement."""
     data = ring(
-        x=X, scale=math.nan, table=np.full(5, np.nan), leaf_area_index=torch.rand(3) * 0 + 1
+        x=X, scale=math.nan, table=np.full((1, 5), np.nan), leaf_area_index=torch.rand(3) * 0 + 1
     )
     data.refractive_index, data.index_name, data.is_index = 1.3, "WIND", X[:, 0] > 0
     graph = partition(data, method=np.array([0, 1, 0], dtype=np.uint16))

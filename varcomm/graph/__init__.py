@@ -10,9 +10,23 @@ except ModuleNotFoundError as error:
     ) from error
 
 from varcomm.graph.assign import assign
+from varcomm.graph.assign_sharded import assign_sharded
 from varcomm.graph.distribute import distribute
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.from_edges import from_edges
 from varcomm.graph.partition import partition
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.report import Report
+from varcomm.graph.shard import NodeShard
 
-__all__ = ["PartitionedGraph", "Report", "assign", "distribute", "partition"]
+__all__ = [
+    "EdgeShard",
+    "NodeShard",
+    "PartitionedGraph",
+    "Report",
+    "assign",
+    "assign_sharded",
+    "distribute",
+    "from_edges",
+    "partition",
+]

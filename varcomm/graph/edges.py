@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from varcomm.graph.local_edges import LocalEdges, remember
-from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["EdgeSet", "Edges", "edge_sets", "with_halo"]
+__all__ = ["EdgeSet", "Edges", "with_halo"]
 
 
 class EdgeSet(Protocol):
@@ -89,11 +87,6 @@ class Edges:
     def local_edges(self) -> LocalEdges:
         """The edges, prepared to compare with them what a layer is given."""
         return LocalEdges(self.edge_index, self.num_sources + self.num_halo)
-
-
-def edge_sets(graph: PartitionedGraph) -> Mapping[Any, EdgeSet]:
-    """Return the edges of a graph by their types; of one with a single type, by None."""
-    return {None: Edges(graph.edge_index, graph.plan, graph.num_owned)}
 
 
 def with_halo(edges: EdgeSet, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -2,267 +2,335 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass, field
+import os
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.local_edges import LocalEdges, remember
-from varcomm.graph.reductions import replicated_sum
+from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.report import Report
+from varcomm.graph.shard import NodeShard, Shard, moved
 from varcomm.layout import ShardSizes
-from varcomm.ops.gather_v import gather_v
-from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.transport.agree import compare, debugging, share
-from varcomm.transport.group import Group
+from varcomm.transport.agree import share
+from varcomm.transport.group import Group, GroupLike
 
-__all__ = ["PartitionedGraph"]
+__all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
+
+# None in a graph whose nodes, and whose edges, are all of one type.
+NodeType = str | None
+EdgeType = tuple[str, str, str] | None
+
+S = TypeVar("S", bound=Shard)
 
 # What Data counts, which is unambiguous for its local part.
-_COUNTS = ("num_edges", "num_edge_features", "num_features", "num_node_features")
+_COUNTS = ("num_edges", "num_edge_features", "num_features", "num_node_features", "num_nodes")
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionedGraph:
     """The part of a graph that this rank owns: nodes, all edges into them, and their attributes.
 
-    Made by :func:`partition`. Attributes of nodes and edges are those of the whole graph, cut to
-    what this rank owns: ``graph.x``, ``graph.edge_attr``, ``graph.y``, ... They keep the order that
-    they have there. ``graph.num_nodes`` and ``graph.num_edges`` count what this rank owns, and
-    ``"y" in graph`` tells whether there is such an attribute. The graph cannot be changed.
+    Made by :func:`partition` or :func:`from_edges`. Attributes of nodes and edges are those of the
+    whole graph, cut to what this rank owns: ``graph.x``, ``graph.edge_attr``, ``graph.y``, ... They
+    keep the order that they have there. ``graph.num_nodes`` and ``graph.num_edges`` count what this
+    rank owns, and ``"y" in graph`` tells whether there is such an attribute. The graph cannot be
+    changed.
 
     Nodes have local numbers: ``0 ... n - 1`` are owned, ``n ... n + h - 1`` are the halo, copies of
     other ranks' nodes from which edges come, owner by owner. ``graph.edge_index`` is in local
     numbers.
 
+    A heterogeneous graph has these per type: ``graph["paper"]`` is a :class:`NodeShard`,
+    ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with a halo and a plan of its own,
+    ``graph.x_dict`` and ``graph.edge_index_dict`` go into a model. A graph with one type is short
+    for its ``graph.nodes`` and ``graph.edges``.
+
     Attributes
     ----------
-    data : torch_geometric.data.Data
-        The local part.
-    node_sizes : ShardSizes
-        Nodes that each rank owns.
-    owned_ids, halo_ids : torch.Tensor
-        Numbers that the local nodes have in the whole graph; int64, shapes (n,) and (h,).
-    plan : ExchangePlan
-        Fills the halo: ``plan(x)`` of the owned rows gives the halo's rows.
+    node_shards, edge_shards : mapping
+        What this rank has of each type; of the type None in a graph with one type.
+    attributes : mapping of str
+        Attributes of the graph as a whole.
     method : str
         How the ranks of nodes were decided.
     """
 
-    data: Data = field(repr=False)
-    node_sizes: ShardSizes
-    owned_ids: torch.Tensor = field(repr=False)
-    halo_ids: torch.Tensor = field(repr=False)
-    plan: ExchangePlan = field(repr=False)
+    node_shards: Mapping[NodeType, NodeShard]
+    edge_shards: Mapping[EdgeType, EdgeShard]
+    attributes: Mapping[str, Any]
     method: str
+
+    @property
+    def group(self) -> Group:
+        """The ranks that the graph is split over."""
+        return next(iter(self.node_shards.values())).group
+
+    @property
+    def node_types(self) -> list[NodeType]:
+        """The types of nodes; [None] if there is one."""
+        return list(self.node_shards)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        """The types of edges; [None] if there is one."""
+        return list(self.edge_shards)
+
+    @property
+    def nodes(self) -> NodeShard:
+        """The nodes that this rank owns, in a graph with one type."""
+        return self._only(self.node_shards)
+
+    @property
+    def edges(self) -> EdgeShard:
+        """The edges that this rank owns, in a graph with one type."""
+        return self._only(self.edge_shards)
+
+    def _only(self, shards: Mapping[Any, S]) -> S:
+        if None not in shards:
+            names = ", ".join(f"graph[{key!r}]" for key in shards)
+            raise ArgumentError(f"the graph has several types; say of which: {names}.")
+        return shards[None]
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the shard of a type; of a graph with one type, an attribute."""
+        for shards in (self.node_shards, self.edge_shards):
+            if key is not None and key in shards:
+                return shards[key]
+        if isinstance(key, str) and None in self.node_shards and key in self:
+            return getattr(self, key)
+        types = [key for key in (*self.node_shards, *self.edge_shards) if key is not None]
+        raise KeyError(f"{key!r}; the graph has {types or 'one type, graph.nodes and graph.edges'}")
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local part, such as ``x`` or ``edge_index``."""
-        # not during unpickling or copying, when there is no data yet
-        if name.startswith("__") or "data" not in self.__dict__:
+        # not during unpickling or copying, when there is nothing yet
+        if name.startswith("__") or "attributes" not in self.__dict__:
             raise AttributeError(name)
-        if name in _COUNTS:
+        for attributes in (self.attributes, *self._of_one_type):
+            if name in attributes:
+                return attributes[name]
+        if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
             return getattr(self.data, name)
-        if name not in self.data:
-            raise AttributeError(
-                f"the graph has no attribute {name!r}; its data have {', '.join(self.data.keys())}."
-            )
-        return self.data[name]
+        names = [*self.data.keys()]
+        raise AttributeError(
+            f"the graph has no attribute {name!r}; its data have {', '.join(names)}."
+        )
 
-    def __post_init__(self) -> None:
-        remember(self.edge_index, self.plan)
+    @property
+    def _of_one_type(self) -> tuple[Mapping[str, Any], ...]:
+        if None not in self.node_shards:
+            return ()
+        return self.nodes.attributes, self.edges.attributes
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.data
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
         """Return the graph itself, which is not changed: copies of a model run on the same."""
         return self
 
+    def __repr__(self) -> str:
+        """Return how much of the graph is here."""
+        nodes = [shard.sizes for shard in self.node_shards.values()]
+        mine = sum(sizes[self.group.rank] for sizes in nodes)
+        total, edges = sum(sizes.total for sizes in nodes), self.edge_shards.values()
+        return (
+            f"PartitionedGraph({self.group}: {mine} of {total} nodes, "
+            f"{sum(shard.num_halo for shard in edges)} in the halo, "
+            f"{sum(shard.num_owned for shard in edges)} edges, by {self.method})"
+        )
+
+    @cached_property
+    def data(self) -> Data | HeteroData:
+        """The local part as PyG has it, edges in local numbers."""
+        if None in self.node_shards:
+            data = Data(edge_index=self.edges.edge_index, num_nodes=self.nodes.num_owned)
+            for attributes in self._of_one_type:
+                data.update(attributes)
+        else:
+            data = HeteroData()
+            for node_type, nodes in self.node_shards.items():
+                data[node_type].update({"num_nodes": nodes.num_owned, **nodes.attributes})
+            for edge_type, edges in self.edge_shards.items():
+                data[edge_type].update({"edge_index": edges.edge_index, **edges.attributes})
+        for name, value in self.attributes.items():
+            data[name] = value
+        return data
+
     @property
-    def group(self) -> Group:
-        """The ranks that the graph is split over."""
-        return self.plan.group
+    def edge_index(self) -> torch.Tensor:
+        """Edges in local numbers, int64 of shape (2, E)."""
+        return self.edges.edge_index
 
     @property
     def num_owned(self) -> int:
         """Nodes that this rank owns, n."""
-        return self.plan.num_rows
+        return self.nodes.num_owned
 
     @property
     def num_halo(self) -> int:
         """Nodes of other ranks that this one has copies of, h."""
-        return len(self.halo_ids)
+        return self.edges.num_halo
 
-    @cached_property
-    def local_edges(self) -> LocalEdges:
-        """The edges, prepared to compare with them what a layer is given."""
-        return LocalEdges(self.edge_index, self.num_owned + self.num_halo)
+    @property
+    def node_sizes(self) -> ShardSizes:
+        """Nodes that each rank owns."""
+        return self.nodes.sizes
+
+    @property
+    def owned_ids(self) -> torch.Tensor:
+        """Numbers of the owned nodes in the whole graph, ascending; int64 of shape (n,)."""
+        return self.nodes.owned_ids
+
+    @property
+    def halo_ids(self) -> torch.Tensor:
+        """Numbers of the halo's nodes in the whole graph; int64 of shape (h,)."""
+        return self.edges.halo_ids
+
+    @property
+    def plan(self) -> ExchangePlan:
+        """What fills the halo."""
+        return self.edges.plan
+
+    @property
+    def interior(self) -> torch.Tensor:
+        """Positions of edges whose source this rank owns; see :attr:`EdgeShard.interior`."""
+        return self.edges.interior
+
+    @property
+    def boundary(self) -> torch.Tensor:
+        """Positions of edges whose source is in the halo; see :attr:`EdgeShard.boundary`."""
+        return self.edges.boundary
+
+    @property
+    def hops(self) -> int:
+        """How many exchanges of one hop the halo replaces."""
+        return max(shard.hops for shard in self.edge_shards.values())
+
+    def halo(self, x: torch.Tensor) -> torch.Tensor:
+        """Fetch the halo's rows, (h, *F), of owned ones, (n, *F); see :meth:`EdgeShard.halo`."""
+        return self.edges.halo(x)
 
     def with_halo(self, x: torch.Tensor) -> torch.Tensor:
-        """Append the halo's rows to the owned ones.
+        """Append the halo's rows to owned ones; see :meth:`EdgeShard.with_halo`."""
+        return self.edges.with_halo(x)
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            Owned rows, (n, *F).
+    def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
+        """Collect rows of all nodes in their order in the whole graph; see :meth:`Shard.gather`.
 
-        Returns
-        -------
-        torch.Tensor
-            Owned rows and the halo's, (n + h, *F). Its adjoint adds what arrives at copies to the
-            rows that they are copies of.
+        ``graph.edges.gather`` does it for edges.
         """
-        return torch.cat([x, self.plan(x)])
+        return self.nodes.gather(x, dst)
 
-    def gather(self, x: torch.Tensor, dst: int = 0) -> torch.Tensor:
-        """Collect a value of each node on one rank, in the order of the whole graph.
+    def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
+        """Send each rank its rows of what `src` has for all nodes; see :meth:`Shard.scatter`.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            Owned rows, (n, *F).
-        dst : int
-            The rank, within the group, that gets them.
-
-        Returns
-        -------
-        torch.Tensor
-            On `dst` (N, *F), elsewhere zero rows. Differentiable: the adjoint sends rows back.
-
-        Raises
-        ------
-        ArgumentError
-            Before any communication, if `x` or `dst` do not fit on this rank.
-
-        Notes
-        -----
-        Communication: each rank sends its rows, and their numbers at 8 bytes each, to `dst`.
+        ``graph.edges.scatter`` does it for edges.
         """
-        with checking("graph.gather", self.group) as where:
-            if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
-                raise ArgumentError(
-                    f"{where}x must be a tensor with one row for each of the {self.num_owned} "
-                    f"owned nodes; got {_described(x)}."
-                )
-        pg = self.group.process_group
-        ids = gather_v(self.owned_ids, self.node_sizes, dst=dst, group=pg)
-        rows = gather_v(x, self.node_sizes, dst=dst, group=pg)
-        return rows.index_select(0, ids.argsort())
+        return self.nodes.scatter(x, src)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum over the nodes of all ranks.
+        """Sum over the nodes of all ranks; see :meth:`Shard.sum`."""
+        return self.nodes.sum(values, mask)
 
-        The gradient is counted once, under the assumption that every rank uses the result alike.
+    def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Average over the nodes of all ranks, and over their features; see :meth:`Shard.mean`."""
+        return self.nodes.mean(values, mask)
+
+    def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the greatest value of the nodes of all ranks; see :meth:`Shard.max`."""
+        return self.nodes.max(values, mask)
+
+    def to(self, device: torch.device | str) -> PartitionedGraph:
+        """Return the same part on another device; the group must serve it."""
+        return replace(
+            self,
+            node_shards={key: shard.to(device) for key, shard in self.node_shards.items()},
+            edge_shards={key: shard.to(device) for key, shard in self.edge_shards.items()},
+            attributes=moved(self.attributes, device),
+        )
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write each rank's part into a folder that all ranks see; collective.
 
         Parameters
         ----------
-        values : torch.Tensor
-            A value, or several, of each owned node, (n, *F); or, with a mask, of each node that
-            counts, in their order. Real floats; the same ``*F`` on every rank.
-        mask : torch.Tensor, optional
-            Which owned nodes count, bool of shape (n,).
-
-        Returns
-        -------
-        torch.Tensor
-            A scalar, the same on all ranks bit for bit, in the dtype of `values`.
+        folder : path
+            Made if it is not there. A partition saved there before is replaced once this one is
+            complete.
 
         Raises
         ------
         ArgumentError
-            Before any communication, if `values` or `mask` do not fit on this rank.
+            On every rank, if one of them cannot write; if the folder holds something else; if an
+            attribute is neither a tensor nor, of the graph as a whole, plain text and numbers.
 
         Notes
         -----
-        Summed in fp64, locally and over ranks: 16 bytes a rank.
-
-        Where something outside the mask is NaN, give the rows that count alone,
-        ``loss(prediction[mask], y[mask])`` beside `mask`. A loss of all rows is NaN there, and so
-        is its derivative: it stays NaN times the zero that arrives, as in one process.
+        A file a rank in NumPy's format and one in JSON, without pickle. Each rank writes what it
+        owns.
         """
-        return self._sum_and_count("graph.sum", values, mask)[0].to(values.dtype)
+        from varcomm.graph.saved import save  # which builds graphs, and so imports this module
 
-    def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Average over the nodes of all ranks, and over their features.
+        save(self, folder)
 
-        The gradient is counted once, under the assumption that every rank uses the result alike: as
-        for a loss, whose ``backward()`` every rank calls. Then each rank has its part of the
-        gradients of replicated parameters, and :func:`varcomm.data_parallel.sum_gradients`
-        completes them.
+    @staticmethod
+    def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
+        """Read what :meth:`save` wrote, on the same or on another number of ranks; collective.
 
         Parameters
         ----------
-        values, mask
-            As in :meth:`sum`; where `y` is NaN outside the mask,
-            ``graph.mean(loss(prediction[mask], y[mask]), mask)``.
+        folder : path
+            As for :meth:`save`.
+        group : ProcessGroup or DeviceMesh, optional
+            The ranks that take part; None is the whole world.
 
         Returns
         -------
-        torch.Tensor
-            A scalar, the same on all ranks bit for bit, in the dtype of `values`; NaN if no node of
-            any rank counts.
+        PartitionedGraph
+            On the CPU. On as many ranks as saved it, the same parts. On others, nodes in the order
+            of the saved parts are cut evenly.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if a file is missing, cut short, altered, or of another graph.
+
+        Examples
+        --------
+        >>> import tempfile, torch, varcomm
+        >>> from torch_geometric.data import Data
+        >>> def save(rank, folder):
+        ...     ring = Data(x=torch.arange(4.0), edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]))
+        ...     varcomm.graph.partition(ring, method="block").save(folder)
+        >>> def load(rank, folder):
+        ...     return varcomm.graph.PartitionedGraph.load(folder).x.tolist()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     varcomm.launch(save, 2, folder), varcomm.launch(load, 1, folder)
+        ([None, None], [[0.0, 1.0, 2.0, 3.0]])
         """
-        total, count = self._sum_and_count("graph.mean", values, mask)
-        return (total / count).to(values.dtype)
+        from varcomm.graph.saved import load
+
+        return load(folder, group)
 
     def report(self) -> Report:
         """Tell how even the parts are and what an exchange costs; collective."""
-        source = self.edge_index[0]
+        edges = self.edge_shards.values()
         own = (
-            self.num_owned,
-            self.num_halo,
-            int(source.numel()),
-            int((source >= self.num_owned).sum()),
-            sum(self.plan.send_counts),
+            sum(shard.num_owned for shard in self.node_shards.values()),
+            sum(shard.num_halo for shard in edges),
+            sum(shard.num_owned for shard in edges),
+            sum(int((s.edge_index[0] >= s.num_sources).sum()) for s in edges),
+            sum(sum(shard.plan.send_counts) for shard in edges),
         )
         columns = zip(*share("graph.report", lambda: own, self.group), strict=True)
         return Report(self.method, *columns)
-
-    def _sum_and_count(
-        self, what: str, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with checking(what, self.group) as where:
-            _check_values(values, mask, self.num_owned, where)
-        if debugging():
-            row = {"dtype": str(values.dtype), "shape of a row": list(values.shape[1:])}
-            compare(self.group, {"operation": what} | row)
-        if mask is not None and len(values) == self.num_owned:
-            values = values[mask]
-        part = values.sum(dtype=torch.float64)
-        count = torch.full_like(part, values.numel())
-        total = replicated_sum(torch.stack([part, count]), self.group)
-        return total[0], total[1]
-
-
-def _check_values(values: Any, mask: Any, owned: int, where: str) -> None:
-    if mask is not None and not (
-        isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == (owned,)
-    ):
-        raise ArgumentError(
-            f"{where}mask must be of torch.bool and shape ({owned},); got {_described(mask)}."
-        )
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point() or values.dim() == 0:
-        rows: tuple[int, ...] = ()
-    else:
-        # counting what a mask lets through waits for the device
-        rows = (owned,) if mask is None or len(values) == owned else (owned, int(mask.sum()))
-    if not rows or len(values) not in rows:
-        among = "" if mask is None else ", or for each of those that the mask lets through"
-        raise ArgumentError(
-            f"{where}values must be floats, one row for each of the {owned} owned nodes{among}; "
-            f'got {_described(values)}. For a loss: reduction="none".'
-        )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    return type(value).__name__
 
 
 def _refuse_change(graph: PartitionedGraph, name: str, value: object = None) -> None:

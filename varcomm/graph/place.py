@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.edges import EdgeSet, edge_sets
+from varcomm.graph.edges import EdgeSet
 from varcomm.graph.local_edges import plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import holds_integers
@@ -48,10 +48,10 @@ class Place:
         """The ranks that the graph is split over."""
         return self.graph.group
 
-    @cached_property
-    def edge_sets(self) -> dict[Any, EdgeSet]:
+    @property
+    def edge_sets(self) -> Mapping[Any, EdgeSet]:
         """The edges of the graph by their types."""
-        return dict(edge_sets(self.graph))
+        return self.graph.edge_shards
 
     @cached_property
     def _by_plan(self) -> dict[ExchangePlan, EdgeSet]:

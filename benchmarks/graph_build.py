@@ -1,0 +1,124 @@
+"""Seconds, memory and bytes of building a partitioned graph: ``python benchmarks/graph_build.py``.
+
+Ranks share the cores of the machine: CPU seconds tell what a rank takes that has a core to itself.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from measuring import Measured, machine, median, table
+from torch_geometric.data import Data
+
+import varcomm as vc
+
+NEIGHBOURS = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
+
+
+def grid(rows, columns, first=0, last=None):
+    """Edges into the nodes of some rows of a grid with 8 neighbours."""
+    last = rows if last is None else last
+    node = torch.arange(rows * columns).view(rows, columns)
+    edges = []
+    for up, right in NEIGHBOURS:
+        top, bottom = max(first, -up), min(last, rows - up)
+        left, end = max(0, -right), min(columns, columns - right)
+        target = node[top:bottom, left:end]
+        source = node[top + up : bottom + up, left + right : end + right]
+        edges.append(torch.stack([source.reshape(-1), target.reshape(-1)]))
+    return torch.cat(edges, dim=1)
+
+
+def blocks(rows, columns, ranks):
+    """The rank of each node: the most square blocks that there are for so many ranks."""
+    down = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
+    across = ranks // down
+    row, column = torch.arange(rows) * down // rows, torch.arange(columns) * across // columns
+    return (row[:, None] * across + column).reshape(-1)
+
+
+def build(rank, side, ranks, repeats):
+    """Partition a grid that every rank has, by an assignment that is given."""
+    torch.set_num_threads(1)
+    data = Data(edge_index=grid(side, side), num_nodes=side * side)
+    owner = blocks(side, side, ranks)
+    costs = []
+    for _ in range(repeats):
+        with Measured() as cost:
+            graph = vc.graph.partition(data, method=owner)
+        costs.append(cost)
+    ids = 2 * graph.num_edges + graph.num_owned + graph.num_halo
+    return (
+        median([cost.wall for cost in costs]),
+        median([cost.cpu for cost in costs]),
+        max(cost.rise for cost in costs),
+        kept(graph) / (8 * ids),
+    )
+
+
+def kept(graph):
+    """Bytes of the local graph and its plan, the order of its sums included."""
+    tensors = [graph.edge_index, graph.halo_ids, graph.plan.send_index]
+    tensors += [graph.edges.ids.gaps, graph.edges.ids.rest, graph.nodes.ids.gaps]
+    sums = graph.plan.row_sum
+    tensors += [sums.rows, sums.first, *(part for both in sums.rounds for part in both)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def weak(rank, ranks, nodes, repeats):
+    """Build from edges that each rank makes for its own rows; no rank has the graph."""
+    torch.set_num_threads(1)
+    columns = 200
+    rows = nodes // columns
+    edges = grid(rows * ranks, columns, rank * rows, (rank + 1) * rows)
+    sizes = [rows * columns] * ranks
+    x = torch.zeros(rows * columns, 8)
+    costs = []
+    for _ in range(repeats):
+        with Measured() as cost:
+            graph = vc.graph.from_edges(edges, sizes, node_attrs={"x": x})
+        costs.append(cost)
+    with Measured() as exchange:
+        for _ in range(10):
+            graph.halo(x)
+    return (
+        median([cost.cpu for cost in costs]),
+        costs[-1].sent,
+        kept(graph),
+        exchange.sent // 10,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--side", type=int, default=1000, help="of the grid that is partitioned")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=20_000, help="a rank, for weak scaling")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    print(machine(), end="\n\n")
+
+    side, ranks = options.side, options.ranks
+    print(f"partition({side} x {side} grid, 8 neighbours, method=given), {ranks} ranks")
+    parts = vc.launch(build, ranks, side, ranks, options.repeats)
+    table(
+        ["rank", "s", "CPU s", "peak MB", "bytes / (2 edges + owned + halo) ids"],
+        [
+            [rank, f"{wall:.2f}", f"{cpu:.2f}", f"{peak / 1e6:.0f}", f"{share:.2f}"]
+            for rank, (wall, cpu, peak, share) in enumerate(parts)
+        ],
+    )
+
+    print(f"from_edges, {options.nodes:,} nodes a rank: the worst rank")
+    rows = []
+    for count in (2, 4, 8, 16):
+        parts = vc.launch(weak, count, count, options.nodes, options.repeats)
+        cpu, sent, memory, exchange = (max(column) for column in zip(*parts, strict=True))
+        rows.append([count, f"{cpu:.3f}", f"{sent:,}", f"{memory:,}", f"{exchange:,}"])
+    table(["ranks", "CPU s", "bytes sent", "bytes kept", "bytes an exchange"], rows)
+
+
+if __name__ == "__main__":
+    main()

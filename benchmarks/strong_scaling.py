@@ -1,0 +1,102 @@
+"""One process against two ranks, of a thread each.
+
+``python benchmarks/strong_scaling.py etopo20.cdf.xz``.
+Trains MeshGraphNet on the world ocean at 1/3 degree, 386,000 nodes. Runs of one process and of two
+ranks take turns, since machines are noisy; the file is NOAA's, as for etopo5.py.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from measuring import Measured, machine, median, reset_peak, table
+from relief import band, sea, unpacked
+from torch_geometric.data import Data
+
+import varcomm as vc
+from varcomm.models import MeshGraphNet
+
+
+def ocean(path):
+    """Sea cells with 4 features, and edges to 8 neighbours with 3."""
+    is_sea = sea(path)
+    edge_index, pos = band(is_sea, range(len(is_sea)), 0)
+    # columns and rows to the sphere
+    angle = pos * torch.tensor([2 * torch.pi / is_sea.shape[1], torch.pi / is_sea.shape[0]])
+    east, south = angle[:, 0], angle[:, 1]
+    xyz = torch.stack([south.sin() * east.cos(), south.sin() * east.sin(), south.cos()], dim=1)
+    source, target = edge_index
+    return Data(
+        x=torch.cat([xyz, south.sin()[:, None]], dim=1),
+        pos=xyz,
+        edge_index=edge_index,
+        edge_attr=(xyz[source] - xyz[target]) * is_sea.shape[0],
+        y=(3 * east).sin()[:, None] * (2 * south).cos()[:, None],
+    )
+
+
+def train(rank, path, width, blocks, steps):
+    """Seconds of each step, the peak of memory, bytes sent a step, and the last loss."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    graph = vc.graph.partition(ocean(path))
+    model = MeshGraphNet(4, 3, 1, hidden_channels=width, num_blocks=blocks)
+    model = vc.graph.distribute(model, graph)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    costs = []
+    reset_peak()
+    for _ in range(steps):
+        with Measured() as cost:
+            optimizer.zero_grad()
+            prediction = model(graph.x, graph.edge_index, graph.edge_attr)
+            loss = graph.mean((prediction - graph.y) ** 2)
+            loss.backward()
+            vc.data_parallel.sum_gradients(model)
+            optimizer.step()
+        costs.append(cost)
+    return [c.wall for c in costs], max(c.high for c in costs), costs[-1].sent, loss.item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="etopo20.cdf or etopo20.cdf.xz")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="of each run; the first is left out")
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    print(machine(), end="\n\n")
+    runs = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as folder:
+        path = unpacked(options.file, folder)
+        what = path, options.width, options.blocks, options.steps
+        for _ in range(options.rounds):
+            for ranks, parts in runs.items():
+                parts += vc.launch(train, ranks, *what, timeout=1800)
+    seconds = {n: median([s for part in parts for s in part[0][1:]]) for n, parts in runs.items()}
+    memory = {n: max(part[1] for part in parts) for n, parts in runs.items()}
+    table(
+        ["ranks", "s a step", "peak GB a rank", "MB sent a step", "last loss"],
+        [
+            [
+                n,
+                f"{seconds[n]:.2f}",
+                f"{memory[n] / 1e9:.2f}",
+                f"{parts[0][2] / 1e6:.2f}",
+                f"{parts[0][3]:.6f}",
+            ]
+            for n, parts in runs.items()
+        ],
+    )
+    print(
+        f"two ranks are {seconds[1] / seconds[2]:.2f} times as fast as one process, and take "
+        f"{memory[2] / memory[1]:.2f} of its memory each"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The files of a saved partition: one of numbers a rank, and one that tells what they are.
+
+``graph.json`` holds names, sizes, dtypes and a digest of each file; ``graph.npz`` what belongs to
+the graph as a whole, ``part-00000.npz`` and so on what belongs to a rank: arrays in NumPy's format,
+without pickle. A file that was cut short, altered or taken from
+another graph does not have the digest that ``graph.json`` expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from varcomm.errors import ArgumentError
+
+__all__ = [
+    "MANIFEST",
+    "as_json",
+    "digest_of",
+    "read_arrays",
+    "read_manifest",
+    "write_arrays",
+    "write_manifest",
+]
+
+MANIFEST = "graph.json"
+
+_FORMAT, _VERSION = "varcomm partitioned graph", 1
+
+Arrays = Mapping[str, torch.Tensor]
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write what tells what the arrays are."""
+    whole = {"format": _FORMAT, "version": _VERSION, **content}
+    (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what :func:`write_manifest` wrote, or raise ArgumentError."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ArgumentError(
+            f"{folder} is no saved partition: {path.name} cannot be read."
+        ) from error
+    except ValueError as error:
+        raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ArgumentError(f"{path} does not belong to a saved partition.")
+    if content["version"] != _VERSION:
+        raise ArgumentError(
+            f"{path} is of version {content['version']}; this varcomm reads version {_VERSION}."
+        )
+    return content
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    """Write arrays by their names."""
+    np.savez(path, allow_pickle=False, **{name: _numpy(v) for name, v in arrays.items()})
+
+
+def read_arrays(path: Path, dtypes: Mapping[str, str], digest: str) -> dict[str, torch.Tensor]:
+    """Return the arrays in a file, which have these names, dtypes and this digest."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {
+                name: torch.from_numpy(file[name]).view(getattr(torch, dtypes[name]))
+                for name in file.files
+                if name in dtypes
+            }
+    except FileNotFoundError as error:
+        raise ArgumentError(
+            f"{path.parent} lacks {path.name}. Copy it there, or save the graph again."
+        ) from error
+    # what zipfile and NumPy raise, depending on where the damage is
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+        raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
+    if digest_of(arrays) != digest:
+        raise ArgumentError(
+            f"{path} is not what {MANIFEST} expects: it is of another graph, or damaged."
+        )
+    return arrays
+
+
+def digest_of(arrays: Arrays) -> str:
+    """Return what tells arrays, with their names, dtypes and shapes, apart from others."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = _numpy(arrays[name])
+        digest.update(repr((name, str(arrays[name].dtype), array.shape)).encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()
+
+
+def as_json(name: str, value: Any) -> Any:
+    """Return a value of the graph as a whole if a text can hold it, else raise ArgumentError."""
+    try:
+        if json.loads(json.dumps(value, allow_nan=False)) == value:
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(
+        f"{name} cannot be saved: it is of {type(value).__name__}. Tensors can be, and numbers, "
+        "texts, lists of them and dicts by text; keep it apart."
+    )
+
+
+def _numpy(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a contiguous array; of what NumPy does not know, the bits."""
+    value = value.detach().cpu().contiguous()
+    try:
+        return value.numpy()
+    except TypeError:
+        return value.view({1: torch.uint8, 2: torch.int16}[value.element_size()]).numpy()

@@ -1,0 +1,116 @@
+"""``EdgeShard``: the edges of one type that a rank owns, and the halo that they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from varcomm.graph.local_edges import LocalEdges, remember
+from varcomm.graph.shard import Shard
+from varcomm.plan.exchange_plan import ExchangePlan
+
+__all__ = ["EdgeShard"]
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeShard(Shard):
+    """The edges of one type into nodes that this rank owns, and how it reaches their sources.
+
+    Local numbers of sources: ``0 ... n - 1`` are owned nodes of the source's type, ``n ... n + h -
+    1`` the halo, copies of other ranks' nodes from which these edges come, owner by owner. Local
+    numbers of targets are those of owned nodes of the target's type.
+
+    With ``hops`` above one the graph also has edges into nodes of the halo; they stand behind the
+    owned ones in ``edge_index``, and so do their attributes.
+
+    Attributes
+    ----------
+    edge_index : torch.Tensor
+        In local numbers, int64 of shape (2, E).
+    halo_ids : torch.Tensor
+        Numbers that the nodes of the halo have in the whole graph; int64 of shape (h,).
+    plan : ExchangePlan
+        Fills the halo: ``plan(x)`` of the owned sources gives the halo's rows.
+    num_targets : int
+        Nodes of the target's type that this rank owns.
+    hops : int
+        How many exchanges of one hop the halo replaces.
+    """
+
+    edge_index: torch.Tensor = field(repr=False)
+    halo_ids: torch.Tensor = field(repr=False)
+    plan: ExchangePlan = field(repr=False)
+    num_targets: int
+    hops: int = 1
+
+    rows = "edges"
+
+    def __post_init__(self) -> None:
+        remember(self.edge_index, self.plan)
+
+    @property
+    def num_sources(self) -> int:
+        """Nodes of the source's type that this rank owns, n."""
+        return self.plan.num_rows
+
+    @property
+    def num_halo(self) -> int:
+        """Nodes of other ranks that this one has copies of, h."""
+        return len(self.halo_ids)
+
+    @cached_property
+    def interior(self) -> torch.Tensor:
+        """Positions in ``edge_index`` of edges whose source this rank owns; int64, ascending."""
+        return torch.nonzero(self.edge_index[0] < self.num_sources).view(-1)
+
+    @cached_property
+    def boundary(self) -> torch.Tensor:
+        """Positions in ``edge_index`` of edges whose source is in the halo; int64, ascending."""
+        return torch.nonzero(self.edge_index[0] >= self.num_sources).view(-1)
+
+    @cached_property
+    def local_edges(self) -> LocalEdges:
+        """The edges, prepared to compare with them what a layer is given."""
+        return LocalEdges(self.edge_index, self.num_sources + self.num_halo)
+
+    def halo(self, x: torch.Tensor) -> torch.Tensor:
+        """Fetch the halo's rows: (n, *F) of the owned sources gives (h, *F); the plan itself."""
+        return self.plan(x)
+
+    def with_halo(self, x: torch.Tensor) -> torch.Tensor:
+        """Append the halo's rows to the owned ones.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            Owned rows, (n, *F).
+
+        Returns
+        -------
+        torch.Tensor
+            Owned rows and the halo's, (n + h, *F). Its adjoint adds what arrives at copies to the
+            rows that they are copies of.
+        """
+        return torch.cat([x, self.plan(x)])
+
+    def nbytes(self) -> int:
+        """Return the bytes that edges, their numbers, the halo and the plan take on this rank."""
+        tensors = (
+            self.edge_index,
+            self.halo_ids,
+            self.plan.send_index,
+            self.ids.gaps,
+            self.ids.rest,
+        )
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def to(self, device: torch.device | str) -> EdgeShard:
+        """Return the same on another device."""
+        return replace(
+            super().to(device),
+            edge_index=self.edge_index.to(device),
+            halo_ids=self.halo_ids.to(device),
+            plan=self.plan.to(device),
+        )

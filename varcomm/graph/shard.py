@@ -1,0 +1,329 @@
+"""``Shard``: rows of one kind, nodes or edges, of which every rank owns some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.ascending import AscendingIds
+from varcomm.graph.reductions import replicated_sum
+from varcomm.layout import ShardSizes, checked_rank
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.gather_v import gather_v
+from varcomm.ops.operator import checking
+from varcomm.ops.scatter_v import scatter_v
+from varcomm.transport.agree import compare, debugging
+from varcomm.transport.group import Group
+
+__all__ = ["NodeShard", "Shard", "described", "moved"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What this rank has of one kind of rows: their attributes, and how they reach the others.
+
+    ``shard.x`` is the attribute ``x`` of the rows that this rank owns.
+
+    Attributes
+    ----------
+    group : Group
+        The ranks that the rows are split over.
+    sizes : ShardSizes
+        Rows that each rank owns.
+    attributes : mapping of str
+        Attributes, by their names.
+    ids : AscendingIds
+        What :attr:`owned_ids` is kept as.
+    """
+
+    group: Group = field(repr=False)
+    sizes: ShardSizes
+    attributes: Mapping[str, Any] = field(repr=False)
+    ids: AscendingIds = field(repr=False)
+
+    #: what the rows are, in messages
+    rows: ClassVar[str]
+
+    @property
+    def owned_ids(self) -> torch.Tensor:
+        """Numbers that the owned rows have in the whole graph, ascending; int64 of shape (n,)."""
+        return self.ids.decoded()
+
+    @property
+    def num_owned(self) -> int:
+        """Rows that this rank owns, n."""
+        return self.sizes[self.group.rank]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the owned rows."""
+        # not during unpickling or copying, when there are no attributes yet
+        if name.startswith("__") or "attributes" not in self.__dict__:
+            raise AttributeError(name)
+        if name not in self.attributes:
+            have = ", ".join(self.attributes) or "no attributes"
+            raise AttributeError(f"the {self.rows} have no attribute {name!r}; they have {have}.")
+        return self.attributes[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.attributes
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same on another device."""
+        return replace(self, attributes=moved(self.attributes, device), ids=self.ids.to(device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        """Return the shard itself, which is not changed."""
+        return self
+
+    def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
+        """Collect rows of all ranks, in the order of the whole graph.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            A value of each owned row, (n, *F).
+        dst : int, optional
+            The rank, within the group, that gets them; None is every rank.
+
+        Returns
+        -------
+        torch.Tensor
+            (N, *F) on `dst`, elsewhere zero rows. Differentiable: the adjoint sends rows back, and
+            where every rank has them, sums what comes back.
+
+        Raises
+        ------
+        ArgumentError
+            Before any communication, if `x` or `dst` do not fit on this rank.
+
+        Notes
+        -----
+        Communication: each rank sends its rows to `dst`; at the first call for a `dst` also their
+        numbers, at 8 bytes each, which then are kept there.
+        """
+        with checking("graph.gather", self.group) as where:
+            if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
+                raise ArgumentError(
+                    f"{where}x must be a tensor with one row for each of the {self.num_owned} "
+                    f"owned {self.rows}; got {described(x)}."
+                )
+            if dst is not None:
+                dst = checked_rank(dst, self.group.size, "dst", where)
+        pg = self.group.process_group
+        _, place = self._order(dst)
+        if dst is None:
+            whole = all_gather_v(x, self.sizes, group=pg)
+        else:
+            whole = gather_v(x, self.sizes, dst=dst, group=pg)
+        return whole.index_select(0, place)
+
+    def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
+        """Send each rank its rows of what one rank has of the whole graph.
+
+        Parameters
+        ----------
+        x : torch.Tensor or None
+            On `src` a value of each row in the order of the whole graph, (N, *F); elsewhere None.
+        src : int
+            The rank, within the group, that has it.
+
+        Returns
+        -------
+        torch.Tensor
+            This rank's rows, (n, *F). Differentiable: the adjoint is :meth:`gather` to `src`.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if `x` does not fit on `src`.
+
+        Notes
+        -----
+        Communication: `src` sends each rank its rows; at the first call for a `src` it first gets
+        their numbers, as in :meth:`gather`.
+        """
+        with checking("graph.scatter", self.group) as where:
+            src = checked_rank(src, self.group.size, "src", where)
+        order, _ = self._order(src)
+        fits = isinstance(x, torch.Tensor) and x.shape[:1] == (self.sizes.total,)
+        if x is not None and fits and self.group.rank == src:
+            x = x.index_select(0, order)  # else scatter_v says on every rank what is wrong
+        return scatter_v(x, self.sizes, src=src, group=self.group.process_group)
+
+    def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum over the rows of all ranks.
+
+        The gradient is counted once, under the assumption that every rank uses the result alike.
+
+        Parameters
+        ----------
+        values : torch.Tensor
+            A value, or several, of each owned row, (n, *F); or, with a mask, of each row that
+            counts, in their order. Real floats; the same ``*F`` on every rank.
+        mask : torch.Tensor, optional
+            Which owned rows count, bool of shape (n,).
+
+        Returns
+        -------
+        torch.Tensor
+            A scalar, the same on all ranks bit for bit, in the dtype of `values`.
+
+        Raises
+        ------
+        ArgumentError
+            Before any communication, if `values` or `mask` do not fit on this rank.
+
+        Notes
+        -----
+        Summed in fp64, locally and over ranks: 16 bytes a rank.
+
+        Where something outside the mask is NaN, give the rows that count alone,
+        ``loss(prediction[mask], y[mask])`` beside `mask`. A loss of all rows is NaN there, and so
+        is its derivative: it stays NaN times the zero that arrives, as in one process.
+        """
+        return self._sum_and_count("graph.sum", values, mask)[0].to(values.dtype)
+
+    def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Average over the rows of all ranks, and over their features.
+
+        The gradient is counted once, under the assumption that every rank uses the result alike: as
+        for a loss, whose ``backward()`` every rank calls. Then each rank has its part of the
+        gradients of replicated parameters, and :func:`varcomm.data_parallel.sum_gradients`
+        completes them.
+
+        Parameters
+        ----------
+        values, mask
+            As in :meth:`sum`; where `y` is NaN outside the mask,
+            ``graph.mean(loss(prediction[mask], y[mask]), mask)``.
+
+        Returns
+        -------
+        torch.Tensor
+            A scalar, the same on all ranks bit for bit, in the dtype of `values`; NaN if no row of
+            any rank counts.
+        """
+        total, count = self._sum_and_count("graph.mean", values, mask)
+        return (total / count).to(values.dtype)
+
+    def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the greatest value over the rows of all ranks, and over their features.
+
+        The gradient is counted once, as in :meth:`mean`. Values that share the maximum, on
+        whichever ranks, share it evenly, as :func:`torch.amax` has it.
+
+        Parameters
+        ----------
+        values, mask
+            As in :meth:`sum`.
+
+        Returns
+        -------
+        torch.Tensor
+            A scalar, the same on all ranks, in the dtype of `values`; minus infinity if no row of
+            any rank counts, NaN if one that does is NaN.
+
+        Notes
+        -----
+        Communication: 8 bytes a rank, then 16.
+        """
+        values = self._counting("graph.max", values, mask)
+        own = values.detach().reshape(-1).double()
+        own = own.amax(0, keepdim=True) if len(own) else own.new_full((1,), -torch.inf)
+        ranks = [1] * self.group.size
+        top = all_gather_v(own, ranks, group=self.group.process_group).amax()
+        # The value is that of `top`; its derivative goes to all that reach it.
+        reaching = values[values.detach().double() == top].double()
+        zero = (reaching - reaching.detach()).sum() if top.isfinite() else reaching.sum() * 0
+        total = replicated_sum(
+            torch.stack([zero, torch.full_like(zero, len(reaching))]), self.group
+        )
+        rise = total[0] / total[1].clamp(min=1)
+        return torch.where(top.isfinite(), top + rise, top).to(values.dtype)
+
+    def _sum_and_count(
+        self, what: str, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self._counting(what, values, mask)
+        part = values.sum(dtype=torch.float64)
+        count = torch.full_like(part, values.numel())
+        total = replicated_sum(torch.stack([part, count]), self.group)
+        return total[0], total[1]
+
+    def _counting(self, what: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the values that count, once they have been checked."""
+        with checking(what, self.group) as where:
+            _check_values(values, mask, self, where)
+        if debugging():
+            row = {"dtype": str(values.dtype), "shape of a row": list(values.shape[1:])}
+            compare(self.group, {"operation": what} | row)
+        if mask is not None and len(values) == self.num_owned:
+            return values[mask]
+        return values
+
+    def _order(self, rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of all rows, rank by rank, and where each number stands among them.
+
+        Zero rows but on `rank`, or for None on every rank. Kept once the numbers have been sent:
+        all ranks make the same calls, so all know whether they were.
+        """
+        if rank not in self._orders:
+            ids, pg = self.owned_ids, self.group.process_group
+            if rank is None:
+                order = all_gather_v(ids, self.sizes, group=pg)
+            else:
+                order = gather_v(ids, self.sizes, dst=rank, group=pg)
+            self._orders[rank] = order, order.argsort()
+        return self._orders[rank]
+
+    @cached_property
+    def _orders(self) -> dict[int | None, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class NodeShard(Shard):
+    """The nodes of one type that this rank owns."""
+
+    rows = "nodes"
+
+
+def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
+    owned = shard.num_owned
+    if mask is not None and not (
+        isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == (owned,)
+    ):
+        raise ArgumentError(
+            f"{where}mask must be of torch.bool and shape ({owned},); got {described(mask)}."
+        )
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point() or values.dim() == 0:
+        rows: tuple[int, ...] = ()
+    else:
+        # counting what a mask lets through waits for the device
+        rows = (owned,) if mask is None or len(values) == owned else (owned, int(mask.sum()))
+    if not rows or len(values) not in rows:
+        among = "" if mask is None else ", or for each of those that the mask lets through"
+        raise ArgumentError(
+            f"{where}values must be floats, one row for each of the {owned} owned {shard.rows}"
+            f'{among}; got {described(values)}. For a loss: reduction="none".'
+        )
+
+
+def described(value: Any) -> str:
+    """Return what a message says of a value that is not as it should be."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def moved(attributes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return attributes, of which tensors are on another device."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in attributes.items()
+    }
