@@ -129,7 +129,7 @@ def check_narrow(rank, kind):
             rows, alone = given.rows(graph.owned_ids), made(name)
             expected = alone(given.x.double(), *NORMS[name].arguments(given))[graph.owned_ids]
             # a Linear takes its own dtype alone
-            for parameters in {dtype, dtype if kind == "DiffGroupNorm" else torch.float32}:
+            for parameters in (dtype,) if kind == "DiffGroupNorm" else (dtype, torch.float32):
                 theirs = made(name).to(parameters)(given.x, *NORMS[name].arguments(given))
                 module = on(made(name).to(parameters), graph)
                 got = module(rows.x, *NORMS[name].arguments(rows))

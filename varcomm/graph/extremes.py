@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 import torch
+from torch_geometric.utils import scatter
 
 from varcomm.graph.batches import Batch, accumulated
 from varcomm.ops.all_gather_v import all_gather_v
@@ -24,18 +26,33 @@ def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     The gradient goes to all nodes that have the extreme, in equal shares. Sent are G values and,
     as 4 bytes each, how often they occur.
     """
-    index, rows = _index(x, batch)
-    local = _local_extreme(how, x, index, batch.size)
-    equal = _equal(x.detach(), local.detach().index_select(0, rows))
-    times = local.new_zeros(local.shape, dtype=torch.int32).index_add(0, rows, equal.int())
-    return across_ranks([local, times], lambda v, n: _shared(how, v, n), batch.graph.group)
+    rows = _rows(x, batch)
+    local = _local_extreme(how, x.detach(), rows, batch.size)
+    equal = _equal(x.detach(), local.index_select(0, rows))
+    times = torch.zeros_like(local, dtype=torch.int32).index_add(0, rows, equal.int())
+    if x.is_floating_point():
+        share = (1 / times.clamp(min=1).double()).to(x.dtype).index_select(0, rows)
+        parts = x.masked_fill(~equal, 0) * share
+        local = _exactly(local, torch.zeros_like(local).index_add(0, rows, parts))
+
+    def combine(values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        values = values.masked_fill(times == 0, _beyond(how, values.dtype))
+        result = getattr(values.detach(), how)(0)
+        if values.is_floating_point():
+            times = times.masked_fill(~_equal(values.detach(), result), 0)
+            count = times.sum(0) + (result == 0).mul(_counts_start())
+            share = (times / count.clamp(min=1).double()).to(values.dtype)
+            parts = values.masked_fill(times == 0, 0) * share
+            result = _exactly(result, parts.sum(0))
+        return result.masked_fill((times == 0).all(0), 0)
+
+    return across_ranks([local, times], combine, batch.graph.group)
 
 
 def extreme_value(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the extreme of (n, *F) in each graph as a constant; infinite without nodes."""
-    with torch.no_grad():
-        local = _local_extreme(how, x, _index(x, batch)[0], batch.size)
-        return across_ranks([local], lambda v: getattr(v, how)(0), batch.graph.group)
+    local = _local_extreme(how, x.detach(), _rows(x, batch), batch.size)
+    return across_ranks([local], lambda values: getattr(values, how)(0), batch.graph.group)
 
 
 def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -44,27 +61,27 @@ def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     The gradient goes to the first node, in the order of the whole graph, that has it: so does that
     of ``torch.max`` along a dimension. Sent are the values and, as 8 bytes each, numbers of nodes.
     """
-    nodes = batch.graph.node_sizes.total
+    nodes, shape = batch.graph.node_sizes.total, (1, *x.shape[1:])
+    # cat would leave out what is empty and has one dimension
+    x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
     # a last row, for ranks without nodes, that comes after all
-    x = torch.cat([x, x.new_full((1, *x.shape[1:]), _beyond("amax", x.dtype))])
+    x = torch.cat([x, x.new_full((1, x.shape[1]), _beyond("amax", x.dtype))])
     ids = torch.cat([batch.graph.owned_ids, batch.graph.owned_ids.new_tensor([nodes])])
-    ids = ids.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
-    ids = ids.masked_fill(~_equal(x.detach(), x.detach().amax(0)), nodes)
+    ids = ids.unsqueeze(1).expand_as(x).masked_fill(~_equal(x, x.amax(0)), nodes)
     first, row = ids.min(0, keepdim=True)
 
-    def combine(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        equal = _equal(values.detach(), values.detach().amax(0))
-        first = ids.masked_fill(~equal, nodes).argmin(0, keepdim=True)
-        return values.gather(0, first)[0]
+    def combine(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        first = first.masked_fill(~_equal(values, values.amax(0)), nodes)
+        return values.gather(0, first.argmin(0, keepdim=True))[0]
 
-    return across_ranks([x.gather(0, row), first], combine, batch.graph.group)
+    return across_ranks([x.gather(0, row), first], combine, batch.graph.group).view(shape)
 
 
 def product(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the product of (n, *F) over each graph: (G, *F); 1 for graphs without nodes."""
     x = x.to(accumulated(x.dtype))
     ones = x.new_ones(batch.size, *x.shape[1:])
-    local = ones.scatter_reduce(0, _index(x, batch)[0], x, "prod")
+    local = ones.scatter_reduce(0, _index(_rows(x, batch), x), x, "prod")
     return across_ranks([local], lambda values: values.prod(0), batch.graph.group)
 
 
@@ -109,23 +126,17 @@ def across_ranks(
     return all_gather_v(combine(*own), counts, group=pg).view(shape)
 
 
-def _local_extreme(how: Extreme, x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+def _local_extreme(how: Extreme, x: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
     beyond = x.new_full((size, *x.shape[1:]), _beyond(how, x.dtype))
-    return beyond.scatter_reduce(0, index, x, how, include_self=False)
+    return beyond.scatter_reduce(0, _index(rows, x), x, how)
 
 
-def _shared(how: Extreme, values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    """Return the extreme along the first dimension, to which values are equal so many times."""
-    result = getattr(values.detach(), how)(0)
-    empty = (times == 0).all(0)
-    if values.is_floating_point():
-        times = times.masked_fill(~_equal(values.detach(), result), 0)
-        share = (times / times.sum(0).clamp(min=1)).to(values.dtype)
-        parts = (values.masked_fill(times == 0, 0) * share).sum(0)
-        # not rounded, as the parts are; infinities are equal anyway
-        rest = torch.where(result.isfinite(), result - parts, 0)
-        result = parts + rest.detach()
-    return result.masked_fill(empty, 0)
+def _exactly(value: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Return `value`, of which `parts` is the sum but for rounding, with the derivatives of that.
+
+    The difference of numbers that close is exact. Infinities and NaN are the same in both.
+    """
+    return parts + torch.where(value.isfinite(), value - parts, 0).detach()
 
 
 def _equal(values: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
@@ -140,9 +151,25 @@ def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
     return torch.iinfo(dtype).min if how == "amax" else torch.iinfo(dtype).max
 
 
-def _index(x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the graph of each value of `x`, and of each row."""
-    rows = batch.index
-    if rows is None:
-        rows = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    return rows.view(-1, *[1] * (x.dim() - 1)).expand_as(x), rows
+@cache
+def _counts_start() -> bool:
+    """Tell whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from.
+
+    It does in torch 2.13, and what that 0 gets is lost.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        scatter(x, torch.zeros(1, dtype=torch.int64), 0, 1, "max").backward()
+        return bool(x.grad < 1)
+
+
+def _rows(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the graph of each row."""
+    if batch.index is None:
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return batch.index
+
+
+def _index(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the graph of each value of `x`."""
+    return rows.view(-1, *[1] * (x.dim() - 1)).expand_as(x)

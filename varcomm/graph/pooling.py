@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 
+@kept_from_compilation
 def global_add_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
@@ -96,6 +97,7 @@ def global_add_pool(
     return total.to(x.dtype) if x.is_floating_point() else total
 
 
+@kept_from_compilation
 def global_mean_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
@@ -112,6 +114,7 @@ def global_mean_pool(
     return mean.to(x.dtype) if x.is_floating_point() else mean
 
 
+@kept_from_compilation
 def global_max_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
@@ -127,7 +130,8 @@ def global_max_pool(
     -----
     Where nodes have the same largest value, each gets an equal share of the gradient, on whichever
     ranks they are; where `batch` is None, the first in the order of the whole graph gets it. This
-    is what PyG does.
+    is what PyG does; so is it that a largest value of 0 loses a share, to the 0 that torch starts
+    from.
 
     Communication: values and how often they occur go to the ranks that compare a piece of them, and
     values come back; in all ``(P - 1) / P`` times G F values, 4-byte counts, and G F values. Up to
@@ -140,6 +144,7 @@ def global_max_pool(
     return first_maximum(own, graphs)
 
 
+@kept_from_compilation
 def global_min_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
@@ -154,6 +159,7 @@ def global_min_pool(
     return extreme("amin", own, graphs)
 
 
+@kept_from_compilation
 def global_softmax(
     x: torch.Tensor,
     batch: torch.Tensor | None,
