@@ -1,0 +1,527 @@
+"""Mesh files: points or cells as nodes, against brute force, and results back out."""
+
+import re
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import meshio
+import numpy as np
+import pytest
+import torch
+
+import varcomm
+from tests.graph.meshes import CUBE, VOLUMES, box, edges_of, saved
+from varcomm.graph import cells, partition
+from varcomm.graph.mesh import read_mesh
+
+MESHES = {
+    "triangles": ((3, 4), ["triangle"]),
+    "quads": ((4, 3), ["quad"]),
+    "triangles and quads": ((4, 5), ["quad", "triangle", "triangle"]),
+    "tetrahedra": ((2, 3, 2), ["tetra"]),
+    "hexahedra": ((3, 2, 2), ["hexahedron"]),
+    "wedges": ((2, 2, 3), ["wedge"]),
+    "pyramids": ((2, 2, 2), ["pyramid"]),
+    "hexahedra and pyramids": ((3, 3, 3), ["hexahedron", "pyramid"]),
+}
+
+
+def corners_of(blocks):
+    return [(kind, list(map(int, cell))) for kind, block in blocks for cell in block]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_cells_that_share_a_facet(tmp_path, name):
+    shape, kinds = MESHES[name]
+    points, blocks = box(shape, kinds)
+    dim = len(shape)
+    rng = np.random.default_rng(0)
+    stretch = np.eye(3)
+    stretch[:dim, :dim] += 0.3 * rng.standard_normal((dim, dim))
+    points = points @ stretch
+    mesh = read_mesh(saved(tmp_path, points, blocks), nodes="cells")
+
+    all_cells = corners_of(blocks)
+    # in a mesh that fits, two cells have a facet in common if they have `dim` corners in common
+    pairs = [
+        (i, j)
+        for (i, (_, a)), (j, (_, b)) in combinations(enumerate(all_cells), 2)
+        if len(set(a) & set(b)) >= dim
+    ]
+    data = mesh.data
+    assert data.edge_index.T.tolist() == list(map(list, edges_of(pairs)))
+    means = torch.tensor(np.array([points[c].mean(axis=0) for _, c in all_cells])[:, :dim])
+    torch.testing.assert_close(data.pos, means, rtol=1e-14, atol=1e-14)
+    scale = abs(np.linalg.det(stretch))
+    expected = torch.tensor([VOLUMES[kind] * scale for kind, _ in all_cells], dtype=torch.float64)
+    torch.testing.assert_close(data.volume, expected, rtol=1e-13, atol=0)
+    assert_displacements(data)
+
+
+def assert_displacements(data):
+    source, target = data.pos[data.edge_index]
+    assert torch.equal(data.edge_attr[:, :-1], target - source)
+    lengths = (target - source).norm(dim=1)
+    torch.testing.assert_close(data.edge_attr[:, -1], lengths, rtol=1e-15, atol=0)
+
+
+# by their names, the edges of a cell among its corners
+LINEAR = {
+    "line": (CUBE[:2], 1),
+    "triangle": (CUBE[:3], 3),
+    "quad": (CUBE[:4], 4),
+    "tetra": ([CUBE[0], CUBE[1], CUBE[3], CUBE[4]], 6),
+    "wedge": ([CUBE[i] for i in (0, 1, 3, 4, 5, 7)], 9),
+    "pyramid": ([*CUBE[:4], CUBE[4]], 8),
+    "hexahedron": (CUBE, 12),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_points_joined_by_edges_of_cells(tmp_path, name):
+    shape, kinds = MESHES[name]
+    points, blocks = box(shape, kinds)
+    lonely = np.array([[9.0, 9.0, 9.0 * (len(shape) == 3)]])
+    mesh = read_mesh(saved(tmp_path, np.concatenate([lonely, points]), shifted(blocks, 1)))
+    pairs = set()
+    for kind, cell in corners_of(blocks):
+        number, inner = len(cell), pairs_within(kind, points[cell])
+        assert len(inner) == LINEAR[kind][1], (kind, number)
+        pairs |= {(cell[a] + 1, cell[b] + 1) for a, b in inner}
+    data = mesh.data
+    assert data.num_nodes == len(points) + 1
+    assert data.edge_index.T.tolist() == list(map(list, edges_of(pairs)))
+    torch.testing.assert_close(data.pos[1:], torch.tensor(points[:, : len(shape)]))
+    assert_displacements(data)
+
+
+def shifted(blocks, by):
+    return [(kind, cell + by) for kind, cell in blocks]
+
+
+def pairs_within(kind, corners):
+    """Edges of a cell by their geometry: what two facets of its convex hull have in common."""
+    if kind == "quad":
+        return [(a, b) for a, b in combinations(range(4), 2) if near(corners, a, b, 1)]
+    if kind in ("triangle", "tetra"):
+        return list(combinations(range(len(corners)), 2))
+    if kind == "hexahedron":
+        return [(a, b) for a, b in combinations(range(8), 2) if near(corners, a, b, 1)]
+    if kind == "pyramid":
+        return [(a, b) for a, b in combinations(range(5), 2) if b == 4 or near(corners, a, b, 1)]
+    bottom = [(0, 1), (1, 2), (0, 2)]
+    return [*bottom, *((a + 3, b + 3) for a, b in bottom), (0, 3), (1, 4), (2, 5)]
+
+
+def near(corners, a, b, distance):
+    return np.isclose(np.linalg.norm(corners[a] - corners[b]), distance)
+
+
+SQUARE = [(0, 0), (1, 0), (1, 1), (0, 1), (0.5, 0), (1, 0.5), (0.5, 1), (0, 0.5), (0.5, 0.5)]
+HEXAHEDRON = [
+    *CUBE,
+    *((0.5, 0, 0), (1, 0.5, 0), (0.5, 1, 0), (0, 0.5, 0)),
+    *((0.5, 0, 1), (1, 0.5, 1), (0.5, 1, 1), (0, 0.5, 1)),
+    *((0, 0, 0.5), (1, 0, 0.5), (1, 1, 0.5), (0, 1, 0.5)),
+    *((0, 0.5, 0.5), (1, 0.5, 0.5), (0.5, 0, 0.5), (0.5, 1, 0.5), (0.5, 0.5, 0), (0.5, 0.5, 1)),
+    (0.5, 0.5, 0.5),
+]
+TRIANGLE = [(0, 0), (1, 0), (0, 1), (0.5, 0), (0.5, 0.5), (0, 0.5)]
+TETRA = [(*xy, 0) for xy in TRIANGLE[:3]] + [(0, 0, 1)] + [(*xy, 0) for xy in TRIANGLE[3:]]
+TETRA += [(0, 0, 0.5), (0.5, 0, 0.5), (0, 0.5, 0.5)]
+# Where VTK's documentation has the points of these cells, and which of them are corners.
+QUADRATIC = {
+    "line3": ([(0, 0), (1, 0), (0.5, 0)], 2),
+    "triangle6": (TRIANGLE, 3),
+    "quad8": (SQUARE[:8], 4),
+    "quad9": (SQUARE, 4),
+    "tetra10": (TETRA, 4),
+    "hexahedron20": (HEXAHEDRON[:20], 8),
+    "hexahedron27": (HEXAHEDRON, 8),
+}
+
+
+@pytest.mark.parametrize("kind", QUADRATIC)
+def test_edges_of_quadratic_cells_go_through_their_middles(tmp_path, kind):
+    where, corners = QUADRATIC[kind]
+    points = np.array([(*p, 0)[:3] for p in where], dtype=float)
+    mesh = read_mesh(saved(tmp_path, points, [(kind, [range(len(points))])]))
+    if kind in ("quad8", "quad9", "hexahedron20", "hexahedron27"):  # a lattice
+        pairs = [p for p in combinations(range(len(points)), 2) if near(points, *p, 0.5)]
+    else:
+        pairs = []
+        for a, b in combinations(range(corners), 2):
+            (middle,) = np.flatnonzero((points == (points[a] + points[b]) / 2).all(axis=1))
+            pairs += [(a, int(middle)), (b, int(middle))]
+    assert mesh.data.edge_index.T.tolist() == list(map(list, edges_of(pairs)))
+    single = read_mesh(tmp_path / "mesh.vtu", nodes="cells").data
+    assert (single.num_nodes, single.num_edges) == (1, 0)
+    size = {1: 1, 2: 0.5 if "triangle" in kind else 1, 3: 1 / 6 if "tetra" in kind else 1}
+    dim = meshio.CellBlock(kind, [[0]]).dim
+    torch.testing.assert_close(single.volume, torch.tensor([size[dim]], dtype=torch.float64))
+
+
+def test_polygons_and_branching_and_degenerate_cells(tmp_path):
+    ring = np.array([(np.cos(a), np.sin(a), 0) for a in np.arange(5) * 2 * np.pi / 5])
+    above, out = ring[:2] + (0, 0, 1), np.array([[3.0, 0, 0]])
+    points = np.concatenate([ring, above, out])
+    blocks = [
+        ("polygon", np.array([[0, 1, 2, 3, 4]])),
+        ("quad", np.array([[0, 1, 6, 5], [0, 1, 7, 7]])),  # the second has collapsed to a triangle
+        ("triangle", np.array([[0, 7, 5]])),
+    ]
+    path = saved(tmp_path, points, blocks)
+    # three at the edge of 0 and 1; 0-7 and 0-5 are edges of the triangle too
+    expected = edges_of([(0, 1), (0, 2), (1, 2), (2, 3), (1, 3)])
+    mesh = read_mesh(path, nodes="cells")
+    assert mesh.data.edge_index.T.tolist() == list(map(list, expected))
+    pentagon = 5 / 2 * np.sin(2 * np.pi / 5)
+    assert mesh.data.volume[0].item() == pytest.approx(pentagon, rel=1e-14)
+    joined = read_mesh(path).data.edge_index.T.tolist()
+    assert [7, 7] not in joined
+    assert [3, 4] in joined and [4, 0] in joined and [0, 2] not in joined
+
+
+def test_a_collapsed_facet_is_none():
+    """A hexahedron collapsed to a wedge touches the tetrahedron at its triangle, not at its rim."""
+    blocks = [
+        ("hexahedron", [[0, 1, 2, 2, 4, 5, 6, 6], [2, 2, 2, 2, 6, 6, 6, 6]]),
+        ("tetra", [[0, 1, 2, 7]]),
+    ]
+    found = cells.cell_edges(cells.cells_of(blocks, 8), 3, 8)
+    assert found.tolist() == [[0, 2], [2, 0]]
+
+
+def test_lines_as_cells_meet_at_points(tmp_path):
+    star = np.array([[0, i] for i in range(1, 5)])
+    points = np.array([(0, 0, 0), (3, 4, 0), (1, 0, 0), (0, 1, 0), (0, 0, 2)], dtype=float)
+    data = read_mesh(saved(tmp_path, points, [("line", star)]), nodes="cells").data
+    assert data.edge_index.T.tolist() == [[a, b] for a in range(4) for b in range(4) if a != b]
+    assert data.volume.tolist() == [5, 1, 1, 2]
+
+
+def with_boundary():
+    """Tetrahedra, between two blocks of which stands a boundary of triangles; fields of all."""
+    points, blocks = box((2, 2, 2), ["tetra"])
+    tetra = np.concatenate([block for _, block in blocks])
+    blocks = [
+        ("tetra", tetra[:20]),
+        ("triangle", np.array([[0, 1, 2], [0, 2, 3]])),
+        ("tetra", tetra[20:]),
+        ("vertex", np.array([[5]])),
+    ]
+    rng = np.random.default_rng(1)
+    sizes = [len(block) for _, block in blocks]
+    points_fields = {
+        "height above sea": rng.random(len(points)),
+        "velocity": rng.random((len(points), 3)),
+        "stress": rng.random((len(points), 9)).astype(np.float32),
+        "pos": np.arange(len(points), dtype=np.int32),
+    }
+    cell_fields = {
+        "gmsh:physical": [np.arange(n) + 100 * i for i, n in enumerate(sizes)],
+        "flux": [rng.random((n, 3)) for n in sizes],
+        "volume": [np.full(n, i, np.uint16) for i, n in enumerate(sizes)],
+    }
+    return points, blocks, points_fields, cell_fields
+
+
+def test_fields_of_points(tmp_path):
+    points, blocks, fields, cell_fields = with_boundary()
+    path = saved(tmp_path, points, blocks, point_data=fields, cell_data=cell_fields)
+    data = read_mesh(path).data
+    names = {
+        "height above sea": "height_above_sea",
+        "velocity": "velocity",
+        "stress": "stress",
+        "pos": "field_pos",
+    }
+    assert set(data.keys()) == {"pos", "edge_index", "edge_attr", *names.values()}
+    for field, name in names.items():
+        assert torch.equal(data[name], torch.from_numpy(fields[field])), field
+    assert data.pos.dtype == data.velocity.dtype == torch.float64
+    assert (data.stress.dtype, data.field_pos.dtype) == (torch.float32, torch.int32)
+    narrow = read_mesh(path, dtype=torch.float32).data
+    dtypes = {key: value.dtype for key, value in narrow if value.is_floating_point()}
+    assert set(dtypes.values()) == {torch.float32}
+    assert set(dtypes) == {"pos", "edge_attr", "height_above_sea", "velocity", "stress"}
+    torch.testing.assert_close(narrow.edge_attr.double(), data.edge_attr, rtol=1e-7, atol=0)
+
+
+def test_fields_of_cells_are_those_of_the_highest_dimension(tmp_path):
+    points, blocks, fields, cell_fields = with_boundary()
+    path = saved(tmp_path, points, blocks, point_data=fields, cell_data=cell_fields)
+    data = read_mesh(path, nodes="cells").data
+    expected = {
+        "gmsh_physical": torch.tensor([*range(20), *range(200, 228)]),
+        "flux": torch.from_numpy(np.concatenate([cell_fields["flux"][i] for i in (0, 2)])),
+        "field_volume": torch.tensor([0] * 20 + [2] * 28),
+    }
+    assert set(data.keys()) == {"pos", "edge_index", "edge_attr", "volume", *expected}
+    for name, values in expected.items():
+        assert torch.equal(data[name], values), name
+    torch.testing.assert_close(data.volume.sum(), torch.tensor(8.0, dtype=torch.float64))
+
+
+AWKWARD = {
+    "face": "field_face",
+    "x": "x",
+    "to": "field_to",  # a method of both
+    "owned_ids": "field_owned_ids",
+    "save": "field_save",
+    "num_nodes": "field_num_nodes",
+    "edge_index": "edge_number",
+    "cell idx": "cell_number",
+    "cell-number": "field_cell_number",
+    "cell number": "field_cell_number_",
+    "3rd": "field_3rd",
+    "class": "field_class",
+    "__": "field",
+    "_hidden": "hidden",
+    "µ (Pa s)": "µ_Pa_s",
+    "time": "time",
+}
+
+
+def partitioned_names(rank, path):
+    mesh = read_mesh(path)
+    graph = partition(mesh.data, method="block")
+    return {name: graph[name].tolist() for name in mesh.data.keys() if name in graph}  # noqa: SIM118
+
+
+def test_names_are_free_in_data_and_in_a_partitioned_graph(tmp_path, worlds):
+    points, blocks = box((2, 2), ["quad"])
+    fields = {name: np.arange(9) + 10 * i for i, name in enumerate(AWKWARD)}
+    path = saved(tmp_path, points, blocks, point_data=fields)
+    data = read_mesh(path).data
+    assert set(data.keys()) == {"pos", "edge_index", "edge_attr", *AWKWARD.values()}
+    for field, name in AWKWARD.items():
+        assert torch.equal(getattr(data, name), torch.from_numpy(fields[field])), field
+    (alone,) = worlds.run(1, partitioned_names, str(path))
+    assert alone == {name: value.tolist() for name, value in data}
+
+
+def test_results_of_points_go_back(tmp_path):
+    points, blocks, fields, cell_fields = with_boundary()
+    path = saved(tmp_path, points, blocks, point_data=fields, cell_data=cell_fields)
+    mesh = read_mesh(path)
+    count = len(points)
+    rng = np.random.default_rng(2)
+    tensor = torch.rand(count, 3, 3, dtype=torch.float64, requires_grad=True)
+    mesh.write(
+        tmp_path / "out.vtu",
+        temperature=torch.rand(count, generator=torch.Generator().manual_seed(0)),
+        velocity=-fields["velocity"],
+        gradient=tensor,
+        coarse=torch.arange(count).bfloat16(),
+        half=np.arange(count, dtype=np.float16),
+        long=np.arange(count, dtype=np.longdouble),
+        inside=torch.arange(count) % 2 == 0,
+        **{"a name": rng.random((count, 2))},
+    )
+    out = meshio.read(tmp_path / "out.vtu")
+    assert np.array_equal(out.points, points)
+    assert [(b.type, b.data.tolist()) for b in out.cells] == [(k, b.tolist()) for k, b in blocks]
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    expected = fields | {
+        "temperature": drawn.numpy(),
+        "velocity": -fields["velocity"],
+        "gradient": tensor.detach().numpy().reshape(count, 9),
+        "coarse": np.arange(count, dtype=np.float32),
+        "half": np.arange(count, dtype=np.float32),
+        "long": np.arange(count, dtype=np.float64),
+        "inside": np.arange(count) % 2 == 0,
+        "a name": np.random.default_rng(2).random((count, 2)),
+    }
+    assert out.point_data.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.array_equal(out.point_data[name], values), name
+    assert out.point_data["inside"].dtype == np.uint8
+    assert out.cell_data.keys() == cell_fields.keys()
+    for name, parts in cell_fields.items():
+        for got, want in zip(out.cell_data[name], parts, strict=True):
+            assert np.array_equal(got, want)
+    # and what was read stays as it was
+    assert mesh.source.point_data.keys() == fields.keys()
+
+
+def test_results_of_cells_go_back(tmp_path):
+    points, blocks, fields, cell_fields = with_boundary()
+    path = saved(tmp_path, points, blocks, point_data=fields, cell_data=cell_fields)
+    mesh = read_mesh(path, nodes="cells")
+    heat = torch.rand(48, 2, dtype=torch.float64)
+    mesh.write(str(tmp_path / "out.VTU"), heat=heat)
+    out = meshio.read(tmp_path / "out.VTU")
+    (block,) = out.cells  # those of the boundary are gone, and the rest is one block
+    assert np.array_equal(block.data, np.concatenate([blocks[0][1], blocks[2][1]]))
+    assert np.array_equal(out.cell_data["heat"][0], heat.numpy())
+    assert np.array_equal(out.cell_data["volume"][0], [0] * 20 + [2] * 28)
+    assert out.point_data.keys() == fields.keys()
+    # a second time, from what was written
+    again = read_mesh(tmp_path / "out.VTU", nodes="cells").data
+    assert torch.equal(again.edge_index, mesh.data.edge_index)
+    assert torch.equal(again.heat, heat)
+
+
+def test_points_of_two_coordinates(tmp_path):
+    """Medit keeps plane meshes in two columns, which VTU does not have."""
+    points = np.array([[0, 0], [2, 0], [2, 2], [0, 2]], dtype=float)
+    path = saved(tmp_path, points, [("quad", [[0, 1, 2, 3]])], "plane.mesh")
+    mesh = read_mesh(path)
+    assert mesh.data.pos.tolist() == points.tolist()
+    mesh.write(tmp_path / "out.vtu", height=np.arange(4))
+    assert meshio.read(tmp_path / "out.vtu").points.tolist() == [[*p, 0] for p in points.tolist()]
+
+
+def test_whole_numbers_as_coordinates(tmp_path, monkeypatch):
+    path = saved(tmp_path, np.eye(3), [("line", [[0, 1], [1, 2]])])
+    whole = meshio.Mesh([[0, 0], [2, 0], [2, 3]], [("line", [[0, 1], [1, 2]])])
+    monkeypatch.setattr(meshio, "read", lambda path: whole)
+    data = read_mesh(path, nodes="cells").data
+    assert data.pos.tolist() == [[1, 0], [2, 1.5]]
+    assert data.volume.tolist() == [2, 3]
+
+
+def test_a_surface_in_space_keeps_its_third_coordinate(tmp_path):
+    points = np.array([(0, 0, 0), (1, 0, 0), (0, 0, 1)], dtype=float)
+    data = read_mesh(saved(tmp_path, points, [("triangle", [[0, 1, 2]])]), nodes="cells").data
+    torch.testing.assert_close(data.pos, torch.tensor([[1 / 3, 0, 1 / 3]], dtype=torch.float64))
+    assert data.volume.tolist() == [0.5]
+
+
+def test_other_byte_orders_and_precisions(tmp_path):
+    """Legacy VTK files are big-endian."""
+    points, blocks = box((2, 1), ["triangle"])
+    fields = {"a": np.arange(6, dtype=np.float32), "b": np.arange(6, dtype=np.uint32)}
+    path = saved(tmp_path, points, blocks, "mesh.vtk", point_data=fields)
+    data = read_mesh(path).data
+    assert (data.a.dtype, data.b.dtype) == (torch.float32, torch.int64)
+    assert data.a.tolist() == data.b.tolist() == list(range(6))
+
+
+def predict(rank, source, target, nodes):
+    mesh = read_mesh(source, nodes=nodes)
+    graph = partition(mesh.data, method="random")
+    prediction = graph.gather(3 * graph.field, dst=0)
+    if rank == 0:
+        mesh.write(target, prediction=prediction)
+    return graph.num_owned
+
+
+@pytest.mark.parametrize("nodes", ["points", "cells"])
+def test_from_file_to_file_on_ranks(worlds, tmp_path, nodes):
+    points, blocks = box((3, 3, 3), ["hexahedron", "pyramid"])
+    values = [np.random.default_rng(i).random((len(b), 2)) for i, (_, b) in enumerate(blocks)]
+    at_points = np.random.default_rng(9).random((len(points), 2))
+    path = saved(
+        tmp_path, points, blocks, point_data={"field": at_points}, cell_data={"field": values}
+    )
+    owned = worlds.run(3, predict, str(path), str(tmp_path / "out.vtu"), nodes)
+    out = meshio.read(tmp_path / "out.vtu")
+    if nodes == "points":
+        assert np.array_equal(out.point_data["prediction"], 3 * at_points)
+        assert sum(owned) == len(points)
+    else:
+        whole = np.concatenate(values)
+        assert np.array_equal(np.concatenate(out.cell_data["prediction"]), 3 * whole)
+        assert sum(owned) == len(whole)
+
+
+def refused(path, message, **options):
+    with pytest.raises(varcomm.ArgumentError, match=message):
+        read_mesh(path, **options)
+
+
+def test_files_that_cannot_be_read(tmp_path, capfd):
+    refused(tmp_path / "none.vtu", f"read_mesh: there is no file {tmp_path / 'none.vtu'}.")
+    refused(tmp_path, "there is no file")
+    (tmp_path / "mesh.txt").write_text("no mesh")
+    refused(tmp_path / "mesh.txt", "mesh.txt cannot be read: .*Could not deduce file format")
+    (tmp_path / "bad.vtu").write_text("<VTKFile type='PolyData'></VTKFile>")
+    refused(tmp_path / "bad.vtu", "bad.vtu cannot be read: .*[Ee]xpected type UnstructuredGrid")
+    (tmp_path / "bad.stl").write_bytes(b"solid nothing\n")
+    points, blocks = box((2, 2), ["quad"])
+    path = saved(tmp_path, points, blocks)
+    path.write_bytes(path.read_bytes()[:-200])
+    refused(path, "mesh.vtu cannot be read: ")
+    assert capfd.readouterr() == ("", ""), "meshio has printed"
+
+
+def test_a_file_of_which_meshio_would_leave_out_something(tmp_path, caplog):
+    points, blocks = box((2, 2), ["quad"])
+    meshio.vtu.write(str(tmp_path / "mesh.vtu"), meshio.Mesh(points, blocks), binary=False)
+    text = (tmp_path / "mesh.vtu").read_text()
+    piece = re.search("<Piece.*</Piece>", text, re.DOTALL).group()
+    (tmp_path / "two.vtu").write_text(text.replace(piece, piece + piece))
+    refused(tmp_path / "two.vtu", "is in 2 pieces, of which meshio would read the last alone")
+    # 6, a strip of triangles, is none of meshio's kinds
+    types = re.search('Name="types" .*?</DataArray>', text, re.DOTALL).group()
+    strips = types.replace("9", "6", 1)
+    (tmp_path / "strip.vtu").write_text(text.replace(types, strips))
+    refused(tmp_path / "strip.vtu", r"strip.vtu cannot be read whole: .*\(type 6\)")
+
+
+def test_what_meshio_has_to_say_goes_to_the_log(tmp_path, caplog, capfd):
+    (tmp_path / "mesh.obj").write_text("v 0 0 0\nv 1 0 0\nv 0 1 0\ncurious 1\nf 1 2 3\n")
+    data = read_mesh(tmp_path / "mesh.obj").data
+    assert data.num_edges == 6
+    assert capfd.readouterr().out == ""
+    assert all(record.name == "varcomm" for record in caplog.records)
+
+
+def test_cells_that_have_no_graph(tmp_path):
+    points = np.eye(3)
+    refused(saved(tmp_path, points, [("vertex", [[0], [1]])]), "mesh.vtu: it has no cells with ed")
+    path = saved(tmp_path, np.random.default_rng(0).random((18, 3)), [("wedge18", [range(18)])])
+    refused(path, "points of cells of kind 'wedge18' cannot be joined; quadratic ones that can be")
+    assert read_mesh(path, nodes="cells").data.num_nodes == 1
+    cube = np.array(CUBE, dtype=float)
+    faces = [(0, 3, 2, 1), (4, 5, 6, 7), (0, 1, 5, 4), (1, 2, 6, 5), (2, 3, 7, 6), (3, 0, 4, 7)]
+    poly = [("polyhedron8", [[np.array(face) for face in faces]])]
+    refused(saved(tmp_path, cube, poly), "cells of kind 'polyhedron8' are not supported; those")
+    (tmp_path / "off.off").write_text("OFF\n3 1 0\n0 0 0\n1 0 0\n0 1 0\n3 0 1 7\n")
+    refused(tmp_path / "off.off", "cells of kind 'triangle' have points 0...7, out of range for 3")
+
+
+def test_arguments_of_reading(tmp_path):
+    path = saved(tmp_path, np.eye(3), [("triangle", [[0, 1, 2]])])
+    refused(path, "nodes must be \"points\" or \"cells\"; got 'faces'", nodes="faces")
+    refused(path, "dtype must be one of floats; got torch.int64", dtype=torch.int64)
+
+
+def test_arguments_of_writing(tmp_path):
+    mesh = read_mesh(saved(tmp_path, np.eye(3), [("triangle", [[0, 1, 2]])]))
+
+    def refused_to_write(message, name="out.vtu", **fields):
+        with pytest.raises(varcomm.ArgumentError, match=message):
+            mesh.write(tmp_path / name, **fields)
+
+    refused_to_write("path must end in .vtu; got '.*out.vtk'", "out.vtk", a=torch.rand(3))
+    refused_to_write("there is no folder .*/nowhere", "nowhere/out.vtu")
+    needed = "a must be real numbers, one row for each of the 3 points; got "
+    refused_to_write(needed + r"float32 of shape \(0, 2\). After graph.gather", a=torch.rand(0, 2))
+    refused_to_write(needed + "complex64", a=torch.rand(3).to(torch.complex64))
+    refused_to_write(needed + "word", a="word")
+    refused_to_write(needed + r"float32 of shape \(\)", a=torch.tensor(1.0))
+    (tmp_path / "folder.vtu").mkdir()
+    refused_to_write("folder.vtu cannot be written: IsADirectoryError", "folder.vtu")
+    assert not (tmp_path / "out.vtu").exists()
+
+
+def test_without_meshio(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "meshio", None)
+    with pytest.raises(varcomm.MissingPackageError, match=r'pip install "varcomm\[mesh\]"'):
+        read_mesh(tmp_path / "mesh.vtu")
+
+
+def test_the_page_in_the_docs(tmp_path, monkeypatch):
+    """Its code runs as it stands, and says what it says there."""
+    page = Path(__file__).parents[2] / "docs" / "meshes.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for part in code:
+        exec(part, names)
+    assert meshio.read("out.vtu").point_data["prediction"].shape == (126, 1)
+    assert (tmp_path / "parts.png").exists()
