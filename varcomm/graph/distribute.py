@@ -14,6 +14,7 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.place import Place
 from varcomm.graph.propagate import attach
 from varcomm.graph.rebind import Rebinding
+from varcomm.graph.told import listen
 from varcomm.transport.agree import share
 
 __all__ = ["distribute"]
@@ -108,6 +109,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     rebind = Rebinding(functions_at(place))
     for module in model.modules():
         rebind(module)
+        listen(module, place)
         if isinstance(module, MessagePassing):
             attach(module, place)
             _forget(module)

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edges import EdgeSet
-from varcomm.graph.local_edges import plan_of
+from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import holds_integers
 from varcomm.ops.operator import checking
@@ -39,6 +39,7 @@ class Place:
     graph: PartitionedGraph
     _claims: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _running: list[EdgeSet] = field(default_factory=list)
+    _without_loops: dict[EdgeSet, LocalEdges] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return self
@@ -116,13 +117,22 @@ class Place:
                 "targets: call the model with graph.edge_index, not with that of the whole graph. "
                 f"{_AGAIN}"
             )
-        if not edges.local_edges.include(edge_index):
+        if not self._local_edges(edges).include(edge_index):
             raise ArgumentError(
                 f"{where}some edges are not in the graph that the model is distributed on. Edges "
                 "of graph.edge_index may be left out, and self loops added, but no others. "
                 f"{_AGAIN}"
             )
         return edges
+
+    def _local_edges(self, edges: EdgeSet) -> LocalEdges:
+        kinds = [kind for kind, known in self.edge_sets.items() if known is edges]
+        if not kinds or kinds[0] is None or kinds[0][0] == kinds[0][-1]:
+            return edges.local_edges
+        if edges not in self._without_loops:
+            sources = edges.num_sources + edges.num_halo
+            self._without_loops[edges] = LocalEdges(edges.edge_index, sources, loops=False)
+        return self._without_loops[edges]
 
     def checked_in(self, name: str, edge_index: Any) -> EdgeSet:
         """Return which edges these are, for a call of that name."""

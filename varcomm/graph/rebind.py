@@ -17,13 +17,14 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.named import (
+    Names,
     content,
     functions_in,
     instructions,
     is_opaque,
     members,
     named,
-    names,
+    scope_of,
 )
 
 __all__ = ["Rebinding", "release"]
@@ -55,6 +56,7 @@ class Rebinding:
         self._scopes: dict[int, dict[str, Any]] = {}
         self._rebuilt: dict[FunctionType, FunctionType] = {}
         self._kinds: dict[type, type] = {}
+        self._passed: set[type] = set()
 
     def check(self, module: torch.nn.Module, what: str) -> None:
         """Raise ArgumentError if code of a module's class reaches a function as none can rebind.
@@ -63,6 +65,8 @@ class Rebinding:
         """
         where = f"cannot distribute {what}: "
         kind = _original(module)
+        if kind in self._passed:
+            return
         if any("_rebound_from" in vars(owner) for owner in kind.__mro__):
             raise ArgumentError(
                 f"{where}its class was exchanged after it was distributed, as parametrizations do. "
@@ -71,7 +75,7 @@ class Rebinding:
         ours = {one.__name__ for one in self._ours if one.__qualname__ == one.__name__}
         affected = {owner: self._affected(owner) for owner in _classes(kind)}
         by_name = {owner.__name__: owner for owner in affected}
-        for function in functions_in([*(vars(owner) for owner in affected)]):
+        for function in functions_in([[*vars(owner).values()] for owner in affected]):
             for one, following in instructions(function.__code__):
                 name = one.argval
                 if one.opname == "IMPORT_FROM" and name in ours:
@@ -87,6 +91,7 @@ class Rebinding:
                         f"{where}{function.__qualname__} calls {name}.{following.argval} by its "
                         "class, and would get that of one process. Call super()."
                     )
+        self._passed.add(kind)
 
     def __call__(self, module: torch.nn.Module) -> None:
         """Rebind the methods of a module, and the functions that its attributes hold."""
@@ -130,7 +135,7 @@ class Rebinding:
             while todo and not found:
                 one = todo.pop()
                 found = one in self._ours or self._reaching.get(one, False)
-                if not found and not is_opaque(one.__globals__.get("__name__", "")):
+                if not found:
                     more = set(named(one)) - seen
                     seen |= more
                     todo += more
@@ -161,7 +166,7 @@ class Rebinding:
         """Return a function of the same code, with other globals where ours stand for them."""
         if function in self._rebuilt:
             return self._rebuilt[function]
-        scope, wanted = self._scope(function), names(function.__code__)
+        scope, names = self._scope(function), Names.of(function.__code__)
         cells = None
         if function.__closure__ is not None:
             cells = tuple(map(self._cell, function.__closure__))
@@ -171,10 +176,10 @@ class Rebinding:
         self._rebuilt[function] = new  # before its globals: they may name it
         new.__kwdefaults__ = self._value(function.__kwdefaults__)
         functools.update_wrapper(new, function)
-        for name in wanted & function.__globals__.keys():
+        for name in names.of_globals & scope_of(function).keys():
             value = function.__globals__[name]
             if isinstance(value, ModuleType):
-                scope[name] = self._module(value, scope[name], wanted)
+                scope[name] = self._module(value, scope[name], names.of_attributes)
             else:
                 scope[name] = self._value(value)
         return new
@@ -182,11 +187,13 @@ class Rebinding:
     def _scope(self, function: FunctionType) -> dict[str, Any]:
         """Return the globals of all rebuilt functions of the same module of Python."""
         own = function.__globals__
+        if scope_of(function) is not own:
+            return own
         if id(own) not in self._scopes:
             # by its name torch.compile would find the module, and there what ours stand for
             self._scopes[id(own)] = {key: own[key] for key in own if key != "__name__"}
         scope = self._scopes[id(own)]
-        if "__name__" in names(function.__code__):
+        if "__name__" in Names.of(function.__code__).of_globals:
             scope["__name__"] = own["__name__"]
         return scope
 

@@ -8,8 +8,10 @@ from typing import Any
 from torch_geometric import nn as pyg
 from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.conv.han_conv import group as han_group
+from torch_geometric.utils.hetero import construct_bipartite_edge_index
 
-from varcomm.graph.layers import attention, degrees, hypergraph, methods, self_loops
+from varcomm.graph.layers import attention, degrees, hetero, hypergraph, methods, self_loops
 from varcomm.graph.place import Place
 
 __all__ = ["FUNCTIONS", "functions_at"]
@@ -21,6 +23,8 @@ FUNCTIONS: dict[Any, Callable[[Place], Function]] = {
     utils.get_laplacian: degrees.get_laplacian_at,
     utils.add_self_loops: self_loops.add_self_loops_at,
     utils.add_remaining_self_loops: self_loops.add_remaining_self_loops_at,
+    construct_bipartite_edge_index: hetero.hgt_edges_at,
+    han_group: hetero.han_group_at,
     pyg.ChebConv.__norm__: degrees.cheb_norm_at,
     pyg.DirGNNConv.forward: methods.dir_forward_at,
     pyg.FastRGCNConv.message: methods.fast_rgcn_message_at,
