@@ -6,7 +6,7 @@ from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.graphs import METHODS, WORLDS, split_by, wild
-from varcomm.graph import Report, partition
+from varcomm.graph import partition
 
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 GRAPHS = {
@@ -105,20 +105,6 @@ def assert_report(parts, data, owner, ranks):
         assert report.nbytes(3, itemsize=8) == tuple(len(rows) * 24 for rows in sent)
         assert report.edge_cut == int(between.sum()) / max(1, data.num_edges)
         assert f"{part['counts'][0]} of {sum(part['sizes'])} nodes" in part["shown"]
-
-
-def test_report_as_text():
-    report = Report("rcb", (1200, 0), (0, 7), (34567, 3), (0, 3), (7, 0))
-    assert str(report).splitlines() == [
-        "1,200 nodes and 34,570 edges on 2 ranks by rcb",
-        "rank    owned     halo    edges",
-        "   0    1,200        0   34,567",
-        "   1        0        7        3",
-        "edges between ranks: 3 (0.0 %); imbalance 2.00",
-    ]
-    assert report.nbytes(16) == (7 * 16 * 4, 0)
-    nothing = Report("block", (0,), (0,), (0,), (0,), (0,))
-    assert (nothing.edge_cut, nothing.imbalance) == (0, 0)
 
 
 def names_of_methods(rank, data):

@@ -17,7 +17,6 @@ from varcomm.graph.report import Report
 from varcomm.graph.shard import NodeShard, Shard, moved
 from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.transport.agree import share
 from varcomm.transport.group import Group, GroupLike
 
 __all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
@@ -321,16 +320,7 @@ class PartitionedGraph:
 
     def report(self) -> Report:
         """Tell how even the parts are and what an exchange costs; collective."""
-        edges = self.edge_shards.values()
-        own = (
-            sum(shard.num_owned for shard in self.node_shards.values()),
-            sum(shard.num_halo for shard in edges),
-            sum(shard.num_owned for shard in edges),
-            sum(int((s.edge_index[0] >= s.num_sources).sum()) for s in edges),
-            sum(sum(shard.plan.send_counts) for shard in edges),
-        )
-        columns = zip(*share("graph.report", lambda: own, self.group), strict=True)
-        return Report(self.method, *columns)
+        return Report.of(self)
 
 
 def _refuse_change(graph: PartitionedGraph, name: str, value: object = None) -> None:
