@@ -6,13 +6,17 @@ from typing import TypeVar
 
 import torch
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.block import enclose
 from varcomm.graph.digest import differing, digest
-from varcomm.graph.layers import FUNCTIONS, check_exact, functions_at
+from varcomm.graph.layers import FUNCTIONS, check_deep, check_exact, functions_at
+from varcomm.graph.norms import global_norm, is_global_norm
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.place import Place
 from varcomm.graph.propagate import attach
+from varcomm.graph.readouts import global_readout
 from varcomm.graph.rebind import Rebinding
 from varcomm.graph.told import listen
 from varcomm.transport.agree import share
@@ -96,7 +100,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"{type(graph).__name__}. The order is distribute(model, graph)."
         )
     what = "graph.distribute"
-    given = share(what, lambda: _checked(model), graph.group)
+    given = share(what, lambda: _checked(model, graph), graph.group)
     others, names = differing(given)
     if others:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -113,10 +117,26 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         if isinstance(module, MessagePassing):
             attach(module, place)
             _forget(module)
+        elif is_global_norm(module):
+            vars(module)["forward"] = global_norm(module, graph)
+    for readout in _readouts(model):
+        vars(readout)["forward"] = global_readout(readout, graph)
+    enclose(model, place)
     return model
 
 
-def _checked(model: torch.nn.Module) -> dict[str, object]:
+def _readouts(model: torch.nn.Module) -> list[Aggregation]:
+    """Return the aggregations that a model calls itself: those over all nodes."""
+    inner = {
+        part
+        for module in model.modules()
+        if isinstance(module, MessagePassing | Aggregation)
+        for part in list(module.modules())[1:]
+    }
+    return [m for m in model.modules() if isinstance(m, Aggregation) and m not in inner]
+
+
+def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, object]:
     """Return, by its name, a digest of all that must be the same on all ranks, if it will do."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
@@ -124,6 +144,8 @@ def _checked(model: torch.nn.Module) -> dict[str, object]:
     rebind = Rebinding(FUNCTIONS)
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)
+        if graph.hops > 1:
+            check_deep(name, module)
         rebind.check(module, f"{name or 'the model'} ({type(module).__name__})")
     state: dict[str, object] = {}
     for name, module in model.named_modules():

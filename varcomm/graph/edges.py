@@ -8,11 +8,12 @@ from typing import Protocol
 
 import torch
 
+from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.local_edges import LocalEdges, remember
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["EdgeSet", "Edges", "with_halo"]
+__all__ = ["DeepEdges", "EdgeSet", "Edges", "with_halo"]
 
 
 class EdgeSet(Protocol):
@@ -89,8 +90,59 @@ class Edges:
         return LocalEdges(self.edge_index, self.num_sources + self.num_halo)
 
 
+@dataclass(frozen=True, eq=False)
+class DeepEdges:
+    """The edges of a graph with halos of several hops, on which layers do not exchange.
+
+    To a layer all local nodes, the halo's as well, are what it has values of and gives values for.
+    """
+
+    shard: EdgeShard
+
+    @property
+    def edge_index(self) -> torch.Tensor:
+        """In local numbers, int64 of shape (2, E)."""
+        return self.shard.edge_index
+
+    @property
+    def plan(self) -> ExchangePlan:
+        """Gives the halo's rows of the owned sources' rows."""
+        return self.shard.plan
+
+    @property
+    def group(self) -> Group:
+        """The ranks that the edges are split over."""
+        return self.shard.group
+
+    @property
+    def num_sources(self) -> int:
+        """Local nodes, n + h."""
+        return self.shard.num_sources + self.shard.num_halo
+
+    @property
+    def num_halo(self) -> int:
+        """None beyond these."""
+        return 0
+
+    @property
+    def num_targets(self) -> int:
+        """Local nodes, n + h; those outermost have no edges here."""
+        return self.num_sources
+
+    @property
+    def local_edges(self) -> LocalEdges:
+        """The edges, prepared to compare with them what a layer is given."""
+        return self.shard.local_edges
+
+    def refreshed(self, values: torch.Tensor) -> torch.Tensor:
+        """Give nodes of the halo what their owners have for them."""
+        return self.shard.with_halo(values[: self.shard.num_sources])
+
+
 def with_halo(edges: EdgeSet, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Append the halo's rows to those of the owned sources, along `dim`."""
+    if isinstance(edges, DeepEdges):
+        return x
     if x.dim() == 1:
         # torch cuts an empty tensor of one dimension out of what it concatenates
         return with_halo(edges, x.unsqueeze(1)).squeeze(1)

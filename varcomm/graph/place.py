@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.edges import EdgeSet
+from varcomm.graph.edges import DeepEdges, EdgeSet
 from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import holds_integers
@@ -40,6 +40,8 @@ class Place:
     _claims: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _running: list[EdgeSet] = field(default_factory=list)
     _without_loops: dict[EdgeSet, LocalEdges] = field(default_factory=dict)
+    # None outside of a call that exchanges for several layers
+    _steps: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return self
@@ -52,7 +54,33 @@ class Place:
     @property
     def edge_sets(self) -> Mapping[Any, EdgeSet]:
         """The edges of the graph by their types."""
-        return self.graph.edge_shards
+        return self._deep if self._deep else self.graph.edge_shards
+
+    @cached_property
+    def _deep(self) -> dict[None, EdgeSet]:
+        return {None: DeepEdges(self.graph.edges)} if self.graph.hops > 1 else {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count how often layers propagate after an exchange that serves several of them."""
+        before, self._steps = self._steps, 0
+        try:
+            yield
+        finally:
+            self._steps = before
+
+    def step(self, where: str) -> None:
+        """Note that a layer propagates; raise where the halo does not reach so far."""
+        if self._steps is None:
+            return
+        self._steps += 1
+        if self._steps > self.graph.hops:
+            raise ArgumentError(
+                f"{where}the model propagates more than {self.graph.hops} times, for which the "
+                f"halos of {self.graph.hops} hops do not suffice; layers side by side count one by "
+                "one. Partition the graph with more hops, or distribute parts of the model, each "
+                "with at most so many layers, instead of the whole."
+            )
 
     @cached_property
     def _by_plan(self) -> dict[ExchangePlan, EdgeSet]:

@@ -154,6 +154,8 @@ class _WithHalos:
     def _checked(self, edge_index: Any, values: Values) -> EdgeSet:
         with checking(self.method, self.place.group) as where:
             edges = self.place.checked(edge_index, where)
+            if self.method == "propagate":
+                self.place.step(where)
             rows = edges.num_sources, edges.num_targets
             if self.layer.flow == "target_to_source":
                 rows = rows[::-1]

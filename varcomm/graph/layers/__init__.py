@@ -4,7 +4,7 @@ Most need nothing but halos where they propagate. What others look up by themsel
 sources or the largest of all weights, is given to them by functions of the same name.
 """
 
-from varcomm.graph.layers.checks import check_exact
+from varcomm.graph.layers.checks import check_deep, check_exact
 from varcomm.graph.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 from varcomm.graph.layers.functions import FUNCTIONS, functions_at
 
@@ -13,6 +13,7 @@ __all__ = [
     "EXACT_AGGREGATIONS",
     "FUNCTIONS",
     "REFUSED",
+    "check_deep",
     "check_exact",
     "functions_at",
 ]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch_geometric.nn import MessagePassing, aggr, norm
-from torch_geometric.nn.conv import FastRGCNConv, GPSConv
+from torch_geometric.nn.conv import (
+    ChebConv,
+    DirGNNConv,
+    FastRGCNConv,
+    GPSConv,
+    HypergraphConv,
+)
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.norms import is_global_norm
 from varcomm.graph.propagate import names_read_at_source
+from varcomm.graph.readouts import is_global_readout
 
-__all__ = ["check_exact"]
+__all__ = ["check_deep", "check_exact"]
 
 # Of PyG's models, those that are nothing but their layers, which are looked at one by one.
 _MADE_OF_LAYERS = frozenset(
@@ -62,6 +70,9 @@ _OUT_OF_REACH = (
 
 _LAYERS = EXACT.keys() | REFUSED.keys()
 
+# They count edges that leave a node, turn edges round, or look at all nodes.
+_NOT_DEEP = (ChebConv, DirGNNConv, GPSConv, HypergraphConv)
+
 # What PyG hands to a layer's functions under these names is about the local part.
 _LOCAL_NUMBERS = frozenset({"adj_t", "edge_index", "edge_index_j", "size", "size_j"})
 
@@ -81,10 +92,9 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
     reason = None
     if isinstance(module, MessagePassing):
         reason = _reason_against_layer(module)
-    elif isinstance(module, _OVER_ALL_NODES) or (
-        isinstance(module, norm.LayerNorm) and module.mode == "graph"
-    ):
-        reason = "it normalises over all nodes, and would do so over this rank's only"
+    elif isinstance(module, _OVER_ALL_NODES):
+        if not is_global_norm(module):
+            reason = "it normalises over all nodes, in a way that is not known across ranks"
     elif isinstance(module, torch.jit.ScriptModule):
         reason = "it is compiled for TorchScript, in which nothing can be exchanged"
     elif isinstance(module, _BETWEEN_ROWS) and not inside(aggr.MultiAggregation, GPSConv):
@@ -108,7 +118,8 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
             "is where halos are exchanged"
         )
     elif isinstance(module, aggr.Aggregation) and not inside(MessagePassing, aggr.Aggregation):
-        reason = "it reads out all nodes, and would read this rank's only"
+        if not is_global_readout(module):
+            reason = "it reads out all nodes, in a way that is not known across ranks"
     elif known is None:
         pass
     elif isinstance(module, aggr.Aggregation):
@@ -127,6 +138,17 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         )
     if reason is not None:
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
+
+
+def check_deep(name: str, module: torch.nn.Module) -> None:
+    """Raise ArgumentError if a module needs more than halos of several hops have."""
+    turns = isinstance(module, MessagePassing) and module.flow == "target_to_source"
+    if turns or isinstance(module, _NOT_DEEP):
+        raise ArgumentError(
+            f"cannot distribute {name or 'the model'} ({type(module).__name__}): it needs more "
+            "than the edges that lead to a node, and halos of several hops have no others. "
+            "Partition the graph with hops=1."
+        )
 
 
 def _reason_against_class(known: type) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch_geometric.utils import remove_self_loops
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.edges import EdgeSet, with_halo
+from varcomm.graph.edges import DeepEdges, EdgeSet, with_halo
 from varcomm.graph.layers.self_loops import looped_nodes
 from varcomm.graph.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
@@ -152,10 +152,16 @@ def _with_loops(
 
 
 def _at_targets(edges: EdgeSet, edge_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return weight.new_zeros(edges.num_targets, 1).index_add(0, edge_index[1], weight)
+    degree = weight.new_zeros(edges.num_targets, 1).index_add(0, edge_index[1], weight)
+    return edges.refreshed(degree) if isinstance(edges, DeepEdges) else degree
 
 
 def _at_sources(edges: EdgeSet, edge_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(edges, DeepEdges):
+        raise ArgumentError(
+            "edges are counted where they leave a node, and halos of several hops lack these. "
+            "Partition the graph with hops=1."
+        )
     local = weight.new_zeros(edges.num_sources + edges.num_halo, 1)
     local = local.index_add(0, edge_index[0], weight)
     return local[: edges.num_sources] + edges.plan.adjoint(local[edges.num_sources :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch_geometric import nn as pyg
@@ -13,10 +14,16 @@ from torch_geometric.utils.hetero import construct_bipartite_edge_index
 
 from varcomm.graph.layers import attention, degrees, hetero, hypergraph, methods, self_loops
 from varcomm.graph.place import Place
+from varcomm.graph.pooling import POOL_FUNCTIONS, pools_for
 
 __all__ = ["FUNCTIONS", "functions_at"]
 
 Function = Callable[..., Any]
+
+
+def _pool_at(pool: Function, place: Place) -> Function:
+    return pools_for(place.graph)[pool]
+
 
 FUNCTIONS: dict[Any, Callable[[Place], Function]] = {
     gcn_norm: degrees.gcn_norm_at,
@@ -36,6 +43,7 @@ FUNCTIONS: dict[Any, Callable[[Place], Function]] = {
     pyg.SuperGATConv.get_attention_loss: methods.attention_loss_at,
     pyg.SuperGATConv.negative_sampling: methods.no_edges_at,
     pyg.SuperGATConv.positive_sampling: methods.no_edges_at,
+    **{pool: partial(_pool_at, pool) for pool in POOL_FUNCTIONS},
 }
 
 

@@ -53,10 +53,11 @@ def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) 
     if num_nodes is not None:
         return nodes
     graph = place.graph
-    ids = torch.cat([graph.owned_ids, graph.halo_ids])[edge_index]
+    local = torch.cat([graph.owned_ids, graph.halo_ids])
+    ids = local[edge_index]
     last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
     lasts = all_gather_v(last, [1] * place.group.size, group=place.group.process_group)
-    return nodes[graph.owned_ids <= lasts.max()]
+    return nodes[local[: len(nodes)] <= lasts.max()]
 
 
 def _without_counting(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +72,10 @@ def _without_counting(place: Place, original: Callable[..., Any]) -> Callable[..
         if num_nodes is not None:
             return original(edge_index, edge_attr, fill_value, num_nodes)  # type: ignore[no-any-return]
         nodes = looped_nodes(place, edge_index, None)
-        owned = place.graph.num_owned
-        edge_index, edge_attr = original(edge_index, edge_attr, fill_value, owned)
-        # all owned nodes have a loop now, behind the other edges; those stay that are to have one
-        straight = edge_index.shape[1] - owned
+        targets = place.edges_of(edge_index, "").num_targets
+        edge_index, edge_attr = original(edge_index, edge_attr, fill_value, targets)
+        # all targets have a loop now, behind the other edges; those stay that are to have one
+        straight = edge_index.shape[1] - targets
         kept = torch.cat([torch.arange(straight, device=nodes.device), straight + nodes])
         return edge_index[:, kept], edge_attr if edge_attr is None else edge_attr[kept]
 
