@@ -57,11 +57,11 @@ def batch_norm(
             module.bias,
             eps=module.eps,
         )
-    factor = module.momentum
+    factor = 0.0 if module.momentum is None else module.momentum
     tracked = module.training and module.track_running_stats
     if tracked and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if factor is None:
+        if module.momentum is None:
             factor = 1.0 / float(module.num_batches_tracked)
 
     whole = Batch(graph, None, 1)
@@ -110,7 +110,8 @@ def diff_group_norm(
     share = module.lin(x).softmax(dim=-1)
     grouped = share.unsqueeze(-1) * x.unsqueeze(-2)
     out = batch_norm(module.norm, graph, grouped.view(-1, groups * channels))
-    return x + module.lamda * out.view(-1, groups, channels).sum(-2)
+    scale: float = module.lamda
+    return x + scale * out.view(-1, groups, channels).sum(-2)
 
 
 def hetero_batch_norm(
@@ -188,7 +189,7 @@ def instance_norm(
             _move(module.running_mean, mean.mean(0), module.momentum)
             _move(module.running_var, unbiased.mean(0), module.momentum)
         deviation = graphs.at_nodes((squares / counts.clamp(min=1) + module.eps).sqrt())
-    out = centred / deviation
+    out: torch.Tensor = centred / deviation
     if module.weight is not None:
         out = out * module.weight
     if module.bias is not None:

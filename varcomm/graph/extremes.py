@@ -37,7 +37,7 @@ def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
     def combine(values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
         values = values.masked_fill(times == 0, _beyond(how, values.dtype))
-        result = getattr(values.detach(), how)(0)
+        result: torch.Tensor = getattr(values.detach(), how)(0)
         if values.is_floating_point():
             times = times.masked_fill(~_equal(values.detach(), result), 0)
             count = times.sum(0) + (result == 0).mul(_counts_start())
@@ -159,8 +159,9 @@ def _counts_start() -> bool:
     """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
-        scatter(x, torch.zeros(1, dtype=torch.int64), 0, 1, "max").backward()
-        return bool(x.grad < 1)
+        largest = scatter(x, torch.zeros(1, dtype=torch.int64), 0, 1, "max")
+        (gradient,) = torch.autograd.grad(largest, x)
+        return gradient.item() < 1
 
 
 def _rows(x: torch.Tensor, batch: Batch) -> torch.Tensor:

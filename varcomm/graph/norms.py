@@ -115,10 +115,9 @@ def is_global_norm(module: torch.nn.Module) -> bool:
     kind = _kind(module)
     if kind is norm.LayerNorm:
         return bool(module.mode == "graph")
-    if kind is norm.BatchNorm:  # in which SyncBatchNorm may have taken the place of BatchNorm1d
-        return _kind(module.module) is torch.nn.BatchNorm1d
-    if kind is norm.DiffGroupNorm:
-        return _kind(module.norm) is torch.nn.BatchNorm1d
+    inner = {norm.BatchNorm: "module", norm.DiffGroupNorm: "norm"}
+    if kind in inner:  # of which SyncBatchNorm may have taken the place
+        return _kind(module.get_submodule(inner[kind])) is torch.nn.BatchNorm1d
     return kind is not None
 
 
@@ -155,9 +154,9 @@ def _graph_norm(
     """
     graphs = _graphs(module, graph, x, batch, batch_size)
     mean = graphs.mean(x)
-    out = x.to(mean.dtype) - graphs.at_nodes(mean * module.mean_scale)
+    out: torch.Tensor = x.to(mean.dtype) - graphs.at_nodes(mean * module.mean_scale)
     deviation = (graphs.mean(out.square()) + module.eps).sqrt()
-    out = module.weight * out / graphs.at_nodes(deviation) + module.bias
+    out = out / graphs.at_nodes(deviation) * module.weight + module.bias
     return out.to(result_dtype(x, module.mean_scale, module.weight, module.bias))
 
 
@@ -203,13 +202,14 @@ def _pair_norm(
     """Zhao and Akoglu, "PairNorm: Tackling Oversmoothing in GNNs", 2020."""
     graphs = _graphs(module, graph, x, batch, batch_size, dims=(2,))
     mean = graphs.mean(x)
-    out = x.to(mean.dtype) - graphs.at_nodes(mean)
+    out: torch.Tensor = x.to(mean.dtype) - graphs.at_nodes(mean)
     if module.scale_individually:
         length = module.eps + out.norm(2, -1, keepdim=True)
     else:
         squares = graphs.mean(out.square().sum(-1, keepdim=True))
         length = graphs.at_nodes((module.eps + squares).sqrt())
-    return (module.scale * out / length).to(x.dtype)
+    out = out / length * module.scale
+    return out.to(x.dtype)
 
 
 def _mean_subtraction_norm(

@@ -82,8 +82,11 @@ def is_global_readout(module: torch.nn.Module) -> bool:
     kind = _kind(module)
     if kind is aggr.MultiAggregation:
         # ranks would drop different values of the same result
-        drops = module.mode == "attn" and module.multihead_attn.dropout > 0
-        return not drops and all(is_global_readout(part) for part in module.aggrs)
+        drops = any(
+            isinstance(part, torch.nn.MultiheadAttention) and part.dropout > 0
+            for part in module.children()
+        )
+        return not drops and all(map(is_global_readout, module.get_submodule("aggrs").children()))
     return kind is not None
 
 
@@ -122,7 +125,7 @@ class _GlobalReadout:
 def _kind(module: torch.nn.Module) -> type[aggr.Aggregation] | None:
     """Return the class that a module is of, with its ``forward``, if it is among those known."""
     of = type(module)
-    if not isinstance(module, aggr.Aggregation) or of.reduce is not aggr.Aggregation.reduce:
+    if getattr(of, "reduce", None) is not aggr.Aggregation.reduce:
         return None
     return next((k for k in _READOUTS if issubclass(of, k) and of.forward is k.forward), None)
 
@@ -204,7 +207,8 @@ def _attentional(
 
 
 def _multi(module: aggr.MultiAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    return module.combine([_read(part, x, graphs) for part in module.aggrs])
+    out: torch.Tensor = module.combine([_read(part, x, graphs) for part in module.aggrs])
+    return out
 
 
 _READOUTS: dict[type[aggr.Aggregation], Callable[..., torch.Tensor]] = {

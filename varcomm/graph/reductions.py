@@ -12,7 +12,7 @@ at where it can be wrong.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -90,8 +90,8 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     >>> varcomm.launch(fn, 2)
     [6.0, 6.0]
     """
-    ranks = getattr(group, "group", group)  # of a graph
-    ranks = ranks if isinstance(ranks, Group) else resolve(ranks)
+    ranks = getattr(group, "group", None)  # of a graph
+    ranks = ranks if isinstance(ranks, Group) else resolve(cast(GroupLike, group))
     with checking("replicated", ranks) as where:
         checked_tensor(value, where, "value")
         if not (value.is_floating_point() or value.is_complex()):
