@@ -120,6 +120,11 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
     elif isinstance(module, aggr.Aggregation) and not inside(MessagePassing, aggr.Aggregation):
         if not is_global_readout(module):
             reason = "it reads out all nodes, in a way that is not known across ranks"
+        elif _is_within_a_layer(module, model):
+            reason = (
+                "it reads out all nodes, and is a layer's aggregation as well, which looks at the "
+                "edges into a node; make two of them"
+            )
     elif known is None:
         pass
     elif isinstance(module, aggr.Aggregation):
@@ -138,6 +143,11 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         )
     if reason is not None:
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
+
+
+def _is_within_a_layer(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    outer = (m for m in model.modules() if isinstance(m, MessagePassing | aggr.Aggregation))
+    return any(part is module for m in outer for part in m.modules() if m is not module)
 
 
 def check_deep(name: str, module: torch.nn.Module) -> None:
