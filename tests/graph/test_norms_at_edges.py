@@ -260,6 +260,7 @@ ZEROS = torch.zeros(3, dtype=torch.int64)
         (lambda: nn.BatchNorm1d(C), (X[:, 0],), r"shape \(rows, C\) or \(rows, C, L\); got"),
         (lambda: pyg.InstanceNorm(C), (X.unsqueeze(-1),), r"and shape \(rows, C\); got"),
         (lambda: pyg.InstanceNorm(3, affine=True), (X,), "x has 4 channels, but weight has 3"),
+        (lambda: pyg.InstanceNorm(C), ([1.0],), "x must be a torch.Tensor; got list"),
         (lambda: pyg.GraphNorm(C), (X, ZEROS[:2]), "batch must be of torch.int64, with a number f"),
         (lambda: pyg.GraphNorm(C), (X, ZEROS.int()), "batch must be of .*; got torch.int32"),
         (lambda: pyg.GraphNorm(C), (X, [0]), "batch must be a torch.Tensor; got list"),

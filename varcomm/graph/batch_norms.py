@@ -168,13 +168,13 @@ def instance_norm(
     2017.
     """
     name = type(module).__name__
-    dtype = x.dtype if batch is None else result_dtype(x, module.weight)
     kept = not module.training and module.track_running_stats
     with checking(name, graph.group) as where:
         check_rows(x, graph, where)
         _check_channels(module, x, (2,), where)
         if not kept and batch is None:
             _check_count(graph.node_sizes.total, where)
+    dtype = x.dtype if batch is None else result_dtype(x, module.weight)
     if kept:
         centred = x.to(accumulated(x.dtype)) - module.running_mean
         deviation = (module.running_var + module.eps).sqrt()
