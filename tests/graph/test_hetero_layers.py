@@ -2,13 +2,12 @@
 
 import copy
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 
 import varcomm
 from tests.graph.graphs import split_by
@@ -73,7 +72,7 @@ def gat(source, target):
 
 
 class TwoLayers(nn.Module):
-    """A model that knows nothing of ranks; edges are dropped on the way, alike on all."""
+    """A model that knows nothing of ranks, and leaves out edges before its second layer."""
 
     def __init__(self):
         super().__init__()
@@ -84,10 +83,12 @@ class TwoLayers(nn.Module):
             {key: pyg.GATv2Conv((6, 6), 4, add_self_loops=key[0] == key[2]) for key in kinds}, "max"
         )
 
-    def forward(self, x_dict, edge_index_dict):
+    def forward(self, x_dict, edge_index_dict, edge_weight_dict):
         x_dict = {key: x.tanh() for key, x in self.first(x_dict, edge_index_dict).items()}
-        fewer = {key: edges[:, edges[1] % 3 < 2] for key, edges in edge_index_dict.items()}
-        return self.second(x_dict, edge_index_dict | {k: fewer[k] for k in fewer if k[1] == "x"})
+        kept = {
+            key: edges[:, edge_weight_dict[key] > 0.3] for key, edges in edge_index_dict.items()
+        }
+        return self.second(x_dict, edge_index_dict=kept)
 
 
 class OneKind(nn.Module):
@@ -143,7 +144,7 @@ LAYERS = {
     "HANConv": (lambda: pyg.HANConv(CHANNELS, 6, metadata(), heads=2), ()),
     "HGTConv": (lambda: pyg.HGTConv(CHANNELS, 6, metadata(), heads=3), ()),
     "HGTConv with skips": (lambda: pyg.HGTConv(CHANNELS, 4, metadata()), ()),
-    "a model": (TwoLayers, ()),
+    "a model": (TwoLayers, ("edge_weight",)),
     "a model made by PyG": (by_pyg, ()),
 }
 
@@ -181,7 +182,7 @@ def alone(name):
 
 
 def check_layers(rank, names, method):
-    failures, data, graph = Failures(), data_of(), graph_of(method)
+    failures, graph = Failures(), graph_of(method)
     rows = {key: graph[key].owned_ids for key in (*CHANNELS, *EDGES)}
     for name in names:
         model, weights, expected = alone(name)
@@ -204,3 +205,98 @@ def check_layers(rank, names, method):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_layers_equal_their_single_process_twins(worlds, ranks, method):
     assert_none(worlds.run(ranks, check_layers, [*LAYERS], method))
+
+
+def hypergraph(layer, graph):
+    """Nodes of one type in hyperedges of another."""
+    return layer(graph["a"].x, graph["a", "in", "c"].edge_index, hyperedge_attr=graph["c"].x[:, :4])
+
+
+def signed(layer, graph):
+    """Good and bad edges are of two types."""
+    ends = (graph["a", "self", "a"].edge_index, graph["a", "other", "a"].edge_index)
+    return layer(graph["a"].x, *ends)
+
+
+def with_loops(layer, graph):
+    return layer(graph["a"].x, graph["a", "other", "a"].edge_index)
+
+
+CALLED_BY_ITSELF = {
+    "HypergraphConv": (lambda: pyg.HypergraphConv(4, 5, use_attention=True), hypergraph),
+    "SignedConv": (lambda: pyg.SignedConv(4, 5, first_aggr=True), signed),
+    "GATConv": (lambda: pyg.GATConv(4, 5), with_loops),
+    "GCNConv": (lambda: pyg.GCNConv(4, 5, flow="target_to_source"), with_loops),
+}
+
+
+def called_by_itself(rank, name):
+    make, call = CALLED_BY_ITSELF[name]
+    torch.manual_seed(0)
+    layer, data, graph = make().double(), data_of(), graph_of("random")
+    whole = call(layer, data)
+    kind = next(key for key in CHANNELS if data[key].num_nodes == len(whole))
+    part = call(distribute(layer, graph), graph)
+    torch.testing.assert_close(part, whole[graph[kind].owned_ids], **CLOSE)
+
+
+@pytest.mark.parametrize("name", CALLED_BY_ITSELF)
+def test_a_layer_called_with_edges_of_one_type(worlds, name):
+    assert worlds.run(3, called_by_itself, name) == [None] * 3
+
+
+def without_a_type(rank):
+    torch.manual_seed(0)
+    graph = graph_of("random")
+    layer = distribute(pyg.SAGEConv(4, 5).double(), graph)
+    edges = graph["a", "self", "a"].edge_index
+    x = graph["a"].x
+    with pytest.raises(ArgumentError, match=r"propagate on .* cannot tell which type"):
+        layer(x, edges.clone())
+    model = distribute(pyg.HeteroConv({("a", "self", "a"): layer}), graph)
+    expected = layer(x, edges)
+    told = model({"a": x}, {("a", "self", "a"): edges.clone()})
+    torch.testing.assert_close(told["a"], expected)
+
+
+def test_edges_whose_type_nobody_knows(worlds):
+    assert worlds.run(2, without_a_type) == [None] * 2
+
+
+def equal_numbers(rank):
+    """Between two types, an edge from 1 to 1 is no self loop, and must be there."""
+    torch.manual_seed(0)
+    graph = graph_of("random")
+    kind = ("a", "to", "b")
+    layer = distribute(pyg.HeteroConv({kind: pyg.SAGEConv((4, 3), 5).double()}), graph)
+    edges = graph[kind].edge_index
+    every = torch.arange(min(graph["a"].num_owned, graph["b"].num_owned)).expand(2, -1)
+    present = {tuple(edge) for edge in edges.T.tolist()}
+    absent = torch.tensor([e for e in every.T.tolist() if tuple(e) not in present][:1]).T
+    with pytest.raises(ArgumentError, match="some edges are not in the graph"):
+        layer(graph.x_dict, {kind: torch.cat([edges, absent], dim=1)})
+    fewer = layer(graph.x_dict, {kind: edges[:, ::2]})
+    return fewer["b"].shape == (graph["b"].num_owned, 5)
+
+
+def test_edges_between_types_have_no_self_loops(worlds):
+    assert worlds.run(2, equal_numbers) == [True] * 2
+
+
+def moved(rank):
+    """From a graph with several types to one with a single type, and back."""
+    torch.manual_seed(0)
+    layer, data, graph = pyg.GCNConv(4, 5).double(), data_of(), graph_of("random")
+    whole = with_loops(layer, data)
+    plain = data["a", "other", "a"].edge_index
+    alone = partition(Data(x=data["a"].x, edge_index=plain), method="block")
+    for _ in range(2):
+        part = with_loops(distribute(layer, graph), graph)
+        torch.testing.assert_close(part, whole[graph["a"].owned_ids], **CLOSE)
+        part = distribute(layer, alone)(alone.x, alone.edge_index)
+        torch.testing.assert_close(part, whole[alone.owned_ids], **CLOSE)
+    return "forward" in vars(layer)
+
+
+def test_moving_to_a_graph_with_one_type(worlds):
+    assert worlds.run(2, moved) == [False] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from varcomm.graph.outside import outside_transforms
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["LocalEdges", "plan_of", "remember"]
@@ -48,6 +49,7 @@ class LocalEdges:
         self._keys: torch.Tensor | None = None
         self._passed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    @outside_transforms
     def include(self, edge_index: torch.Tensor) -> bool:
         """Return whether each edge is an edge of the graph or a self loop; local numbers assumed.
 

@@ -124,7 +124,7 @@ class _WithHalos:
 
     def _own(self, edge_index: torch.Tensor, size: tuple[int, int], values: Values) -> Any:
         own: Callable[..., Any] = getattr(type(self.layer), self.method)
-        return tied(own(self.layer, edge_index, size=size, **values), values)
+        return tied(own(self.layer, edge_index, size=size, **values), values.values())
 
     @kept_from_compilation
     def _exchange(self, edge_index: Any, values: Values) -> tuple[tuple[int, int], Values]:

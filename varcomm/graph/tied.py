@@ -7,10 +7,11 @@ while other ranks wait in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from varcomm.ops.autograd import kept_from_compilation
 
@@ -18,13 +19,13 @@ __all__ = ["tied"]
 
 
 @kept_from_compilation
-def tied(result: Any, others: Any) -> Any:
-    """Return `result`, through whose tensors backward also comes to those in `others`."""
-    needed = [
-        value
-        for value in tree_leaves(others)
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+def tied(result: Any, others: Iterable[Any]) -> Any:
+    """Return `result`, through whose tensors backward also comes to those in `others`.
+
+    Others are tensors, pairs of them, or anything else, which is left alone.
+    """
+    given = [part for one in others for part in (one if isinstance(one, tuple | list) else (one,))]
+    needed = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
     if not needed or not torch.is_grad_enabled():
         return result
     return tree_map_only(torch.Tensor, lambda one: _Tied.apply(one, *needed), result)  # type: ignore[no-untyped-call]

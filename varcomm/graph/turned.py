@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from varcomm.graph.edges import Edges, EdgeSet
+from varcomm.graph.outside import outside_transforms
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
@@ -109,6 +110,7 @@ class Turned:
         """Turn edges round; collective. See :meth:`meet`."""
         return self.meet(edge_index, ()).turned
 
+    @outside_transforms
     def meet(self, edge_index: torch.Tensor, flags: Sequence[bool]) -> Meeting:
         """Turn edges round, and tell which flags the ranks raised; collective.
 
@@ -186,6 +188,7 @@ class Turned:
 _known: WeakKeyDictionary[EdgeSet, Turned] = WeakKeyDictionary()
 
 
+@outside_transforms
 def turned(edges: EdgeSet) -> Turned:
     """Return how these edges are turned round; collective when it is first asked for."""
     if edges not in _known:
