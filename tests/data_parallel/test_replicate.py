@@ -1,4 +1,4 @@
-"""Gradients of replicated modules are those of one process, for any part that ranks have in them."""
+"""Gradients of replicated modules are those of one process, whatever part a rank has in them."""
 
 import copy
 

@@ -1,5 +1,7 @@
 """Sums are begun while backward goes on, and meet nothing else that ranks exchange meanwhile."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
@@ -44,16 +46,13 @@ def begun(rank, debug):
     model = replicate(Looking(), bucket_bytes=1)
     with varcomm.trace() as model.calls:
         loss = model(torch.ones(2, 3)).sum()
-        if debug:
-            with varcomm.debug():
-                loss.backward()
-        else:
+        with varcomm.debug() if debug else nullcontext():
             loss.backward()
     return model.seen, [call.name for call in model.calls]
 
 
 def test_sums_are_begun_while_backward_goes_on(worlds):
-    """One for the bias and one for the weight of the last layer; more when the first one is done."""
+    """For bias and weight of the last layer; for those of the first when it is done."""
     sums = ["all_reduce"]
     assert worlds.run(2, begun, False) == [([2 * sums], 4 * sums)] * 2
     # to compare is to wait, for ranks that are elsewhere

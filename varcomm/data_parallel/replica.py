@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.data_parallel.buckets import Bucket, cut, gradient_dtype
@@ -102,6 +103,11 @@ class Replica:
             return output
         self._check_sound()
         self._check_parameters(module)
+        if DistributedDataParallel._active_ddp_module is not None:
+            self.refuse(
+                "DistributedDataParallel around a replicated module would add its gradients to the "
+                "sums. Take either it, with data_parallel.sum_hook, or replicate."
+            )
         if not any(parameter.requires_grad for parameter in self.parameters):
             return output
         return tie(output, (args, kwargs), self._anchor, self, self.refuse)

@@ -77,9 +77,9 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
     error.
 
     Communication: reduce-scatter and all-gather of each bucket, ``2 (P - 1) / P`` times the bytes
-    of the parameters that are trained and one value more for each; on two ranks, and up to 16 KiB,
-    in one round. Floats narrower than 4 bytes travel narrow and are summed in fp32. The sums are in
-    rank order, the same on all ranks bit for bit.
+    of the parameters that are trained and one value more for each; up to 16 KiB, a single round
+    with ``P - 1`` times the bytes. Floats narrower than 4 bytes travel narrow and are summed in
+    fp32. The sums are in rank order, the same on all ranks bit for bit.
 
     Buckets are filled from the last parameters to the first, and the sum of each is begun as soon
     as its gradients are there, while backward goes on, on a group of its own; so it may overlap

@@ -11,7 +11,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.data_parallel.leaf import accumulator, notes
-from varcomm.data_parallel.replica import replica_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import debugging
@@ -44,8 +43,7 @@ def sum_hook(group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Raises
     ------
     ArgumentError
-        In backward, if a parameter has a gradient that has been summed before and is not zero, or
-        if :func:`replicate` sums it as well.
+        In backward, if a parameter has a gradient that has been summed before and is not zero.
 
     Notes
     -----
@@ -101,12 +99,6 @@ def sum_hook(group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
 
 def _watch(parameter: torch.Tensor, group: Group) -> None:
     """Note that the gradient of a parameter is summed now, and refuse to do so twice."""
-    if replica_of(parameter) is not None:
-        with checking("sum_hook", group) as where:
-            raise ArgumentError(
-                f"{where}replicate sums the gradient of a parameter of shape "
-                f"{tuple(parameter.shape)} already. Take either it or DistributedDataParallel."
-            )
     node = accumulator(parameter)
     if _MARK not in notes(node):
         # at the node, which DistributedDataParallel keeps

@@ -45,8 +45,12 @@ def tie(
     """
     # Who writes into one of several tensors that share memory changes all, and their gradients.
     # For a tied one torch would not know, unless it is told that it is a view, which it refuses to
-    # have written to.
-    shared = Counter(_memory(x) for x in {id(x): x for x in _tensors((output, given))}.values())
+    # have written to. What is handed on from `given` counts twice.
+    shared = Counter(
+        _memory(x)
+        for value in (output, given)
+        for x in {id(x): x for x in _tensors(value)}.values()
+    )
     tied: dict[int, torch.Tensor] = {}
     opaque: set[str] = set()
 
