@@ -167,9 +167,7 @@ CASES = {
     ),
     "reentrant checkpoint of all": (
         Layers,
-        lambda m, *place: square(
-            checkpoint(m, rows(*place).requires_grad_(), use_reentrant=True)
-        ),
+        lambda m, *place: square(checkpoint(m, rows(*place).requires_grad_(), use_reentrant=True)),
     ),
     "energy": (Energy, lambda m, *place: m(rows(*place)) ** 2),
     "forces": (Energy, on_forces),
