@@ -16,6 +16,7 @@ from varcomm.graph.edges import DeepEdges, EdgeSet
 from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import holds_integers
+from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
@@ -162,6 +163,7 @@ class Place:
             self._without_loops[edges] = LocalEdges(edges.edge_index, sources, loops=False)
         return self._without_loops[edges]
 
+    @kept_from_compilation
     def checked_in(self, name: str, edge_index: Any) -> EdgeSet:
         """Return which edges these are, for a call of that name."""
         with checking(name, self.group) as where:

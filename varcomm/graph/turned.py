@@ -15,6 +15,7 @@ import torch
 from varcomm.graph.edges import Edges, EdgeSet
 from varcomm.graph.outside import outside_transforms
 from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.autograd import kept_from_compilation
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
@@ -110,6 +111,7 @@ class Turned:
         """Turn edges round; collective. See :meth:`meet`."""
         return self.meet(edge_index, ()).turned
 
+    @kept_from_compilation
     @outside_transforms
     def meet(self, edge_index: torch.Tensor, flags: Sequence[bool]) -> Meeting:
         """Turn edges round, and tell which flags the ranks raised; collective.
@@ -188,6 +190,7 @@ class Turned:
 _known: WeakKeyDictionary[EdgeSet, Turned] = WeakKeyDictionary()
 
 
+@kept_from_compilation
 @outside_transforms
 def turned(edges: EdgeSet) -> Turned:
     """Return how these edges are turned round; collective when it is first asked for."""
