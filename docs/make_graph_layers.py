@@ -11,9 +11,10 @@ PAGE = Path(__file__).parent / "graph_layers.md"
 TEXT = """\
 # Which layers are exact
 
-What `varcomm.graph.distribute` does with each name in `torch_geometric.nn.conv.__all__`. *Exact* layers are tested against one
-process: outputs, gradients of inputs and of parameters in fp64, on a directed graph with self loops, multi-edges and isolated
-nodes, and on ranks that own nothing. The others are refused when `distribute` is called.
+What `varcomm.graph.distribute` does with each name in `torch_geometric.nn.conv.__all__`. *Exact*
+layers are tested against one process: outputs, gradients of inputs and of parameters in fp64, on a
+directed graph with self loops, multi-edges and isolated nodes, and on ranks that own nothing. The
+others are refused when `distribute` is called.
 
 {exact} are exact, {refused} are refused. This page is made by `python docs/make_graph_layers.py`.
 
