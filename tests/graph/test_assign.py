@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tests.graph.graphs import grid, wild
 from varcomm import ArgumentError, MissingPackageError
 from varcomm.graph import assign
 
-METHODS = ("metis", "rcb", "block", "random")
+METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 PARTS = (1, 2, 3, 5, 8)
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
 
 
 def empty(nodes):
@@ -53,16 +55,17 @@ def test_every_node_has_a_rank_always_the_same(method, graph, parts):
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("method", ["rcb", "block"])
-def test_blocks_and_bisection_differ_by_one_node(method, graph, parts):
+@pytest.mark.parametrize("method", ["rcb", "hilbert", "block"])
+def test_parts_differ_by_one_node(method, graph, parts):
     many = counts(assign(GRAPHS[graph], parts, method), parts)
     assert many.max() - many.min() <= 1
 
 
+@pytest.mark.parametrize("method", ["metis", "kahip"])
 @pytest.mark.parametrize("parts", PARTS)
-def test_metis_is_even_and_cuts_little(parts):
+def test_few_edges_are_cut_and_parts_are_even(parts, method):
     data = grid(40, 50)
-    owner = assign(data, parts, "metis")
+    owner = assign(data, parts, method)
     assert counts(owner, parts).max() <= 1.05 * data.num_nodes / parts
     source, target = owner[data.edge_index]
     # strips of the grid, the simplest partition there is, cut 40 edges at each border
@@ -81,29 +84,25 @@ def test_bisection_cuts_across_the_widest_extent():
     assert thirds.tolist() == [[0, 0]] * 3 + [[1, 1]] * 3 + [[2, 2]] * 3
 
 
-def test_positions_may_have_any_number_of_coordinates():
-    for pos in (torch.tensor([3.0, 0.0, 2.0, 1.0]), torch.tensor([[3.0], [0.0], [2.0], [1.0]])):
-        line = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), pos=pos, num_nodes=4)
-        assert assign(line, 2, "rcb").tolist() == [1, 0, 1, 0]
-
-
 def test_random_uses_all_ranks():
     many = counts(assign(empty(3000), 5, "random"), 5)
     assert many.min() > 500
     assert many.max() < 700
 
 
-def test_metis_sees_a_directed_graph_as_undirected():
+@pytest.mark.parametrize("method", ["metis", "kahip"])
+def test_a_directed_graph_is_seen_as_undirected(method):
     data = grid(10, 10)
     both = Data(edge_index=torch.cat([data.edge_index, data.edge_index.flip(0)], 1), num_nodes=100)
-    assert torch.equal(assign(data, 4, "metis"), assign(both, 4, "metis"))
+    assert torch.equal(assign(data, 4, method), assign(both, 4, method))
 
 
-def test_metis_sees_neither_self_loops_nor_multi_edges():
+@pytest.mark.parametrize("method", ["metis", "kahip"])
+def test_neither_self_loops_nor_multi_edges_are_seen(method):
     data = wild()
     plain = data.edge_index[:, data.edge_index[0] != data.edge_index[1]].unique(dim=1)
     plain = Data(edge_index=plain, num_nodes=data.num_nodes)
-    assert torch.equal(assign(data, 3, "metis"), assign(plain, 3, "metis"))
+    assert torch.equal(assign(data, 3, method), assign(plain, 3, method))
 
 
 def test_the_default_is_what_there_is(monkeypatch):
@@ -116,29 +115,69 @@ def test_the_default_is_what_there_is(monkeypatch):
     assert torch.equal(assign(data, 3), assign(data, 3, "block"))
 
 
-def test_metis_without_pymetis(monkeypatch):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_default_of_positions_without_edges(parts):
+    data = Data(pos=torch.rand(12, 2))
+    assert torch.equal(assign(data, parts), assign(data, parts, "rcb"))
+    assert torch.equal(assign(Data(num_nodes=12), parts), assign(data, parts, "block"))
+
+
+@pytest.mark.parametrize(
+    ("method", "package", "extra"),
+    [("metis", "pymetis", "partition"), ("kahip", "kahip", "kahip")],
+)
+def test_without_the_package(monkeypatch, method, package, extra):
     real = builtins.__import__
 
-    def without_pymetis(name, *args, **kwargs):
-        if name == "pymetis":
+    def without(name, *args, **kwargs):
+        if name == package:
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", without_pymetis)
-    with pytest.raises(MissingPackageError, match=r'pip install "varcomm\[partition\]"'):
-        assign(grid(3, 3), 2, "metis")
+    monkeypatch.setattr(builtins, "__import__", without)
+    message = rf'method="{method}" needs {package}: pip install "varcomm\[{extra}\]"'
+    with pytest.raises(MissingPackageError, match=message):
+        assign(grid(3, 3), 2, method)
 
 
 def test_unknown_method():
-    message = r"must be one of metis, rcb, block, random, or None; got 'kahip'\."
-    with pytest.raises(ArgumentError, match=message):
-        assign(grid(3, 3), 2, "kahip")
+    names = "metis, kahip, rcb, hilbert, block, random"
+    with pytest.raises(ArgumentError, match=rf"must be one of {names}, or None; got 'scotch'\."):
+        assign(grid(3, 3), 2, "scotch")
 
 
-def test_bisection_without_positions():
-    data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
-    with pytest.raises(ArgumentError, match=r'"rcb" needs the positions .* data\.pos'):
-        assign(data, 2, "rcb")
+def test_what_is_no_graph():
+    with pytest.raises(ArgumentError, match="data must be a Data or a HeteroData; got dict"):
+        assign({"edge_index": EDGES}, 2)
+
+
+def test_a_graph_of_unknown_size():
+    with (
+        pytest.warns(UserWarning, match="num_nodes"),
+        pytest.raises(
+            ArgumentError, match=r"data does not tell how many nodes it has: set num_nodes\."
+        ),
+    ):
+        assign(Data(), 2, "block")
+
+
+@pytest.mark.parametrize("method", ["metis", "kahip"])
+@pytest.mark.parametrize("parts", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("edge_index", "message"),
+    [
+        (None, "needs data.edge_index, a tensor of torch.int64."),
+        (EDGES.int(), "needs data.edge_index, a tensor of torch.int64."),
+        (EDGES.T.contiguous(), "data.edge_index must have shape (2, E); got (3, 2)."),
+        (EDGES[0], "data.edge_index must have shape (2, E); got (3,)."),
+        (EDGES + 2, "data.edge_index spans 2...4, out of range for the 4 nodes of data."),
+        (EDGES - 1, "data.edge_index spans -1...1, out of range for the 4 nodes of data."),
+    ],
+)
+def test_edges_that_will_not_do(method, parts, edge_index, message):
+    """Whatever is out of range would be read out of bounds by the packages."""
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        assign(Data(edge_index=edge_index, num_nodes=4), parts, method)
 
 
 @pytest.mark.parametrize("parts", [0, -1, 2.0, True])

@@ -128,6 +128,16 @@ MODELS = {
     "a degree of sources": DegreesThroughPropagate,
     "pairs as lists": PairsAsLists,
     "EdgeCNN": lambda: pyg.EdgeCNN(4, 6, 2, 2),
+    "GCN": lambda: pyg.GCN(4, 6, 3, 2, jk="cat", norm=pyg.LayerNorm(6, mode="node")),
+    "PNA": lambda: pyg.PNA(
+        4,
+        6,
+        2,
+        2,
+        aggregators=["mean", "max", "std"],
+        scalers=["identity", "attenuation"],
+        deg=torch.tensor([2, 1, 3, 5, 4, 3]),
+    ),
 }
 
 
@@ -298,11 +308,11 @@ def test_the_state_of_a_model_is_as_without_ranks(worlds, name):
     assert worlds.run(2, saved, name) == [(True, True)] * 2
 
 
-def compiled(rank, conv, first):
+def compiled(rank, make, first):
     """Compile before or after distribute; then move to another graph."""
     data = wild()
     torch.manual_seed(0)
-    model = conv(4, 4).double()
+    model = make().double()
     whole = data.x.clone().requires_grad_()
     expected = model(whole, data.edge_index)
     (gradient,) = torch.autograd.grad(expected.square().sum(), whole)
@@ -320,7 +330,17 @@ def compiled(rank, conv, first):
 
 
 @pytest.mark.parametrize("first", ["distribute", "compile"])
-@pytest.mark.parametrize("conv", [pyg.SAGEConv, pyg.GATConv])
-def test_compiled(worlds, conv, first):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pyg.SAGEConv(4, 4),
+        lambda: pyg.GATConv(4, 4),
+        lambda: pyg.GCN(4, 6, 2, 4),
+        lambda: pyg.DirGNNConv(pyg.GCNConv(4, 4)),
+        lambda: pyg.GraphConv(4, 4, flow="target_to_source"),
+    ],
+    ids=["SAGEConv", "GATConv", "GCN", "DirGNNConv", "backwards"],
+)
+def test_compiled(worlds, make, first):
     """PyG runs none of its hooks under torch.compile."""
-    assert worlds.run(2, compiled, conv, first) == [None] * 2
+    assert worlds.run(2, compiled, make, first) == [None] * 2

@@ -71,7 +71,7 @@ def test_ranks_with_different_models(worlds, name):
 
 
 def one_refused(rank, culprit):
-    model = pyg.SAGEConv(4, 4) if rank != culprit else pyg.GCNConv(4, 4)
+    model = pyg.SAGEConv(4, 4) if rank != culprit else pyg.WLConv()
     with pytest.raises(ArgumentError) as caught:
         distribute(model, partition(wild(), method="block"))
     return str(caught.value), "propagate" in vars(model)
@@ -80,7 +80,7 @@ def one_refused(rank, culprit):
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_model_refused_on_one_rank_is_refused_on_all(worlds, culprit):
     told = worlds.run(3, one_refused, culprit)
-    start = f"graph.distribute: refused on rank {culprit} of 3: cannot distribute the model (GCN"
+    start = f"graph.distribute: refused on rank {culprit} of 3: cannot distribute the model (WL"
     assert told[0][0].startswith(start)
     assert told == [(told[0][0], False)] * 3
 

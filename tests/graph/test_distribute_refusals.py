@@ -13,11 +13,7 @@ from tests.graph.graphs import wild
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
 from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS
-
-
-class Backwards(MessagePassing):
-    def __init__(self):
-        super().__init__(flow="target_to_source")
+from varcomm.graph.layers import REFUSED as LAYERS_REFUSED
 
 
 class BothAtOnce(MessagePassing):
@@ -65,7 +61,7 @@ class ReadOutWithTheLayers(nn.Module):
         self.readout = self.layer.aggr_module
 
 
-class MyGCN(pyg.GCNConv):
+class MyColours(pyg.WLConv):
     """A class of one's own does not make a layer of PyG another one."""
 
 
@@ -76,9 +72,9 @@ class Pooled(nn.Module):
         self.readout = readout
 
 
-NORMALISES = "it normalises over all nodes, and would do so over this rank's only."
+NORMALISES = "it normalises over all nodes, in a way that is not known across ranks."
 POOLS = "it pools over all nodes, and would do so over this rank's only."
-READS_OUT = "it reads out all nodes, and would read this rank's only."
+READS_OUT = "it reads out all nodes, in a way that is not known across ranks."
 PAST = "it looks at other nodes, or at the edges, past the propagate of MessagePassing"
 
 
@@ -91,52 +87,35 @@ def explained():
     return layer
 
 
-def inexact(name):
-    return f"{name} is not known to be exact on a part of the graph; layers that need degrees"
+COLOURS = "WLConv is not exact on a part of the graph: it numbers colours in the order in which"
 
 
 REFUSED = {
-    "GCN": (lambda: pyg.GCNConv(4, 4), "the model (GCNConv): " + inexact("GCNConv")),
-    "own GCN": (lambda: MyGCN(4, 4), "the model (MyGCN): " + inexact("GCNConv")),
-    "a GCN in a model": (
-        lambda: Pooled(pyg.GCNConv(4, 4)),
-        "readout (GCNConv): " + inexact("GCNConv"),
-    ),
-    "several hops": (lambda: pyg.TAGConv(4, 4), inexact("TAGConv")),
-    "BatchNorm": (lambda: Pooled(nn.BatchNorm1d(4)), "readout (BatchNorm1d): " + NORMALISES),
+    "colours": (pyg.WLConv, "the model (WLConv): " + COLOURS),
+    "own colours": (MyColours, "the model (MyColours): " + COLOURS),
+    "colours in a model": (lambda: Pooled(pyg.WLConv()), "readout (WLConv): " + COLOURS),
+    "a script": (lambda: Pooled(torch.jit.script(nn.Linear(4, 4))), "TorchScript, in which"),
     "SyncBatchNorm": (lambda: Pooled(nn.SyncBatchNorm(4)), "(SyncBatchNorm): " + NORMALISES),
     "InstanceNorm": (lambda: Pooled(nn.InstanceNorm1d(4)), "(InstanceNorm1d): " + NORMALISES),
-    "PyG's BatchNorm": (lambda: Pooled(pyg.BatchNorm(4)), "(BatchNorm): " + NORMALISES),
-    "PyG's InstanceNorm": (lambda: Pooled(pyg.InstanceNorm(4)), NORMALISES),
-    "PyG's LayerNorm": (lambda: Pooled(pyg.LayerNorm(4)), "(LayerNorm): " + NORMALISES),
-    "GraphNorm": (lambda: Pooled(pyg.GraphNorm(4)), "(GraphNorm): " + NORMALISES),
-    "GraphSizeNorm": (lambda: Pooled(pyg.GraphSizeNorm()), NORMALISES),
-    "PairNorm": (lambda: Pooled(pyg.PairNorm()), NORMALISES),
-    "MeanSubtractionNorm": (lambda: Pooled(pyg.MeanSubtractionNorm()), NORMALISES),
-    "DiffGroupNorm": (lambda: Pooled(pyg.DiffGroupNorm(4, 2)), NORMALISES),
-    "a norm in a layer": (lambda: pyg.CGConv(4, batch_norm=True), "bn (BatchNorm1d): "),
-    "a norm in a layer's MLP": (lambda: pyg.GENConv(4, 4), "mlp.1 (BatchNorm1d): " + NORMALISES),
     "pooling": (lambda: Pooled(pyg.TopKPooling(4)), "readout (TopKPooling): " + POOLS),
     "self-attention pooling": (lambda: Pooled(pyg.SAGPooling(4, GNN=pyg.GraphConv)), POOLS),
-    "readout": (lambda: Pooled(pyg.MeanAggregation()), "(MeanAggregation): " + READS_OUT),
+    "readout": (lambda: Pooled(pyg.MedianAggregation()), "(MedianAggregation): " + READS_OUT),
     "several readouts": (
-        lambda: Pooled(pyg.aggr.MultiAggregation(["mean", "max"])),
+        lambda: Pooled(pyg.aggr.MultiAggregation(["mean", "median"])),
         "readout (MultiAggregation): " + READS_OUT,
     ),
     "median": (
         lambda: pyg.SAGEConv(4, 4, aggr="median"),
         "aggr_module (MedianAggregation): MedianAggregation is not known to be exact",
     ),
-    "attention between all nodes": (
-        lambda: pyg.GPSConv(4, pyg.GINConv(nn.Linear(4, 4)), norm=None),
-        "the model (GPSConv): " + PAST,
+    "linear attention between all nodes": (
+        lambda: pyg.GPSConv(4, None, norm=None, attn_type="performer"),
+        "attn (PerformerAttention): " + PAST,
     ),
     "linear attention": (
         lambda: Pooled(pyg.attention.PerformerAttention(4, 1)),
         "readout (PerformerAttention): " + PAST,
     ),
-    "edges turned round": (lambda: pyg.DirGNNConv(pyg.SAGEConv(4, 4)), "(DirGNNConv): " + PAST),
-    "flow": (Backwards, "its flow is target_to_source, but ranks own the edges into their nodes."),
     "decomposed layers": (
         lambda: pyg.SAGEConv(4, 4, decomposed_layers=2),
         "decomposed_layers is not supported.",
@@ -144,7 +123,7 @@ REFUSED = {
     "an own kind of pooling": (lambda: Pooled(OwnPooling(4)), "readout (OwnPooling): " + POOLS),
     "an aggregation in and out of a layer": (
         ReadOutWithTheLayers,
-        "readout (MeanAggregation): " + READS_OUT,
+        "readout (MeanAggregation): it reads out all nodes, and is a layer's aggregation as well",
     ),
     "an own kind of LSTM": (
         lambda: pyg.SAGEConv(4, 4, aggr=OwnLSTM(4, 4)),
@@ -196,13 +175,51 @@ def test_refused_before_anything_has_changed(worlds, name):
 def names_of_what_is_known(rank):
     graph = partition(wild(), method="block")
     with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT))):
-        distribute(pyg.GCNConv(4, 4), graph)
+        distribute(pyg.WLConv(), graph)
     with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT_AGGREGATIONS))):
         distribute(pyg.SAGEConv(4, 4, aggr="median"), graph)
 
 
 def test_the_message_names_what_is_known(worlds):
     assert worlds.run(1, names_of_what_is_known) == [None]
+
+
+def made_without_its_package(kind):
+    """A layer of a class which refuses to be made where a compiled package is missing."""
+    layer = kind.__new__(kind)
+    (MessagePassing if issubclass(kind, MessagePassing) else nn.Module).__init__(layer)
+    return layer
+
+
+def refused_layers(rank):
+    graph = partition(wild(), method="block")
+    told = {}
+    for name in LAYERS_REFUSED:
+        with pytest.raises(ArgumentError) as caught:
+            distribute(made_without_its_package(getattr(pyg, name)), graph)
+        told[name] = str(caught.value)
+    return told
+
+
+def test_layers_that_are_refused_say_why(worlds):
+    (told,) = worlds.run(1, refused_layers)
+    for name, reason in LAYERS_REFUSED.items():
+        assert f"{name} is not exact on a part of the graph: {reason}. Known are" in told[name]
+
+
+class Unheard(pyg.HypergraphConv):
+    """As if PyG had got one more layer."""
+
+
+def unheard(rank):
+    layer = Unheard(4, 4)
+    Unheard.__module__ = "torch_geometric.nn.conv.unheard"
+    with pytest.raises(ArgumentError, match="Unheard is not known to be exact on a part of the"):
+        distribute(layer, partition(wild(), method="block"))
+
+
+def test_a_layer_that_nobody_has_heard_of(worlds):
+    assert worlds.run(2, unheard) == [None] * 2
 
 
 ALLOWED = {
@@ -358,18 +375,19 @@ def shapes(rank):
     graph = partition(wild(), method="block")
     n = graph.num_owned
     sage, own = distribute(seeded_sage(), graph), distribute(MessagePassing(), graph)
-    for batch in (2, n):
-        message = f"'x' has shape ({batch}, {n}, 4), and the layer, whose node_dim is -2, looks for"
-        with pytest.raises(ArgumentError, match=re.escape(message)):
-            sage(graph.x[:, :4].expand(batch, n, 4), graph.edge_index)
-    with pytest.raises(ArgumentError, match=r"looks for nodes along dimension -1\. They must come"):
+    for shape in ((2, n + 1, 4), (n + 1, 4)):
+        with pytest.raises(ArgumentError, match=f"'x' has {n + 1} rows, but this rank owns {n} "):
+            sage(torch.zeros(shape, dtype=torch.float64), graph.edge_index)
+    with pytest.raises(
+        ArgumentError, match=r"'x' has shape \(\d+,\), in which .* dimension -2, where"
+    ):
         own.propagate(graph.edge_index, x=graph.x[:, 0])
     with pytest.raises(ArgumentError, match=r"must be a tensor or a pair of them, .*; got 3"):
         distribute(ThreeSides(), graph)(graph.x, graph.edge_index)
     return tuple(sage(graph.x, graph.edge_index).shape) == (n, 4)
 
 
-def test_nodes_must_be_the_first_dimension(worlds):
+def test_nodes_must_be_where_the_layer_looks_for_them(worlds):
     assert worlds.run(2, shapes) == [True] * 2
 
 

@@ -36,8 +36,11 @@ def known(**attributes):
 # what one of the ranks passes, and what all of them are told
 WRONG = {
     "no Data": (([EDGES], None), "must be a torch_geometric.data.Data or HeteroData; got list."),
-    "no edges": ((Data(num_nodes=3), None), "edge_index must be a tensor of torch.int64."),
-    "edges of int32": ((ring(edge_index=EDGES.int()), None), "must be a tensor of torch.int64."),
+    "no edges": ((Data(num_nodes=3), None), "must be a tensor of torch.int64; got NoneType."),
+    "edges of int32": (
+        (ring(edge_index=EDGES.int()), None),
+        "must be a tensor of torch.int64; got torch.int32 of shape (2, 3).",
+    ),
     "edges as rows": (
         (ring(edge_index=EDGES.T.contiguous()), None),
         "must have shape (2, E); got (3, 2).",
@@ -45,11 +48,11 @@ WRONG = {
     "one row of edges": ((ring(edge_index=EDGES[0]), None), "must have shape (2, E); got (3,)."),
     "an edge to no node": (
         (ring(edge_index=EDGES + 1), None),
-        "edge_index spans 1...3, out of range for 3 nodes.",
+        "edge_index[0] spans 1...3, out of range for 3 nodes.",
     ),
     "an edge from no node": (
         (ring(edge_index=EDGES - 1), None),
-        "edge_index spans -1...1, out of range for 3 nodes.",
+        "edge_index[0] spans -1...1, out of range for 3 nodes.",
     ),
     "faces": (
         (ring(face=torch.zeros(3, 1, dtype=torch.int64)), None),
@@ -85,8 +88,9 @@ WRONG = {
     ),
     "an array of objects": ((ring(), np.array([None] * 3)), "as integers; got torch.float64"),
     "an unknown method": (
-        (ring(), "kahip"),
-        "must be one of metis, rcb, block, random, a tensor of ranks, or None; got 'kahip'.",
+        (ring(), "scotch"),
+        "must be one of metis, kahip, rcb, hilbert, block, random, a tensor of ranks, or None; got "
+        "'scotch'.",
     ),
     "too few ranks of nodes": (
         (ring(), owner(0, 1)),

@@ -30,24 +30,32 @@ LAYERS = {
     "TransformerConv": (lambda: pyg.TransformerConv(4, 5), 5 + 5),  # keys, values
 }
 
+# and before that degrees, which are not differentiated
+WITH_DEGREES = {
+    "GCNConv": (lambda: pyg.GCNConv(4, 5, add_self_loops=False), 5),
+    "SGConv": (lambda: pyg.SGConv(4, 5, K=3), 3 * 4),
+}
+
 
 def cost(rank, name, method):
     graph = partition(wild(), method=method)
-    make, channels = LAYERS[name]
+    make, channels = (LAYERS | WITH_DEGREES)[name]
     torch.manual_seed(0)
     layer = distribute(make().double(), graph)
     with varcomm.trace() as calls:
         out = layer(graph.x.requires_grad_(), graph.edge_index)
     with varcomm.trace() as back:
         out.sum().backward()
-    expected = graph.report().nbytes(channels, itemsize=8)[rank]
-    halo = graph.num_halo * channels * 8
+    degrees = 1 if name in WITH_DEGREES else 0
+    sent = graph.report().nbytes(1, itemsize=8)[rank]
     forward = sum(call.sent for call in calls), sum(call.received for call in calls)
     backward = sum(call.received for call in back), sum(call.sent for call in back)
-    return forward == backward == (expected, halo)
+    assert backward == (channels * sent, channels * graph.num_halo * 8)
+    channels += degrees
+    return forward == (channels * sent, channels * graph.num_halo * 8)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, *WITH_DEGREES])
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_bytes_of_a_layer_are_those_of_the_report(worlds, ranks, name):
     for method in METHODS:

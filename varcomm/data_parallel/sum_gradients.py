@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from varcomm.data_parallel.replica import replica_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.operator import checking
@@ -35,7 +36,7 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse, or `parameters` is a tensor.
+        If a gradient is sparse, `parameters` is a tensor, or :func:`replicate` sums them already.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters.
 
@@ -76,6 +77,11 @@ def sum_gradients(
                 )
         trained = [parameter for parameter in given if parameter.requires_grad]
         for number, parameter in enumerate(trained):
+            if replica_of(parameter) is not None:
+                raise ArgumentError(
+                    f"{where}replicate has summed the gradient of parameter {number}, of shape "
+                    f"{tuple(parameter.shape)}, in backward already. Leave this call out."
+                )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ArgumentError(
                     f"{where}the gradient of parameter {number}, of shape "

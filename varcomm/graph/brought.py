@@ -16,7 +16,7 @@ from varcomm.graph.directory import Directory
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.graph.tables import ends
-from varcomm.graph.travel import Route
+from varcomm.graph.travel import Route, taken
 from varcomm.layout import ShardSizes
 from varcomm.transport.agree import agree
 from varcomm.transport.group import Group
@@ -93,17 +93,20 @@ def _owned_edges(brought: BroughtEdges, sources: Directory, targets: Directory) 
     """Exchange the edges that this rank has read for those into its own nodes; collective."""
     group, count = targets.group, brought.edge_index.shape[1]
     first = ShardSizes.from_local(count, group.process_group).offsets[group.rank]
-    target = targets.look_up(brought.edge_index[1])
+    if sources is targets:
+        source, target = targets.look_up(*brought.edge_index)
+    else:
+        (source,) = sources.look_up(brought.edge_index[0])
+        (target,) = targets.look_up(brought.edge_index[1])
     route = Route.to(targets.sizes.owner(target), group)
-    target = route.carry(target)
-    source = route.carry(sources.look_up(brought.edge_index[0]))
+    source, target = route.carry(source), route.carry(target)
     rows = {key: route.carry(value) for key, value in brought.attributes.items()}
     if brought.ids is None:
         # They come sender by sender, and in each sender's order: so these ascend.
         ids = route.carry(torch.arange(first, first + count, device=source.device))
         return OwnedEdges(source, target, ids, rows)
     ids, order = route.carry(brought.ids).sort()
-    rows = {key: value[order] for key, value in rows.items()}
+    rows = {key: taken(value, order) for key, value in rows.items()}
     return OwnedEdges(source[order], target[order], ids, rows)
 
 
@@ -126,7 +129,7 @@ def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:
             )
 
     agree("graph.from_edges", check, group)
-    rows = {key: route.carry(value)[order] for key, value in nodes.attributes.items()}
+    rows = {key: taken(route.carry(value), order) for key, value in nodes.attributes.items()}
     return BroughtNodes(nodes.ranges, nodes.owner, None, rows)
 
 

@@ -74,13 +74,18 @@ class Directory:
 
         They come in the order of the whole graph.
         """
-        return rows if self.route is None else self.route.carry(rows)
+        return rows.detach() if self.route is None else self.route.carry(rows)
 
-    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the global numbers of some nodes; collective. Each is asked for once a rank."""
+    def look_up(self, *ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the global numbers of nodes, in several lists of them; collective.
+
+        Each rank asks for each node once, however often it stands in its lists.
+        """
         if self.numbers is None:
             return ids
-        asked, place = torch.unique(ids, return_inverse=True)
+        different = [torch.unique(some, return_inverse=True) for some in ids]
+        asked = torch.unique(torch.cat([some for some, _ in different]))
         # ascending, hence range by range
         plan = ExchangePlan.from_needed(asked, self.ranges, group=self.group.process_group)
-        return plan(self.numbers)[place]
+        numbers = plan(self.numbers)
+        return tuple(numbers[torch.searchsorted(asked, some)][place] for some, place in different)

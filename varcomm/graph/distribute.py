@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.block import enclose
 from varcomm.graph.digest import differing, digest
-from varcomm.graph.layers import check_exact, names_read_at_source
-from varcomm.graph.local_edges import plan_of
+from varcomm.graph.layers import FUNCTIONS, check_deep, check_exact, functions_at
+from varcomm.graph.norms import global_norm, is_global_norm
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.layout import holds_integers
-from varcomm.ops.autograd import kept_from_compilation
-from varcomm.ops.operator import checking
+from varcomm.graph.place import Place
+from varcomm.graph.propagate import attach
+from varcomm.graph.readouts import global_readout
+from varcomm.graph.rebind import Rebinding
+from varcomm.graph.told import listen
 from varcomm.transport.agree import share
 
 __all__ = ["distribute"]
@@ -97,7 +100,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"{type(graph).__name__}. The order is distribute(model, graph)."
         )
     what = "graph.distribute"
-    given = share(what, lambda: _checked(model), graph.group)
+    given = share(what, lambda: _checked(model, graph), graph.group)
     others, names = differing(given)
     if others:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -106,19 +109,44 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"{', '.join(names[:3])}{more}. Seed the ranks alike before the model is made, or "
             "broadcast those of one rank."
         )
+    place = Place(graph)
+    rebind = Rebinding(functions_at(place))
     for module in model.modules():
+        rebind(module)
+        listen(module, place)
         if isinstance(module, MessagePassing):
-            _attach(module, graph)
+            attach(module, place)
+            _forget(module)
+        elif is_global_norm(module):
+            vars(module)["forward"] = global_norm(module, graph)
+    for readout in _readouts(model):
+        vars(readout)["forward"] = global_readout(readout, graph)
+    enclose(model, place)
     return model
 
 
-def _checked(model: torch.nn.Module) -> dict[str, object]:
+def _readouts(model: torch.nn.Module) -> list[Aggregation]:
+    """Return the aggregations that a model calls itself: those over all nodes."""
+    inner = {
+        part
+        for module in model.modules()
+        if isinstance(module, MessagePassing | Aggregation)
+        for part in list(module.modules())[1:]
+    }
+    return [m for m in model.modules() if isinstance(m, Aggregation) and m not in inner]
+
+
+def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, object]:
     """Return, by its name, a digest of all that must be the same on all ranks, if it will do."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     # under all its names: what is fine inside of a layer may be used outside of it too
+    rebind = Rebinding(FUNCTIONS)
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)
+        if graph.hops > 1:
+            check_deep(name, module)
+        rebind.check(module, f"{name or 'the model'} ({type(module).__name__})")
     state: dict[str, object] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))
@@ -130,117 +158,8 @@ def _checked(model: torch.nn.Module) -> dict[str, object]:
     return state
 
 
-def _attach(layer: MessagePassing, graph: PartitionedGraph) -> None:
-    # At the instance: PyG's hooks are skipped under torch.compile, and the one for edge_updater
-    # comes too late, when values already are at the edges.
-    at_source = names_read_at_source(layer, ["message", "aggregate", "update"])
-    layer.propagate = _WithHalos(layer, "propagate", graph, at_source)
-    if layer.inspector.implements("edge_update"):
-        at_source = names_read_at_source(layer, ["edge_update"])
-        layer.edge_updater = _WithHalos(layer, "edge_updater", graph, at_source)
-
-
-@dataclass(frozen=True, eq=False)
-class _WithHalos:
-    """Stands before a method of a layer; turns what messages read at their source into pairs."""
-
-    layer: MessagePassing
-    method: str
-    graph: PartitionedGraph
-    at_source: frozenset[str]
-
-    def __call__(self, edge_index: torch.Tensor, size: Any = None, **values: Any) -> Any:
-        values = self._exchange(edge_index, values)
-        own = getattr(type(self.layer), self.method)
-        return own(self.layer, edge_index, size=_size(self.graph), **values)
-
-    @kept_from_compilation
-    def _exchange(self, edge_index: Any, values: dict[str, Any]) -> dict[str, Any]:
-        # PyG takes lists for pairs as well
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        with checking(self.method, self.graph.group) as where:
-            _check_local(edge_index, self.graph, where)
-            for name in self.at_source & values.keys():
-                _check_rows(name, values[name], self.layer, self.graph, where)
-        return {
-            name: _with_halo(value, self.graph) if name in self.at_source else value
-            for name, value in values.items()
-        }
-
-
-def _size(graph: PartitionedGraph) -> tuple[int, int]:
-    """Return the numbers of sources and of targets, in which PyG thinks."""
-    return graph.num_owned + graph.num_halo, graph.num_owned
-
-
-def _with_halo(value: Any, graph: PartitionedGraph) -> Any:
-    """Return what sources and what targets of edges have of a value of nodes."""
-    source, target = value if isinstance(value, tuple) else (value, value)
-    # whatever is no tensor is not read at edges, but handed on as it is
-    return (graph.with_halo(source), target) if isinstance(source, torch.Tensor) else value
-
-
-def _check_rows(
-    name: str, value: Any, layer: MessagePassing, graph: PartitionedGraph, where: str
-) -> None:
-    """Raise unless a value of nodes, or both of a pair, have the owned rows as first dimension."""
-    sides = value if isinstance(value, tuple) else (value,)
-    if len(sides) > 2:
-        raise ArgumentError(
-            f"{where}{name!r} must be a tensor or a pair of them, for sources and for targets; got "
-            f"{len(sides)}."
-        )
-    for side in sides:
-        if not isinstance(side, torch.Tensor):
-            continue
-        along = layer.node_dim + (side.dim() if layer.node_dim < 0 else 0)
-        if along != 0:
-            raise ArgumentError(
-                f"{where}{name!r} has shape {tuple(side.shape)}, and the layer, whose node_dim is "
-                f"{layer.node_dim}, looks for nodes along dimension {along}. They must come first: "
-                "shape (n, F), or node_dim=0. A batch (B, n, F) on one graph is not supported."
-            )
-        if side.shape[0] != graph.num_owned:
-            raise ArgumentError(
-                f"{where}{name!r} has {side.shape[0]} rows, but this rank owns {graph.num_owned} "
-                "nodes. Call the model with the local part: graph.x, graph.edge_index, ...; halos "
-                "are added by varcomm."
-            )
-
-
-def _check_local(edge_index: Any, graph: PartitionedGraph, where: str) -> None:
-    """Raise unless edges are those of the graph, in local numbers, or self loops."""
-    if edge_index is graph.edge_index:
-        return
-    if type(edge_index) is not torch.Tensor or not _are_edges(edge_index):
-        raise ArgumentError(
-            f"{where}edges must be given as graph.edge_index, of shape (2, E); got "
-            f"{type(edge_index).__name__}."
-        )
-    again = "If the model is to run on another graph, call distribute(model, graph) again."
-    if plan_of(edge_index) not in (None, graph.plan):
-        raise ArgumentError(
-            f"{where}these are the edges of another graph than the one that the model is "
-            f"distributed on. {again}"
-        )
-    sources, targets = _size(graph)
-    if edge_index.numel() and not (
-        int(edge_index.min()) >= 0
-        and int(edge_index[0].max()) < sources
-        and int(edge_index[1].max()) < targets
-    ):
-        raise ArgumentError(
-            f"{where}edges reach beyond the {sources} local sources and {targets} owned "
-            "targets: call the model with graph.edge_index, not with that of the whole graph. "
-            f"{again}"
-        )
-    if not graph.edges.local_edges.include(edge_index):
-        raise ArgumentError(
-            f"{where}some edges are not in the graph that the model is distributed on. Edges of "
-            f"graph.edge_index may be left out, and self loops added, but no others. {again}"
-        )
-
-
-def _are_edges(edge_index: torch.Tensor) -> bool:
-    dense = edge_index.layout == torch.strided
-    return dense and holds_integers(edge_index) and edge_index.shape[:-1] == (2,)
+def _forget(layer: MessagePassing) -> None:
+    """Drop what a layer with ``cached=True`` has kept of another graph."""
+    for name in vars(layer):
+        if name.startswith("_cached_"):
+            setattr(layer, name, None)

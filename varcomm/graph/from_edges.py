@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.attribute import check_name
 from varcomm.graph.brought import (
     BroughtEdges,
     BroughtNodes,
@@ -17,11 +19,16 @@ from varcomm.graph.brought import (
     by_position,
     sent_to_owners,
 )
+from varcomm.graph.digest import differing
 from varcomm.graph.hops import check_hops, deepened
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.tables import check_edge_index, check_name
+from varcomm.graph.shard import described
+from varcomm.graph.tables import check_edge_index
 from varcomm.layout import ShardSizes, checked_sizes, holds_integers
+from varcomm.ops.checks import checked_tensor
+from varcomm.plan.checks import checked_index
 from varcomm.transport.agree import agree, share
+from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["from_edges"]
@@ -61,13 +68,13 @@ def from_edges(
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
-        Attributes of nodes, (sizes[rank], *F), or of those in `node_ids`. A rank with no rows may
-        leave them out.
+        Attributes of nodes, (sizes[rank], *F), or of those in `node_ids`; any dtype. A rank with no
+        rows may leave them out.
     edge_attrs : mapping of str to torch.Tensor, optional
         Attributes of this rank's edges, (e, *F). A rank without edges may leave them out.
     node_ids : torch.Tensor, optional
         The nodes that the rows of `node_attrs` are of, where these are others than those that the
-        rank speaks for; each node on one rank, in any order. int64 of one dimension.
+        rank speaks for; each node on one rank, in any order. int32 or int64 of one dimension.
     method : {"block", "hilbert", "rcb"} or torch.Tensor, optional
         Who owns what. ``"block"``, or None: each rank the nodes that it speaks for. ``"hilbert"``
         and ``"rcb"``: as :func:`assign` does it, by the attribute ``pos``, which is never
@@ -95,6 +102,9 @@ def from_edges(
     16 bytes for each different node in a rank's edges, to ask who owns it. Memory a rank is in
     proportion to what it brings and what it gets.
 
+    Attributes are data: what is built is not differentiable with respect to them. Rows that stay
+    where they are share their memory with what is given.
+
     Examples
     --------
     Two ranks have each read half of the edges of a directed ring of 4 nodes.
@@ -113,14 +123,18 @@ def from_edges(
     def check() -> tuple[BroughtNodes, BroughtEdges]:
         check_hops(hops, None)
         ranges = ShardSizes(checked_sizes(sizes, "sizes", ranks.size))
+        if isinstance(edge_index, torch.Tensor):
+            engine_for(ranks, edge_index.device)
         edges = check_edge_index(edge_index, ranges.total, ranges.total, "edge_index")
-        ids, rows = node_ids, ranges[ranks.rank]
+        ids, count, device = node_ids, ranges[ranks.rank], edges.device
         if ids is not None:
-            _check_ids(ids, ranges)
-            rows = len(ids)
-        of_nodes = _checked_attributes(node_attrs, rows, "node_attrs", "nodes")
-        of_edges = _checked_attributes(edge_attrs, edges.shape[1], "edge_attrs", "edges")
-        owner = _checked_owner(method, ranges, ranks)
+            if isinstance(ids, torch.Tensor):
+                _check_device(ids, "node_ids", device)
+            ids = checked_index(ids, ranges.total, "node_ids", "nodes")
+            count = len(ids)
+        of_nodes = _checked_attributes(node_attrs, count, "node_attrs", "nodes", device)
+        of_edges = _checked_attributes(edge_attrs, edges.shape[1], "edge_attrs", "edges", device)
+        owner = _checked_owner(method, ranges, ranks, device)
         return BroughtNodes(ranges, owner, ids, of_nodes), BroughtEdges(edges, of_edges)
 
     nodes, edges = agree(_WHAT, check, ranks)
@@ -129,18 +143,23 @@ def from_edges(
         {
             "sizes": tuple(nodes.ranges),
             "method": name,
-            "hops": hops,
+            "hops": int(hops),
             "use of node_ids": node_ids is not None,
+            "the kind of device": edges.edge_index.device.type,
         },
         ranks,
     )
-    nodes = at_home(
-        BroughtNodes(
-            nodes.ranges, nodes.owner, nodes.ids, _completed(nodes.attributes, edges, ranks)
-        ),
-        ranks,
-    )
-    edges = BroughtEdges(edges.edge_index, _completed(edges.attributes, edges, ranks))
+    count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
+    device, edge_count = edges.edge_index.device, edges.edge_index.shape[1]
+    of_nodes = _completed(nodes.attributes, count, "node_attrs", device, ranks)
+    of_edges = _completed(edges.attributes, edge_count, "edge_attrs", device, ranks)
+    if both := [key for key in of_nodes if key in of_edges]:
+        raise ArgumentError(
+            f"{_WHAT}: {both[0]!r} is in node_attrs and in edge_attrs: graph.{both[0]} could be "
+            "either. Rename one."
+        )
+    nodes = at_home(BroughtNodes(nodes.ranges, nodes.owner, nodes.ids, of_nodes), ranks)
+    edges = BroughtEdges(edges.edge_index, of_edges)
     if name in ("hilbert", "rcb"):
         nodes = by_position(nodes, name, ranks)
     graph = sent_to_owners({None: nodes}, {None: edges}, {}, name, ranks)
@@ -148,58 +167,60 @@ def from_edges(
     return deepened(graph, hops)
 
 
-def _completed(rows: Attributes, edges: BroughtEdges, group: Group) -> dict[str, torch.Tensor]:
+def _completed(
+    rows: Attributes, count: int, what: str, device: torch.device, group: Group
+) -> dict[str, torch.Tensor]:
     """Return attributes with those that only ranks with rows of them have named; collective."""
     outlines = share(
         _WHAT,
-        lambda: {key: (value.dtype, value.shape[1:], len(value)) for key, value in rows.items()},
+        lambda: (count, {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}),
         group,
     )
-    names = dict.fromkeys(name for outline in outlines for name in outline)
-    kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    for name in names:
-        found = {rank: o[name][:2] for rank, o in enumerate(outlines) if name in o}
-        first = next(iter(found))
-        kinds[name] = found[first]
-        if others := [rank for rank in found if found[rank] != found[first]]:
+    first: dict[str, tuple[int, tuple[torch.dtype, torch.Size]]] = {}
+    for rank, (_, outline) in enumerate(outlines):
+        for name, kind in outline.items():
+            of, expected = first.setdefault(name, (rank, kind))
+            if kind != expected:
+                raise DisagreementError(
+                    f"{_WHAT}: {what}[{name!r}] is {_kind(*expected)} on rank {of} and "
+                    f"{_kind(*kind)} on rank {rank}."
+                )
+    for rank, (there, outline) in enumerate(outlines):
+        if there and (missing := [name for name in first if name not in outline]):
             raise DisagreementError(
-                f"{_WHAT}: {name} is {_kind(*found[first])} on rank {first} and "
-                f"{_kind(*found[others[0]])} on rank {others[0]}."
+                f"{_WHAT}: rank {rank} brings {there} rows without {what}[{missing[0]!r}], which "
+                f"rank {first[missing[0]][0]} has."
             )
-    empty = {rank for rank, o in enumerate(outlines) if not any(count for *_, count in o.values())}
-    for rank, outline in enumerate(outlines):
-        if rank not in empty and (missing := [name for name in names if name not in outline]):
-            raise DisagreementError(f"{_WHAT}: rank {rank} has rows, but none of {missing[0]}.")
-    device = edges.edge_index.device
+    # in the same order on all ranks, as they are sent one after the other
     return {
         name: rows[name] if name in rows else torch.empty(0, *shape, dtype=dtype, device=device)
-        for name, (dtype, shape) in kinds.items()
+        for name, (_, (dtype, shape)) in first.items()
     }
 
 
 def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} of shape (n, {', '.join(map(str, shape))})" if shape else f"{dtype}, (n,)"
+    return f"{dtype} of shape ({', '.join(['n', *map(str, shape)])})"
 
 
 def _check_alike(values: Mapping[str, object], group: Group) -> None:
-    given = share(_WHAT, lambda: dict(values), group)
-    for name in values:
-        for rank, other in enumerate(given):
-            if other[name] != given[0][name]:
-                raise DisagreementError(
-                    f"{_WHAT}: ranks differ in {name}: rank 0 has {given[0][name]!r}, rank {rank} "
-                    f"has {other[name]!r}."
-                )
-
-
-def _check_ids(ids: Any, ranges: ShardSizes) -> None:
-    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ArgumentError("node_ids must be a tensor of torch.int64 with one dimension.")
-    ranges.owner(ids)  # which raises for those out of range
+    """Raise on every rank unless all have the same; collective."""
+    # Sizes from each rank would be P^2 numbers, so ranks show them only if they have to.
+    digests = share(
+        _WHAT, lambda: {name: crc32(repr(value).encode()) for name, value in values.items()}, group
+    )
+    _, names = differing(digests)
+    if names:
+        name = names[0]
+        other = [digest[name] == digests[0][name] for digest in digests].index(False)
+        given = share(_WHAT, lambda: values[name], group)
+        raise DisagreementError(
+            f"{_WHAT}: ranks differ in {name}: rank 0 has {given[0]!r}, rank {other} has "
+            f"{given[other]!r}."
+        )
 
 
 def _checked_attributes(
-    attributes: Any, count: int, name: str, rows: str
+    attributes: Any, count: int, name: str, rows: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
     if attributes is None:
         return {}
@@ -208,30 +229,40 @@ def _checked_attributes(
             f"{name} must be a mapping from names to tensors; got {type(attributes).__name__}."
         )
     for key, value in attributes.items():
+        check_name(key, value, name)
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (count,):
-            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ArgumentError(
                 f"{name}[{key!r}] must be a tensor with a row for each of the {count} {rows} that "
-                f"this rank brings; got {got}."
+                f"this rank brings; got {described(value)}."
             )
-        check_name(key, value, name)
+        checked_tensor(value, "", f"{name}[{key!r}]")
+        _check_device(value, f"{name}[{key!r}]", device)
     return dict(attributes)
 
 
-def _checked_owner(method: Any, ranges: ShardSizes, group: Group) -> torch.Tensor | None:
-    if method is None or method in _METHODS:
+def _check_device(value: torch.Tensor, name: str, device: torch.device) -> None:
+    if value.device != device:
+        raise ArgumentError(f"{name} is on {value.device}, and edge_index on {device}.")
+
+
+def _checked_owner(
+    method: Any, ranges: ShardSizes, group: Group, device: torch.device
+) -> torch.Tensor | None:
+    if method is None or (isinstance(method, str) and method in _METHODS):
         return None
     count = ranges[group.rank]
-    if not isinstance(method, torch.Tensor) or isinstance(method, str):
+    if not isinstance(method, torch.Tensor):
         raise ArgumentError(
             f"method must be one of {', '.join(_METHODS)}, a tensor of ranks, or None; got "
-            f"{method!r}. The others of graph.assign need the whole graph."
+            f"{method if isinstance(method, str) else type(method).__name__}. The others of "
+            "graph.assign need the whole graph."
         )
     if method.shape != (count,) or not holds_integers(method):
         raise ArgumentError(
             f"method, if no name, must hold the rank of each of the {count} nodes that this rank "
-            f"speaks for, as integers; got {method.dtype} of shape {tuple(method.shape)}."
+            f"speaks for, as integers; got {described(method)}."
         )
+    _check_device(method, "method", device)
     if count and not (int(method.min()) >= 0 and int(method.max()) < group.size):
         raise ArgumentError(
             f"method spans ranks {int(method.min())}...{int(method.max())}, out of range for "

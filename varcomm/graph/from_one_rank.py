@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.attribute import Attribute
 from varcomm.graph.brought import BroughtEdges, BroughtNodes, sent_to_owners
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.tables import Tables
 from varcomm.layout import ShardSizes
-from varcomm.transport.agree import share
+from varcomm.ops.broadcast import broadcast
+from varcomm.transport.agree import agree, share
 from varcomm.transport.group import Group
 
 __all__ = ["from_one_rank"]
@@ -38,12 +41,12 @@ def from_one_rank(
             key: (table.count, _outline(table.attributes)) for key, table in tables.nodes.items()
         }
         edges = {key: _outline(table.attributes) for key, table in tables.edges.items()}
-        kinds = {table.edge_index.device.type for table in tables.edges.values()} or {"cpu"}
-        return nodes, edges, dict(tables.attributes), name, kinds.pop()
+        return nodes, edges, name, tables.device.type
 
     told = share(what, outline, group)[src]
     assert told is not None
-    node_outlines, edge_outlines, attributes, name, device = told
+    node_outlines, edge_outlines, name, device = told
+    attributes = _of_the_graph(what, None if given is None else given[0].attributes, src, group)
     nodes: dict[NodeType, BroughtNodes] = {}
     edges: dict[EdgeType, BroughtEdges] = {}
     for node_type, (count, rows) in node_outlines.items():
@@ -52,10 +55,8 @@ def from_one_rank(
             owner = torch.empty(0, dtype=torch.int64, device=device)
             nodes[node_type] = BroughtNodes(ranges, owner, None, _nothing(rows, device))
         else:
-            table, owner = given[0].nodes[node_type], given[1][node_type]
-            nodes[node_type] = BroughtNodes(
-                ranges, owner.to(device), None, _whole(table.attributes)
-            )
+            table, owner = given[0].nodes[node_type], given[1][node_type].to(given[0].device)
+            nodes[node_type] = BroughtNodes(ranges, owner, None, _whole(table.attributes))
     for edge_type, rows in edge_outlines.items():
         if given is None:
             none = torch.empty(2, 0, dtype=torch.int64, device=device)
@@ -66,24 +67,62 @@ def from_one_rank(
     return sent_to_owners(nodes, edges, attributes, name, group)
 
 
-def _outline(attributes: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+def _of_the_graph(
+    what: str, attributes: Mapping[str, Any] | None, src: int, group: Group
+) -> dict[str, Any]:
+    """Return the attributes of the graph as a whole, which `src` has; collective."""
+
+    def packed() -> torch.Tensor | None:
+        if attributes is None:
+            return None
+        texts = {name: _pickled(name, value) for name, value in attributes.items()}
+        return torch.frombuffer(bytearray(pickle.dumps(texts)), dtype=torch.uint8)
+
+    content = agree(what, packed, group)
+    # as bytes, of which each rank then gets only these
+    if content is not None:
+        content = content.to(group.device())
+    content = broadcast(content, src=src, group=group.process_group).cpu()
+    if attributes is not None:
+        return dict(attributes)
+    texts: dict[str, bytes] = pickle.loads(content.numpy().tobytes())
+    return {
+        name: torch.load(io.BytesIO(text), map_location=_here, weights_only=False)
+        for name, text in texts.items()
+    }
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        # of a view, without what it is a view of
+        torch.save(value.clone() if isinstance(value, torch.Tensor) else value, buffer)
+    except Exception as error:
+        raise ArgumentError(
+            f"data.{name} cannot be sent from one rank: {error}. Give data to all ranks, or remove "
+            f"it: del data.{name}."
+        ) from error
+    return buffer.getvalue()
+
+
+def _here(storage: Any, location: str) -> Any:
+    """Put what was on a device of the sender's on this rank's of that kind."""
+    return storage if location == "cpu" else storage.cuda()
+
+
+def _outline(attributes: Mapping[str, Attribute]) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return what others need to know of the rows that one rank has of everything."""
     return {key: (value.dtype, value.shape[1:]) for key, value in _whole(attributes).items()}
 
 
-def _whole(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    rows = {}
+def _whole(attributes: Mapping[str, Attribute]) -> dict[str, torch.Tensor]:
     for key, attribute in attributes.items():
-        value = attribute.value
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            value = torch.from_numpy(value)
-        if not isinstance(value, torch.Tensor) or attribute.dim != 0:
+        if not isinstance(attribute.value, torch.Tensor):
             raise ArgumentError(
-                f"data.{key} must be a tensor with a row for each node or edge, to be sent from "
-                f"one rank; got {type(value).__name__}. Make it one, or give data to all ranks."
+                f"data.{key} must be a tensor to be sent from one rank; got "
+                f"{type(attribute.value).__name__}. Make it one, or give data to all ranks."
             )
-        rows[key] = value
-    return rows
+    return {key: attribute.value for key, attribute in attributes.items()}
 
 
 def _nothing(outline: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.travel import Route
+from varcomm.graph.travel import Route, taken
 from varcomm.layout import ShardSizes, exact_int
 from varcomm.plan.exchange_plan import ExchangePlan
 
@@ -40,6 +40,12 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     if hops == 1:
         return graph
     edges, sizes, group = graph.edges, graph.node_sizes, graph.group
+    for name, value in edges.attributes.items():  # of the same types on all ranks
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"hops={hops} needs attributes of edges that are tensors, which can be sent; "
+                f"{name} is of {type(value).__name__}."
+            )
     pg = group.process_group
     first, owned = sizes.offsets[group.rank], graph.num_owned
     own_numbers = torch.arange(first, first + owned, device=edges.edge_index.device)
@@ -48,7 +54,8 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     own = {
         "source": number[edges.edge_index[0]],
         "target": number[edges.edge_index[1]],
-        **{f"attribute {key}": value for key, value in edges.attributes.items()},
+        # in an order that all ranks share, whatever that of their data
+        **{f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)},
     }
     by_target = torch.sort(edges.edge_index[1], stable=True).indices
     ends = torch.bincount(edges.edge_index[1], minlength=owned).cumsum(0)
@@ -58,7 +65,7 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
         asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
         index, destination = _edges_into(asked, by_target, ends)
         route = Route.to(destination, group)
-        more = {key: route.carry(value[index]) for key, value in own.items()}
+        more = {key: route.carry(taken(value, index)) for key, value in own.items()}
         found.append(more)
         source = more["source"].unique()
         is_new = (source < first) | (source >= first + owned)
@@ -76,7 +83,7 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
         ),
         halo_ids=plan(graph.owned_ids),
         plan=plan,
-        hops=hops,
+        hops=int(hops),
     )
     return replace(graph, edge_shards={None: shard})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from varcomm.graph.outside import outside_transforms
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["LocalEdges", "plan_of", "remember"]
@@ -37,14 +38,18 @@ class LocalEdges:
         In local numbers, int64 of shape (2, E).
     sources : int
         Owned nodes and halo, n + h: numbers of sources are below.
+    loops : bool
+        Whether equal numbers are the same node: not where sources and targets are of two types.
     """
 
-    def __init__(self, edge_index: torch.Tensor, sources: int) -> None:
+    def __init__(self, edge_index: torch.Tensor, sources: int, loops: bool = True) -> None:
         self._sources = sources
-        self._straight = edge_index[:, edge_index[0] != edge_index[1]]
+        self._loops = loops
+        self._straight = self._without_loops(edge_index)
         self._keys: torch.Tensor | None = None
         self._passed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    @outside_transforms
     def include(self, edge_index: torch.Tensor) -> bool:
         """Return whether each edge is an edge of the graph or a self loop; local numbers assumed.
 
@@ -59,11 +64,14 @@ class LocalEdges:
         rest, count = edge_index.to(self._straight.dtype), self._straight.shape[1]
         if torch.equal(rest[:, :count], self._straight):
             rest = rest[:, count:]
-        rest = rest[:, rest[0] != rest[1]]
+        rest = self._without_loops(rest)
         found = rest.shape[1] == 0 or self._found(rest)
         if found and version is not None:
             self._passed[edge_index] = version
         return found
+
+    def _without_loops(self, edge_index: torch.Tensor) -> torch.Tensor:
+        return edge_index[:, edge_index[0] != edge_index[1]] if self._loops else edge_index
 
     def _found(self, edges: torch.Tensor) -> bool:
         if self._keys is None:

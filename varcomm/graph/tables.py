@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
-from torch_geometric.utils import select
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.attribute import Attribute, check_name
 from varcomm.graph.digest import digest
-from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.shard import NodeShard
+from varcomm.graph.partitioned_graph import EdgeType, NodeType
+from varcomm.graph.shard import described
+from varcomm.layout import exact_int
+from varcomm.ops.checks import checked_tensor
 
-__all__ = ["EdgeTable", "NodeTable", "Tables", "check_edge_index", "check_name", "ends", "read"]
-
-# Names that the graph or a shard answers to, where an attribute of the same name could not be
-# reached.
-_MEMBERS = frozenset(
-    name
-    for kind in (PartitionedGraph, NodeShard, EdgeShard)
-    for name in (*dir(kind), *kind.__dataclass_fields__)
-)
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """A value of each row, which stand along dimension `dim`."""
-
-    value: Any
-    dim: int
-
-    def rows(self, index: torch.Tensor) -> Any:
-        """Return the value of some rows."""
-        return select(self.value, index, self.dim)
+__all__ = ["EdgeTable", "NodeTable", "Tables", "check_edge_index", "ends", "read"]
 
 
 @dataclass(frozen=True)
@@ -65,9 +48,37 @@ class Tables:
     edges: Mapping[EdgeType, EdgeTable]
     attributes: Mapping[str, Any]
 
+    @property
+    def device(self) -> torch.device:
+        """Where its rows are, which is one place."""
+        return next((value.device for _, value in self._tensors()), torch.device("cpu"))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield edges and rows by their names."""
+        for edge_type, edges in self.edges.items():
+            yield f"{_name(edge_type)}.edge_index", edges.edge_index
+        tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
+        tables = [*self.nodes.items(), *self.edges.items()]
+        for key, table in tables:
+            for name, attribute in table.attributes.items():
+                if isinstance(attribute.value, torch.Tensor):
+                    yield f"{_name(key)}.{name}", attribute.value
+
+    def checked(self) -> Tables:
+        """Return the tables if their rows are on one device."""
+        for name, tensor in self._tensors():
+            if tensor.device != self.device:
+                first, _ = next(self._tensors())
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}, and {first} on {self.device}. Move them to one "
+                    "device: data.to(...)."
+                )
+        return self
+
     def digests(self) -> dict[str, object]:
         """Return, by its name, what tells each attribute apart from that of another rank."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
+        found["the kind of device"] = self.device.type
         for node_type, nodes in self.nodes.items():
             name = _name(node_type)
             found[f"{name}.num_nodes"] = nodes.count
@@ -96,31 +107,35 @@ def read(data: Data | HeteroData) -> Tables:
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
-    count = data.num_nodes
+    count = _count(data.num_nodes, "data")
     edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
     nodes, edges, whole = {}, {}, {}
     for key, value in _attributes(data, "data"):
-        attribute = Attribute(value, data.__cat_dim__(key, value))
-        if data.is_node_attr(key):
-            nodes[key] = attribute
-        elif data.is_edge_attr(key):
-            edges[key] = attribute
+        name, dim = f"data.{key}", data.__cat_dim__(key, value)
+        has_rows = _has_rows_first(value, dim, name)
+        if has_rows and data.is_node_attr(key):
+            nodes[key] = Attribute.of(value, name)
+        elif has_rows and data.is_edge_attr(key):
+            edges[key] = Attribute.of(value, name)
         else:
-            _check_whole(value, f"data.{key}", f"{count} nodes nor {edge_index.shape[1]} edges")
+            if dim is not None:  # as a class of the user's says of what has no rows
+                _check_whole(value, name, f"{count} nodes nor {edge_index.shape[1]} edges")
             whole[key] = value
-    return Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
+    tables = Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
+    return tables.checked()
 
 
 def _read_types(data: HeteroData) -> Tables:
     nodes: dict[NodeType, NodeTable] = {}
     edges: dict[EdgeType, EdgeTable] = {}
-    for node_type in data.node_types:
+    # In an order that all ranks share: each may have built the graph in another.
+    for node_type in sorted(data.node_types):
         store, name = data[node_type], _name(node_type)
-        if "num_nodes" not in store and not any(store.is_node_attr(key) for key in store):
-            raise ArgumentError(f"{name} does not say how many nodes it has: set {name}.num_nodes.")
-        count = int(store.num_nodes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyG's, that it cannot tell: then we raise
+            count = _count(store.num_nodes, name)
         nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
-    for edge_type in data.edge_types:
+    for edge_type in sorted(data.edge_types):
         store, name = data[edge_type], _name(edge_type)
         source, target = ends(edge_type)
         if missing := [end for end in (source, target) if end not in nodes]:
@@ -132,7 +147,14 @@ def _read_types(data: HeteroData) -> Tables:
         edges[edge_type] = EdgeTable(edge_index, rows)
     if not nodes:
         raise ArgumentError("data have no nodes of any type.")
-    return Tables(nodes, edges, dict(_attributes(data._global_store, "data")))
+    return Tables(nodes, edges, dict(_attributes(data._global_store, "data"))).checked()
+
+
+def _count(given: Any, name: str) -> int:
+    count = exact_int(given)
+    if count is None or count < 0:
+        raise ArgumentError(f"{name} does not say how many nodes it has: set {name}.num_nodes.")
+    return count
 
 
 def _rows(
@@ -141,15 +163,15 @@ def _rows(
     """Return the attributes of the nodes or the edges of one type."""
     found = {}
     for key, value in _attributes(store, name):
-        dim = data.__cat_dim__(key, value, store)
-        sized = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
-        length = value.shape[dim] if sized else len(value) if isinstance(value, list) else None
+        has_rows = _has_rows_first(value, data.__cat_dim__(key, value, store), f"{name}.{key}")
+        listed = isinstance(value, list | tuple | torch.Tensor | np.ndarray)
+        length = len(value) if has_rows and listed else None
         if length != count:
             raise ArgumentError(
                 f"{name}.{key} has no entry for each of the {count} {rows}. Make it one of the "
                 f"graph as a whole: data.my_{key} = {name}.{key}; del {name}.{key}."
             )
-        found[key] = Attribute(value, dim)
+        found[key] = Attribute.of(value, f"{name}.{key}")
     return found
 
 
@@ -162,33 +184,42 @@ def _attributes(store: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def check_name(key: str, value: object, owner: str) -> None:
-    """Raise if an attribute holds numbers of nodes, by its name, or could not be reached by it."""
-    if _refers_to_nodes(key, value):
-        raise ArgumentError(
-            f"{owner}.{key} refers to nodes by their numbers, which change. Remove it: del "
-            f"{owner}.{key}."
-        )
-    if key in _MEMBERS:
-        raise ArgumentError(
-            f"{owner}.{key} could not be reached: graph.{key} of a PartitionedGraph is its own. "
-            f"Rename it: {owner}.my_{key} = {owner}.{key}; del {owner}.{key}."
-        )
-
-
 def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> torch.Tensor:
     """Return edges if they are of int64, of shape (2, E) and between nodes that there are."""
+    if isinstance(edge_index, EdgeIndex):
+        edge_index = edge_index.as_tensor()
     if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
-        raise ArgumentError(f"{name} must be a tensor of torch.int64.")
+        empty = isinstance(edge_index, torch.Tensor) and edge_index.numel() == 0
+        hint = " Give an empty one its dtype." if empty else ""
+        raise ArgumentError(
+            f"{name} must be a tensor of torch.int64; got {described(edge_index)}.{hint}"
+        )
+    checked_tensor(edge_index, "", name)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
-    for end, nodes in zip(edge_index, (sources, targets), strict=True):
-        if end.numel():
-            low, high = torch.stack(end.aminmax()).tolist()
+    for row, nodes in enumerate((sources, targets)):
+        if edge_index.shape[1]:
+            low, high = torch.stack(edge_index[row].aminmax()).tolist()
             if low < 0 or high >= nodes:
-                low, high = torch.stack(edge_index.aminmax()).tolist()
-                raise ArgumentError(f"{name} spans {low}...{high}, out of range for {nodes} nodes.")
+                raise ArgumentError(
+                    f"{name}[{row}] spans {low}...{high}, out of range for {nodes} nodes."
+                )
     return edge_index
+
+
+def _has_rows_first(value: Any, dim: int | None, name: str) -> bool:
+    """Return whether a value may have a row for each node or edge, by what PyG says of it."""
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    if value.ndim == 0 or dim is None:
+        return False
+    if dim % value.ndim != 0 and value.shape[0] > 1:
+        raise ArgumentError(
+            f"{name} has its rows along dimension {dim}: so PyG reads a name with 'index', or "
+            "data.__cat_dim__ says. Only rows along dimension 0 are split: move them there, and "
+            "rename it."
+        )
+    return dim % value.ndim == 0
 
 
 def _check_whole(value: object, name: str, rows: str) -> None:
@@ -198,17 +229,6 @@ def _check_whole(value: object, name: str, rows: str) -> None:
             f"{name} has {value.shape[0]} entries, for neither {rows}. If it belongs to the graph "
             f"as a whole, give it a first dimension of one: {name} = {name}[None]."
         )
-
-
-def _refers_to_nodes(key: str, value: object) -> bool:
-    """Return whether an attribute is numbers of nodes, by its name; a leaf_area_index is not."""
-    if key in ("face", "adj", "adj_t", "ptr"):
-        return True
-    if isinstance(value, torch.Tensor | np.ndarray):
-        whole = str(value.dtype).removeprefix("torch.").startswith(("int", "uint"))
-    else:
-        whole = not isinstance(value, float | str | bool)
-    return whole and ("index" in key or "idx" in key)
 
 
 def _name(key: NodeType | EdgeType) -> str:

@@ -10,7 +10,13 @@ import torch
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.transport.group import Group
 
-__all__ = ["Route"]
+__all__ = ["Route", "taken"]
+
+
+def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return some rows, of any dtype."""
+    # index_select is the faster one, but of one dimension it does not take unsigned integers
+    return rows[index] if rows.dim() == 1 else rows.index_select(0, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,5 +57,5 @@ class Route:
         """Send rows, (rows, *F), and return those that arrive; collective, not differentiable."""
         rows = rows.detach()
         if self.order is not None:
-            rows = rows.index_select(0, self.order)
+            rows = taken(rows, self.order)
         return all_to_all_v(rows, self.send, self.recv, group=self.group.process_group)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, overload
 
 import torch
 
@@ -49,6 +49,10 @@ class AllReduce(Operator):
     @property
     def adjoint(self) -> AllReduce:
         return AllReduce(self.group, self.use_fp32)
+
+    @property
+    def in_one_round(self) -> Self:
+        return replace(self, one_round=True)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         how = {"use_fp32": self.use_fp32, "async_op": self.one_round}
@@ -124,4 +128,4 @@ def all_reduce(
     ranks = resolve(group)
     with checking("all_reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         checked_summable(tensor, where, use_fp32)
-    return run(AllReduce(ranks, use_fp32, one_round=async_op), tensor, async_op)
+    return run(AllReduce(ranks, use_fp32), tensor, async_op)

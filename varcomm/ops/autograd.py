@@ -17,7 +17,14 @@ from varcomm.transport.engine import Pending
 from varcomm.transport.engines import engine_for
 from varcomm.transport.trace import span
 
-__all__ = ["apply", "begin", "is_recorded", "kept_from_compilation", "refuse_vmap"]
+__all__ = [
+    "apply",
+    "apply_with_token",
+    "begin",
+    "is_recorded",
+    "kept_from_compilation",
+    "refuse_vmap",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,9 +48,9 @@ def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 @kept_from_compilation
-def apply(operator: Operator, x: torch.Tensor, pending: Pending | None = None) -> torch.Tensor:
-    """Apply an operator, so that it can be differentiated; or finish what has been begun."""
-    result, _ = _apply(operator, x, None, pending)
+def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
+    """Apply an operator, so that it can be differentiated."""
+    result, _ = apply_with_token(operator, x, None)
     return result
 
 
@@ -64,10 +71,9 @@ class _Apply(torch.autograd.Function):
         x: torch.Tensor,
         token: torch.Tensor | None,
         operator: Operator,
-        pending: Pending | None,
         recorded: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = (pending or begin(operator, x, recorded)).wait()
+        result = begin(operator, x, recorded).wait()
         # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
         return result.data, torch.empty(0, dtype=torch.float32, device=x.device)
 
@@ -84,29 +90,27 @@ class _Apply(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
         checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
-        result, passed_on = _apply(adjoint, gradient, token + of_token)
-        return result, passed_on if ctx.has_token else None, None, None, None
+        result, passed_on = apply_with_token(adjoint, gradient, token + of_token)
+        return result, passed_on if ctx.has_token else None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         tangent, of_token, *_ = tangents
         (token,) = ctx.saved_tensors
         assert tangent is not None
-        return _apply(ctx.operator, tangent, token if of_token is None else token + of_token)
+        token = token if of_token is None else token + of_token
+        return apply_with_token(ctx.operator, tangent, token)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
         refuse_vmap(operator)
 
 
-def _apply(
-    operator: Operator,
-    x: torch.Tensor,
-    token: torch.Tensor | None,
-    pending: Pending | None = None,
+def apply_with_token(
+    operator: Operator, x: torch.Tensor, token: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    recorded = is_recorded(x, token)
-    return _Apply.apply(x, token, operator, pending, recorded)  # type: ignore[no-any-return, no-untyped-call]
+    """Apply an operator with the token of what it is a derivative of; return a token beside."""
+    return _Apply.apply(x, token, operator, is_recorded(x, token))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:

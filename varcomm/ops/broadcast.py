@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 
@@ -94,6 +94,13 @@ class Reduce(_Rooted):
             return total.view(self.shape).contiguous(memory_format=into)
 
         return Pending(works, finish_by_pieces)
+
+    @property
+    def in_one_round(self) -> Self:
+        return replace(self, one_round=True)
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return super().describe(x) | {"async_op": self.one_round}
 
     @property
     def adjoint(self) -> Broadcast:

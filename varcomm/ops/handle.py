@@ -1,4 +1,11 @@
-"""Asynchronous calls: begin to communicate now, get the result by ``wait()``."""
+"""Asynchronous calls: begin to communicate now, get the result by ``wait()``.
+
+Such a call has two nodes in the graph, one where it starts and one where it is waited for. Backward
+goes the other way: at the second node it *starts* the adjoint, at the first it *waits* for it.
+autograd runs nodes in the reverse order of their recording, so all that was computed between start
+and wait is differentiated while the adjoint travels. The backward of each node is made of the same
+two nodes, for the adjoint operator: so it is for derivatives of any order.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,15 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.autograd import apply, begin, is_recorded, kept_from_compilation, refuse_vmap
+from varcomm.ops.autograd import (
+    apply,
+    apply_with_token,
+    begin,
+    is_recorded,
+    kept_from_compilation,
+    refuse_vmap,
+)
+from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import Operator
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.engine import Pending
@@ -21,8 +36,9 @@ class Handle:
     """A collective that is under way, or is done.
 
     Between the call with ``async_op=True`` and :meth:`wait`, the tensor that was passed must not be
-    changed. All ranks make their calls and waits in the same order: backward follows that order.
-    Inside :func:`varcomm.debug` they compare it.
+    changed. What is computed between the two runs while the data travel, and in backward while the
+    gradients do. All ranks make their calls and waits in the same order: backward follows that
+    order, in reverse. Inside :func:`varcomm.debug` they compare it.
     """
 
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
@@ -48,61 +64,148 @@ class Handle:
         return self._result
 
 
-@dataclass
-class _Begun:
-    """Where :class:`_Start` leaves what it began: an object that transforms hand on as it is."""
-
-    pending: Pending | None = None
-
-
-class _Start(torch.autograd.Function):
-    """Begin to communicate with the plain tensor behind `x`, whatever transform wraps it."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, operator: Operator, recorded: bool, begun: _Begun) -> torch.Tensor:
-        begun.pending = begin(operator, x, recorded)
-        return x.new_empty(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> None:
-        return None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, operator: Operator, *_: Any) -> None:
-        refuse_vmap(operator)
-
-
 @kept_from_compilation
 def start(operator: Operator, x: torch.Tensor) -> Handle:
-    """Begin to communicate; the graph gets its node when the result is there."""
-    begun = _Begun()
-    with torch.no_grad():
-        _Start.apply(x, operator, is_recorded(x, None), begun)  # type: ignore[no-untyped-call]
-    version, pending = _version(x), begun.pending
-    assert pending is not None
-
-    def finish() -> torch.Tensor:
-        where = f"{operator.name} on {operator.group}: "
-        if pending.number is not None and debugging():
-            call = {"operation": f"wait for {operator.name}", "which call": pending.number}
-            compare(operator.group, call)
-        if _version(x) != version:
-            raise ArgumentError(
-                f"{where}the tensor was changed in place between async_op=True and wait(). Change "
-                "a clone, or wait first."
-            )
-        return apply(operator, x, pending)
-
-    return Handle(finish)
+    """Begin to communicate; the result belongs to the graph."""
+    begun = _start(operator, x, None)
+    changed = (
+        f"{operator.name} on {operator.group}: the tensor was changed in place between "
+        "async_op=True and wait(). Change a clone, or wait first."
+    )
+    return Handle(lambda: _wait(begun, changed)[0])
 
 
 def run(operator: Operator, x: torch.Tensor, async_op: bool) -> torch.Tensor | Handle:
     """Apply the operator, or begin to."""
     return start(operator, x) if async_op else apply(operator, x)
+
+
+@dataclass
+class _Shared:
+    """What the two nodes of a call share: an object that transforms hand on as it is."""
+
+    pending: Pending | None = None  # from the start to the wait
+    adjoint: _Begun | None = None  # in a backward, from that of the wait to that of the start
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A call between its two nodes; `ticket` is the empty tensor that ties them in the graph."""
+
+    operator: Operator
+    x: torch.Tensor
+    version: int
+    ticket: torch.Tensor
+    shared: _Shared
+
+
+def _start(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> _Begun:
+    operator, shared = operator.in_one_round, _Shared()
+    ticket = _Start.apply(x, token, operator, is_recorded(x, token), shared)  # type: ignore[no-untyped-call]
+    return _Begun(operator, x, _version(x), ticket, shared)
+
+
+@kept_from_compilation
+def _wait(begun: _Begun, changed: str) -> tuple[torch.Tensor, torch.Tensor]:
+    operator, pending = begun.operator, begun.shared.pending
+    assert pending is not None
+    if pending.number is not None and debugging():
+        call = {"operation": f"wait for {operator.name}", "which call": pending.number}
+        compare(operator.group, call)
+    if _version(begun.x) != begun.version:
+        raise ArgumentError(changed)
+    return _Wait.apply(begun.x, begun.ticket, operator, begun.shared)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Start(torch.autograd.Function):
+    """Begin to communicate with the plain tensor behind `x`, whatever transform wraps it.
+
+    Its backward ends what that of :class:`_Wait` has begun, the adjoint.
+    """
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor,
+        token: torch.Tensor | None,
+        operator: Operator,
+        recorded: bool,
+        shared: _Shared,
+    ) -> torch.Tensor:
+        shared.pending = begin(operator, x, recorded)
+        return torch.empty(0, dtype=torch.float32, device=x.device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, token, ctx.operator, _, ctx.shared = inputs
+        ctx.has_token = token is not None
+
+    @staticmethod
+    def backward(ctx: Any, of_ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # tickets lead only from start to wait, so the wait's backward has been here just before
+        begun, ctx.shared.adjoint = ctx.shared.adjoint, None
+        changed = (
+            f"{begun.operator.name} on {begun.operator.group}, in backward: the gradient was "
+            f"changed in place between its start, in the backward of wait(), and its end, in the "
+            "backward of async_op=True. Let hooks return new tensors."
+        )
+        result, passed_on = _wait(begun, changed)
+        return result, passed_on if ctx.has_token else None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+        tangent, *_ = tangents
+        assert tangent is not None
+        return tangent.new_empty(0, dtype=torch.float32)  # the wait moves the tangent of x
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
+        refuse_vmap(operator)
+
+
+class _Wait(torch.autograd.Function):
+    """End what :class:`_Start` has begun with `x`; its backward begins the adjoint.
+
+    `x` is here for the sake of its tangents. Gradients reach it through the ticket. Tokens are what
+    they are for operators that are applied at once.
+    """
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, ticket: torch.Tensor, operator: Operator, shared: _Shared
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pending, shared.pending = shared.pending, None
+        assert pending is not None
+        # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
+        return pending.wait().data, torch.empty(0, dtype=torch.float32, device=x.device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _, _, ctx.operator, ctx.shared = inputs
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, of_token = gradients
+        (token,) = ctx.saved_tensors
+        adjoint = ctx.operator.adjoint
+        checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
+        if not ctx.needs_input_grad[1]:
+            # started under no_grad(): there is no other node that could wait
+            return apply_with_token(adjoint, gradient, token + of_token)[0], None, None, None
+        ctx.shared.adjoint = _start(adjoint, gradient, token + of_token)
+        return None, ctx.shared.adjoint.ticket, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        tangent, *_ = tangents
+        (token,) = ctx.saved_tensors
+        assert tangent is not None
+        return apply_with_token(ctx.operator, tangent, token)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Any, ticket: Any, operator: Operator, *_: Any) -> None:
+        refuse_vmap(operator)
 
 
 def _version(tensor: torch.Tensor) -> int:

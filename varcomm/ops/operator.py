@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -40,6 +40,14 @@ class Operator(ABC):
     @abstractmethod
     def adjoint(self) -> Operator:
         """The transposed map, for the inner product summed over ranks."""
+
+    @property
+    def in_one_round(self) -> Self:
+        """The same map, with all communication under way once it has started.
+
+        What runs asynchronously has nobody to begin a second round.
+        """
+        return self
 
     @abstractmethod
     def describe(self, x: torch.Tensor) -> dict[str, Any]:

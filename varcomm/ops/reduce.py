@@ -91,5 +91,5 @@ def reduce(
         checked_summable(tensor, where, use_fp32)
         dst = checked_rank(dst, ranks.size, "dst", where)
     shape = tuple(tensor.shape)
-    operator = Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32, one_round=async_op)
+    operator = Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32)
     return run(operator, tensor, async_op)

@@ -11,10 +11,10 @@ from varcomm.layout import ShardSizes
 from varcomm.ops.checks import checked_tensor
 from varcomm.transport.group import Group
 
-__all__ = ["accumulation_dtype", "checked_summable", "pieces", "sum_in_rank_order"]
+__all__ = ["SMALL", "accumulation_dtype", "checked_summable", "pieces", "sum_in_rank_order"]
 
 # Up to here a second round of messages costs more than the bytes that it saves.
-_SMALL = 16 * 1024
+SMALL = 16 * 1024
 
 _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
 
@@ -50,7 +50,7 @@ def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     summing all on each rank takes one round and ``P - 1`` times, no more for two ranks. What runs
     asynchronously has nobody to begin a second round.
     """
-    if one_round or group.size <= 2 or x.numel() * x.element_size() <= _SMALL:
+    if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL:
         return None
     return ShardSizes.balanced(x.numel(), group.size)
 

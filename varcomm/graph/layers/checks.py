@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch_geometric.nn import MessagePassing, aggr, norm
+from torch_geometric.nn.conv import (
+    ChebConv,
+    DirGNNConv,
+    FastRGCNConv,
+    GPSConv,
+    HypergraphConv,
+)
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.norms import is_global_norm
+from varcomm.graph.propagate import names_read_at_source
+from varcomm.graph.readouts import is_global_readout
 
-__all__ = ["EXACT", "EXACT_AGGREGATIONS", "check_exact", "names_read_at_source"]
-
-# Each of them is tested against one process. All they do with a node is local, or goes through
-# propagate and edge_updater.
-EXACT = frozenset(
-    {
-        "CGConv",
-        "EdgeConv",
-        "FiLMConv",
-        "GATConv",
-        "GATv2Conv",
-        "GENConv",
-        "GINConv",
-        "GINEConv",
-        "GeneralConv",
-        "GraphConv",
-        "LEConv",
-        "MFConv",
-        "NNConv",
-        "ResGatedGraphConv",
-        "SAGEConv",
-        "TransformerConv",
-    }
-)
-
-# Each of them is tested against one process, and on a rank without edges, on which others of PyG
-# fail. Others pad all neighbourhoods to the largest one, which is another one on each rank, or
-# depend on the order of edges.
-EXACT_AGGREGATIONS = frozenset(
-    {
-        "AttentionalAggregation",
-        "DeepSetsAggregation",
-        "DegreeScalerAggregation",
-        "FusedAggregation",
-        "MaxAggregation",
-        "MeanAggregation",
-        "MinAggregation",
-        "MulAggregation",
-        "MultiAggregation",
-        "PowerMeanAggregation",
-        "SoftmaxAggregation",
-        "StdAggregation",
-        "SumAggregation",
-        "VarAggregation",
-        "VariancePreservingAggregation",
-    }
-)
+__all__ = ["check_deep", "check_exact"]
 
 # Of PyG's models, those that are nothing but their layers, which are looked at one by one.
 _MADE_OF_LAYERS = frozenset(
@@ -105,6 +68,11 @@ _OUT_OF_REACH = (
     "torch_geometric.nn.dense.d",
 )
 
+_LAYERS = EXACT.keys() | REFUSED.keys()
+
+# They count edges that leave a node, turn edges round, or look at all nodes.
+_NOT_DEEP = (ChebConv, DirGNNConv, GPSConv, HypergraphConv)
+
 # What PyG hands to a layer's functions under these names is about the local part.
 _LOCAL_NUMBERS = frozenset({"adj_t", "edge_index", "edge_index_j", "size", "size_j"})
 
@@ -116,7 +84,7 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
     """
     what = f"{name or 'the model'} ({type(module).__name__})"
     known = _class_of_pyg(module)
-    home = "" if known is None else known.__module__
+    home = known.__module__ if known else ""
 
     def inside(*kinds: type[torch.nn.Module]) -> bool:
         return any(isinstance(model.get_submodule(part), kinds) for part in _ancestors(name))
@@ -124,12 +92,13 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
     reason = None
     if isinstance(module, MessagePassing):
         reason = _reason_against_layer(module)
-    elif isinstance(module, _OVER_ALL_NODES) or (
-        isinstance(module, norm.LayerNorm) and module.mode == "graph"
-    ):
-        reason = "it normalises over all nodes, and would do so over this rank's only"
-    elif isinstance(module, _BETWEEN_ROWS) and not inside(aggr.MultiAggregation):
-        # MultiAggregation attends between its results for one node
+    elif isinstance(module, _OVER_ALL_NODES):
+        if not is_global_norm(module):
+            reason = "it normalises over all nodes, in a way that is not known across ranks"
+    elif isinstance(module, torch.jit.ScriptModule):
+        reason = "it is compiled for TorchScript, in which nothing can be exchanged"
+    elif isinstance(module, _BETWEEN_ROWS) and not inside(aggr.MultiAggregation, GPSConv):
+        # MultiAggregation attends between its results for one node; of GPSConv all is known
         reason = (
             "it attends between the rows that it is given, and would see this rank's nodes only. "
             "If these are not nodes, call it outside the model that is distributed"
@@ -141,13 +110,21 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         )
     elif home.startswith("torch_geometric.nn.pool"):
         reason = "it pools over all nodes, and would do so over this rank's only"
+    elif known and home.startswith("torch_geometric.nn.conv") and known.__name__ in _LAYERS:
+        reason = _reason_against_class(known)
     elif home.startswith(_OUT_OF_REACH) and not inside(MessagePassing):
         reason = (
             "it looks at other nodes, or at the edges, past the propagate of MessagePassing, which "
             "is where halos are exchanged"
         )
     elif isinstance(module, aggr.Aggregation) and not inside(MessagePassing, aggr.Aggregation):
-        reason = "it reads out all nodes, and would read this rank's only"
+        if not is_global_readout(module):
+            reason = "it reads out all nodes, in a way that is not known across ranks"
+        elif _is_within_a_layer(module, model):
+            reason = (
+                "it reads out all nodes, and is a layer's aggregation as well, which looks at the "
+                "edges into a node; make two of them"
+            )
     elif known is None:
         pass
     elif isinstance(module, aggr.Aggregation):
@@ -168,34 +145,52 @@ def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> N
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
 
 
-def names_read_at_source(layer: MessagePassing, functions: Sequence[str]) -> frozenset[str]:
-    """Return the values of nodes that these functions of a layer read at the source of an edge."""
-    names = layer.inspector.get_flat_param_names(list(functions))
-    return frozenset(name.removesuffix("_j") for name in names if name.endswith("_j"))
+def _is_within_a_layer(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    outer = (m for m in model.modules() if isinstance(m, MessagePassing | aggr.Aggregation))
+    return any(part is module for m in outer for part in m.modules() if m is not module)
+
+
+def check_deep(name: str, module: torch.nn.Module) -> None:
+    """Raise ArgumentError if a module needs more than halos of several hops have."""
+    turns = isinstance(module, MessagePassing) and module.flow == "target_to_source"
+    if turns or isinstance(module, _NOT_DEEP):
+        raise ArgumentError(
+            f"cannot distribute {name or 'the model'} ({type(module).__name__}): it needs more "
+            "than the edges that lead to a node, and halos of several hops have no others. "
+            "Partition the graph with hops=1."
+        )
+
+
+def _reason_against_class(known: type) -> str | None:
+    name = known.__name__
+    if name in EXACT:
+        return None
+    own = f"Known are {', '.join(sorted(EXACT))}, and own subclasses of MessagePassing"
+    if name in REFUSED:
+        return f"{name} is not exact on a part of the graph: {REFUSED[name]}. {own}"
+    return f"{name} is not known to be exact on a part of the graph. {own}"
 
 
 def _reason_against_layer(layer: MessagePassing) -> str | None:
     known = _class_of_pyg(layer)
-    if known is not None and known is not MessagePassing and known.__name__ not in EXACT:
-        return (
-            f"{known.__name__} is not known to be exact on a part of the graph; layers that need "
-            "degrees of nodes on other ranks, or several hops at once, are not. Known are "
-            f"{', '.join(sorted(EXACT))}, and own subclasses of MessagePassing"
-        )
-    if layer.flow != "source_to_target":
-        return "its flow is target_to_source, but ranks own the edges into their nodes"
+    if known is not None and (reason := _reason_against_class(known)) is not None:
+        return reason
     if layer.decomposed_layers > 1:
         return "decomposed_layers is not supported"
     if layer.explain:
         return "explain is on; explain the model on the whole graph, in one process"
-    functions = ["message", "aggregate", "update"]
-    taken = set(layer.inspector.get_flat_param_names(functions))
-    if whole := names_read_at_source(layer, functions) & taken:
+    parameters = layer.inspector.get_flat_param_names
+    whole: set[str] = set()
+    for functions in (["message", "aggregate"], ["edge_update"]):
+        whole |= names_read_at_source(layer, functions) & set(parameters(functions))
+    if whole:
         return (
             f"its functions take {', '.join(sorted(whole))} both at the source of edges and as a "
             "whole, which would be a pair; give the whole to propagate under another name"
         )
-    taken |= set(layer.inspector.get_flat_param_names(["edge_update"]))
+    taken = set(parameters(["message", "aggregate", "update", "edge_update"]))
+    if known is FastRGCNConv:
+        taken.discard("edge_index_j")  # it is seen to that this is not used
     if local := taken & _LOCAL_NUMBERS:
         return (
             f"its functions take {', '.join(sorted(local))}, which would be numbers of this "

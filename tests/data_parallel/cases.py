@@ -1,0 +1,176 @@
+"""Modules, and the part of the loss that each rank computes; the whole is the sum over ranks."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+DOUBLE = torch.float64
+
+
+def rows(rank, ranks, width=3):
+    """This rank's rows: as many as its number, so rank 0 has none where there are others."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    n = rank if ranks > 1 else 2
+    return torch.randn(n, width, dtype=DOUBLE, generator=generator)
+
+
+class Layers(nn.Module):
+    """Layers of odd sizes, one of them in channels_last, one twice, one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 12)
+        self.convolution = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
+        self.shared = nn.Linear(2, 2)
+        self.unused = nn.Linear(5, 2)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.again = self.shared
+        self.register_buffer("count", torch.tensor([3]))
+        self.double()
+
+    def forward(self, x):
+        h = self.convolution(self.first(x).tanh().view(-1, 3, 2, 2)).flatten(1)
+        return self.scale * self.again(self.shared(h).tanh()) + self.empty.sum()
+
+
+class Branches(nn.Module):
+    """A rank takes one branch; the last of three or more takes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(3, 2) for _ in range(3)).double()
+        # whatever is infinite must not reach ranks that do not use it
+        self.infinite = nn.Parameter(torch.full((2,), torch.inf, dtype=DOUBLE))
+
+    def forward(self, x, branch):
+        if branch == 2:
+            return x.new_zeros(0, 2)
+        return self.branches[branch](x + 1)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    value: torch.Tensor
+    name: str
+
+
+class Nested(nn.Module):
+    """Returns tensors in containers; on rank 0 they depend on nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, x, *, alone):
+        y = x.new_zeros(len(x), 2) if alone else self.layer(x)
+        record = Record(y + 1, "record")
+        return {"pair": Pair(y, [record, None]), "index": torch.arange(2), "same": (y, y)}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.first = nn.Linear(3, 4).double()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+        self.last = nn.Linear(4, 2).double()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        h = self.first(x)
+        for _ in range(2):
+            h = checkpoint(self.inner, h, use_reentrant=self.use_reentrant)
+        return self.last(h)
+
+
+class Energy(nn.Module):
+    """Smooth, with a last bias on which forces do not depend."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, pos):
+        return self.net(pos).sum()
+
+
+class Types(nn.Module):
+    """Real and complex parameters of several widths."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+
+        def draw(dtype):
+            return nn.Parameter(torch.randn(3, dtype=dtype, generator=generator))
+
+        self.a, self.b = draw(torch.float64), draw(torch.complex128)
+        self.c, self.d = draw(torch.float64), draw(torch.complex128)
+
+    def forward(self, x):
+        return (x * self.a * self.b).sum(-1) * (self.c * self.d).sum()
+
+
+def square(y):
+    return y.square().sum()
+
+
+def on_nested(model, rank, ranks):
+    out = model(rows(rank, ranks), alone=rank == 0 and ranks > 1)
+    record, none = out["pair"].right
+    assert (record.name, none, out["index"].tolist()) == ("record", None, [0, 1])
+    assert out["same"][0] is out["same"][1]
+    return square(record.value) if rank % 2 else square(out["same"][1])
+
+
+def two_forwards(model, rank, ranks):
+    x = rows(rank, ranks)
+    return square(model(x) * model(x + 1))
+
+
+def on_forces(model, rank, ranks):
+    pos = rows(rank, ranks).requires_grad_()
+    (force,) = torch.autograd.grad(model(pos), pos, create_graph=True)
+    return square(force - 1)
+
+
+def on_energy_and_forces(model, rank, ranks):
+    pos = rows(rank, ranks).requires_grad_()
+    energy = model(pos)
+    (force,) = torch.autograd.grad(energy, pos, create_graph=True)
+    (curvature,) = torch.autograd.grad(force.sum(), pos, create_graph=True)
+    return energy.square() + square(force) + square(curvature)
+
+
+# a module, and the loss of a rank
+CASES = {
+    "layers": (Layers, lambda model, *place: square(model(rows(*place)))),
+    "branches": (Branches, lambda model, rank, ranks: square(model(rows(2, 3), rank % 3))),
+    "containers": (Nested, on_nested),
+    "two forwards": (Layers, two_forwards),
+    "checkpoints": (lambda: Checkpointed(False), lambda m, *place: square(m(rows(*place)))),
+    "reentrant": (
+        lambda: Checkpointed(True),
+        lambda m, *place: square(m(rows(*place).requires_grad_())),
+    ),
+    "checkpoint of all": (
+        Layers,
+        lambda m, *place: square(checkpoint(m, rows(*place), use_reentrant=False)),
+    ),
+    "reentrant checkpoint of all": (
+        Layers,
+        lambda m, *place: square(checkpoint(m, rows(*place).requires_grad_(), use_reentrant=True)),
+    ),
+    "energy": (Energy, lambda m, *place: m(rows(*place)) ** 2),
+    "forces": (Energy, on_forces),
+    "energy and forces": (Energy, on_energy_and_forces),
+    "dtypes": (Types, lambda m, *place: m(rows(*place)).abs().square().sum()),
+}

@@ -1,0 +1,188 @@
+"""One exchange for several layers gives what an exchange a layer gives, and what one process does."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import varcomm
+from tests.graph.graphs import split_by, wild
+from tests.ops.comparing import Failures, assert_none
+from varcomm import ArgumentError
+from varcomm.graph import distribute, partition
+from varcomm.models import MeshGraphNet
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Pooled(nn.Module):
+    """Reads out graphs of a batch after two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = pyg.GCN(4, 6, 2, 6, norm="graph_norm")
+        self.readout = pyg.AttentionalAggregation(nn.Linear(6, 1))
+
+    def forward(self, x, edge_index, batch):
+        return self.readout(self.body(x, edge_index, batch=batch), batch)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([pyg.GATConv(4, 4), pyg.SAGEConv(4, 4)])
+
+    def forward(self, x, edge_index):
+        for layer in self.layers:
+            x = checkpoint(layer, x.tanh(), edge_index, use_reentrant=False)
+        return {"rows": x, "twice": [2 * x]}
+
+
+# how to make a model, what it takes after x and the edges, and how often it propagates in a row
+MODELS = {
+    "GCN and BatchNorm": (lambda: pyg.GCN(4, 8, 3, 2, norm="batch_norm"), (), 3),
+    "GAT": (lambda: pyg.GAT(4, 8, 2, 2, heads=2, v2=True), (), 2),
+    "one GCN layer": (lambda: pyg.GCNConv(4, 3), ("edge_weight",), 1),
+    "hops of its own": (lambda: pyg.TAGConv(4, 3, K=2), ("edge_weight",), 2),
+    "GIN": (lambda: pyg.GIN(4, 6, 2, 3, norm="graph_norm", jk="cat"), (), 2),
+    "edge features": (
+        lambda: MeshGraphNet(4, 3, 2, hidden_channels=8, num_blocks=2),
+        ("edge_attr",),
+        2,
+    ),
+    "pooled": (Pooled, ("batch",), 2),
+    "checkpointed, in a dict": (Checkpointed, (), 2),
+}
+
+
+def outcome(model, graph, extra, weight, complete):
+    """Output, and first and second derivatives."""
+    x = graph.x.clone().requires_grad_()
+    out = model(x, graph.edge_index, *(getattr(graph, name) for name in extra))
+    out = out["rows"] + out["twice"][0] if isinstance(out, dict) else out
+    (force,) = torch.autograd.grad((weight(out) * out.sin()).sum(), x, create_graph=True)
+    (force**2).sum().backward()
+    complete(model)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": out.detach(), "force": force.detach(), "input": x.grad} | gradients
+
+
+def check(rank, name, hops, method):
+    failures, data = Failures(), wild()
+    data.batch, data.edge_weight = torch.arange(24) % 3, data.edge_weight.abs()
+    make, extra, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    weights = torch.randn(24, 16, dtype=torch.float64)
+    alone = outcome(
+        copy.deepcopy(model), data, extra, lambda o: weights[: len(o), : o.shape[1]], id
+    )
+    graph = partition(data, method=method, hops=hops)
+    ids, pooled = graph.owned_ids, name == "pooled"
+
+    def weight(out):
+        # what is pooled is on every rank, and counts once
+        return weights[:3, : out.shape[1]] * (rank == 0) if pooled else weights[ids, : out.shape[1]]
+
+    twin = distribute(copy.deepcopy(model), graph)
+    with varcomm.trace() as calls:
+        parts = outcome(twin, graph, extra, weight, varcomm.data_parallel.sum_gradients)
+    for what, value in alone.items():
+        rows = what in ("force", "input") or (what == "output" and not pooled)
+        with failures.named(name, hops, what):
+            torch.testing.assert_close(parts[what], value[ids] if rows else value, **CLOSE)
+    return failures, [call.name for call in calls][:2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_same_with_one_exchange_and_with_one_a_layer(worlds, ranks, name):
+    method = split_by("a rank owns nothing", 24, ranks)
+    needed = MODELS[name][2]
+    for hops in (1, max(2, needed), needed + 2):
+        results = worlds.run(ranks, check, name, hops, method)
+        assert_none([failures for failures, _ in results])
+
+
+def exchanges(rank, hops):
+    graph = partition(wild(), method="random", hops=hops)
+    torch.manual_seed(0)
+    model = distribute(pyg.GraphSAGE(4, 8, 3, 2).double(), graph)
+    with varcomm.trace() as calls:
+        model(graph.x, graph.edge_index)
+    return [call.name for call in calls]
+
+
+def test_it_is_one_exchange(worlds):
+    assert worlds.run(2, exchanges, 1) == [["exchange"] * 3] * 2
+    assert worlds.run(2, exchanges, 3) == [["exchange"]] * 2
+
+
+def in_two_blocks(rank):
+    """Four layers, two at a time; then on a graph with halos of one hop."""
+    torch.manual_seed(0)
+    data = wild()
+    model = nn.ModuleList([pyg.GCN(4, 8, 2, 4), pyg.GCN(4, 8, 2, 4)]).double()
+    whole = model[1](model[0](data.x, data.edge_index), data.edge_index)
+    for hops in (2, 1, 2):
+        graph = partition(data, method="random", hops=hops)
+        for block in model:
+            distribute(block, graph)
+        with varcomm.trace() as calls:
+            x = model[1](model[0](graph.x, graph.edge_index), graph.edge_index)
+        torch.testing.assert_close(x, whole[graph.owned_ids], **CLOSE)
+    return [call.name for call in calls].count("exchange")
+
+
+def test_blocks_of_a_model(worlds):
+    # degrees of sources are sent in each layer of GCN
+    assert worlds.run(3, in_two_blocks) == [2 + 4] * 3
+
+
+def message_of(rank, make, kind):
+    graph = partition(wild(), method="random", hops=2)
+    x = graph.x if kind != "all rows" else wild().x
+    torch.manual_seed(0)
+    with pytest.raises(ArgumentError) as caught:
+        model = distribute(make(), graph)
+        if kind == "rows later":
+            model(x, graph.edge_index)
+            x = x[1:]
+        model(x, graph.edge_index)
+    return str(caught.value)
+
+
+WRONG = {
+    "too many layers": (
+        lambda: pyg.GCN(4, 4, 3).double(),
+        "",
+        "the model propagates more than 2 times, for which the halos of 2 hops do not suffice",
+    ),
+    "edges the other way": (
+        lambda: pyg.SAGEConv(4, 4, flow="target_to_source"),
+        "",
+        "cannot distribute the model (SAGEConv): it needs more than the edges that lead to a node",
+    ),
+    "degrees of sources": (lambda: nn.Sequential(pyg.ChebConv(4, 4, 2)), "", "0 (ChebConv): it"),
+    "rows of the whole graph": (
+        lambda: pyg.SAGEConv(4, 4).double(),
+        "all rows",
+        "'x' has 24 rows, but this rank",
+    ),
+    "other rows than before": (
+        lambda: pyg.SAGEConv(4, 4).double(),
+        "rows later",
+        "stands where one with a row for each of the",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_is_an_error(worlds, name):
+    make, kind, message = WRONG[name]
+    for told in worlds.run(2, message_of, make, kind):
+        assert re.search(re.escape(message), told)

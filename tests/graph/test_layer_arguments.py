@@ -1,0 +1,224 @@
+"""What single layers, and functions of PyG, take on a part of a graph, and what they refuse."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, get_laplacian
+
+import varcomm
+from tests.graph.layers import example
+from varcomm import ArgumentError
+from varcomm.graph import distribute, partition
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Calls(nn.Module):
+    """A model which is nothing but a call."""
+
+    def __init__(self, function, **settings):
+        super().__init__()
+        self.function, self.settings = function, settings
+
+    def forward(self, edge_index, **more):
+        return self.function(edge_index, **self.settings, **more)
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def mesh(nodes=12):
+    """Four edges into each node, from neighbours that stand in some order."""
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randperm(nodes, generator=generator).repeat_interleave(4)
+    source = torch.randint(nodes, (4 * nodes,), generator=generator)
+    x = torch.randn(nodes, 4, generator=generator)
+    return Data(x=x, edge_index=torch.stack([source, target]))
+
+
+def mesh_cnn(rank, method):
+    """In fp32, since PyG's own makes its messages in that."""
+    data = mesh()
+    torch.manual_seed(0)
+    layer = pyg.MeshCNNConv(4, 5)
+    whole = data.x.clone().requires_grad_()
+    expected = layer(whole, data.edge_index)
+    (expected**2).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    graph = partition(data, method=method)
+    x = graph.x.requires_grad_()
+    out = distribute(layer, graph)(x, graph.edge_index)
+    (out**2).sum().backward()
+    varcomm.data_parallel.sum_gradients(layer)
+    torch.testing.assert_close(out, expected[graph.owned_ids])
+    torch.testing.assert_close(x.grad, whole.grad[graph.owned_ids])
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name])
+    wrong = graph.edge_index.flip(1)[:, 1:]
+    if graph.num_edges:
+        with pytest.raises(ArgumentError, match=r"MeshCNNConv on .*: edges must come by four, the"):
+            layer(x, wrong)
+
+
+@pytest.mark.parametrize("method", ["block", "random", torch.arange(12) % 2 * 2])
+def test_mesh_cnn(worlds, method):
+    assert worlds.run(3, mesh_cnn, method) == [None] * 3
+
+
+def super_gat(rank):
+    """In training it gives what it gives without, but has no loss of attention."""
+    data = example()
+    graph = partition(data, method="random")
+    layer = seeded(lambda: pyg.SuperGATConv(4, 3, heads=2))
+    expected = copy.deepcopy(layer)(data.x, data.edge_index)
+    distribute(layer, graph)
+    for _ in range(2):
+        out = layer(graph.x, graph.edge_index)
+        torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
+    with pytest.raises(ArgumentError, match=r"get_attention_loss on .* drawn among all pairs of"):
+        layer.get_attention_loss()
+    return layer.eval().get_attention_loss().item()
+
+
+def test_super_gat_in_training(worlds):
+    assert worlds.run(2, super_gat) == [0] * 2
+
+
+def refusals(rank):
+    graph = partition(example(), method="random")
+    n, x, edges = graph.num_owned, graph.x, graph.edge_index
+    laplacian, norm = Calls(get_laplacian), Calls(gcn_norm)
+    cases = {
+        f"num_nodes is {n + 1}, but this rank owns {n} nodes. Take num_nodes=graph.num_nodes": (
+            lambda: norm(edges, num_nodes=n + 1)
+        ),
+        "normalization must be None, 'sym' or 'rw'; got 'left'.": (
+            lambda: laplacian(edges, normalization="left")
+        ),
+        "get_laplacian on": lambda: laplacian(edges + 30),
+        "gcn_norm on": lambda: norm(edges.float()),
+        f"num_edges is {n + 2}, but this rank owns {n} hyperedges. Leave it out.": (
+            lambda: hyper(x, edges, num_edges=n + 2)
+        ),
+        "it looks up nodes by their numbers, which are local here. Give features; or": (
+            lambda: fast(graph.number, edges, graph.edge_type)
+        ),
+        f"'x' has 24 rows, but this rank owns {n} nodes": (
+            lambda: rgcn(None, edges, graph.edge_type)
+        ),
+        f"GPSConv on rank {rank} of 3: x has {n + 1} rows, but this rank owns {n} nodes.": (
+            lambda: gps(torch.zeros(n + 1, 4).double(), edges)
+        ),
+        "'edge_ptr' counts on the order of the edges, which is another one for flow": (
+            lambda: ordered(x, edges)
+        ),
+    }
+    hyper = seeded(lambda: pyg.HypergraphConv(4, 5))
+    fast = seeded(lambda: pyg.FastRGCNConv(24, 5, 3))
+    rgcn = seeded(lambda: pyg.RGCNConv(24, 5, 3))
+    gps = seeded(lambda: pyg.GPSConv(4, None, norm=None))
+    ordered = Ordered()
+    for model in (laplacian, norm, hyper, fast, rgcn, gps, ordered):
+        distribute(model, graph)
+    for message, call in cases.items():
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            call()
+    return hyper(x, edges, num_edges=n).shape == (n, 5)
+
+
+class Ordered(MessagePassing):
+    def __init__(self):
+        super().__init__(flow="target_to_source")
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, edge_ptr=torch.tensor([0, edge_index.shape[1]]))
+
+    def message(self, x_j, edge_ptr):
+        return x_j
+
+
+def test_arguments_that_do_not_fit(worlds):
+    assert worlds.run(3, refusals) == [True] * 3
+
+
+def two_types(rank):
+    data = HeteroData()
+    data["a"].num_nodes = 6
+    for name in ("to", "from"):
+        data["a", name, "a"].edge_index = torch.tensor([[0, 1, 5], [3, 4, 2]])
+    graph = partition(data, method="block")
+    edges = graph["a", "to", "a"].edge_index
+    for function in (add_self_loops, add_remaining_self_loops, gcn_norm):
+        model = distribute(Calls(function), graph)
+        with pytest.raises(ArgumentError, match="with several types of edges, give num_nodes=x"):
+            model(edges)
+        model(edges, num_nodes=graph["a"].num_owned)
+
+
+def test_self_loops_in_a_graph_with_several_types(worlds):
+    assert worlds.run(2, two_types) == [None] * 2
+
+
+def by_functions(rank):
+    """What the functions give by themselves, in the order of the whole graph's edges."""
+    data = example()
+    graph = partition(data, method="random")
+    for settings in ({}, {"improved": True}, {"add_self_loops": False, "flow": "target_to_source"}):
+        model = Calls(gcn_norm, dtype=torch.float64, num_nodes=24, **settings)
+        edges, weight = model(data.edge_index, edge_weight=data.weight)
+        model.settings["num_nodes"] = graph.num_nodes
+        part, got = distribute(model, graph)(graph.edge_index, edge_weight=graph.weight)
+        ids = torch.cat([graph.owned_ids, graph.halo_ids])
+        mine = torch.isin(edges[1], graph.owned_ids)
+        assert torch.equal(ids[part[0]], edges[0, mine])
+        assert torch.equal(graph.owned_ids[part[1]], edges[1, mine])
+        torch.testing.assert_close(got, weight[mine], **CLOSE)
+
+
+def test_edges_and_weights_of_gcn_norm(worlds):
+    assert worlds.run(3, by_functions) == [None] * 3
+
+
+def along(layer, graph, x, direction):
+    """Forward mode; inside of it, whatever is computed is a tensor of another kind."""
+    out, tangent = torch.func.jvp(lambda x: layer(x, graph.edge_index).tanh(), (x,), (direction,))
+    return out, tangent
+
+
+LAYERS = {
+    "GraphConv": lambda: pyg.GraphConv(4, 4),
+    "backwards": lambda: pyg.GraphConv(4, 4, flow="target_to_source"),
+    "GCNConv": lambda: pyg.GCNConv(4, 4),
+    "GCNConv backwards": lambda: pyg.GCNConv(4, 4, flow="target_to_source"),
+    "GATConv": lambda: pyg.GATConv(4, 4),
+    "DirGNNConv": lambda: pyg.DirGNNConv(pyg.SAGEConv(4, 4)),
+}
+
+
+def forward_mode(rank, name):
+    data = example()
+    graph = partition(data, method="random")
+    layer = seeded(LAYERS[name])
+    expected = along(layer, data, data.x, data.x.cos())
+    distribute(layer, graph)
+    for _ in range(2):
+        got = along(layer, graph, graph.x, graph.x.cos())
+        for part, whole in zip(got, expected, strict=True):
+            torch.testing.assert_close(part, whole[graph.owned_ids], **CLOSE)
+        # and what was kept is of use afterwards
+        assert layer(graph.x, graph.edge_index).isfinite().all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_mode(worlds, name):
+    assert worlds.run(3, forward_mode, name) == [None] * 3

@@ -1,0 +1,169 @@
+"""Normalisation over the nodes of all ranks: as in one process, through two derivatives."""
+
+import pytest
+import torch
+
+import varcomm
+from tests.graph.batches import FIRST, SECOND, assert_same, partitions, whole
+from tests.graph.graphs import WORLDS
+from tests.graph.norms import KINDS, NORMS, applied, buffers, made, names, on
+from tests.ops.comparing import Failures, assert_none
+from varcomm.graph.norms import GLOBAL_NORMS
+
+
+def check(rank, kind):
+    failures, tracked = Failures(), []
+    graphs = partitions()
+    for name in names(kind):
+        given = whole(*NORMS[name].features)
+        for training in (True, False):
+            alone = made(name, training)
+            expected = applied(name, alone, given, torch.sum)
+            for graph in graphs:
+                module = on(made(name, training), graph)
+                got = applied(name, module, given.rows(graph.owned_ids), graph.sum)
+                tracked.append(buffers(module))
+                with failures.named(name, training):
+                    assert_same(got, expected, graph.owned_ids)
+                with failures.named(name, training, "running statistics"):
+                    torch.testing.assert_close(tracked[-1], buffers(alone), **FIRST)
+                    assert list(module.state_dict()) == list(alone.state_dict())
+    return failures, tracked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_as_in_one_process(worlds, ranks, kind):
+    results = worlds.run(ranks, check, kind)
+    assert_none([failures for failures, _ in results])
+    first, *others = (tracked for _, tracked in results)
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert all(torch.equal(one[key], two[key]) for key in one), "ranks differ"
+
+
+def test_every_norm_is_compared():
+    lazy = {"LazyBatchNorm1d"}  # which becomes BatchNorm1d when it is first called
+    assert set(KINDS) | lazy == {kind.__name__ for kind in GLOBAL_NORMS}
+
+
+def check_halo(rank, kind):
+    """Copies in the halo are normalised as their originals, and count in no statistic."""
+    failures = Failures()
+    graphs = partitions()
+    for name in names(kind):
+        given = whole(*NORMS[name].features)
+        for graph in graphs:
+            ids = torch.cat([graph.owned_ids, graph.halo_ids])
+            # in one process, a node counts in the loss as often as it is on any rank
+            times = varcomm.all_reduce(torch.bincount(ids, minlength=len(given.x)))
+            times = times.view(-1, *[1] * (given.x.dim() - 1))
+            alone, module = made(name), on(made(name), graph)
+            x = given.x.clone().requires_grad_()
+            out = alone(x, *NORMS[name].arguments(given))
+            (out.sin() * given.weight * times).sum().backward()
+            own = given.x[graph.owned_ids].requires_grad_()
+            rows = given.rows(ids)
+            got = module(graph.with_halo(own), *NORMS[name].arguments(rows))
+            (got.sin() * rows.weight).sum().backward()
+            varcomm.data_parallel.sum_gradients(module)
+            with failures.named(name):
+                torch.testing.assert_close(got, out[ids], **FIRST)
+                torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **FIRST)
+                torch.testing.assert_close(buffers(module), buffers(alone), **FIRST)
+                for mine, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, theirs.grad, **FIRST)
+    return failures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_halo(worlds, kind):
+    assert_none(worlds.run(3, check_halo, kind))
+
+
+def check_unlike(rank, kind):
+    """A loss that is linear on rank 0 and on no other: its gradient depends on nothing there."""
+    failures = Failures()
+    graphs = partitions()
+
+    def twice(module, name, given, loss):
+        x = given.x.clone().requires_grad_()
+        out = module(x, *NORMS[name].arguments(given))
+        (first,) = torch.autograd.grad(loss(out, given).sum(), x, create_graph=True)
+        return torch.autograd.grad((first**2).sum() + 0 * x.sum(), x)[0]
+
+    def own_loss(out, given):
+        return out * given.weight if rank == 0 else out**3
+
+    for name in names(kind):
+        given = whole(*NORMS[name].features)
+        for graph in graphs:
+            mine = torch.zeros(len(given.x), dtype=torch.int64)
+            mine[graph.owned_ids] = rank
+            owner = varcomm.all_reduce(mine).view(-1, *[1] * (given.x.dim() - 1))
+
+            def loss_of_all(out, given, owner=owner):
+                return torch.where(owner == 0, out * given.weight, out**3)
+
+            expected = twice(made(name), name, given, loss_of_all)
+            module, rows = on(made(name), graph), given.rows(graph.owned_ids)
+            got = twice(module, name, rows, own_loss)
+            with failures.named(name):
+                torch.testing.assert_close(got, expected[graph.owned_ids], **SECOND)
+    return failures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_where_losses_are_unlike(worlds, kind):
+    assert_none(worlds.run(3, check_unlike, kind))
+
+
+def check_narrow(rank, kind):
+    """Against fp64; dtypes as PyG's, with parameters of fp32 and with narrow ones."""
+    failures = Failures()
+    graph, _ = partitions()
+    for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}.items():
+        for name in names(kind):
+            given = whole(*NORMS[name].features)
+            given.x = given.x.to(dtype)
+            rows, alone = given.rows(graph.owned_ids), made(name)
+            expected = alone(given.x.double(), *NORMS[name].arguments(given))[graph.owned_ids]
+            # a Linear takes its own dtype alone
+            for parameters in (dtype,) if kind == "DiffGroupNorm" else (dtype, torch.float32):
+                theirs = made(name).to(parameters)(given.x, *NORMS[name].arguments(given))
+                module = on(made(name).to(parameters), graph)
+                got = module(rows.x, *NORMS[name].arguments(rows))
+                with failures.named(name, dtype, parameters):
+                    assert got.dtype == theirs.dtype
+                    torch.testing.assert_close(got.double(), expected, rtol=close, atol=close)
+                    for key, value in buffers(alone).items():
+                        moved = module.get_buffer(key).to(value.dtype)
+                        torch.testing.assert_close(moved, value, rtol=close, atol=close)
+    return failures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_floats(worlds, kind):
+    assert_none(worlds.run(3, check_narrow, kind))
+
+
+def check_far_from_zero(rank, kind):
+    """A mean of squares less the square of the mean would lose all digits of fp32."""
+    failures = Failures()
+    graph, _ = partitions()
+    for name in names(kind):
+        given = whole(*NORMS[name].features)
+        given.x = (given.x + 4096).float()
+        rows = given.rows(graph.owned_ids)
+        expected = made(name)(given.x.double(), *NORMS[name].arguments(given))
+        got = on(made(name).float(), graph)(rows.x, *NORMS[name].arguments(rows))
+        with failures.named(name):
+            torch.testing.assert_close(
+                got.double(), expected[graph.owned_ids], rtol=1e-2, atol=1e-2
+            )
+    return failures
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "InstanceNorm", "LayerNorm", "PairNorm"])
+def test_a_large_mean_costs_no_digits(worlds, kind):
+    assert_none(worlds.run(3, check_far_from_zero, kind))

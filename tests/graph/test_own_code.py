@@ -1,0 +1,306 @@
+"""Layers and models of a user's own, which call functions of PyG that need the whole graph."""
+
+import copy
+from functools import cache, partial
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import utils
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops
+
+import varcomm
+from tests.graph.graphs import split_by
+from tests.graph.layers import example
+from tests.ops.comparing import Failures, assert_none
+from varcomm.graph import distribute, partition
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class OwnGCN(pyg.GCNConv):
+    """Calls what it is derived from."""
+
+    def forward(self, x, edge_index, edge_weight=None):
+        return super().forward(x.tanh(), edge_index, edge_weight).sin()
+
+
+class OwnGCNTwice(OwnGCN):
+    def forward(self, x, edge_index, edge_weight):
+        edge_index, edge_weight = gcn_norm(edge_index, edge_weight, len(x), flow=self.flow)
+        return super().forward(x, edge_index, edge_weight)
+
+
+class NormalisedOnce(nn.Module):
+    """Degrees are counted in the model, for all of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(pyg.GCNConv(4, 4, normalize=False) for _ in range(2))
+
+    def forward(self, x, edge_index, weight):
+        edge_index, weight = gcn_norm(edge_index, weight, num_nodes=x.size(0))
+        for layer in self.layers:
+            x = layer(x, edge_index, weight).tanh()
+        return x
+
+
+class Diffusion(nn.Module):
+    def __init__(self, normalization, loops):
+        super().__init__()
+        self.settings = {"normalization": normalization}
+        self.loops = loops
+        self.layer = pyg.GraphConv(4, 4)
+
+    def forward(self, x, edge_index, weight):
+        nodes = len(x) if self.loops else None
+        edge_index, weight = utils.get_laplacian(
+            edge_index, weight, dtype=x.dtype, num_nodes=nodes, **self.settings
+        )
+        return self.layer(x, edge_index, weight)
+
+
+class Looped(nn.Module):
+    """Self loops up to the last node that has an edge: the last node of all has none."""
+
+    def __init__(self, add, fill):
+        super().__init__()
+        self.add, self.fill = add, fill
+        self.layer = pyg.GraphConv(4, 4, bias=False)
+
+    def forward(self, x, edge_index, weight):
+        edge_index, weight = self.add(edge_index, weight, self.fill)
+        return self.layer(x, edge_index, weight)
+
+
+class LoopedWithoutWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.SAGEConv(4, 4, aggr="sum")
+
+    def forward(self, x, edge_index, weight):
+        x = self.layer(x, add_self_loops(edge_index)[0]) * (1 + 0 * weight.sum())
+        return self.layer(x, gcn_norm(edge_index, dtype=x.dtype)[0])
+
+
+class EarlyReturn(MessagePassing):
+    """Where there are no edges, its messages do not look at what came."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, edge_index, weight):
+        weight = self.edge_updater(edge_index, x=x, weight=weight)
+        return self.propagate(edge_index, x=self.lin(x), weight=weight)
+
+    def edge_update(self, x_j, weight):
+        if len(x_j) == 0:
+            return x_j[:, 0]
+        return weight * x_j.sin().sum(1)
+
+    def message(self, x_j, weight):
+        if len(x_j) == 0:
+            return x_j.new_zeros(0, 4)
+        return x_j * weight.view(-1, 1)
+
+    def update(self, inputs, x):
+        return inputs if isinstance(x, tuple) else inputs + x
+
+
+class PairInUpdate(MessagePassing):
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=(x.sin(), x), weight=weight)
+
+    def message(self, x_j, weight):
+        return x_j * weight.view(-1, 1)
+
+    def update(self, inputs, x):
+        return inputs + 2 * x[0] + 3 * x[1]
+
+
+class OwnPropagate(MessagePassing):
+    """For which PyG makes no template: it reads the sides of a pair by the flow."""
+
+    def __init__(self, flow):
+        super().__init__(flow=flow)
+
+    def propagate(self, edge_index, size=None, **values):
+        return super().propagate(edge_index, size, **values).tanh()
+
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=[x.sin(), x.cos()], weight=weight)
+
+    def message(self, x_i, x_j, weight):
+        return (x_i - 2 * x_j) * weight.view(-1, 1)
+
+
+class WithATable(MessagePassing):
+    """A table beside the edges, with as many rows as some rank has edges."""
+
+    def __init__(self, rows, flow):
+        super().__init__(flow=flow)
+        self.table = nn.Parameter(torch.linspace(0, 1, rows).view(-1, 1))
+
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=x, weight=weight, table=self.table)
+
+    def message(self, x_j, weight, table):
+        return x_j * weight.view(-1, 1) * table.sum()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(
+            [
+                pyg.GCNConv(4, 4),
+                pyg.TransformerConv(4, 4),
+                pyg.GraphConv(4, 4, flow="target_to_source"),
+                pyg.DirGNNConv(pyg.GATConv(4, 4)),
+            ]
+        )
+
+    def forward(self, x, edge_index, weight):
+        for layer in self.layers:
+            more = (weight,) if isinstance(layer, pyg.GCNConv) else ()
+            x = checkpoint(layer, x, edge_index, *more, use_reentrant=self.reentrant).tanh()
+        return x
+
+
+class Deep(nn.Module):
+    """Checkpointing of PyG's own, and of half of a model at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.DeepGCNLayer(
+            pyg.GCNConv(4, 4), nn.LayerNorm(4), nn.Tanh(), block="dense", ckpt_grad=True
+        )
+        self.rest = pyg.GCN(8, 6, 2, 3, act="tanh", jk="lstm")
+
+    def forward(self, x, edge_index, weight):
+        x = self.layer(x, edge_index, weight)
+        return checkpoint(self.rest, x, edge_index, weight, use_reentrant=False)
+
+
+BACK = "target_to_source"
+MODELS = {
+    "an own GCN": lambda: OwnGCN(4, 5, improved=True),
+    "an own GCN, normalised twice": lambda: OwnGCNTwice(4, 5, flow=BACK),
+    "normalised in the model": NormalisedOnce,
+    "self loops without weights": LoopedWithoutWeights,
+    "early return": EarlyReturn,
+    "early return backwards": lambda: EarlyReturn(flow=BACK),
+    "a pair in an update": PairInUpdate,
+    "own propagate": lambda: OwnPropagate("source_to_target"),
+    "own propagate backwards": lambda: OwnPropagate(BACK),
+    "checkpointed": lambda: Checkpointed(reentrant=False),
+    "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
+    "PyG's checkpointing": Deep,
+}
+for rows in (1, 34, 60, 106):
+    MODELS[f"a table of {rows}"] = partial(WithATable, rows, BACK)
+for normalization in (None, "sym", "rw"):
+    for loops in (True, False):
+        name = f"Laplacian {normalization}, {'all' if loops else 'some'} loops"
+        MODELS[name] = partial(Diffusion, normalization, loops)
+for add in (add_self_loops, add_remaining_self_loops):
+    for fill in (None, 0.5, "mean"):
+        MODELS[f"{add.__name__} filled by {fill}"] = partial(Looped, add, fill)
+
+data_of = cache(example)
+
+
+@cache
+def graph_of(method):
+    data = data_of()
+    ranks = torch.distributed.get_world_size()
+    return partition(data, method=split_by(method, data.num_nodes, ranks))
+
+
+def outcome(model, graph, edge_index, loss):
+    x, weight = (graph[key].clone().requires_grad_() for key in ("x", "weight"))
+    out = model(x, edge_index, weight)
+    loss(out).backward()
+    # of no edges at all there may be no gradient
+    of_weight = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    found = {"output": out.detach(), "x": x.grad, "weight": of_weight}
+    return found | {name: p.grad for name, p in model.named_parameters()}
+
+
+def mean_square(graph, out):
+    return graph.mean(out**2)
+
+
+def check_models(rank, names):
+    failures, data = Failures(), data_of()
+    for name in names:
+        torch.manual_seed(0)
+        model = MODELS[name]().double()
+        alone = outcome(copy.deepcopy(model), data, data.edge_index, lambda out: (out**2).mean())
+        for method in ("random", "a rank owns nothing"):
+            graph = graph_of(method)
+            together = distribute(copy.deepcopy(model), graph)
+            loss = partial(mean_square, graph)
+            parts = outcome(together, graph.data, graph.edge_index, loss)
+            varcomm.data_parallel.sum_gradients(together)
+            parts |= {key: p.grad for key, p in together.named_parameters()}
+            nodes = graph.owned_ids
+            rows = {"output": nodes, "x": nodes, "weight": graph.edges.owned_ids}
+            for key, expected in alone.items():
+                with failures.named(name, method, key):
+                    expected = expected[rows[key]] if key in rows else expected
+                    torch.testing.assert_close(parts[key], expected, **CLOSE)
+    return failures
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_own_code_equals_its_single_process_twin(worlds, name):
+    assert_none(worlds.run(3, check_models, [name]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_own_code_on_other_numbers_of_ranks(worlds, ranks):
+    assert_none(worlds.run(ranks, check_models, list(MODELS)))
+
+
+def cached(rank, make):
+    """What a layer keeps of a graph is dropped when it moves to another."""
+    data, other = data_of(), utils.coalesce(data_of().edge_index)[:, ::2]
+    torch.manual_seed(0)
+    layer = make().double()
+    graphs = [graph_of("random"), partition(data.edge_subgraph(data.positive), method="block")]
+    counts = []
+    layer(data.x, other)  # of a graph in one process
+    for graph in (*graphs, graphs[0]):
+        whole = data if graph is graphs[0] else data.edge_subgraph(data.positive)
+        alone = make().double()
+        alone.load_state_dict(layer.state_dict())
+        expected = alone(whole.x, whole.edge_index)[graph.owned_ids]
+        distribute(layer, graph)
+        for _ in range(3):
+            with varcomm.trace() as calls:
+                out = layer(graph.x, graph.edge_index)
+            torch.testing.assert_close(out, expected, **CLOSE)
+            counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("make", "counts"),
+    [
+        (lambda: pyg.GCNConv(4, 5, cached=True), [2, 1, 1]),
+        (lambda: pyg.SGConv(4, 5, K=2, cached=True), [3, 0, 0]),
+        (lambda: pyg.SSGConv(4, 5, 0.1, K=2, cached=True), [3, 0, 0]),
+        (lambda: pyg.APPNP(2, 0.1, cached=True), [3, 2, 2]),
+        (lambda: pyg.EGConv(4, 6, ["max"], 3, 2, cached=True), [2, 1, 1]),
+    ],
+    ids=["GCNConv", "SGConv", "SSGConv", "APPNP", "EGConv"],
+)
+def test_cached_layers(worlds, make, counts):
+    assert worlds.run(2, cached, make) == [counts * 3] * 2

@@ -1,0 +1,173 @@
+"""What every rank computed alike counts once, in derivatives of any order."""
+
+import pytest
+import torch
+from torch import nn
+
+import varcomm
+from tests.graph.batches import FIRST, SECOND, partitions, whole
+from tests.graph.graphs import WORLDS
+from tests.ops.comparing import Failures, assert_none
+from varcomm import ArgumentError, DisagreementError
+from varcomm.graph.pooling import global_add_pool
+from varcomm.graph.reductions import replicated
+
+
+def third(energy, total, x):
+    """Differentiate three times, through what is neither linear in the energy nor in forces."""
+    value = energy(x)
+    (forces,) = torch.autograd.grad(value**3 + value, x, create_graph=True)
+    (second,) = torch.autograd.grad(total(forces.sin() * forces), x, create_graph=True)
+    (last,) = torch.autograd.grad(total(second**2) * value, x)
+    return value.detach(), forces.detach(), second.detach(), last
+
+
+def check(rank):
+    failures, given = Failures(), whole(4)
+    x = (given.x / 4).requires_grad_()
+
+    def of_pooled(pooled):
+        return (pooled.tanh() * torch.linspace(1, 2, 4).double()).square().sum() / 5
+
+    def alone(x):
+        return of_pooled(torch.zeros(5, 4).double().index_add(0, given.batch, x))
+
+    expected = third(alone, torch.sum, x)
+    for graph in partitions():
+        ids = graph.owned_ids
+        batch, own = given.batch[ids], x.detach()[ids].requires_grad_()
+
+        def together(x, batch=batch, graph=graph):
+            return replicated(of_pooled(global_add_pool(x, batch, graph)), graph)
+
+        got = third(together, graph.sum, own)
+        with failures.named(graph.method):
+            torch.testing.assert_close(got[0], expected[0], **FIRST)
+            for mine, theirs in zip(got[1:], expected[1:], strict=True):
+                torch.testing.assert_close(mine, theirs[ids], **SECOND)
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_three_derivatives(worlds, ranks):
+    """Energies, forces, what a loss of forces derives to, and once more."""
+    assert_none(worlds.run(ranks, check))
+
+
+def check_parameters(rank):
+    """A loss on forces, whose energy has parameters before the pool and after it."""
+    failures, given = Failures(), whole(4)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"before": nn.Linear(4, 5), "after": nn.Linear(5, 1)}).double()
+
+    def learn(x, pool, once, mean):
+        model.zero_grad()
+        energy = model["after"](pool(model["before"](x).tanh()).tanh()).sum()
+        (forces,) = torch.autograd.grad(once(energy), x, create_graph=True)
+        loss = mean((forces - 1) ** 2)
+        loss = loss + once(energy**2)  # the two kinds of what counts once
+        loss.backward()
+        return loss.item()
+
+    def pool_alone(x):
+        return torch.zeros(5, 5).double().index_add(0, given.batch, x)
+
+    x = given.x.clone().requires_grad_()
+    expected = learn(x, pool_alone, lambda value: value, torch.mean)
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    for graph in partitions():
+        batch, own = given.batch[graph.owned_ids], given.x[graph.owned_ids].requires_grad_()
+        got = learn(
+            own,
+            lambda x, batch=batch, graph=graph: global_add_pool(x, batch, graph),
+            lambda value, graph=graph: replicated(value, graph),
+            graph.mean,
+        )
+        varcomm.data_parallel.sum_gradients(model)
+        with failures.named(graph.method):
+            assert got == pytest.approx(expected, rel=1e-12)
+            torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **SECOND)
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(model.get_parameter(key).grad, gradient, **SECOND)
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_what_a_loss_of_forces_teaches(worlds, ranks):
+    assert_none(worlds.run(ranks, check_parameters))
+
+
+def forward_mode(rank):
+    """The slope of what is counted once is the slope of any copy."""
+    value, slope = torch.func.jvp(
+        lambda x: replicated(varcomm.all_reduce(x) ** 2),
+        (torch.tensor(rank + 1.0),),
+        (torch.tensor(1.0),),
+    )
+    return value.item(), slope.item()
+
+
+def test_forward_mode(worlds):
+    assert worlds.run(3, forward_mode) == [(36.0, 36.0)] * 3
+
+
+def groups(rank):
+    """Of all ranks, of some of them, or of a graph's."""
+    some = torch.distributed.new_group([1, 2])
+    x = torch.ones(2, requires_grad=True)
+    with varcomm.trace() as calls:
+        loss = replicated(x, some if rank else None)
+        loss.sum().backward()
+    assert not calls
+    loss.detach().zero_()  # a tensor of its own
+    return x.tolist(), x.grad.tolist()
+
+
+def test_groups(worlds):
+    half, third = [0.5, 0.5], [1 / 3, 1 / 3]
+    for rank, (x, gradient) in enumerate(worlds.run(3, groups)):
+        assert x == [1.0, 1.0]
+        assert gradient == pytest.approx(half if rank else third)
+
+
+def unlike(rank, values):
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        replicated(values[rank])
+    with varcomm.debug():
+        alike = replicated(values[0])
+    return str(caught.value), torch.equal(alike, values[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            [torch.tensor(1.5), torch.tensor(1.25)],
+            "replicated: ranks disagree on the value: rank 0 has '1.5'; rank 1 has '1.25'.",
+        ),
+        ([torch.ones(2), torch.zeros(2)], "replicated: ranks disagree on the value: rank 0 has"),
+        ([torch.ones(2), torch.ones(1)], "replicated: ranks disagree on shape: rank 0 has [2]"),
+    ],
+)
+def test_in_debug_values_are_compared(worlds, values, message):
+    for told, after in worlds.run(2, unlike, values):
+        assert told.startswith(message)
+        assert after
+
+
+def refuse(rank, value, message):
+    with pytest.raises(
+        ArgumentError, match=f"replicated on rank {rank} of 2: value must be {message}"
+    ):
+        replicated(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.0, "a torch.Tensor; got float"),
+        (torch.tensor(1), "of floats, to have a gradient; got torch.int64"),
+    ],
+)
+def test_refusals(worlds, value, message):
+    assert worlds.run(2, refuse, value, message) == [None] * 2

@@ -1,0 +1,364 @@
+"""Rows of a shard: collected, dealt out and reduced, with the derivatives of one process."""
+
+import copy
+import math
+from dataclasses import FrozenInstanceError
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+
+import varcomm
+from tests.graph.graphs import WORLDS, split_by, wild
+from tests.graph.parts import differences, same
+from varcomm import ArgumentError, DisagreementError
+from varcomm.graph import partition
+from varcomm.graph.ascending import AscendingIds
+
+IDS = st.lists(st.integers(0, 2**63 - 2), unique=True, max_size=40)
+CLOSE = st.lists(st.integers(0, 600), unique=True, max_size=40)
+
+
+@settings(deadline=None)
+@given(ids=IDS | CLOSE)
+@example(ids=[])
+@example(ids=[0])
+@example(ids=[253, 254])
+@example(ids=[254, 509, 765])  # gaps of 255, 255 and 256
+@example(ids=[0, 2**63 - 2])
+def test_ascending_ids_come_back(ids):
+    ids = torch.tensor(sorted(ids), dtype=torch.int64)
+    before = ids.clone()
+    kept = AscendingIds.of(ids)
+    assert torch.equal(ids, before)
+    for again in (kept, kept.to("cpu")):
+        assert torch.equal(again.decoded(), ids)
+        assert again.decoded().dtype == torch.int64
+        assert len(again) == len(ids) == len(again.gaps)
+    assert len(kept.rest) <= 1 + int(ids.max() if len(ids) else 0) // 255
+
+
+def graph_of(data, way):
+    ranks = torch.distributed.get_world_size()
+    return partition(data, method=split_by(way, data.num_nodes, ranks))
+
+
+def moved_both_ways(rank, way, dtype):
+    """Nodes and edges to everyone and to each rank, from each rank, in this dtype."""
+    data = wild()
+    wrong, ranks = [], torch.distributed.get_world_size()
+    graph = graph_of(data, way)
+    wholes = {"nodes": data.x, "edges": data.edge_attr}
+    for kind, whole in wholes.items():
+        shard, whole = getattr(graph, kind), (whole * 10).to(dtype)
+        own = whole[shard.owned_ids]
+        for dst in (None, *range(ranks)):
+            for x in (own, own[:, 0], own[:, :0], own.T.contiguous().T):
+                rows = shard.gather(x, dst)
+                expected = whole[:, 0] if x.dim() == 1 else whole[:, : x.shape[1]]
+                if not same(rows, expected if dst in (None, rank) else expected[:0]):
+                    wrong.append(("gather", kind, dst, x.shape))
+        for src in range(ranks):
+            for x in (whole, whole[:, 0], whole[:, :0], whole.T.contiguous().T):
+                rows = shard.scatter(x if rank == src else None, src)
+                if not same(rows, x[shard.owned_ids]):
+                    wrong.append(("scatter", kind, src, x.shape))
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_nodes_and_edges_go_and_come_back(worlds, ranks):
+    dtypes = (torch.float64, torch.int16, torch.bool, torch.complex64, torch.bfloat16)
+    for dtype, way in zip(dtypes, ("block", "random", "a rank owns nothing") * 2, strict=False):
+        assert worlds.run(ranks, moved_both_ways, way, dtype) == [[]] * ranks
+
+
+def numbers_travel_once(rank):
+    """At the first call for a rank; those of every rank at once."""
+    graph = graph_of(wild(), "random")
+    told = []
+    for dst in (None, None, 1, 1):
+        with varcomm.trace() as calls:
+            graph.gather(graph.x, dst)
+        told.append(sum(call.sent for call in calls))
+    with varcomm.trace() as calls:
+        graph.scatter(wild().x if rank == 1 else None, src=1)
+    return graph.num_owned, told, sum(call.received for call in calls)
+
+
+def test_numbers_of_rows_travel_once(worlds):
+    for rank, (rows, told, received) in enumerate(worlds.run(3, numbers_travel_once)):
+        x = 4 * 8 * rows  # bytes
+        to_one = 0 if rank == 1 else 1
+        assert told == [2 * (x + 8 * rows), 2 * x, to_one * (x + 8 * rows), to_one * x]
+        assert received == to_one * x
+
+
+def adjoints(rank, way):
+    ranks = torch.distributed.get_world_size()
+    graph = graph_of(wild(10), way)
+    for shard, x in ((graph.nodes, graph.x[:, :2]), (graph.edges, graph.edge_attr[:, :1])):
+        for dst in (None, *range(ranks)):
+            varcomm.testing.dot_test(lambda x, s=shard, d=dst: s.gather(x, d), x)
+        varcomm.testing.gradgradcheck(lambda x, s=shard: s.gather(x**3), x, fast_mode=True)
+        rows = shard.sizes.total if rank == ranks - 1 else 0
+        whole = torch.ones(rows, 2, dtype=torch.float64)
+        scatter = partial(shard.scatter, src=ranks - 1)
+        varcomm.testing.dot_test(scatter, whole)
+        varcomm.testing.gradgradcheck(lambda x, f=scatter: f(x**3), whole, fast_mode=True)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_gather_and_scatter_have_exact_adjoints(worlds, ranks):
+    for way in ("random", "a rank owns nothing"):
+        assert worlds.run(ranks, adjoints, way) == [None] * ranks
+
+
+def reduced(rank, way, kind, values, mask, dtype):
+    """The greatest, the sum and the mean of rows with their first and second derivatives."""
+    graph = graph_of(wild(), way)
+    shard = getattr(graph, kind)
+    values = values[shard.owned_ids].to(dtype)
+    mask = None if mask is None else mask[shard.owned_ids]
+    found = []
+    for name in ("max", "sum", "mean"):
+        x = values.clone().requires_grad_()
+        reduce = getattr(shard, name)
+        result = reduce(x * x.detach().sign(), mask) ** 2 + reduce(x * x * x, mask)
+        (first,) = torch.autograd.grad(result, x, create_graph=True)
+        (second,) = torch.autograd.grad(shard.sum(first * first), x)
+        found.append((result.detach(), shard.gather(first.detach(), 0), shard.gather(second, 0)))
+    return found
+
+
+def in_one_process(name, values, mask):
+    def reduce(x):
+        x = x if mask is None else x[mask]
+        return {"max": x.amax, "sum": x.sum, "mean": x.mean}[name]()
+
+    x = values.clone().requires_grad_()
+    result = reduce(x * x.detach().sign()) ** 2 + reduce(x * x * x)
+    (first,) = torch.autograd.grad(result, x, create_graph=True)
+    (second,) = torch.autograd.grad((first * first).sum(), x)
+    return result.detach(), first.detach(), second
+
+
+def rows_to_reduce(kind):
+    """Whole numbers, so that several rows on several ranks share the maximum."""
+    data, generator = wild(), torch.Generator().manual_seed(2)
+    rows = data.num_nodes if kind == "nodes" else data.num_edges
+    values = torch.randint(-4, 5, (rows, 2), generator=generator).double()
+    return values, torch.rand(rows, generator=generator) < 0.6
+
+
+@pytest.mark.parametrize("kind", ["nodes", "edges"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_reductions_and_their_derivatives(worlds, ranks, kind):
+    values, some = rows_to_reduce(kind)
+    for way, mask in (("random", None), ("block", some), ("a rank owns nothing", some)):
+        assert (values == values.max()).sum() > ranks, "there are no ties"
+        parts = worlds.run(ranks, reduced, way, kind, values, mask, torch.float64)
+        for place, name in enumerate(("max", "sum", "mean")):
+            result, first, second = in_one_process(name, values, mask)
+            for part in parts:
+                torch.testing.assert_close(part[place][0], result, rtol=1e-13, atol=0)
+            _, *gradients = parts[0][place]
+            for got, want in zip(gradients, (first, second), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reductions_of_narrow_floats(worlds, dtype):
+    """Whole numbers up to 64, which every float holds: the maximum and its gradient are exact."""
+    values, mask = rows_to_reduce("nodes")
+    parts = worlds.run(3, reduced, "random", "nodes", values, mask, dtype)
+    result, first, _ = in_one_process("max", values, mask)
+    for part in parts:
+        assert part[0][0].dtype == part[1][0].dtype == part[2][0].dtype == dtype
+        assert part[0][0].item() == result.item()
+    torch.testing.assert_close(
+        parts[0][0][1].double(), first, rtol=2 * torch.finfo(dtype).eps, atol=0
+    )
+
+
+def extremes(rank):
+    """Of a graph with one row a rank: what is not finite, nothing at all, who gets gradients."""
+    data = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=3)
+    graph = partition(data, method=torch.arange(3))
+    told = {}
+    for name, values in EXTREMES.items():
+        x = torch.tensor(values[rank : rank + 1], requires_grad=True)
+        result = graph.max(x)
+        result.backward()
+        told[name] = (result.item(), x.grad.item())
+    nobody = torch.zeros(1, dtype=torch.bool)
+    x = torch.ones(1, 2, requires_grad=True)
+    result = graph.max(x, nobody)
+    result.backward()
+    none = graph.max(torch.ones(0, 2), nobody).item(), graph.max(torch.ones(1, 0)).item()
+    only_last = torch.tensor([rank == 2])
+    one = graph.max(torch.full((1,), float(-rank)), only_last).item()
+    return told, (result.item(), x.grad.abs().sum().item(), *none), one
+
+
+EXTREMES = {
+    "NaN": [1.0, math.nan, 3.0],
+    "NaN beside infinity": [math.inf, math.nan, 3.0],
+    "infinity": [1.0, math.inf, -math.inf],
+    "minus infinity": [-math.inf, -2.0, -math.inf],
+    "minus infinity alone": [-math.inf] * 3,
+    "a tie": [2.0, -1.0, 2.0],
+}
+
+
+def test_values_that_are_not_finite(worlds):
+    for rank, (told, nothing, one) in enumerate(worlds.run(3, extremes)):
+        for name, values in EXTREMES.items():
+            greatest = torch.tensor(values).amax().item()
+            assert str(told[name][0]) == str(greatest), name
+            if math.isfinite(greatest):
+                share = values.count(greatest)
+                assert told[name][1] == (values[rank] == greatest) / share, name
+        assert nothing == (-math.inf, 0, -math.inf, -math.inf)
+        assert one == -2
+
+
+def refused(rank):
+    """Each on its own, before a message; so no rank waits for another."""
+    graph = graph_of(wild(), "block")
+    told = []
+    for call in (
+        lambda: graph.edges.gather(graph.x),
+        lambda: graph.gather(graph.x, dst=3),
+        lambda: graph.nodes.gather(graph.x, dst=0.5),
+        lambda: graph.edges.sum(graph.x),
+        lambda: graph.max(graph.x, graph.train_mask[1:]),
+        lambda: graph.edges.max(torch.arange(graph.num_edges)),
+        lambda: graph.scatter(None, src=-1),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        told.append(str(caught.value))
+    edges = graph.num_edges
+    return told, edges
+
+
+def test_refusals(worlds):
+    messages = (
+        "graph.gather on rank {rank} of 3: x must be a tensor with one row for each of the {edges} "
+        "owned edges; got torch.float64 of shape (8, 4).",
+        "graph.gather on rank {rank} of 3: dst must be a rank of the group, 0...2; got 3.",
+        "graph.gather on rank {rank} of 3: dst must be a rank of the group, 0...2; got 0.5.",
+        "graph.sum on rank {rank} of 3: values must be floats, one row for each of the {edges} "
+        "owned edges; got torch.float64 of shape (8, 4).",
+        "graph.max on rank {rank} of 3: mask must be of torch.bool and shape (8,); got torch.bool "
+        "of shape (7,).",
+        "graph.max on rank {rank} of 3: values must be floats, one row for each of the {edges} "
+        "owned edges; got torch.int64 of shape ({edges},).",
+        "graph.scatter on rank {rank} of 3: src must be a rank of the group, 0...2; got -1.",
+    )
+    for rank, (told, edges) in enumerate(worlds.run(3, refused)):
+        for text, message in zip(told, messages, strict=True):
+            assert text.startswith(message.format(rank=rank, edges=edges)), text
+
+
+WRONG_ROWS = (
+    "has 23 rows along dim 0, but sizes sum to 24",
+    "A scalar has no rows",
+    "must be a torch.Tensor; got list",
+    "must be a torch.Tensor; got NoneType",
+)
+
+
+def scattered_wrongly(rank):
+    """What `src` alone can tell, all are told."""
+    graph = graph_of(wild(), "block")
+    told = []
+    for x in (torch.ones(23), torch.tensor(1.0), [1.0] * 24, None):
+        with pytest.raises(ArgumentError) as caught:
+            graph.scatter(x if rank == 1 else None, src=1)
+        told.append(str(caught.value))
+    with varcomm.debug(), pytest.raises(DisagreementError, match=r"graph\.max: ranks disagree on"):
+        graph.max(torch.ones(graph.num_nodes, 1 + rank))
+    right = graph.scatter(wild().x if rank == 1 else None, src=1)
+    return told, torch.equal(right, graph.x)
+
+
+def test_scatter_of_wrong_rows(worlds):
+    for rank, (told, right) in enumerate(worlds.run(3, scattered_wrongly)):
+        assert right
+        assert all(("refused by its root, rank 1" in text) == (rank != 1) for text in told)
+        for text, message in zip(told, WRONG_ROWS, strict=True):
+            assert message in text
+
+
+def parts_of_edges(rank, hops):
+    graph = partition(wild(), method="random", hops=hops)
+    inner, outer = graph.interior, graph.boundary
+    both = torch.cat([inner, outer]).sort().values
+    assert torch.equal(both, torch.arange(graph.edge_index.shape[1]))
+    assert (inner.diff() > 0).all()
+    assert (outer.diff() > 0).all()
+    assert (graph.edge_index[0, inner] < graph.num_owned).all()
+    assert (graph.edge_index[0, outer] >= graph.num_owned).all()
+    assert graph.interior is inner, "found once"
+    return len(inner) > 0, len(outer) > 0, torch.equal(graph.edges.interior, inner)
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_interior_and_boundary(worlds, hops):
+    assert worlds.run(3, parts_of_edges, hops) == [(True, True, True)] * 3
+
+
+def copies(rank):
+    data = wild()
+    data.level, data.title = torch.ones(1, 2), "wild"
+    graph = partition(data, method="random", hops=2)
+    again = graph.to("cpu")
+    model = torch.nn.Module()
+    model.graph, model.nodes, model.edges = graph, graph.nodes, graph.edges
+    twin = copy.deepcopy(model)
+    shares = twin.graph is graph, twin.nodes is graph.nodes, twin.edges is graph.edges
+    elsewhere = graph.to("meta")
+    devices = {
+        elsewhere.x.device.type,
+        elsewhere.edge_index.device.type,
+        elsewhere.level.device.type,
+    }
+    devices |= {elsewhere.plan.send_index.device.type, elsewhere.halo_ids.device.type}
+    devices |= {elsewhere.nodes.ids.gaps.device.type, elsewhere.edges.ids.rest.device.type}
+    assert graph.x.device.type == "cpu", "the graph itself stays where it is"
+    return again is not graph, differences(again, graph), shares, devices, elsewhere.title
+
+
+def test_copies_and_devices(worlds):
+    assert worlds.run(2, copies) == [(True, [], (True, True, True), {"meta"}, "wild")] * 2
+
+
+def frozen(rank):
+    graph = graph_of(wild(), "block")
+    for shard, name in ((graph.nodes, "x"), (graph.nodes, "sizes"), (graph.edges, "edge_index")):
+        with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(shard, name, 1)
+        with pytest.raises(FrozenInstanceError, match=f"cannot delete field '{name}'"):
+            delattr(shard, name)
+    return "x" in graph.nodes, "edge_attr" in graph.nodes, hasattr(graph.edges, "__x__")
+
+
+def test_shards_cannot_be_changed(worlds):
+    assert worlds.run(2, frozen) == [(True, False, False)] * 2
+
+
+def bytes_kept(rank):
+    graph = graph_of(wild(), "random")
+    edges = graph.edges
+    ids = 2 * edges.num_owned + graph.num_halo + sum(graph.plan.send_counts)
+    return edges.nbytes() - 8 * ids - edges.num_owned - 8 * len(edges.ids.rest)
+
+
+def test_bytes_of_edges_and_plan(worlds):
+    """A byte for the number of an edge, as edges are in the order of the whole graph."""
+    assert worlds.run(3, bytes_kept) == [0] * 3

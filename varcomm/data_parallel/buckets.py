@@ -1,0 +1,98 @@
+"""Parameters cut into buckets: what travels in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Bucket", "cut", "gradient_dtype"]
+
+
+def gradient_dtype(value: torch.Tensor) -> torch.dtype:
+    """Return in what dtype the gradient of a parameter comes; of a buffer, its own."""
+    return getattr(value, "grad_dtype", None) or value.dtype  # of torch 2.9 or newer
+
+
+def cut(values: Sequence[torch.Tensor], order: Sequence[int], nbytes: int) -> list[list[int]]:
+    """Cut `values`, taken in `order`, into lists of indices of at most `nbytes` bytes.
+
+    Each is of one dtype and device; a value that is larger has a list to itself. A list comes
+    before another whose last value comes later.
+
+    >>> x, y, z = torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)
+    >>> cut([x, y, z], [2, 1, 0], nbytes=28), cut([x, y, z], [2, 1, 0], nbytes=27)
+    ([[1], [2, 0]], [[2], [1], [0]])
+    """
+    lists: list[list[int]] = []
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index in order:
+        value = values[index]
+        key = gradient_dtype(value), value.device
+        size = value.numel() * key[0].itemsize
+        members, room = current.get(key, ([], 0))
+        if size > room:
+            members, room = [], nbytes
+            lists.append(members)
+        members.append(index)
+        current[key] = members, room - size
+    place = {index: number for number, index in enumerate(order)}
+    return sorted(lists, key=lambda members: place[members[-1]])
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together.
+
+    What travels is all gradients in a row and, at the end, whether this rank has one, 0 or 1 for
+    each. The sums of these tell which parameters no rank has used: one process would leave them
+    without a gradient, and optimizers treat that differently from zeros.
+
+    Attributes
+    ----------
+    parameters : mapping
+        From what a parameter is known by to the parameter.
+    """
+
+    parameters: Mapping[int, torch.nn.Parameter]
+
+    def flatten(self, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return what this rank adds to the sum; without a gradient that is zeros."""
+        parts = []
+        for index, parameter in self.parameters.items():
+            gradient = gradients.get(index)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+            parts.append(gradient.reshape(-1))
+        used = parts[0].new_ones(len(parts))
+        for place, index in enumerate(self.parameters):
+            if index not in gradients:
+                used[place] = 0
+        return torch.cat([*parts, used])
+
+    def deliver(self, total: torch.Tensor, own: Container[int]) -> None:
+        """Add the sum over ranks to ``grad`` of each parameter that some rank has used.
+
+        `own` holds those that this rank has used. Without a ``grad`` so far, it gets a part of
+        `total` itself.
+        """
+        *parts, used = total.split([*(p.numel() for p in self.parameters.values()), len(self)])
+        anywhere: list[bool] | None = None
+        for place, (index, parameter) in enumerate(self.parameters.items()):
+            part = parts[place].view(parameter.shape)
+            if parameter.grad is not None:
+                parameter.grad.add_(part)
+                continue
+            if index not in own:
+                # asked for only now: a GPU would have to be waited for
+                anywhere = used.bool().tolist() if anywhere is None else anywhere
+                if not anywhere[place]:
+                    continue
+            if parameter.is_contiguous():
+                parameter.grad = part.data  # no view, which could not be detached in place
+            else:
+                parameter.grad = torch.empty_like(parameter, dtype=part.dtype).copy_(part)
+
+    def __len__(self) -> int:
+        return len(self.parameters)

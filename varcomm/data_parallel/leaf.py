@@ -1,0 +1,28 @@
+"""The node of the graph at which a parameter's gradient ends."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+__all__ = ["accumulator", "notes"]
+
+
+def accumulator(leaf: torch.Tensor) -> Node:
+    """Return the node that adds to ``grad`` of a leaf; a frozen one has it in reserve.
+
+    It is the same one as long as somebody keeps it, and the leaf keeps dtype and device.
+    """
+    wanted = leaf.requires_grad
+    leaf.requires_grad_(True)
+    try:
+        return get_gradient_edge(leaf).node
+    finally:
+        leaf.requires_grad_(wanted)
+
+
+def notes(node: Node) -> dict[str, Any]:
+    """Return what may be written down at a node, by those who keep it."""
+    return cast(dict[str, Any], node.metadata)

@@ -1,0 +1,126 @@
+"""A communication hook by which ``DistributedDataParallel`` sums gradients rather than average."""
+
+# Without "from __future__ import annotations": torch compares the hook's annotations with types.
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from varcomm.data_parallel.bucket_sum import BucketSum
+from varcomm.data_parallel.leaf import accumulator, notes
+from varcomm.errors import ArgumentError
+from varcomm.ops.operator import checking
+from varcomm.transport.agree import debugging
+from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.lane import weakly
+
+__all__ = ["sum_hook"]
+
+_MARK = "varcomm.sum_hook"
+
+
+def sum_hook(group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over ranks, for ``DistributedDataParallel``.
+
+    ``ddp.register_comm_hook(group, sum_hook)`` makes it leave the sum over ranks in each ``grad``,
+    where it would leave the average: the gradient of a loss of which each rank computes a part.
+
+    Parameters
+    ----------
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks of the ``DistributedDataParallel``; None is the whole world.
+    bucket : torch.distributed.GradBucket
+        What ``DistributedDataParallel`` passes.
+
+    Returns
+    -------
+    torch.futures.Future
+        Of the sum, in the shape and dtype of the bucket; done when backward ends.
+
+    Raises
+    ------
+    ArgumentError
+        In backward, if a parameter has a gradient that has been summed before and is not zero.
+
+    Notes
+    -----
+    Gradients of micro-batches are accumulated inside of ``ddp.no_sync()``, in all backwards but the
+    last one, and ``zero_grad()`` comes before the next: ``DistributedDataParallel`` passes what is
+    in ``grad``, and a part that has been summed would be summed again. So it is refused.
+    :func:`replicate` sums what each backward adds, and has no such rule.
+
+    A model that communicates by itself (:func:`varcomm.graph.distribute`, before it is wrapped)
+    should have a group to itself: pass ``dist.new_group()`` both to ``DistributedDataParallel`` and
+    here. With ``find_unused_parameters=True``, ranks come to their buckets at other places of their
+    backward, and on one group calls must come in the same order.
+
+    Communication: as in :func:`replicate`, begun when the bucket is full; the second round, where
+    there is one, at the end of backward. Floats narrower than 4 bytes travel narrow and are summed
+    in fp32. The sums are in rank order, the same on all ranks bit for bit.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> def fn(rank):
+    ...     ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    ...     ddp.register_comm_hook(None, varcomm.data_parallel.sum_hook)
+    ...     ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+    ...     return ddp.module.weight.grad.item()
+    >>> varcomm.launch(fn, 2)
+    [3.0, 3.0]
+    """
+    ranks = resolve(group)
+    for parameter in bucket.parameters():
+        _watch(parameter, ranks)
+    values = bucket.buffer()
+    on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
+    with torch.no_grad():
+        # comparing blocks, and ranks may be at other places of their backward
+        begun = None if debugging() else BucketSum(values, ranks)
+
+    @torch.no_grad()
+    def finish() -> None:
+        total = begun or BucketSum(values, ranks)
+        total.begin_second_round()
+        future.set_result(total.wait())
+
+    if torch._C._current_autograd_node() is None:
+        finish()  # backward has ended (static_graph): DDP waits first
+    else:
+        # before DistributedDataParallel's own callback, which waits for the futures
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+    return future
+
+
+def _watch(parameter: torch.Tensor, group: Group) -> None:
+    """Note that the gradient of a parameter is summed now, and refuse to do so twice."""
+    node = accumulator(parameter)
+    if _MARK not in notes(node):
+        # at the node, which DistributedDataParallel keeps
+        state: dict[str, bool] = {}
+        notes(node)[_MARK] = state
+        node.register_prehook(partial(_check_fresh, weakref.ref(parameter), weakly(group), state))
+    notes(node)[_MARK]["summed"] = True
+
+
+def _check_fresh(
+    me: weakref.ref[torch.Tensor],
+    group: Callable[[], Group],
+    state: dict[str, bool],
+    _: object,
+) -> None:
+    """Raise if backward is about to add to a gradient that has been summed."""
+    parameter = me()
+    summed, state["summed"] = state["summed"], False
+    if summed and parameter is not None and parameter.grad is not None and parameter.grad.any():
+        with checking("sum_hook", group()) as where:
+            raise ArgumentError(
+                f"{where}the gradient of a parameter of shape {tuple(parameter.shape)} has been "
+                "summed over ranks, and what this backward adds to it would sum it again. Call "
+                "zero_grad() before; run all micro-batches but the last in ddp.no_sync()."
+            )

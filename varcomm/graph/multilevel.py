@@ -1,0 +1,150 @@
+"""Parts with few edges between them, by packages that coarsen the graph: METIS and KaHIP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varcomm.errors import ArgumentError, MissingPackageError
+
+__all__ = ["Adjacency", "by_kahip", "by_metis"]
+
+Ints = NDArray[np.int64]
+
+# How much heavier than the mean KaHIP may make a part: its own default.
+_IMBALANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Adjacency:
+    """The neighbours of each node, as both packages want them: each edge from both ends, no loops.
+
+    Attributes
+    ----------
+    starts : numpy.ndarray
+        Where the neighbours of each node start, int64 of shape (N + 1,).
+    neighbours : numpy.ndarray
+        int64, ascending for each node; none of them twice.
+    weights : numpy.ndarray, optional
+        Positive weights of the edges to them, int64; None is 1 for each.
+    """
+
+    starts: Ints
+    neighbours: Ints
+    weights: Ints | None = None
+
+    @classmethod
+    def from_edges(
+        cls, source: Ints, target: Ints, nodes: int, weight: Ints | None = None
+    ) -> Adjacency:
+        """Make an undirected graph of directed edges.
+
+        Parameters
+        ----------
+        source, target : numpy.ndarray
+            Edges between nodes ``0...nodes - 1``, int64 of shape (E,); in any order, loops and
+            repeated edges among them.
+        nodes : int
+            At least 1.
+        weight : numpy.ndarray, optional
+            int64 of shape (E,), non-negative. Weights of all edges between two nodes, in either
+            direction, are added, and nodes are no neighbours if these are zero.
+
+        Examples
+        --------
+        >>> graph = Adjacency.from_edges(np.array([0, 1, 2, 2]), np.array([1, 0, 1, 2]), 3)
+        >>> graph.starts.tolist(), graph.neighbours.tolist()
+        ([0, 1, 3, 4], [1, 0, 2, 1])
+        """
+        # Each edge as one number, the lower node first, since sorting numbers is fast.
+        pairs = np.minimum(source, target) * nodes + np.maximum(source, target)
+        real = source != target
+        if weight is not None:
+            real &= weight > 0
+        if not real.all():
+            pairs, weight = pairs[real], None if weight is None else weight[real]
+        del real
+        if weight is None:
+            pairs.sort()
+            pairs = pairs[_first_of_equals(pairs)]
+        else:
+            order = np.argsort(pairs)
+            pairs, weight = pairs[order], weight[order]
+            first = np.flatnonzero(_first_of_equals(pairs))
+            pairs, weight = pairs[first], np.add.reduceat(weight, first) if len(first) else weight
+        low, high = np.divmod(pairs, nodes)
+        both = np.concatenate([pairs, high * nodes + low])
+        del pairs, low, high
+        if weight is None:
+            both.sort()
+        else:
+            order = np.argsort(both)
+            both, weight = both[order], np.concatenate([weight, weight])[order]
+        starts = np.searchsorted(both, np.arange(nodes + 1) * nodes)
+        both %= nodes
+        return cls(starts, both, weight)
+
+
+def _first_of_equals(ordered: Ints) -> NDArray[np.bool_]:
+    first = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return first
+
+
+def by_metis(graph: Adjacency, parts: int, node_weight: Ints | None) -> Ints:
+    """Return the part of each node by METIS's k-way partitioning, or its recursive bisection.
+
+    Raises
+    ------
+    MissingPackageError
+        If pymetis is not installed.
+    """
+    try:
+        import pymetis
+    except ImportError as error:
+        raise MissingPackageError(
+            'method="metis" needs pymetis: pip install "varcomm[partition]". '
+            'Or choose method="rcb" (with data.pos) or "block".'
+        ) from error
+    _, owner = pymetis.part_graph(
+        parts,
+        adjacency=pymetis.CSRAdjacency(graph.starts, graph.neighbours),
+        vweights=node_weight,
+        eweights=graph.weights,
+    )
+    return np.asarray(owner, dtype=np.int64)
+
+
+def by_kahip(graph: Adjacency, parts: int, node_weight: Ints | None) -> Ints:
+    """Return the part of each node by KaHIP's KaFFPa in its configuration "eco".
+
+    Raises
+    ------
+    MissingPackageError
+        If kahip is not installed.
+    ArgumentError
+        If weights add up to more than its 32 bits hold.
+    """
+    try:
+        import kahip
+    except ImportError as error:
+        raise MissingPackageError(
+            'method="kahip" needs kahip: pip install "varcomm[kahip]". '
+            'Or choose method="metis", "rcb" (with data.pos) or "block".'
+        ) from error
+    nodes = np.ones(len(graph.starts) - 1, np.int64) if node_weight is None else node_weight
+    edges = np.ones_like(graph.neighbours) if graph.weights is None else graph.weights
+    for weights, what in ((nodes, "nodes"), (edges, "edges, from both ends,")):
+        # It would go on with the remainder, and return nearly all nodes in one part.
+        if (total := int(weights.sum())) >= 2**31:
+            raise ArgumentError(
+                f'method="kahip" computes in 32 bits, but the weights of all {what} add up to '
+                f"{total}; they must stay below {2**31}. Divide them, or choose another method."
+            )
+    # Views, of which it takes one int after the other: lists would need five times the memory.
+    arrays = [array.data for array in (nodes, graph.starts, edges, graph.neighbours)]
+    seed, silent = 0, True
+    _, owner = kahip.kaffpa(*arrays, parts, _IMBALANCE, silent, seed, kahip.ECO)
+    return np.asarray(owner, dtype=np.int64)
