@@ -20,8 +20,8 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.graph.attribute import check_name
 from varcomm.graph.cells import cell_edges, cells_of, corner_means, dimension, measures, point_edges
-from varcomm.graph.tables import check_name
 
 __all__ = ["Mesh", "read_mesh"]
 
