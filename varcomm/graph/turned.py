@@ -6,8 +6,9 @@ source is owned, together with the values that belong to it, and the halo is one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,6 +90,7 @@ class Turned:
     halo: ExchangePlan
     sent: torch.Tensor
     _kept: list[tuple[torch.Tensor, int, TurnedEdges]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @classmethod
     def of(cls, edges: EdgeSet) -> Turned:
@@ -138,7 +140,8 @@ class Turned:
         columns = all_to_all_v(told, ones, ones, group=self.group.process_group).T.tolist()
         recv_counts, numbers, of_ranks = columns
         if found is None or set(numbers) != {found.number}:
-            number = 1 + max(numbers)
+            # all ranks turn anew or none does, so they count alike
+            number = next(self._numbers)
             found = self._turn(edge_index, rank, counts.tolist(), recv_counts, number)
             self._keep(edge_index, found)
         raised = [[bool(own >> place & 1) for own in of_ranks] for place in range(len(flags))]
