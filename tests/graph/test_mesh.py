@@ -320,7 +320,7 @@ def test_results_of_points_go_back(tmp_path):
         half=np.arange(count, dtype=np.float16),
         long=np.arange(count, dtype=np.longdouble),
         inside=torch.arange(count) % 2 == 0,
-        **{"a name": rng.random((count, 2))},
+        **{'a "name" <b> & c': rng.random((count, 2))},
     )
     out = meshio.read(tmp_path / "out.vtu")
     assert np.array_equal(out.points, points)
@@ -334,7 +334,7 @@ def test_results_of_points_go_back(tmp_path):
         "half": np.arange(count, dtype=np.float32),
         "long": np.arange(count, dtype=np.float64),
         "inside": np.arange(count) % 2 == 0,
-        "a name": np.random.default_rng(2).random((count, 2)),
+        'a "name" <b> & c': np.random.default_rng(2).random((count, 2)),
     }
     assert out.point_data.keys() == expected.keys()
     for name, values in expected.items():
@@ -505,6 +505,7 @@ def test_arguments_of_writing(tmp_path):
     refused_to_write("there is no folder .*/nowhere", "nowhere/out.vtu")
     needed = "a must be real numbers, one row for each of the 3 points; got "
     refused_to_write(needed + r"float32 of shape \(0, 2\). After graph.gather", a=torch.rand(0, 2))
+    refused_to_write(needed + r"float32 of shape \(0, 3, 3\)", a=torch.rand(0, 3, 3))
     refused_to_write(needed + "complex64", a=torch.rand(3).to(torch.complex64))
     refused_to_write(needed + "word", a="word")
     refused_to_write(needed + r"float32 of shape \(\)", a=torch.tensor(1.0))
@@ -519,13 +520,17 @@ def test_without_meshio(tmp_path, monkeypatch):
         read_mesh(tmp_path / "mesh.vtu")
 
 
-def test_the_page_in_the_docs(tmp_path, monkeypatch):
-    """Its code runs as it stands, and says what it says there."""
-    page = Path(__file__).parents[2] / "docs" / "meshes.md"
-    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def test_the_page_in_the_docs(tmp_path, monkeypatch, capsys):
+    """Its code runs as it stands, and prints what it says there."""
+    page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "__main__"}
-    for part in code:
-        exec(part, names)
+    exec(code, {"__name__": "__main__"})
     assert meshio.read("out.vtu").point_data["prediction"].shape == (126, 1)
-    assert (tmp_path / "parts.png").exists()
+    assert Path("parts.png").exists()
+    printed = capsys.readouterr().out
+    assert printed.startswith("126 nodes and 594 edges on 2 ranks by ")
+    head, _, *told = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    assert head in printed.splitlines()
+    assert told[0] in printed.splitlines()
+    assert re.sub(r"\d+\.\d", "", told[1]) == re.sub(r"\d+\.\d", "", printed.splitlines()[-1])

@@ -267,13 +267,16 @@ def measures(cells: Sequence[Cells], points: Array, count: int) -> Array:
 def _area(corners: Array) -> Array:
     """Return the area vectors of polygons, (C, 3), from their corners in order, (C, K, 3)."""
     spokes = corners[:, 1:] - corners[:, :1]
-    return np.cross(spokes[:, :-1], spokes[:, 1:]).sum(axis=1) / 2  # type: ignore[no-any-return]
+    area: Array = np.cross(spokes[:, :-1], spokes[:, 1:]).sum(axis=1) / 2
+    return area
 
 
 def _cone(face: Array) -> Array:
     """Return the signed volumes between facets, (C, K, 3), and the origin."""
     # over its triangles, the apex at the mean: (m x a + a x b + b x m) . m is (a x b) . m
-    return (np.cross(face, np.roll(face, -1, axis=1)).sum(axis=1) * face.mean(axis=1)).sum(1) / 6
+    around: Array = np.cross(face, np.roll(face, -1, axis=1)).sum(axis=1)
+    size: Array = (around * face.mean(axis=1)).sum(axis=1) / 6
+    return size
 
 
 def _both_directions(pairs: Array, count: int) -> Array:
@@ -287,4 +290,5 @@ def _both_directions(pairs: Array, count: int) -> Array:
 
 def _stable_order(keys: Array) -> Array:
     # torch's is three times as fast as NumPy's
-    return torch.from_numpy(keys).argsort(stable=True).numpy()  # type: ignore[no-any-return]
+    order: Array = torch.from_numpy(keys).argsort(stable=True).numpy()
+    return order

@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
+from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ __all__ = ["Mesh", "read_mesh"]
 logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
+
+_QUOTE = {'"': "&quot;"}
 
 # Attributes of PyG that are there to be set.
 _FREE = ("x", "y", "edge_weight", "batch", "time")
@@ -85,7 +89,7 @@ class Mesh:
         point_data = {
             n: v for n, value in source.point_data.items() if (v := _rows(value)) is not None
         }
-        cell_data = {}
+        cell_data: dict[str, Any] = {}
         for name, parts in source.cell_data.items():
             kept = [_rows(parts[i]) for i in self._blocks]
             if all(part is not None for part in kept):
@@ -100,8 +104,9 @@ class Mesh:
         mesh = meshio.Mesh(
             points,
             [(source.cells[i].type, source.cells[i].data) for i in self._blocks],
-            point_data,
-            cell_data,
+            # meshio writes names into the XML as they are
+            {escape(name, _QUOTE): value for name, value in point_data.items()},
+            {escape(name, _QUOTE): value for name, value in cell_data.items()},
         )
         try:
             mesh.write(where, file_format="vtu")
@@ -310,9 +315,9 @@ def _native(values: Array) -> Array:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def _rows(values: Any) -> Array | None:
+def _rows(given: Any) -> Array | None:
     """Return values as VTU has them, rows of numbers; None if they are not that."""
-    values = np.asarray(values)
+    values: Array = np.asarray(given)
     if values.dtype.kind not in "fiub" or values.ndim == 0:
         return None
     values = _native(values)
@@ -320,7 +325,7 @@ def _rows(values: Any) -> Array | None:
         values = values.astype(np.uint8)
     if values.dtype == np.float16:
         values = values.astype(np.float32)
-    return values.reshape(len(values), -1) if values.ndim > 2 else values
+    return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
 
 
 def _checked_target(path: str | os.PathLike[str]) -> Path:
