@@ -248,7 +248,7 @@ ZEROS = torch.zeros(3, dtype=torch.int64)
         (
             lambda: nn.BatchNorm1d(C),
             (X[:2],),
-            "one row for each of the 3 owned nodes, .* and the 0",
+            "one row for each of the 3 owned nodes, or for each of the 0 ",
         ),
         (lambda: nn.BatchNorm1d(C), (torch.tensor(1.0),), r"got shape \(\)\. It runs over nodes"),
         (lambda: nn.BatchNorm1d(C), ([1.0],), "x must be a torch.Tensor; got list"),
