@@ -158,10 +158,7 @@ def test_nothing_at_all():
         ({"bandwidth": 0.0}, "bandwidth must be positive; got 0.0."),
         ({"edge_rate": float("nan")}, "edge_rate must be positive; got nan."),
         ({"latency": -1.0}, "latency must not be negative; got -1.0."),
-        (
-            {"channels": None},
-            "a prediction needs channels, bandwidth and edge_rate; got None, 1000",
-        ),
+        ({"channels": None}, "a prediction needs channels, bandwidth and edge_rate; got None, 1000"),
         ({"edge_rate": None}, "a prediction needs channels, bandwidth and edge_rate; got 8, 1000"),
     ],
 )

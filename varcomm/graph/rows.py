@@ -165,11 +165,13 @@ def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
     if not found:
         of = [
             " or of ".join(
-                rows.name for rows, fits in zip(kinds, told[rank], strict=True) if any(fits)
+                rows.name if fit[0] else f"{rows.name} and the halo"
+                for rows, fit in zip(kinds, fits, strict=True)
+                if any(fit)
             )
-            for rank in range(len(told))
+            for fits in told
         ]
-        other = next((rank for rank, names in enumerate(of) if names != of[0]), 0)
+        other = next(rank for rank, names in enumerate(of) if names != of[0])
         raise ArgumentError(
             f"{name}: x has no rows that are of the same kind on all ranks: on rank 0 of {of[0]}, "
             f"on rank {other} of {of[other]}. {_runs_over(kinds)}"
