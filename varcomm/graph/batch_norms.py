@@ -1,7 +1,7 @@
-"""Normalisations with running statistics, over the nodes of all ranks.
+"""Normalisations with running statistics, over the rows of all ranks.
 
-Each function stands for the ``forward`` of a class: it takes the module, the graph, and what that
-``forward`` takes. :mod:`varcomm.graph.norms` tells what all of them have in common.
+Each function stands for the ``forward`` of a class: it takes the module, the rows it runs over, and
+what that ``forward`` takes. :mod:`varcomm.graph.norms` tells what all of them have in common.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from varcomm.graph.batches import (
     batch_of,
     check_floats,
     check_ids,
-    check_rows,
     result_dtype,
 )
-from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.rows import Rows, check_rows
 from varcomm.ops.operator import checking
 
 __all__ = [
@@ -33,21 +32,19 @@ __all__ = [
 ]
 
 
-def batch_norm(
-    module: torch.nn.BatchNorm1d, graph: PartitionedGraph, input: torch.Tensor
-) -> torch.Tensor:
-    """Normalise each channel of (rows, C) or (rows, C, L) over all nodes; 2 messages, 2 C values.
+def batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -> torch.Tensor:
+    """Normalise each channel of (rows, C) or (rows, C, L) over all rows; 2 messages, 2 C values.
 
     From Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing
     Internal Covariate Shift", 2015.
     """
     kept = not module.training and module.running_mean is not None
-    with checking(type(module).__name__, graph.group) as where:
-        check_rows(input, graph, where)
+    with checking(type(module).__name__, rows.group) as where:
+        check_rows(input, rows, where)
         _check_channels(module, input, (2, 3), where)
-        count = graph.node_sizes.total * prod(input.shape[2:])
+        count = rows.total * prod(input.shape[2:])
         if not kept:
-            _check_count(count, where)
+            _check_count(count, rows, where)
     if kept:
         return torch.nn.functional.batch_norm(
             input,
@@ -64,7 +61,7 @@ def batch_norm(
         if module.momentum is None:
             factor = 1.0 / float(module.num_batches_tracked)
 
-    whole = Batch(graph, None, 1)
+    whole = Batch(rows, None, 1)
 
     def mean_of(values: torch.Tensor) -> torch.Tensor:
         part = whole.local_sum(values)
@@ -86,21 +83,17 @@ def batch_norm(
     return out.to(input.dtype)
 
 
-def pyg_batch_norm(
-    module: norm.BatchNorm, graph: PartitionedGraph, x: torch.Tensor
-) -> torch.Tensor:
-    """Do what :func:`batch_norm` does, but on a single node, if allowed, as when evaluating."""
-    if module.allow_single_element and graph.node_sizes.total <= 1:
+def pyg_batch_norm(module: norm.BatchNorm, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    """Do what :func:`batch_norm` does, but on a single row, if allowed, as when evaluating."""
+    if module.allow_single_element and rows.total <= 1:
         inner = module.module
         return torch.nn.functional.batch_norm(
             x, inner.running_mean, inner.running_var, inner.weight, inner.bias, eps=inner.eps
         )
-    return batch_norm(module.module, graph, x)
+    return batch_norm(module.module, rows, x)
 
 
-def diff_group_norm(
-    module: norm.DiffGroupNorm, graph: PartitionedGraph, x: torch.Tensor
-) -> torch.Tensor:
+def diff_group_norm(module: norm.DiffGroupNorm, rows: Rows, x: torch.Tensor) -> torch.Tensor:
     """Add what each soft group of nodes has, normalised by :func:`batch_norm`.
 
     From Zhou et al., "Towards Deeper Graph Neural Networks with Differentiable Group
@@ -109,14 +102,14 @@ def diff_group_norm(
     channels, groups = module.in_channels, module.groups
     share = module.lin(x).softmax(dim=-1)
     grouped = share.unsqueeze(-1) * x.unsqueeze(-2)
-    out = batch_norm(module.norm, graph, grouped.view(-1, groups * channels))
+    out = batch_norm(module.norm, rows, grouped.view(-1, groups * channels))
     scale: float = module.lamda
     return x + scale * out.view(-1, groups, channels).sum(-2)
 
 
 def hetero_batch_norm(
     module: norm.HeteroBatchNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     type_vec: torch.Tensor,
 ) -> torch.Tensor:
@@ -126,11 +119,11 @@ def hetero_batch_norm(
     C values a type.
     """
     kept = not module.training and module.track_running_stats
-    with checking(type(module).__name__, graph.group) as where:
-        check_rows(x, graph, where)
+    with checking(type(module).__name__, rows.group) as where:
+        check_rows(x, rows, where)
         _check_channels(module, x, (2,), where)
         check_ids(type_vec, module.num_types, x, where, "type_vec")
-    types = Batch(graph, type_vec, module.num_types)
+    types = Batch(rows, type_vec, module.num_types)
     if kept:
         mean, var = module.running_mean, module.running_var
         dtype = result_dtype(x, mean, module.weight)
@@ -157,7 +150,7 @@ def hetero_batch_norm(
 
 def instance_norm(
     module: norm.InstanceNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None = None,
     batch_size: int | None = None,
@@ -169,22 +162,22 @@ def instance_norm(
     """
     name = type(module).__name__
     kept = not module.training and module.track_running_stats
-    with checking(name, graph.group) as where:
-        check_rows(x, graph, where)
+    with checking(name, rows.group) as where:
+        check_rows(x, rows, where)
         _check_channels(module, x, (2,), where)
         if not kept and batch is None:
-            _check_count(graph.node_sizes.total, where)
+            _check_count(rows.total, rows, where)
     dtype = x.dtype if batch is None else result_dtype(x, module.weight)
     if kept:
         centred = x.to(accumulated(x.dtype)) - module.running_mean
         deviation = (module.running_var + module.eps).sqrt()
     else:
-        graphs = batch_of(name, graph, x, batch, batch_size)
+        graphs = batch_of(name, rows, x, batch, batch_size)
         mean = graphs.mean(x)
         centred = x.to(mean.dtype) - graphs.at_nodes(mean)
         squares = graphs.sum(centred.square())
         counts = graphs.counts.view(-1, 1)
-        if graph.node_sizes.total:
+        if rows.total:
             unbiased = squares / (counts - 1).clamp(min=1)
             _move(module.running_mean, mean.mean(0), module.momentum)
             _move(module.running_var, unbiased.mean(0), module.momentum)
@@ -210,11 +203,11 @@ def _move(
             running.copy_(moved if where is None else torch.where(where, moved, running))
 
 
-def _check_count(count: int, where: str) -> None:
+def _check_count(count: int, rows: Rows, where: str) -> None:
     if count == 1:
         raise ArgumentError(
-            f"{where}expected more than 1 value per channel when training; the nodes of all ranks "
-            "together have 1."
+            f"{where}expected more than 1 value per channel when training; the {rows.name} of all "
+            "ranks together have 1."
         )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.rows import Rows, check_rows
 from varcomm.layout import exact_int
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
@@ -22,7 +22,6 @@ __all__ = [
     "batch_of",
     "check_floats",
     "check_ids",
-    "check_rows",
     "largest",
     "result_dtype",
 ]
@@ -34,23 +33,23 @@ class Batch:
 
     Attributes
     ----------
-    graph : PartitionedGraph
-        Whose nodes they are.
+    rows : Rows
+        The nodes, or edges, that they are of.
     index : torch.Tensor or None
-        The graph of each row, int64 of shape (rows,); None where all nodes are one graph.
+        The graph of each row, int64 of shape (rows,); None where all rows are of one graph.
     size : int
         How many graphs there are on all ranks together, G.
     """
 
-    graph: PartitionedGraph
+    rows: Rows
     index: torch.Tensor | None
     size: int
 
     def owned(self) -> Batch:
         """Return the same for the owned rows alone."""
-        if self.index is None or len(self.index) == self.graph.num_owned:
+        if self.index is None or len(self.index) == self.rows.num_owned:
             return self
-        return Batch(self.graph, self.index[: self.graph.num_owned], self.size)
+        return Batch(self.rows, self.index[: self.rows.num_owned], self.size)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum (rows, *F) over the owned nodes of each graph, on all ranks: (G, *F) on every rank.
@@ -62,7 +61,7 @@ class Batch:
 
     def local_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of :meth:`sum`."""
-        own = values[: self.graph.num_owned]
+        own = values[: self.rows.num_owned]
         if self.index is None:
             exact = not (own.is_floating_point() or own.is_complex())
             return own.sum(0, keepdim=True, dtype=None if exact else accumulated(own.dtype))
@@ -72,14 +71,14 @@ class Batch:
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Sum parts of all ranks."""
-        return all_reduce(part, group=self.graph.group.process_group)
+        return all_reduce(part, group=self.rows.group.process_group)
 
     @cached_property
     def counts(self) -> torch.Tensor:
         """Nodes of each graph, int64 of shape (G,); 8 bytes a graph, none where all are of one."""
         if self.index is None:
-            return self.graph.owned_ids.new_full((1,), self.graph.node_sizes.total)
-        own = self.index[: self.graph.num_owned]
+            return self.rows.owned_ids.new_full((1,), self.rows.total)
+        own = self.index[: self.rows.num_owned]
         return self.all_reduce(torch.bincount(own, minlength=self.size))
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -94,7 +93,7 @@ class Batch:
 
 def batch_of(
     name: str,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     index: torch.Tensor | None,
     size: int | None,
@@ -106,21 +105,21 @@ def batch_of(
     ArgumentError
         Before any communication, if they do not fit on this rank.
     """
-    with checking(name, graph.group) as where:
-        check_rows(x, graph, where)
+    with checking(name, rows.group) as where:
+        check_rows(x, rows, where)
         if index is None:
-            return Batch(graph, None, 1)
+            return Batch(rows, None, 1)
         end = check_ids(index, size, x, where)
     if size is None:
-        size = largest(end, graph, x.device)
-    return Batch(graph, index, size)
+        size = largest(end, rows, x.device)
+    return Batch(rows, index, size)
 
 
-def largest(number: int, graph: PartitionedGraph, device: torch.device) -> int:
+def largest(number: int, rows: Rows, device: torch.device) -> int:
     """Return the largest of all ranks' numbers; 8 bytes a rank."""
     own = torch.tensor([number], device=device)
-    pg = graph.group.process_group
-    return int(all_gather_v(own, [1] * graph.group.size, group=pg).max())
+    pg = rows.group.process_group
+    return int(all_gather_v(own, [1] * rows.group.size, group=pg).max())
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -132,18 +131,6 @@ def result_dtype(*values: torch.Tensor | None) -> torch.dtype:
     """Return the dtype that torch gives to what all of these are multiplied into."""
     dtypes = [value.dtype for value in values if value is not None]
     return reduce(torch.promote_types, dtypes)
-
-
-def check_rows(x: torch.Tensor, graph: PartitionedGraph, where: str) -> None:
-    """Raise ArgumentError unless `x` has a row for each owned node, or each with the halo."""
-    checked_tensor(x, where, "x")
-    owned, halo = graph.num_owned, graph.num_halo
-    if x.dim() == 0 or len(x) not in (owned, owned + halo):
-        raise ArgumentError(
-            f"{where}x must have one row for each of the {owned} owned nodes, or for each of these "
-            f"and the {halo} in the halo; got shape {tuple(x.shape)}. It runs over nodes: what is "
-            "pooled already, or has rows of edges, must not go through it."
-        )
 
 
 def check_floats(x: torch.Tensor, dims: tuple[int, ...], where: str) -> None:

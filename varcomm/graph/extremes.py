@@ -46,13 +46,13 @@ def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
             result = _exactly(result, parts.sum(0))
         return result.masked_fill((times == 0).all(0), 0)
 
-    return across_ranks([local, times], combine, batch.graph.group)
+    return across_ranks([local, times], combine, batch.rows.group)
 
 
 def extreme_value(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the extreme of (n, *F) in each graph as a constant; infinite without nodes."""
     local = _local_extreme(how, x.detach(), _rows(x, batch), batch.size)
-    return across_ranks([local], lambda values: getattr(values, how)(0), batch.graph.group)
+    return across_ranks([local], lambda values: getattr(values, how)(0), batch.rows.group)
 
 
 def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -61,12 +61,12 @@ def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     The gradient goes to the first node, in the order of the whole graph, that has it: so does that
     of ``torch.max`` along a dimension. Sent are the values and, as 8 bytes each, numbers of nodes.
     """
-    nodes, shape = batch.graph.node_sizes.total, (1, *x.shape[1:])
+    nodes, shape = batch.rows.total, (1, *x.shape[1:])
     # cat would leave out what is empty and has one dimension
     x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
     # a last row, for ranks without nodes, that comes after all
     x = torch.cat([x, x.new_full((1, x.shape[1]), _beyond("amax", x.dtype))])
-    ids = torch.cat([batch.graph.owned_ids, batch.graph.owned_ids.new_tensor([nodes])])
+    ids = torch.cat([batch.rows.owned_ids, batch.rows.owned_ids.new_tensor([nodes])])
     ids = ids.unsqueeze(1).expand_as(x).masked_fill(~_equal(x, x.amax(0)), nodes)
     first, row = ids.min(0, keepdim=True)
 
@@ -74,7 +74,7 @@ def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
         first = first.masked_fill(~_equal(values, values.amax(0)), nodes)
         return values.gather(0, first.argmin(0, keepdim=True))[0]
 
-    return across_ranks([x.gather(0, row), first], combine, batch.graph.group).view(shape)
+    return across_ranks([x.gather(0, row), first], combine, batch.rows.group).view(shape)
 
 
 def product(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -82,7 +82,7 @@ def product(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     x = x.to(accumulated(x.dtype))
     ones = x.new_ones(batch.size, *x.shape[1:])
     local = ones.scatter_reduce(0, _index(_rows(x, batch), x), x, "prod")
-    return across_ranks([local], lambda values: values.prod(0), batch.graph.group)
+    return across_ranks([local], lambda values: values.prod(0), batch.rows.group)
 
 
 def across_ranks(

@@ -1,15 +1,16 @@
-"""Normalisation over the nodes of all ranks, by the modules of PyTorch and PyG.
+"""Normalisation over the nodes or edges of all ranks, by the modules of PyTorch and PyG.
 
 :func:`global_norm` gives what stands for a module's ``forward``: outputs, running statistics and
 derivatives of any order are then those of one process on the whole graph.
 
-Statistics are of owned nodes, summed over ranks by exact operators: in backward, what arrives at a
+Statistics are of owned rows, summed over ranks by exact operators: in backward, what arrives at a
 statistic on any rank is summed over ranks, and goes to the owned rows that it was made of. Rows may
 be given with the halo's; these are normalised as their originals are, and count in no statistic.
+Whether rows are of nodes or of edges, and of which type, is seen at the first call.
 
 Variances are means of squared distances from the mean, which takes two rounds of messages but loses
 nothing where means are large [1]_. Floats narrower than 4 bytes are normalised in fp32 and rounded
-once, as torch does in its ``batch_norm``; nodes are counted in int64.
+once, as torch does in its ``batch_norm``; rows are counted in int64.
 
 .. [1] Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance: Analysis and
    Recommendations", 1983.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch_geometric.nn import norm
@@ -32,31 +34,33 @@ from varcomm.graph.batch_norms import (
     pyg_batch_norm,
 )
 from varcomm.graph.batches import Batch, accumulated, batch_of, check_floats, result_dtype
-from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.rows import Rows, Where, rows_of_any_kind
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_NORMS", "global_norm", "is_global_norm"]
 
 
-def global_norm(module: torch.nn.Module, graph: PartitionedGraph) -> Callable[..., torch.Tensor]:
-    """Return what stands for ``module.forward`` where nodes are split over ranks.
+def global_norm(module: torch.nn.Module, graph: Where) -> Callable[..., torch.Tensor]:
+    """Return what stands for ``module.forward`` where rows are split over ranks.
 
     Parameters
     ----------
     module : torch.nn.Module
         Of :data:`GLOBAL_NORMS`, or derived without a ``forward`` of its own. It keeps its
         parameters and buffers; its state dict does not change.
-    graph : PartitionedGraph
-        Over whose nodes it normalises.
+    graph : PartitionedGraph, NodeShard or EdgeShard
+        Over whose rows it normalises. Of a graph, they are those of the nodes, or else the edges,
+        of one type: of which there are as many on all ranks, at the first call.
 
     Returns
     -------
     callable
-        Takes what ``module.forward`` takes, of this rank: rows of the owned nodes, or of these and
+        Takes what ``module.forward`` takes, of this rank: owned rows, or these and those of
         the halo, and a batch vector of as many rows, int64. Graphs of a batch may span ranks;
         `batch_size`, where it is not given, is one more than the largest number on any rank. It
-        raises ArgumentError, before any communication, where they do not fit.
+        raises ArgumentError, before any communication, where they do not fit; at the first call on
+        all ranks, if `x` has not the rows of one kind on all.
 
     Raises
     ------
@@ -83,8 +87,11 @@ def global_norm(module: torch.nn.Module, graph: PartitionedGraph) -> Callable[..
     ``GraphSizeNorm``       nothing
     ======================= ===========================================
 
-    With a batch vector, or types, 8 bytes for each graph or type to count nodes; and 8 bytes a
+    With a batch vector, or types, 8 bytes for each graph or type to count rows; and 8 bytes a
     rank, where their number is not given. With running statistics in evaluation, nothing is sent.
+
+    At the first call for a graph, ranks also tell each other which rows fit. A module serves one
+    kind of rows, of nodes or of edges, and of one type.
 
     Running statistics are equal on all ranks, bit for bit.
 
@@ -121,18 +128,25 @@ def is_global_norm(module: torch.nn.Module) -> bool:
     return kind is not None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _GlobalNorm:
-    """Stands for a module's ``forward``; copied with the module, as its methods are."""
+    """Stands for a module's ``forward``; copied with the module, as its methods are.
+
+    Ranks ask each other once which rows it runs over; calls are checked against that from then on.
+    """
 
     module: torch.nn.Module
-    graph: PartitionedGraph
+    graph: Where
+    rows: Rows | None = None
 
     @kept_from_compilation
     def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         kind = _kind(self.module)
         assert kind is not None
-        return _FORWARDS[kind](self.module, self.graph, *args, **kwargs)
+        if self.rows is None:
+            x: Any = args[0] if args else kwargs.get("x", kwargs.get("input"))
+            self.rows = rows_of_any_kind(type(self.module).__name__, x, self.graph)
+        return _FORWARDS[kind](self.module, self.rows, *args, **kwargs)
 
 
 def _kind(module: torch.nn.Module) -> type[torch.nn.Module] | None:
@@ -143,7 +157,7 @@ def _kind(module: torch.nn.Module) -> type[torch.nn.Module] | None:
 
 def _graph_norm(
     module: norm.GraphNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None = None,
     batch_size: int | None = None,
@@ -152,7 +166,7 @@ def _graph_norm(
 
     The mean is subtracted as far as ``mean_scale`` says; the variance is around what is left.
     """
-    graphs = _graphs(module, graph, x, batch, batch_size)
+    graphs = _graphs(module, rows, x, batch, batch_size)
     mean = graphs.mean(x)
     out: torch.Tensor = x.to(mean.dtype) - graphs.at_nodes(mean * module.mean_scale)
     deviation = (graphs.mean(out.square()) + module.eps).sqrt()
@@ -162,7 +176,7 @@ def _graph_norm(
 
 def _layer_norm(
     module: norm.LayerNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None = None,
     batch_size: int | None = None,
@@ -171,11 +185,11 @@ def _layer_norm(
 
     As in PyG, ``eps`` is added to the variance with a batch vector, and to its root without one.
     """
-    graphs = _graphs(module, graph, x, batch, batch_size, dims=(2,))
+    graphs = _graphs(module, rows, x, batch, batch_size, dims=(2,))
 
     def mean_of(values: torch.Tensor) -> torch.Tensor:
-        rows = values.sum(1, keepdim=True, dtype=accumulated(values.dtype))
-        return graphs.mean(rows) / values.shape[1]
+        sums = values.sum(1, keepdim=True, dtype=accumulated(values.dtype))
+        return graphs.mean(sums) / values.shape[1]
 
     mean = mean_of(x)
     out = x.to(mean.dtype) - graphs.at_nodes(mean)
@@ -194,13 +208,13 @@ def _layer_norm(
 
 def _pair_norm(
     module: norm.PairNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None = None,
     batch_size: int | None = None,
 ) -> torch.Tensor:
     """Zhao and Akoglu, "PairNorm: Tackling Oversmoothing in GNNs", 2020."""
-    graphs = _graphs(module, graph, x, batch, batch_size, dims=(2,))
+    graphs = _graphs(module, rows, x, batch, batch_size, dims=(2,))
     mean = graphs.mean(x)
     out: torch.Tensor = x.to(mean.dtype) - graphs.at_nodes(mean)
     if module.scale_individually:
@@ -214,33 +228,33 @@ def _pair_norm(
 
 def _mean_subtraction_norm(
     module: norm.MeanSubtractionNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None = None,
     dim_size: int | None = None,
 ) -> torch.Tensor:
     """Yang et al., "Revisiting Over-smoothing in Deep GCNs", 2020."""
-    graphs = _graphs(module, graph, x, batch, dim_size)
+    graphs = _graphs(module, rows, x, batch, dim_size)
     mean = graphs.mean(x)
     return (x.to(mean.dtype) - graphs.at_nodes(mean)).to(x.dtype)
 
 
 def _graph_size_norm(
     module: norm.GraphSizeNorm,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None = None,
     batch_size: int | None = None,
 ) -> torch.Tensor:
     """Dwivedi et al., "Benchmarking Graph Neural Networks", 2020."""
-    graphs = _graphs(module, graph, x, batch, batch_size, dims=(2,))
+    graphs = _graphs(module, rows, x, batch, batch_size, dims=(2,))
     scale = graphs.counts.to(accumulated(x.dtype)).rsqrt()
     return (x * graphs.at_nodes(scale.view(-1, 1))).to(x.dtype)
 
 
 def _graphs(
     module: torch.nn.Module,
-    graph: PartitionedGraph,
+    rows: Rows,
     x: torch.Tensor,
     batch: torch.Tensor | None,
     size: int | None,
@@ -248,9 +262,9 @@ def _graphs(
 ) -> Batch:
     """Check what a norm is given, and return the graphs that it is over."""
     name = type(module).__name__
-    with checking(name, graph.group) as where:
+    with checking(name, rows.group) as where:
         check_floats(x, dims, where)
-    return batch_of(name, graph, x, batch, size)
+    return batch_of(name, rows, x, batch, size)
 
 
 _FORWARDS: dict[type[torch.nn.Module], Callable[..., torch.Tensor]] = {

@@ -22,9 +22,10 @@ import torch
 from torch_geometric import nn as pyg
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.batches import Batch, accumulated, batch_of, check_rows
+from varcomm.graph.batches import Batch, accumulated, batch_of
 from varcomm.graph.extremes import extreme, extreme_value, first_maximum
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.rows import Where, check_rows, node_rows
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -44,7 +45,7 @@ __all__ = [
 def global_add_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
-    graph: PartitionedGraph,
+    graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
     """Sum over the nodes of each graph.
@@ -57,8 +58,9 @@ def global_add_pool(
     batch : torch.Tensor or None
         The number of the graph that each row is in, int64 of shape (n,), in any order; graphs may
         have nodes on several ranks, or none. None: all nodes are one graph.
-    graph : PartitionedGraph
-        Whose nodes they are.
+    graph : PartitionedGraph, NodeShard or EdgeShard
+        Whose nodes they are; or these themselves, ``graph["paper"]``, or edges. Of a graph with
+        several types of nodes they are those of which there are as many on all ranks.
     size : int, optional
         How many graphs there are, G, the same on every rank. If it is not given: one more than the
         largest number in `batch` on any rank.
@@ -71,14 +73,15 @@ def global_add_pool(
     Raises
     ------
     ArgumentError
-        Before any communication, if `x`, `batch` or `size` do not fit on this rank.
+        Before any communication, if `x`, `batch` or `size` do not fit on this rank. On every rank,
+        if `graph` has several types of nodes, and `x` fits to none of them or to more than one.
 
     Notes
     -----
     Adjoint: gradients of all ranks are summed, and each node gets that of its graph.
 
     Communication: :func:`varcomm.all_reduce` of the result, and 8 bytes a rank where `size` is
-    asked for.
+    asked for. Of a graph with several types of nodes, ranks tell each other before which fit.
 
     Examples
     --------
@@ -101,7 +104,7 @@ def global_add_pool(
 def global_mean_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
-    graph: PartitionedGraph,
+    graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
     """Average over the nodes of each graph; as :func:`global_add_pool`.
@@ -110,7 +113,7 @@ def global_mean_pool(
     mean of no nodes is NaN, as of torch.
     """
     own, graphs = _pooled("global_mean_pool", x, batch, graph, size)
-    mean = graphs.mean(own) if batch is not None else graphs.sum(own) / graph.node_sizes.total
+    mean = graphs.mean(own) if batch is not None else graphs.sum(own) / graphs.rows.total
     return mean.to(x.dtype) if x.is_floating_point() else mean
 
 
@@ -118,7 +121,7 @@ def global_mean_pool(
 def global_max_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
-    graph: PartitionedGraph,
+    graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
     """Return the largest of each feature among the nodes of each graph.
@@ -148,7 +151,7 @@ def global_max_pool(
 def global_min_pool(
     x: torch.Tensor,
     batch: torch.Tensor | None,
-    graph: PartitionedGraph,
+    graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
     """Return the smallest of each feature among the nodes of each graph.
@@ -163,7 +166,7 @@ def global_min_pool(
 def global_softmax(
     x: torch.Tensor,
     batch: torch.Tensor | None,
-    graph: PartitionedGraph,
+    graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
     """Normalise over the nodes of each graph, feature by feature: attention to read out by.
@@ -187,18 +190,19 @@ def global_softmax(
 
     Communication: largest values, G F, then :func:`varcomm.all_reduce` of G F sums.
     """
-    with checking("global_softmax", graph.group) as where:
-        check_rows(x, graph, where)
+    rows = node_rows("global_softmax", x, graph)
+    with checking("global_softmax", rows.group) as where:
+        check_rows(x, rows, where)
         if not x.is_floating_point():
             raise ArgumentError(f"{where}x must be of floats; got {x.dtype}.")
-    graphs = batch_of("global_softmax", graph, x, batch, size)
+    graphs = batch_of("global_softmax", rows, x, batch, size)
     return softmax_over(x, graphs)
 
 
 def softmax_over(x: torch.Tensor, graphs: Batch) -> torch.Tensor:
     """Do what :func:`global_softmax` does, with what has been checked."""
     wide = x.to(accumulated(x.dtype))
-    top = extreme_value("amax", wide[: graphs.graph.num_owned], graphs.owned())
+    top = extreme_value("amax", wide[: graphs.rows.num_owned], graphs.owned())
     share = (wide - graphs.at_nodes(top)).exp()
     return (share / graphs.at_nodes(graphs.sum(share))).to(x.dtype)
 
@@ -226,7 +230,7 @@ class _AsInPyG:
     """One of the functions above, for one graph."""
 
     pool: Callable[..., torch.Tensor]
-    graph: PartitionedGraph
+    graph: Where
 
     @kept_from_compilation
     def __call__(
@@ -242,19 +246,22 @@ def _pooled(
     name: str,
     x: torch.Tensor,
     batch: torch.Tensor | None,
-    graph: PartitionedGraph,
+    graph: Where,
     size: int | None,
     ordered: bool = False,
 ) -> tuple[torch.Tensor, Batch]:
     """Check what a pool is given; return the owned rows, and which graph they are in."""
-    with checking(name, graph.group) as where:
-        check_rows(x, graph, where)
+    rows = node_rows(name, x, graph)
+    with checking(name, rows.group) as where:
+        check_rows(x, rows, where)
         if x.dtype == torch.bool or (ordered and x.is_complex()):
             kinds = "numbers that have an order" if ordered else "numbers"
             raise ArgumentError(f"{where}x must be of {kinds}; got {x.dtype}.")
-        if ordered and batch is None and graph.node_sizes.total == 0:
-            raise ArgumentError(f"{where}there are no nodes, of which one could be the extreme.")
-    own, rows = x[: graph.num_owned], graph.num_owned + graph.num_halo
-    if isinstance(batch, torch.Tensor) and batch.shape == (rows,):
-        batch = batch[: graph.num_owned]
-    return own, batch_of(name, graph, own, batch, size)
+        if ordered and batch is None and rows.total == 0:
+            raise ArgumentError(
+                f"{where}there are no {rows.name}, of which one could be the extreme."
+            )
+    own = x[: rows.num_owned]
+    if isinstance(batch, torch.Tensor) and batch.shape == (rows.num_owned + rows.num_halo,):
+        batch = batch[: rows.num_owned]
+    return own, batch_of(name, rows, own, batch, size)

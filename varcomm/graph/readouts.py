@@ -14,27 +14,25 @@ import torch
 from torch_geometric.nn import aggr
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.batches import Batch, accumulated, check_ids, check_rows, largest
+from varcomm.graph.batches import Batch, accumulated, check_ids, largest
 from varcomm.graph.extremes import extreme, product
-from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.pooling import softmax_over
+from varcomm.graph.rows import Where, check_rows, node_rows
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_READOUTS", "global_readout", "is_global_readout"]
 
 
-def global_readout(
-    module: aggr.Aggregation, graph: PartitionedGraph
-) -> Callable[..., torch.Tensor]:
+def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torch.Tensor]:
     """Return what stands for ``module.forward`` of an aggregation over all nodes.
 
     Parameters
     ----------
     module : torch_geometric.nn.aggr.Aggregation
         Of :data:`GLOBAL_READOUTS`, or derived without a ``forward`` or ``reduce`` of its own.
-    graph : PartitionedGraph
-        Whose nodes it reads.
+    graph : PartitionedGraph, NodeShard or EdgeShard
+        Whose nodes it reads, as in :func:`~varcomm.graph.pooling.global_add_pool`.
 
     Returns
     -------
@@ -95,7 +93,7 @@ class _GlobalReadout:
     """Stands for a module's ``forward``; copied with the module, as its methods are."""
 
     module: aggr.Aggregation
-    graph: PartitionedGraph
+    graph: Where
 
     @kept_from_compilation
     def __call__(
@@ -111,15 +109,16 @@ class _GlobalReadout:
             index = torch.zeros(len(x), dtype=torch.int64, device=x.device)
             if ptr is not None:
                 index = torch.arange(len(ptr) - 1, device=x.device).repeat_interleave(ptr.diff())
-        with checking(name, self.graph.group) as where:
-            check_rows(x, self.graph, where)
+        rows = node_rows(name, x, self.graph)
+        with checking(name, rows.group) as where:
+            check_rows(x, rows, where)
             if not x.is_floating_point():
                 raise ArgumentError(f"{where}x must be of floats; got {x.dtype}.")
             # what Aggregation gives, where a user does not, is of this rank
             end = max(check_ids(index, dim_size, x, where, "index"), dim_size or 0)
-        size = largest(end, self.graph, x.device)
-        graphs = Batch(self.graph, index, size).owned()
-        return _read(self.module, x[: self.graph.num_owned], graphs).movedim(0, dim)
+        size = largest(end, rows, x.device)
+        graphs = Batch(rows, index, size).owned()
+        return _read(self.module, x[: rows.num_owned], graphs).movedim(0, dim)
 
 
 def _kind(module: torch.nn.Module) -> type[aggr.Aggregation] | None:
