@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 PAGE = Path(__file__).parent / "graph_layers.md"
 

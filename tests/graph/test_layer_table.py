@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.layers import EXACT, REFUSED
+from varcomm.graph.running.layers import EXACT, REFUSED
 
 MAKER = Path(__file__).parents[2] / "docs" / "make_graph_layers.py"
 

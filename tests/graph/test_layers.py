@@ -13,7 +13,7 @@ from tests.graph.graphs import split_by
 from tests.graph.layers import LAYERS, example
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
-from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS
 
 # torch has no second derivative of the attention that it computes on the CPU
 NO_SECOND_DERIVATIVE = (pyg.GPSConv,)

@@ -13,7 +13,7 @@ import torch
 import varcomm
 from tests.graph.meshes import CUBE, VOLUMES, box, edges_of, saved
 from varcomm.graph import cells, partition
-from varcomm.graph.mesh import read_mesh
+from varcomm.graph.files.mesh import read_mesh
 
 MESHES = {
     "triangles": ((3, 4), ["triangle"]),

@@ -14,8 +14,8 @@ from tests.graph.graphs import split_by, wild
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError
 from varcomm.graph import distribute, global_add_pool, global_max_pool, partition
-from varcomm.graph.norms import global_norm
-from varcomm.graph.readouts import global_readout
+from varcomm.graph.over_nodes.norms import global_norm
+from varcomm.graph.over_nodes.readouts import global_readout
 
 IDLE = "a rank owns nothing"
 
@@ -256,7 +256,7 @@ def test_rows_that_may_be_of_nodes_or_of_edges(worlds):
     for rank, (told, mean, refused, fits) in enumerate(worlds.run(2, ambiguous)):
         assert told == (
             "BatchNorm1d: on every rank, x may have rows of nodes or of edges, some with the halo's"
-            ". Say which: varcomm.graph.norms.global_norm(module, graph.nodes) is what the forward "
+            ". Say which: varcomm.graph.global_norm(module, graph.nodes) is what the forward "
             "of the module is to be."
         )
         assert mean == pytest.approx(0.1 * 3.5)
