@@ -41,7 +41,7 @@ EXACT = {
     "LEConv": "",
     "LGConv": "",
     "MFConv": "",
-    "MeshCNNConv": "for four edges into each node, one after the other",
+    "MeshCNNConv": "four edges into each node, one after the other; PyG makes its messages in fp32",
     "MessagePassing": "own subclasses: values reach edges by `propagate` and `edge_updater`",
     "MixHopConv": "",
     "NNConv": "",
@@ -65,7 +65,7 @@ EXACT = {
     "WLConvContinuous": "",
 }
 
-_COMPILED = "it needs a compiled package beside PyTorch, without which nobody can try it"
+_COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
 _NEIGHBOURS = "it looks for neighbours among the nodes that it is given, which are this rank's only"
 
 REFUSED = {
