@@ -1,43 +1,57 @@
-"""Write ``graph_layers.md``, the table of PyG's layers: ``python docs/make_graph_layers.py``."""
+"""Write ``graph_layers.md``: what becomes of each layer of PyG on a partitioned graph.
+
+Run it from the root of the repository, after the lists in ``varcomm/graph/running/layers/exact.py`` or PyG
+itself have changed: ``python docs/make_graph_layers.py``.
+"""
 
 from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
 
-PAGE = Path(__file__).parent / "graph_layers.md"
+PAGE = Path(__file__).with_name("graph_layers.md")
 
-TEXT = """\
-# Which layers are exact
+HEAD = """\
+# Layers of PyTorch Geometric on a partitioned graph
 
-What `varcomm.graph.distribute` does with each name in `torch_geometric.nn.conv.__all__`. *Exact*
-layers are tested against one process: outputs, gradients of inputs and of parameters in fp64, on a
-directed graph with self loops, multi-edges and isolated nodes, and on ranks that own nothing. The
-others are refused when `distribute` is called.
+`varcomm.graph.distribute(model, graph)` takes the layers that are called exact here. Outputs,
+gradients of inputs and of parameters, and second derivatives are those of one process, on any
+number of ranks: each layer is tested so in fp64, on a directed graph with self loops, multi-edges
+and isolated nodes, where one rank owns nothing. So are `flow="target_to_source"` and `cached=True`.
+Layers that are refused are refused when `distribute` is called, with the reason.
 
-{exact} are exact, {refused} are refused. This page is made by `python docs/make_graph_layers.py`.
+This page is made by `docs/make_graph_layers.py` from the lists that `distribute` itself goes by.
 
-| layer | | |
+| layer | | to be known |
 | --- | --- | --- |
-{rows}
+"""
 
-Aggregations (`aggr=`) that are exact over the edges into a node: {aggregations}.
+TAIL = """
+Own subclasses of these layers, and of `MessagePassing`, are taken as well: functions of PyG that
+look at degrees, at all nodes or at all edges (`gcn_norm`, `get_laplacian`, `add_self_loops` without
+a number of nodes) are exchanged wherever the code of a module reaches them. What cannot be seen is
+other code that looks past `propagate` by itself.
+
+## Aggregations
+
+Exact as `aggr=` of a layer are
+
+{aggregations}
+
+and own subclasses of `Aggregation`. Others pad all neighbourhoods to the largest one, which is
+another one on each rank, or depend on the order of edges; they are refused.
 """
 
 
-def page():
-    """The page, from the lists that the library itself goes by."""
+def page() -> str:
+    """Return the page."""
     rows = []
-    for name in conv.__all__:
-        note = REFUSED.get(name, EXACT.get(name))
-        rows.append(f"| `{name}` | {'refused' if name in REFUSED else 'exact'} | {note} |")
-    return TEXT.format(
-        exact=sum(name in EXACT for name in conv.__all__),
-        refused=sum(name in REFUSED for name in conv.__all__),
-        rows="\n".join(rows),
-        aggregations=", ".join(f"`{name}`" for name in sorted(EXACT_AGGREGATIONS)),
-    )
+    for name in sorted(conv.__all__, key=str.lower):
+        state, note = ("exact", EXACT[name]) if name in EXACT else ("refused", REFUSED[name])
+        rows.append(f"| `{name}` | {state} | {note} |\n")
+    aggregations = "\n".join(f"- `{name}`" for name in sorted(EXACT_AGGREGATIONS))
+    return HEAD + "".join(rows) + TAIL.format(aggregations=aggregations)
 
 
 if __name__ == "__main__":

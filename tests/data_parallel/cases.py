@@ -98,8 +98,8 @@ class Energy(nn.Module):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
-    def forward(self, pos):
-        return self.net(pos).sum()
+    def forward(self, pos, alone=False):
+        return pos.sum() if alone else self.net(pos).sum()
 
 
 class Types(nn.Module):
@@ -142,6 +142,14 @@ def on_forces(model, rank, ranks):
     return square(force - 1)
 
 
+def on_forces_without_parameters(model, rank, ranks):
+    """On rank 0 the energy is linear and depends on no parameter, so its forces are constants."""
+    pos = (rows(1, 2) + rank).requires_grad_()
+    energy = model(pos, alone=rank == 0 and ranks > 1)
+    (force,) = torch.autograd.grad(energy, pos, create_graph=True)
+    return square(force - 1)
+
+
 def on_energy_and_forces(model, rank, ranks):
     pos = rows(rank, ranks).requires_grad_()
     energy = model(pos)
@@ -171,6 +179,7 @@ CASES = {
     ),
     "energy": (Energy, lambda m, *place: m(rows(*place)) ** 2),
     "forces": (Energy, on_forces),
+    "forces without parameters": (Energy, on_forces_without_parameters),
     "energy and forces": (Energy, on_energy_and_forces),
     "dtypes": (Types, lambda m, *place: m(rows(*place)).abs().square().sum()),
 }

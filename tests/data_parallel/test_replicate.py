@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import varcomm
-from tests.data_parallel.cases import CASES, DOUBLE, Layers, rows, square
+from tests.data_parallel.cases import CASES, DOUBLE, Energy, Layers, rows, square
 from tests.data_parallel.comparing import assert_same_gradients, replicated, seeded
 from varcomm.data_parallel import replicate
 
@@ -238,3 +238,17 @@ def retained(rank):
 
 def test_retained_graphs(worlds):
     assert worlds.run(2, retained) == [True, True]
+
+
+def two_modules(rank):
+    """One of them makes what the other takes; each has sums of its own."""
+    (first, last), twins = zip(*(replicated(Energy, bucket_bytes=1) for _ in range(2)), strict=True)
+    for models, parts in (((first, last), [rank]), (twins, range(3))):
+        sum(models[1](models[0](rows(part, 3)) * rows(part, 3)) for part in parts).backward()
+    assert_same_gradients(first, twins[0])
+    assert_same_gradients(last, twins[1])
+    return first.net[0].weight.grad.abs().sum().item() > 0
+
+
+def test_two_replicated_modules_in_one_backward(worlds):
+    assert worlds.run(3, two_modules) == [True] * 3

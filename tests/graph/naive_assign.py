@@ -4,7 +4,7 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm import ShardSizes
-from varcomm.graph.curve import hilbert_keys
+from varcomm.graph.partitioners.curve import hilbert_keys
 
 
 def shares(total, parts):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import varcomm
 from tests.graph.naive_assign import NAIVE, at, awkward_positions, some_weights
 from varcomm.graph import assign
-from varcomm.graph.assign_sharded import assign_sharded
+from varcomm.graph.partitioners.assign_sharded import assign_sharded
 
 WORLDS = (1, 2, 3, 5)
 METHODS = ("hilbert", "rcb")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from varcomm import ArgumentError, DisagreementError, GroupError
-from varcomm.graph.assign_sharded import assign_sharded
+from varcomm.graph.partitioners.assign_sharded import assign_sharded
 
 POS = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
 NONE = torch.zeros(0, 2)

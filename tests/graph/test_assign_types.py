@@ -9,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 from tests.graph.graphs import grid
 from varcomm import ArgumentError
 from varcomm.graph import assign
-from varcomm.graph.assign import METHODS, method_used
+from varcomm.graph.partitioners.assign import METHODS, method_used
 
 DICT = "must be a dict with the weights of each of ['a', 'b']; got "
 TO, BACK, WITHIN = ("a", "to", "b"), ("b", "back", "a"), ("b", "near", "b")

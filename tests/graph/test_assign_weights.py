@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 from tests.graph.graphs import grid
 from varcomm import ArgumentError
 from varcomm.graph import assign
-from varcomm.graph.multilevel import Adjacency
+from varcomm.graph.partitioners.multilevel import Adjacency
 
 MULTILEVEL = ["metis", "kahip"]
 

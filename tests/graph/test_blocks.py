@@ -1,4 +1,4 @@
-"""One exchange for several layers gives what an exchange a layer gives, and what one process does."""
+"""One exchange for several layers gives what one exchange a layer gives, and one process does."""
 
 import copy
 import re
@@ -147,12 +147,16 @@ def message_of(rank, make, kind):
     graph = partition(wild(), method="random", hops=2)
     x = graph.x if kind != "all rows" else wild().x
     torch.manual_seed(0)
-    with pytest.raises(ArgumentError) as caught:
-        model = distribute(make(), graph)
+    model = make()
+
+    def use():
+        distribute(model, graph)
         if kind == "rows later":
-            model(x, graph.edge_index)
-            x = x[1:]
-        model(x, graph.edge_index)
+            model(graph.x, graph.edge_index)
+        model(x[1:] if kind == "rows later" else x, graph.edge_index)
+
+    with pytest.raises(ArgumentError) as caught:
+        use()
     return str(caught.value)
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varcomm.graph.curve import bits_of, hilbert_index, hilbert_keys
+from varcomm.graph.partitioners.curve import bits_of, hilbert_index, hilbert_keys
 
 
 def all_cells(dims, bits):

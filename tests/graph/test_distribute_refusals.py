@@ -12,8 +12,8 @@ import varcomm
 from tests.graph.graphs import wild
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
-from varcomm.graph.layers import EXACT, EXACT_AGGREGATIONS
-from varcomm.graph.layers import REFUSED as LAYERS_REFUSED
+from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.running.layers import REFUSED as LAYERS_REFUSED
 
 
 class BothAtOnce(MessagePassing):

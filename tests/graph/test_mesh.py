@@ -12,7 +12,8 @@ import torch
 
 import varcomm
 from tests.graph.meshes import CUBE, VOLUMES, box, edges_of, saved
-from varcomm.graph import cells, partition, read_mesh
+from varcomm.graph import partition, read_mesh
+from varcomm.graph.files import cells
 
 MESHES = {
     "triangles": ((3, 4), ["triangle"]),

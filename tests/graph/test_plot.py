@@ -12,8 +12,8 @@ from torch_geometric.data import Data, HeteroData
 import varcomm
 from tests.graph.graphs import WORLDS, grid, split_by
 from varcomm.graph import Report, assign, partition
-from varcomm.graph.picture import DARKER, PALETTE, _rgb, _turned, colours, draw
-from varcomm.graph.plot import plot
+from varcomm.graph.files.picture import DARKER, PALETTE, _rgb, _turned, colours, draw
+from varcomm.graph.files.plot import plot
 
 RGB = _rgb(range(len(PALETTE)))
 

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 from torch_geometric.nn import global_add_pool, global_mean_pool
 
 from varcomm import ArgumentError
-from varcomm.graph.named import Names, functions_in, is_opaque
-from varcomm.graph.rebind import Rebinding, release
+from varcomm.graph.running.named import Names, functions_in, is_opaque
+from varcomm.graph.running.rebind import Rebinding, release
 
 
 def whole():

@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.graph import PartitionedGraph, partition
-from varcomm.graph.archive import MANIFEST
+from varcomm.graph.files.archive import MANIFEST
 
 
 def graph_of(kind):

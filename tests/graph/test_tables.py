@@ -7,8 +7,8 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 
 from varcomm import ArgumentError
-from varcomm.graph.attribute import check_name
-from varcomm.graph.tables import read
+from varcomm.graph.building.attribute import check_name
+from varcomm.graph.building.tables import read
 
 EDGES = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0], [0, 0, 1, 1]])[:2, :3]  # 4 nodes, 3 edges
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from varcomm.graph.totals import Alone, Together
+from varcomm.graph.partitioners.totals import Alone, Together
 from varcomm.transport.group import resolve
 
 WORLDS = (1, 2, 3, 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from varcomm.graph.outside import outside_transforms
+from varcomm.graph.running.outside import outside_transforms
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["LocalEdges", "plan_of", "remember"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -255,6 +255,21 @@ class PartitionedGraph:
             attributes=moved(self.attributes, device),
         )
 
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        projection: Literal["sphere", "lonlat", "latlon"] | None = None,
+        node_type: NodeType = None,
+        most: int = 200_000,
+    ) -> None:
+        """Draw nodes in the colours of the ranks that own them; collective.
+
+        Needs matplotlib. See :func:`varcomm.graph.files.plot.plot` for the parameters.
+        """
+        from varcomm.graph.files.plot import plot
+
+        plot(self, path, projection, node_type, most)
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.
 
@@ -275,7 +290,9 @@ class PartitionedGraph:
         A file a rank in NumPy's format and one in JSON, without pickle. Each rank writes what it
         owns.
         """
-        from varcomm.graph.saved import save  # which builds graphs, and so imports this module
+        from varcomm.graph.files.saved import (
+            save,  # which builds graphs, and so imports this module
+        )
 
         save(self, folder)
 
@@ -314,7 +331,7 @@ class PartitionedGraph:
         ...     varcomm.launch(save, 2, folder), varcomm.launch(load, 1, folder)
         ([None, None], [[0.0, 1.0, 2.0, 3.0]])
         """
-        from varcomm.graph.saved import load
+        from varcomm.graph.files.saved import load
 
         return load(folder, group)
 

@@ -1,0 +1,235 @@
+"""A graph of PyG as tables: rows of nodes, rows of edges, and what belongs to neither."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.building.attribute import Attribute, check_name
+from varcomm.graph.digest import digest
+from varcomm.graph.partitioned_graph import EdgeType, NodeType
+from varcomm.graph.shard import described
+from varcomm.layout import exact_int
+from varcomm.ops.checks import checked_tensor
+
+__all__ = ["EdgeTable", "NodeTable", "Tables", "check_edge_index", "ends", "read"]
+
+
+@dataclass(frozen=True)
+class NodeTable:
+    """All nodes of one type."""
+
+    count: int
+    attributes: Mapping[str, Attribute]
+
+
+@dataclass(frozen=True)
+class EdgeTable:
+    """All edges of one type, by numbers of nodes."""
+
+    edge_index: torch.Tensor
+    attributes: Mapping[str, Attribute]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A whole graph. A graph with one type has the type None."""
+
+    nodes: Mapping[NodeType, NodeTable]
+    edges: Mapping[EdgeType, EdgeTable]
+    attributes: Mapping[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its rows are, which is one place."""
+        return next((value.device for _, value in self._tensors()), torch.device("cpu"))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield edges and rows by their names."""
+        for edge_type, edges in self.edges.items():
+            yield f"{_name(edge_type)}.edge_index", edges.edge_index
+        tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
+        tables = [*self.nodes.items(), *self.edges.items()]
+        for key, table in tables:
+            for name, attribute in table.attributes.items():
+                if isinstance(attribute.value, torch.Tensor):
+                    yield f"{_name(key)}.{name}", attribute.value
+
+    def checked(self) -> Tables:
+        """Return the tables if their rows are on one device."""
+        for name, tensor in self._tensors():
+            if tensor.device != self.device:
+                first, _ = next(self._tensors())
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}, and {first} on {self.device}. Move them to one "
+                    "device: data.to(...)."
+                )
+        return self
+
+    def digests(self) -> dict[str, object]:
+        """Return, by its name, what tells each attribute apart from that of another rank."""
+        found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
+        found["the kind of device"] = self.device.type
+        for node_type, nodes in self.nodes.items():
+            name = _name(node_type)
+            found[f"{name}.num_nodes"] = nodes.count
+            found |= {f"{name}.{k}": digest(a.value) for k, a in nodes.attributes.items()}
+        for edge_type, edges in self.edges.items():
+            name = _name(edge_type)
+            found[f"{name}.edge_index"] = digest(edges.edge_index)
+            found |= {f"{name}.{k}": digest(a.value) for k, a in edges.attributes.items()}
+        return found
+
+
+def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
+    """Return the types of the nodes that edges of a type come from and go to.
+
+    >>> ends(("author", "writes", "paper")), ends(None)
+    (('author', 'paper'), (None, None))
+    """
+    return (None, None) if edge_type is None else (edge_type[0], edge_type[2])
+
+
+def read(data: Data | HeteroData) -> Tables:
+    """Return the tables of a graph, or raise ArgumentError where it will not do."""
+    if isinstance(data, HeteroData):
+        return _read_types(data)
+    if not isinstance(data, Data):
+        raise ArgumentError(
+            f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
+        )
+    count = _count(data.num_nodes, "data")
+    edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
+    nodes, edges, whole = {}, {}, {}
+    for key, value in _attributes(data, "data"):
+        name, dim = f"data.{key}", data.__cat_dim__(key, value)
+        has_rows = _has_rows_first(value, dim, name)
+        if has_rows and data.is_node_attr(key):
+            nodes[key] = Attribute.of(value, name)
+        elif has_rows and data.is_edge_attr(key):
+            edges[key] = Attribute.of(value, name)
+        else:
+            if dim is not None:  # as a class of the user's says of what has no rows
+                _check_whole(value, name, f"{count} nodes nor {edge_index.shape[1]} edges")
+            whole[key] = value
+    tables = Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
+    return tables.checked()
+
+
+def _read_types(data: HeteroData) -> Tables:
+    nodes: dict[NodeType, NodeTable] = {}
+    edges: dict[EdgeType, EdgeTable] = {}
+    # In an order that all ranks share: each may have built the graph in another.
+    for node_type in sorted(data.node_types):
+        store, name = data[node_type], _name(node_type)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyG's, that it cannot tell: then we raise
+            count = _count(store.num_nodes, name)
+        nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
+    for edge_type in sorted(data.edge_types):
+        store, name = data[edge_type], _name(edge_type)
+        source, target = ends(edge_type)
+        if missing := [end for end in (source, target) if end not in nodes]:
+            raise ArgumentError(f"{name} has edges of {missing[0]!r}, of which data have no nodes.")
+        edge_index = check_edge_index(
+            store.get("edge_index"), nodes[source].count, nodes[target].count, f"{name}.edge_index"
+        )
+        rows = _rows(data, store, edge_index.shape[1], name, "edges")
+        edges[edge_type] = EdgeTable(edge_index, rows)
+    if not nodes:
+        raise ArgumentError("data have no nodes of any type.")
+    return Tables(nodes, edges, dict(_attributes(data._global_store, "data"))).checked()
+
+
+def _count(given: Any, name: str) -> int:
+    count = exact_int(given)
+    if count is None or count < 0:
+        raise ArgumentError(f"{name} does not say how many nodes it has: set {name}.num_nodes.")
+    return count
+
+
+def _rows(
+    data: HeteroData, store: BaseStorage, count: int, name: str, rows: str
+) -> dict[str, Attribute]:
+    """Return the attributes of the nodes or the edges of one type."""
+    found = {}
+    for key, value in _attributes(store, name):
+        has_rows = _has_rows_first(value, data.__cat_dim__(key, value, store), f"{name}.{key}")
+        listed = isinstance(value, list | tuple | torch.Tensor | np.ndarray)
+        length = len(value) if has_rows and listed else None
+        if length != count:
+            raise ArgumentError(
+                f"{name}.{key} has no entry for each of the {count} {rows}. Make it one of the "
+                f"graph as a whole: data.my_{key} = {name}.{key}; del {name}.{key}."
+            )
+        found[key] = Attribute.of(value, f"{name}.{key}")
+    return found
+
+
+def _attributes(store: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield all but the edges themselves, once their names have been checked."""
+    for key, value in store.items() if isinstance(store, BaseStorage) else store:
+        if key in ("edge_index", "num_nodes"):
+            continue
+        check_name(key, value, name)
+        yield key, value
+
+
+def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> torch.Tensor:
+    """Return edges if they are of int64, of shape (2, E) and between nodes that there are."""
+    if isinstance(edge_index, EdgeIndex):
+        edge_index = edge_index.as_tensor()
+    if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
+        empty = isinstance(edge_index, torch.Tensor) and edge_index.numel() == 0
+        hint = " Give an empty one its dtype." if empty else ""
+        raise ArgumentError(
+            f"{name} must be a tensor of torch.int64; got {described(edge_index)}.{hint}"
+        )
+    checked_tensor(edge_index, "", name)
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
+    for row, nodes in enumerate((sources, targets)):
+        if edge_index.shape[1]:
+            low, high = torch.stack(edge_index[row].aminmax()).tolist()
+            if low < 0 or high >= nodes:
+                raise ArgumentError(
+                    f"{name}[{row}] spans {low}...{high}, out of range for {nodes} nodes."
+                )
+    return edge_index
+
+
+def _has_rows_first(value: Any, dim: int | None, name: str) -> bool:
+    """Return whether a value may have a row for each node or edge, by what PyG says of it."""
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    if value.ndim == 0 or dim is None:
+        return False
+    if dim % value.ndim != 0 and value.shape[0] > 1:
+        raise ArgumentError(
+            f"{name} has its rows along dimension {dim}: so PyG reads a name with 'index', or "
+            "data.__cat_dim__ says. Only rows along dimension 0 are split: move them there, and "
+            "rename it."
+        )
+    return dim % value.ndim == 0
+
+
+def _check_whole(value: object, name: str, rows: str) -> None:
+    """Raise if what belongs to the graph as a whole looks like rows of which some are missing."""
+    if isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and value.shape[0] > 1:
+        raise ArgumentError(
+            f"{name} has {value.shape[0]} entries, for neither {rows}. If it belongs to the graph "
+            f"as a whole, give it a first dimension of one: {name} = {name}[None]."
+        )
+
+
+def _name(key: NodeType | EdgeType) -> str:
+    return "data" if key is None else f"data[{key!r}]"

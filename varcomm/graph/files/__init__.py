@@ -1,0 +1,1 @@
+"""Saved partitions, mesh files and pictures."""

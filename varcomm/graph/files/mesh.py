@@ -1,0 +1,344 @@
+"""``read_mesh``: a mesh file as a graph of its points or cells, and results back into a file."""
+
+from __future__ import annotations
+
+import io
+import keyword
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+from xml.sax.saxutils import escape
+
+import numpy as np
+import torch
+from torch_geometric.data import Data
+
+from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.graph.building.attribute import check_name
+from varcomm.graph.files.cells import (
+    cell_edges,
+    cells_of,
+    corner_means,
+    dimension,
+    measures,
+    point_edges,
+)
+
+__all__ = ["Mesh", "read_mesh"]
+
+logger = logging.getLogger("varcomm")
+
+Array = np.ndarray[Any, Any]
+
+_QUOTE = {'"': "&quot;"}
+
+# Attributes of PyG that are there to be set.
+_FREE = ("x", "y", "edge_weight", "batch", "time")
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A mesh as a graph, and what it takes to write results back; made by :func:`read_mesh`.
+
+    Attributes
+    ----------
+    data : torch_geometric.data.Data
+        The graph, whose nodes are points or cells of the mesh.
+    nodes : {"points", "cells"}
+        Which of them.
+    source : meshio.Mesh
+        The file as it was read, with its points, its blocks of cells and all its fields.
+    """
+
+    data: Data = field(repr=False)
+    nodes: str
+    source: Any = field(repr=False)
+    _blocks: tuple[int, ...] = field(repr=False)
+
+    def write(self, path: str | os.PathLike[str], /, **fields: Any) -> None:
+        """Write the mesh as VTU, with its own fields and with values of the graph's nodes.
+
+        Not collective: the rank that has the values of all nodes calls it alone, rank 0 after
+        ``graph.gather(prediction, dst=0)``, say.
+
+        Parameters
+        ----------
+        path : path
+            Of a file ``.vtu``, which is replaced; its folder must be there.
+        **fields : torch.Tensor or numpy.ndarray
+            Values of each node in the order of the graph, (N, *F), by the names that they get. VTU
+            knows rows only, so further dimensions are flattened: a 3 x 3 tensor becomes 9
+            components, row by row. A field of the file with the same name is replaced.
+
+        Raises
+        ------
+        ArgumentError
+            If a field has another number of rows or is not of real numbers, or if the file cannot
+            be written.
+
+        Notes
+        -----
+        If cells are the nodes, those of fewer dimensions, as on a boundary, are left out. Numbers
+        are written in full precision; VTU has no narrow floats, which become float32, and no bools,
+        which become uint8.
+        """
+        where = _checked_target(path)
+        values = {name: self._checked(name, value) for name, value in fields.items()}
+        import meshio  # which has read the source
+
+        source = self.source
+        point_data = {
+            n: v for n, value in source.point_data.items() if (v := _rows(value)) is not None
+        }
+        cell_data: dict[str, Any] = {}
+        for name, parts in source.cell_data.items():
+            kept = [_rows(parts[i]) for i in self._blocks]
+            if all(part is not None for part in kept):
+                cell_data[name] = kept
+        if self.nodes == "points":
+            point_data |= values
+        else:
+            ends = np.cumsum([len(source.cells[i].data) for i in self._blocks])[:-1]
+            cell_data |= {name: np.split(value, ends) for name, value in values.items()}
+        points = np.zeros((len(source.points), 3))
+        points[:, : source.points.shape[1]] = source.points
+        mesh = meshio.Mesh(
+            points,
+            [(source.cells[i].type, source.cells[i].data) for i in self._blocks],
+            # meshio writes names into the XML as they are
+            {escape(name, _QUOTE): value for name, value in point_data.items()},
+            {escape(name, _QUOTE): value for name, value in cell_data.items()},
+        )
+        try:
+            mesh.write(where, file_format="vtu")
+        except (OSError, KeyError) as error:
+            raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
+
+    def _checked(self, name: str, value: Any) -> Array:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+        rows = _rows(value)
+        count = self.data.num_nodes
+        if rows is None or len(rows) != count:
+            got = (
+                f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else value
+            )
+            raise ArgumentError(
+                f"mesh.write: {name} must be real numbers, one row for each of the {count} "
+                f"{self.nodes}; got {got}. After graph.gather(x, dst=0), rank 0 alone has them."
+            )
+        return rows
+
+
+def read_mesh(
+    path: str | os.PathLike[str],
+    nodes: Literal["points", "cells"] = "points",
+    dtype: torch.dtype | None = None,
+) -> Mesh:
+    """Read a mesh file as a graph: its points joined along edges of cells, or its cells.
+
+    Not collective. All ranks may read the file, or one alone, which then gives the graph to all
+    by ``partition(data, src=...)``.
+
+    Parameters
+    ----------
+    path : path
+        A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ...
+    nodes : {"points", "cells"}
+        What the nodes of the graph are.
+
+        - ``"points"``: all points, those of no cell too. Two are joined if an edge of a cell
+          connects them; the edges of quadratic cells go through the points in their middle.
+        - ``"cells"``: the cells of the highest dimension in the file; those of a boundary are left
+          out. Two are joined if they share a facet: a face, in two dimensions an edge.
+    dtype : torch.dtype, optional
+        What floats are converted to; None keeps what the file has, most often float64.
+
+    Returns
+    -------
+    Mesh
+        ``mesh.data`` is the graph, on the CPU, with
+
+        - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if z is zero
+          throughout, else what the file has.
+        - ``edge_index`` (2, E): both directions of each edge, sorted, once.
+        - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
+        - ``volume`` (N,), of cells alone: length, area or volume by the cell's dimension.
+        - every numeric field of the points, or of the cells, (N, *F), by its name. What cannot
+          stand in a name becomes ``_``; names that are taken get ``field_`` in front; ``index``
+          and ``idx``, for PyG numbers of nodes, become ``number``.
+
+    Raises
+    ------
+    ArgumentError
+        If the file is missing or cannot be read whole; if it has no cells, or cells of a kind that
+        has no graph.
+    MissingPackageError
+        If meshio is not installed.
+
+    Notes
+    -----
+    meshio reads one piece alone of a VTU file with several, and leaves out cells of kinds that it
+    does not know; both are errors here. What else it has to say goes to the log.
+
+    Examples
+    --------
+    Two triangles that share an edge; a value of each is written back.
+
+    >>> import meshio, tempfile
+    >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]],
+    ...     {"triangle": [[0, 1, 2], [0, 2, 3]]}, point_data={"height": [1.0, 2.0, 3.0, 4.0]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     square.write(f"{folder}/square.vtu")
+    ...     points = read_mesh(f"{folder}/square.vtu")
+    ...     cells = read_mesh(f"{folder}/square.vtu", nodes="cells")
+    ...     cells.write(f"{folder}/out.vtu", heat=torch.tensor([0.5, 1.5]))
+    ...     print(meshio.read(f"{folder}/out.vtu").cell_data["heat"])
+    [array([0.5, 1.5], dtype=float32)]
+    >>> points.data.edge_index
+    tensor([[0, 0, 0, 1, 1, 2, 2, 2, 3, 3],
+            [1, 2, 3, 0, 2, 0, 1, 3, 0, 2]])
+    >>> points.data.height, cells.data.edge_index, cells.data.volume
+    (tensor([1., 2., 3., 4.], dtype=torch.float64), tensor([[0, 1],
+            [1, 0]]), tensor([0.5000, 0.5000], dtype=torch.float64))
+    """
+    if nodes not in ("points", "cells"):
+        raise ArgumentError(f'read_mesh: nodes must be "points" or "cells"; got {nodes!r}.')
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
+    source = _read(Path(path))
+    points = np.asarray(source.points, np.float64 if source.points.dtype.kind != "f" else None)
+    points = _native(points[:, :2] if points.shape[1] == 3 and not points[:, 2].any() else points)
+    blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
+    try:
+        dim = max((dimension(block.type) for _, block in blocks), default=0)
+        if dim == 0:
+            raise ArgumentError("it has no cells with edges.")
+        if nodes == "cells":
+            blocks = [(i, block) for i, block in blocks if dimension(block.type) == dim]
+        cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
+        count = sum(len(block.data) for _, block in blocks)
+        if nodes == "cells":
+            edges = cell_edges(cells, count, len(points))
+        else:
+            edges = point_edges(cells, len(points))
+    except ArgumentError as error:
+        raise ArgumentError(f"read_mesh: {path}: {error}") from error
+
+    pos = points if nodes == "points" else corner_means(cells, points, count)
+    far = pos[edges[1]] - pos[edges[0]]
+    far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
+    data = Data(pos=_tensor(pos, dtype), edge_index=torch.from_numpy(edges))
+    data.edge_attr = _tensor(far, dtype)
+    if nodes == "cells":
+        data.volume = _tensor(measures(cells, points, count), dtype)
+        read = ((n, [parts[i] for i, _ in blocks]) for n, parts in source.cell_data.items())
+    else:
+        read = ((name, [values]) for name, values in source.point_data.items())
+    for name, values in _numeric(read):
+        data[_attribute_name(name, data)] = _tensor(values, dtype)
+    return Mesh(data, nodes, source, tuple(i for i, _ in blocks))
+
+
+def _read(path: Path) -> Any:
+    """Return what meshio reads, or raise where it would print, exit, or leave something out."""
+    try:
+        import meshio
+    except ImportError as error:
+        raise MissingPackageError('read_mesh needs meshio: pip install "varcomm[mesh]".') from error
+    if not path.is_file():
+        raise ArgumentError(f"read_mesh: there is no file {path}.")
+    if path.suffix.lower() == ".vtu":
+        with path.open("rb") as file:
+            pieces = sum(line.count(b"<Piece") for line in file)
+        if pieces > 1:
+            raise ArgumentError(
+                f"read_mesh: {path} is in {pieces} pieces, of which meshio would read the last "
+                "alone. Merge them first, with ParaView's filters Merge Blocks or Clean to Grid."
+            )
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            source = meshio.read(path)
+    except (Exception, SystemExit) as error:
+        told = " ".join(said.getvalue().split())
+        reason = told if isinstance(error, SystemExit) else f"{error!r} {told}".strip()
+        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from error
+    told = " ".join(said.getvalue().split())
+    if "cannot handle" in told:
+        raise ArgumentError(f"read_mesh: {path} cannot be read whole: {told}")
+    if told:
+        logger.warning("read_mesh: %s: %s", path, told)
+    return source
+
+
+def _numeric(fields: Iterator[tuple[str, list[Any]]]) -> Iterator[tuple[str, Array]]:
+    """Yield the fields that are numbers, each in one piece."""
+    for name, parts in fields:
+        values = np.concatenate([np.asarray(part) for part in parts])
+        if values.dtype.kind in "fiub":
+            yield name, values
+
+
+def _attribute_name(name: str, data: Data) -> str:
+    """Return a name like this one that Data and PartitionedGraph leave free."""
+    name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
+
+    def taken(name: str) -> bool:
+        if not name.isidentifier() or keyword.iskeyword(name) or name in data:
+            return True
+        try:
+            check_name(name, torch.zeros(0, dtype=torch.int64), "data")
+        except ArgumentError:
+            return True
+        return hasattr(Data, name) and name not in _FREE
+
+    if taken(name):
+        name = f"field_{name}".rstrip("_")
+    while taken(name):
+        name += "_"
+    return name
+
+
+def _tensor(values: Array, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return an array as a tensor, of which operations exist, floats as `dtype`."""
+    if values.dtype.kind == "u" and values.dtype.itemsize > 1:
+        values = values.astype(np.int64)
+    tensor = torch.from_numpy(np.ascontiguousarray(_native(values)))
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _native(values: Array) -> Array:
+    """Return an array in this machine's order of bytes, and in a precision that torch has."""
+    if values.dtype.kind == "f" and values.dtype.itemsize > 8:
+        return values.astype(np.float64)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _rows(given: Any) -> Array | None:
+    """Return values as VTU has them, rows of numbers; None if they are not that."""
+    values: Array = np.asarray(given)
+    if values.dtype.kind not in "fiub" or values.ndim == 0:
+        return None
+    values = _native(values)
+    if values.dtype == np.bool_:
+        values = values.astype(np.uint8)
+    if values.dtype == np.float16:
+        values = values.astype(np.float32)
+    return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
+
+
+def _checked_target(path: str | os.PathLike[str]) -> Path:
+    where = Path(path)
+    if where.suffix.lower() != ".vtu":
+        raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
+    if not where.parent.is_dir():
+        raise ArgumentError(f"mesh.write: there is no folder {where.parent}.")
+    return where

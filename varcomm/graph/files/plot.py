@@ -1,0 +1,188 @@
+"""``plot``: a picture of who owns which node, and of which nodes others have copies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from varcomm.errors import ArgumentError, DisagreementError, MissingPackageError
+from varcomm.graph.files.picture import draw
+from varcomm.graph.report import Report
+from varcomm.layout import ShardSizes
+from varcomm.ops.gather_v import gather_v
+from varcomm.transport.agree import agree, share
+
+if TYPE_CHECKING:
+    from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
+
+__all__ = ["plot"]
+
+Projection = Literal["sphere", "lonlat", "latlon"] | None
+
+_WHAT = "graph.plot"
+
+
+def plot(
+    graph: PartitionedGraph,
+    path: str | os.PathLike[str],
+    projection: Projection = None,
+    node_type: NodeType = None,
+    most: int = 200_000,
+) -> None:
+    """Draw each node in the colour of the rank that owns it, and darker where others copy it.
+
+    Collective: every rank calls it, rank 0 draws, and all return once the file is there.
+
+    Parameters
+    ----------
+    graph : PartitionedGraph
+        With positions of its nodes, ``pos`` of shape (n, 2) or (n, 3).
+    path : path
+        The file that rank 0 writes, in the format that its suffix says: .png, .pdf, .svg, ... A
+        file that is there is replaced; the folder must be there.
+    projection : {None, "sphere", "lonlat", "latlon"}
+        What positions are. None: points of the plane or of space. The others are drawn on a map of
+        longitude and latitude: ``"sphere"`` takes vectors (n, 3) from the centre of a sphere,
+        ``"lonlat"`` and ``"latlon"`` degrees (n, 2) in this order.
+    node_type : str, optional
+        Which nodes, in a graph of several types.
+    most : int
+        How many nodes are drawn at most. Of more, each rank takes the same share by chance, and the
+        picture says so.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if positions are missing or do not fit, if the suffix is none of a picture,
+        or if rank 0 cannot write there.
+    DisagreementError
+        On every rank, if they call it with different arguments; of `path`, rank 0's counts.
+    MissingPackageError
+        On every rank, if rank 0 has no matplotlib.
+
+    Notes
+    -----
+    A node is drawn darker if it is in the halo of another rank: such are the nodes whose values
+    travel. In space they are drawn a second time by themselves, since they are hidden inside.
+
+    Up to 8 ranks have a colour each. More share these colours, so that ranks that exchange rows
+    differ as far as possible, and have their number written into their midst.
+
+    Communication: 40 bytes a node that is drawn, to rank 0.
+    """
+    group = graph.group
+
+    def local() -> torch.Tensor:
+        rows = _rows(graph, projection, node_type)
+        _check_most(most)
+        if group.rank == 0:
+            _check_target(path)
+        return rows
+
+    rows = agree(_WHAT, local, group)
+    given = share(_WHAT, lambda: (projection, node_type, most, rows.shape[1]), group)
+    if any(other != given[0] for other in given):
+        raise DisagreementError(
+            f"{_WHAT}: ranks disagree on projection, node_type, most or the columns of pos: "
+            + "; ".join(f"rank {rank} has {one}" for rank, one in enumerate(given))
+            + "."
+        )
+    report = Report.of(graph)
+    adjacent = share(_WHAT, lambda: _neighbours(graph), group)
+    total = graph.node_shards[node_type].sizes.total
+    if total > most:
+        chance = torch.Generator().manual_seed(group.rank)
+        kept = torch.rand(len(rows), generator=chance, dtype=torch.float64) < most / total
+        rows = rows[kept]
+    sizes = ShardSizes.from_local(len(rows), group.process_group)
+    rows = gather_v(rows.to(group.device()), sizes, dst=0, group=group.process_group)
+
+    def drawn() -> None:
+        if group.rank == 0:
+            owner = np.repeat(np.arange(group.size), sizes)
+            try:
+                draw(Path(path), rows.cpu().numpy(), owner, adjacent, total, report, projection)
+            except OSError as error:
+                raise ArgumentError(f"{path} cannot be written: {error}.") from error
+
+    agree(_WHAT, drawn, group)
+
+
+def _rows(graph: PartitionedGraph, projection: Projection, node_type: NodeType) -> torch.Tensor:
+    """Return positions and, in the last column, whether another rank has a copy; (n, D + 1)."""
+    if projection not in (None, "sphere", "lonlat", "latlon"):
+        raise ArgumentError(
+            f'projection must be None, "sphere", "lonlat" or "latlon"; got {projection!r}.'
+        )
+    if node_type not in graph.node_shards:
+        raise ArgumentError(
+            f"node_type must be one of {list(graph.node_shards)}; got {node_type!r}."
+        )
+    nodes = graph.node_shards[node_type]
+    pos = nodes.attributes.get("pos")
+    if not isinstance(pos, torch.Tensor):
+        raise ArgumentError("the nodes have no positions. Give the whole graph a data.pos.")
+    columns = {None: (2, 3), "sphere": (3,)}.get(projection, (2,))
+    if pos.dim() != 2 or pos.shape[1] not in columns or pos.is_complex():
+        wanted = " or ".join(f"(n, {count})" for count in columns)
+        raise ArgumentError(
+            f"projection={projection!r} needs pos of shape {wanted}; got {pos.dtype} of shape "
+            f"{tuple(pos.shape)}."
+        )
+    pos = pos.detach().cpu().double()
+    if not pos.isfinite().all():
+        raise ArgumentError("pos holds positions that are not finite.")
+    if projection is not None:
+        pos = _in_degrees(pos, projection)
+    copied = torch.zeros(len(pos), 1, dtype=torch.float64)
+    for edge_type, edges in graph.edge_shards.items():
+        if edge_type is None or edge_type[0] == node_type:
+            copied[edges.plan.send_index.cpu()] = 1
+    return torch.cat([pos, copied], dim=1)
+
+
+def _in_degrees(pos: torch.Tensor, projection: str) -> torch.Tensor:
+    """Return longitudes from -180 to 180 and latitudes, (n, 2)."""
+    if projection == "sphere":
+        x, y, z = pos.T
+        if not (pos.norm(dim=1) > 0).all():
+            raise ArgumentError("pos holds the centre of the sphere, which is nowhere on a map.")
+        lon, lat = torch.atan2(y, x).rad2deg(), torch.atan2(z, torch.hypot(x, y)).rad2deg()
+    else:
+        lon, lat = pos.T if projection == "lonlat" else pos.flip(1).T
+        if len(lat) and float(lat.abs().max()) > 90:
+            low, high = lat.aminmax()
+            raise ArgumentError(
+                f"by projection={projection!r}, latitudes are {float(low)}...{float(high)}, beyond "
+                "the poles. In which order are the columns of pos?"
+            )
+    return torch.stack([(lon + 180) % 360 - 180, lat], dim=1)
+
+
+def _check_most(most: int) -> None:
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ArgumentError(f"most must be a positive integer; got {most!r}.")
+
+
+def _check_target(path: Any) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise MissingPackageError('plot needs matplotlib: pip install "varcomm[plot]".') from error
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path must be one of a file; got {path!r}.")
+    where = Path(path)
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if where.suffix.lower().removeprefix(".") not in known:
+        raise ArgumentError(f"path must end in one of .{', .'.join(known)}; got {str(where)!r}.")
+    if not where.parent.is_dir():
+        raise ArgumentError(f"there is no folder {where.parent}.")
+
+
+def _neighbours(graph: PartitionedGraph) -> Sequence[int]:
+    return sorted({rank for e in graph.edge_shards.values() for rank in e.plan.neighbours})

@@ -1,0 +1,264 @@
+"""Save a partitioned graph, and load it on the same or on another number of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.ascending import AscendingIds
+from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, at_home, sent_to_owners
+from varcomm.graph.building.hops import deepened
+from varcomm.graph.building.tables import ends
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.files.archive import (
+    MANIFEST,
+    as_json,
+    digest_of,
+    read_arrays,
+    read_manifest,
+    write_arrays,
+    write_manifest,
+)
+from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+from varcomm.graph.shard import NodeShard
+from varcomm.layout import ShardSizes
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.transport.agree import agree, share
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["load", "save"]
+
+Arrays = dict[str, torch.Tensor]
+
+_WHOLE = "graph.npz"
+
+# Beside the attributes of nodes, on their way: no name that one of these could have.
+_OWNER = " owner"
+
+
+def save(graph: PartitionedGraph, folder: str | os.PathLike[str]) -> None:
+    """Write each rank's part into a folder; collective. See :meth:`PartitionedGraph.save`."""
+    group, what = graph.group, "graph.save"
+    numbers = {key: _numbers(graph, key) for key in graph.edge_shards}
+
+    def collect() -> tuple[Path, Arrays, Arrays, dict[str, Any]]:
+        target = Path(folder)
+        is_other = target.exists() and not (target / MANIFEST).is_file()
+        if is_other and not (target.is_dir() and not any(target.iterdir())):
+            raise ArgumentError(f"{target} exists and is no saved partition; choose another.")
+        whole, told = {}, {}
+        for name, value in graph.attributes.items():
+            if isinstance(value, torch.Tensor):
+                whole[name] = value
+            else:
+                told[name] = as_json(name, value)
+        return target, dict(_part(graph, numbers)), whole, told
+
+    target, part, whole, told = agree(what, collect, group)
+    staging = target.with_name(target.name + ".saving")
+
+    def prepare() -> None:
+        if group.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+    def write() -> str:
+        write_arrays(staging / _file(group.rank), part)
+        if group.rank == 0:
+            write_arrays(staging / _WHOLE, whole)
+        return digest_of(part)
+
+    def finish() -> None:
+        if group.rank == 0:
+            content = _outline(graph) | {
+                "attributes": told,
+                "arrays": {name: _kind(value) for name, value in part.items()},
+                "arrays of the graph": {name: _kind(value) for name, value in whole.items()},
+                "digests": [digest_of(whole), *digests],
+            }
+            write_manifest(staging, content)
+            _replace(target, staging)
+
+    agree(what, prepare, group)
+    digests = share(what, write, group)
+    agree(what, finish, group)
+
+
+def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
+    """Read a saved partition; collective. See :meth:`PartitionedGraph.load`."""
+    ranks, what = resolve(group), "PartitionedGraph.load"
+    content = agree(what, lambda: read_manifest(Path(folder)), ranks)
+    if len(set(share(what, lambda: repr(content), ranks))) > 1:
+        raise DisagreementError(f"{what}: ranks find different graphs in {folder}.")
+    saved = len(content["digests"]) - 1
+
+    def read() -> tuple[Arrays, list[Arrays]]:
+        def arrays(file: str, kinds: Mapping[str, Any], number: int) -> Arrays:
+            dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
+            return read_arrays(Path(folder) / file, dtypes, content["digests"][number])
+
+        mine = range(ranks.rank, saved, ranks.size)
+        parts = [arrays(_file(rank), content["arrays"], rank + 1) for rank in mine]
+        return arrays(_WHOLE, content["arrays of the graph"], 0), parts
+
+    whole, parts = agree(what, read, ranks)
+    attributes = content["attributes"] | whole
+    if saved == ranks.size:
+        graph = _as_saved(content, parts[0], attributes, ranks)
+    else:
+        graph = _dealt_anew(content, parts, attributes, ranks)
+    return deepened(graph, content["hops"])
+
+
+def _numbers(graph: PartitionedGraph, edge_type: EdgeType) -> torch.Tensor:
+    """Return the global numbers of the halo's nodes; collective."""
+    edges = graph.edge_shards[edge_type]
+    first = graph.node_shards[ends(edge_type)[0]].sizes.offsets[graph.group.rank]
+    device = edges.edge_index.device
+    return edges.plan(torch.arange(first, first + edges.num_sources, device=device))
+
+
+def _part(
+    graph: PartitionedGraph, numbers: Mapping[EdgeType, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a rank writes: owned rows alone, and of the halo what these edges come from."""
+    for place, nodes in enumerate(graph.node_shards.values()):
+        yield f"nodes {place}", nodes.owned_ids
+        yield from _rows(nodes.attributes, f"nodes {place}", nodes.num_owned)
+    for place, (edge_type, edges) in enumerate(graph.edge_shards.items()):
+        edge_index = edges.edge_index[:, : edges.num_owned].clone()
+        is_halo = edge_index[0] >= edges.num_sources
+        halo, position = torch.unique(edge_index[0, is_halo], return_inverse=True)
+        edge_index[0, is_halo] = position + edges.num_sources
+        halo -= edges.num_sources
+        yield f"edges {place}", edges.owned_ids
+        yield f"edges {place} edge_index", edge_index
+        yield f"edges {place} halo ids", edges.halo_ids[halo]
+        yield f"edges {place} halo numbers", numbers[edge_type][halo]
+        yield from _rows(edges.attributes, f"edges {place}", edges.num_owned)
+
+
+def _rows(
+    attributes: Mapping[str, Any], prefix: str, count: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in attributes.items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"{name} cannot be saved: it is of {type(value).__name__}. Make it a tensor."
+            )
+        yield f"{prefix}.{name}", value[:count]
+
+
+def _outline(graph: PartitionedGraph) -> dict[str, Any]:
+    return {
+        "method": graph.method,
+        "hops": graph.hops,
+        "node types": [[key, list(nodes.sizes)] for key, nodes in graph.node_shards.items()],
+        "edge types": [[key, list(edges.sizes)] for key, edges in graph.edge_shards.items()],
+    }
+
+
+def _kind(value: torch.Tensor) -> tuple[str, list[int]]:
+    return str(value.dtype).removeprefix("torch."), list(value.shape[1:])
+
+
+def _file(rank: int) -> str:
+    return f"part-{rank:05}.npz"
+
+
+def _replace(target: Path, staging: Path) -> None:
+    """Put a finished folder in the place of an earlier one, which is lost only then."""
+    old = target.with_name(target.name + ".old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _types(content: Mapping[str, Any], which: str) -> list[tuple[int, Any, ShardSizes]]:
+    """Return place, type and sizes of the types of nodes or edges."""
+    return [
+        (place, tuple(key) if isinstance(key, list) else key, ShardSizes(sizes))
+        for place, (key, sizes) in enumerate(content[which])
+    ]
+
+
+def _of(part: Arrays, prefix: str) -> Arrays:
+    """Return the attributes of one type of nodes or edges."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): v for name, v in part.items() if name.startswith(start)}
+
+
+def _as_saved(
+    content: Mapping[str, Any], part: Arrays, attributes: Mapping[str, Any], group: Group
+) -> PartitionedGraph:
+    """Return the very part that this rank saved; only the plan is made anew."""
+    nodes: dict[NodeType, NodeShard] = {}
+    for place, node_type, sizes in _types(content, "node types"):
+        ids = AscendingIds.of(part[f"nodes {place}"])
+        nodes[node_type] = NodeShard(group, sizes, _of(part, f"nodes {place}"), ids)
+    edges: dict[EdgeType, EdgeShard] = {}
+    for place, edge_type, sizes in _types(content, "edge types"):
+        sources, targets = (nodes[end] for end in ends(edge_type))
+        halo = part[f"edges {place} halo numbers"]
+        edges[edge_type] = EdgeShard(
+            group=group,
+            sizes=sizes,
+            attributes=_of(part, f"edges {place}"),
+            ids=AscendingIds.of(part[f"edges {place}"]),
+            edge_index=part[f"edges {place} edge_index"],
+            halo_ids=part[f"edges {place} halo ids"],
+            plan=ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group),
+            num_targets=targets.num_owned,
+        )
+    return PartitionedGraph(nodes, edges, attributes, content["method"])
+
+
+def _dealt_anew(
+    content: Mapping[str, Any], parts: list[Arrays], attributes: Mapping[str, Any], group: Group
+) -> PartitionedGraph:
+    """Deal the saved parts to another number of ranks.
+
+    Nodes, in the order of the parts, are cut evenly: so neighbours stay together as far as they
+    were, and a part becomes several, or several become one.
+    """
+
+    def joined(name: str) -> torch.Tensor:
+        dtype, shape = content["arrays"][name]
+        none = torch.empty(0, *shape, dtype=getattr(torch, dtype))
+        return torch.cat([none, *(part[name] for part in parts)])
+
+    def attributes_of(prefix: str) -> Arrays:
+        names = [name for name in content["arrays"] if name.startswith(f"{prefix}.")]
+        return {name.removeprefix(f"{prefix}."): joined(name) for name in names}
+
+    nodes: dict[NodeType, BroughtNodes] = {}
+    for place, node_type, sizes in _types(content, "node types"):
+        cut = ShardSizes.balanced(sizes.total, group.size)
+        saved = range(group.rank, len(sizes), group.size)
+        numbers = [torch.arange(r.start, r.stop) for r in map(sizes.range, saved)]
+        owner = cut.owner(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
+        rows = attributes_of(f"nodes {place}") | {_OWNER: owner}
+        home = at_home(BroughtNodes(cut, None, joined(f"nodes {place}"), rows), group)
+        rest = {name: value for name, value in home.attributes.items() if name != _OWNER}
+        nodes[node_type] = BroughtNodes(cut, home.attributes[_OWNER], None, rest)
+    edges: dict[EdgeType, BroughtEdges] = {}
+    places = {node_type: place for place, node_type, _ in _types(content, "node types")}
+    for place, edge_type, _ in _types(content, "edge types"):
+        source, target = (f"nodes {places[end]}" for end in ends(edge_type))
+        whole = [torch.empty(2, 0, dtype=torch.int64)]
+        for part in parts:
+            known = torch.cat([part[source], part[f"edges {place} halo ids"]])
+            rows, columns = part[f"edges {place} edge_index"]
+            whole.append(torch.stack([known[rows], part[target][columns]]))
+        edges[edge_type] = BroughtEdges(
+            torch.cat(whole, dim=1), attributes_of(f"edges {place}"), joined(f"edges {place}")
+        )
+    return sent_to_owners(nodes, edges, attributes, content["method"], group)

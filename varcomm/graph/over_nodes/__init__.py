@@ -1,0 +1,1 @@
+"""What looks at the nodes of all ranks: normalisations, pools and readouts."""

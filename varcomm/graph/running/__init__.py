@@ -1,0 +1,1 @@
+"""Models of PyTorch Geometric on a part of a graph: what their layers are given in place of it."""
