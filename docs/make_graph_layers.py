@@ -1,7 +1,7 @@
 """Write ``graph_layers.md``: what becomes of each layer of PyG on a partitioned graph.
 
-Run it from the root of the repository, after the lists in ``varcomm/graph/running/layers/exact.py`` or PyG
-itself have changed: ``python docs/make_graph_layers.py``.
+Run it from the root of the repository, after PyG or the lists in
+``varcomm/graph/running/layers/exact.py`` have changed: ``python docs/make_graph_layers.py``.
 """
 
 from pathlib import Path
