@@ -300,3 +300,18 @@ def moved(rank):
 
 def test_moving_to_a_graph_with_one_type(worlds):
     assert worlds.run(2, moved) == [False] * 2
+
+
+def of_one_type(rank):
+    data = data_of()
+    plain = data["a", "self", "a"].edge_index
+    graph = partition(Data(x=data["a"].x, edge_index=plain), method="block")
+    kinds = (["a"], [("a", "self", "a")])
+    torch.manual_seed(0)
+    layer = distribute(pyg.HGTConv(4, 6, kinds).double(), graph)
+    with pytest.raises(ArgumentError, match="it has nodes of types a, and the graph is of"):
+        layer({"a": graph.x}, {kinds[1][0]: graph.edge_index})
+
+
+def test_types_that_the_graph_has_not(worlds):
+    assert worlds.run(2, of_one_type) == [None] * 2

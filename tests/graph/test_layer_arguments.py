@@ -160,7 +160,7 @@ def two_types(rank):
     edges = graph["a", "to", "a"].edge_index
     for function in (add_self_loops, add_remaining_self_loops, gcn_norm):
         model = distribute(Calls(function), graph)
-        with pytest.raises(ArgumentError, match="with several types of edges, give num_nodes=x"):
+        with pytest.raises(ArgumentError, match="in a graph with types of edges, give num_nodes=x"):
             model(edges)
         model(edges, num_nodes=graph["a"].num_owned)
 

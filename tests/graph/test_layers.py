@@ -10,7 +10,8 @@ import torch_geometric.nn as pyg
 
 import varcomm
 from tests.graph.graphs import split_by
-from tests.graph.layers import LAYERS, example
+from tests.graph.layers import example
+from tests.graph.layers_beyond import LAYERS
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
 from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch_geometric.nn import global_add_pool, global_mean_pool
 
 from varcomm import ArgumentError
-from varcomm.graph.running.named import Names, functions_in, is_opaque
+from varcomm.graph.running.named import Names
 from varcomm.graph.running.rebind import Rebinding, release
 
 
@@ -381,19 +381,8 @@ def test_classes_exchanged_in_between():
 
 
 def test_names_in_code():
-    names = Names.of(Inside.forward.__code__)
-    assert names.of_globals == {"whole", "range"}
+    assert Names.of(Inside.forward.__code__).of_globals == {"whole", "range"}
     assert Names.of(OfItsOwn.forward.__code__).of_attributes == {"inner"}
-
-
-def test_functions_in_values():
-    assert [*functions_in([whole, (calls_whole, 3, {"a": functools.partial(ping)})])] == [
-        whole,
-        calls_whole,
-        ping,
-    ]
-    assert is_opaque("torch.nn.modules.linear")
-    assert not is_opaque("torch_geometric.nn")
 
 
 def test_a_variable_that_is_not_set_yet():

@@ -159,7 +159,7 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
 
 
 def _forget(layer: MessagePassing) -> None:
-    """Drop what a layer with ``cached=True`` has kept of another graph."""
-    for name in vars(layer):
-        if name.startswith("_cached_"):
+    """Drop what a layer of PyG with ``cached=True`` has kept of another graph."""
+    for name in ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"):
+        if name in vars(layer):
             setattr(layer, name, None)

@@ -37,7 +37,7 @@ EXACT = {
     "HEATConv": "",
     "HGTConv": "",
     "HeteroConv": "",
-    "HypergraphConv": "a rank owns hyperedges as it owns targets",
+    "HypergraphConv": "a rank owns hyperedges, as targets of edges from nodes",
     "LEConv": "",
     "LGConv": "",
     "MFConv": "",

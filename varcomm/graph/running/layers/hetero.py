@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.graph.running.edges import Edges, EdgeSet
 from varcomm.graph.running.place import Place
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["han_group_at", "hgt_edges_at"]
@@ -47,7 +49,9 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
     Its sources are the sources of all types of edges, one type after the other, and its targets the
     nodes of all types. Halos of all types come in one exchange, rank by rank.
     """
+    joined: dict[Any, tuple[ExchangePlan, list[torch.Tensor]]] = {}
 
+    @kept_from_compilation
     def construct_bipartite_edge_index(
         edge_index_dict: dict[Any, torch.Tensor],
         src_offset_dict: dict[Any, int],
@@ -55,10 +59,19 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
         edge_attr_dict: Any = None,
         num_nodes: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        parts, attributes, sets = [], [], []
-        for edge_type in src_offset_dict:
-            sets.append(place.checked_in("HGTConv", edge_index_dict[edge_type]))
-        plan, numbers = _all_in_one(sets, list(src_offset_dict.values()))
+        with checking("HGTConv", place.group) as where:
+            if not place.graph.node_shards.keys() >= dst_offset_dict.keys():
+                raise ArgumentError(
+                    f"{where}it has nodes of types {', '.join(dst_offset_dict)}, and the graph is "
+                    f"of {place.graph.node_types}. Partition a HeteroData."
+                )
+            sets = [place.checked(edge_index_dict[kind], where) for kind in src_offset_dict]
+        offsets = tuple(src_offset_dict.values())
+        which = (offsets, *(edges.plan for edges in sets))
+        if which not in joined:
+            joined[which] = _all_in_one(sets, offsets)
+        plan, numbers = joined[which]
+        parts, attributes = [], []
         for edge_type, number in zip(src_offset_dict, numbers, strict=True):
             source, target = edge_index_dict[edge_type]
             parts.append(torch.stack([number[source], target + dst_offset_dict[edge_type[-1]]]))
@@ -74,7 +87,9 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
     return construct_bipartite_edge_index
 
 
-def _all_in_one(sets: list[EdgeSet], offsets: list[int]) -> tuple[ExchangePlan, list[torch.Tensor]]:
+def _all_in_one(
+    sets: list[EdgeSet], offsets: tuple[int, ...]
+) -> tuple[ExchangePlan, list[torch.Tensor]]:
     """Return a plan for the sources of all edges, and for each set how its sources are numbered."""
     group = sets[0].group
     device = sets[0].edge_index.device
@@ -85,13 +100,14 @@ def _all_in_one(sets: list[EdgeSet], offsets: list[int]) -> tuple[ExchangePlan, 
         for rank in range(group.size)
         for part, offset in zip(sent, offsets, strict=True)
     ]
-    send_counts = [
-        sum(edges.plan.send_counts[rank] for edges in sets) for rank in range(group.size)
-    ]
-    recv_counts = [
-        sum(edges.plan.recv_counts[rank] for edges in sets) for rank in range(group.size)
-    ]
-    plan = ExchangePlan(group, torch.cat(send_index), tuple(send_counts), tuple(recv_counts), rows)
+    send_counts, recv_counts = (
+        tuple(map(sum, zip(*each, strict=True)))
+        for each in (
+            [edges.plan.send_counts for edges in sets],
+            [edges.plan.recv_counts for edges in sets],
+        )
+    )
+    plan = ExchangePlan(group, torch.cat(send_index), send_counts, recv_counts, rows)
     numbers = [
         [torch.arange(edges.num_sources, device=device) + offset]
         for edges, offset in zip(sets, offsets, strict=True)

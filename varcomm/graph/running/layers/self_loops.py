@@ -45,10 +45,8 @@ def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) 
                 f"{where}num_nodes is {num_nodes}, but this rank owns {edges.num_targets} nodes. "
                 "Take num_nodes=graph.num_nodes, or x.size(0)."
             )
-        if num_nodes is None and len(place.edge_sets) > 1:
-            raise ArgumentError(
-                f"{where}in a graph with several types of edges, give num_nodes=x.size(0)."
-            )
+        if num_nodes is None and None not in place.edge_sets:
+            raise ArgumentError(f"{where}in a graph with types of edges, give num_nodes=x.size(0).")
     nodes = torch.arange(edges.num_targets, device=edge_index.device)
     if num_nodes is not None:
         return nodes
