@@ -11,7 +11,8 @@ from tests.graph.graphs import WORLDS
 from tests.graph.pools import POOLS, PYG, loss_of, loss_on, twice
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import partition, pooling
+from varcomm.graph import partition
+from varcomm.graph.over_nodes import pooling
 from varcomm.graph.reductions import replicated
 
 FEATURES = ((), (4,), (2, 3))
