@@ -17,17 +17,16 @@ import varcomm as vc
 NEIGHBOURS = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
 
 
-def grid(rows, columns, first=0, last=None):
-    """Edges into the nodes of some rows of a grid with 8 neighbours."""
-    last = rows if last is None else last
-    node = torch.arange(rows * columns).view(rows, columns)
+def grid(rows, columns, own, around=False):
+    """Edges into the nodes of `own` rows of a grid with 8 neighbours, which may go around."""
+    row = torch.arange(own.start, own.stop)[:, None]
+    column = torch.arange(columns)
     edges = []
     for up, right in NEIGHBOURS:
-        top, bottom = max(first, -up), min(last, rows - up)
-        left, end = max(0, -right), min(columns, columns - right)
-        target = node[top:bottom, left:end]
-        source = node[top + up : bottom + up, left + right : end + right]
-        edges.append(torch.stack([source.reshape(-1), target.reshape(-1)]))
+        above, beside = (row + up) % rows, (column + right) % columns
+        source, target = above * columns + beside, row * columns + column
+        inside = (column + right == beside) & ((row + up == above) | around)
+        edges.append(torch.stack([source[inside], target[inside]]))
     return torch.cat(edges, dim=1)
 
 
@@ -42,7 +41,7 @@ def blocks(rows, columns, ranks):
 def build(rank, side, ranks, repeats):
     """Partition a grid that every rank has, by an assignment that is given."""
     torch.set_num_threads(1)
-    data = Data(edge_index=grid(side, side), num_nodes=side * side)
+    data = Data(edge_index=grid(side, side, range(side)), num_nodes=side * side)
     owner = blocks(side, side, ranks)
     costs = []
     for _ in range(repeats):
@@ -72,7 +71,8 @@ def weak(rank, ranks, nodes, repeats):
     torch.set_num_threads(1)
     columns = 200
     rows = nodes // columns
-    edges = grid(rows * ranks, columns, rank * rows, (rank + 1) * rows)
+    own = range(rank * rows, (rank + 1) * rows)
+    edges = grid(rows * ranks, columns, own, around=True)  # so that all ranks have two neighbours
     sizes = [rows * columns] * ranks
     x = torch.zeros(rows * columns, 8)
     costs = []
