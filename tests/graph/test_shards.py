@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import FrozenInstanceError
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -46,26 +47,31 @@ def graph_of(data, way):
     return partition(data, method=split_by(way, data.num_nodes, ranks))
 
 
+FORMS = (
+    lambda x: x,
+    lambda x: x[:, 0],
+    lambda x: x[:, :0],
+    lambda x: x.T.contiguous().T,
+)
+
+
 def moved_both_ways(rank, way, dtype):
-    """Nodes and edges to everyone and to each rank, from each rank, in this dtype."""
+    """Nodes and edges to everyone and to each rank, from each rank; rows of all forms in turn."""
     data = wild()
-    wrong, ranks = [], torch.distributed.get_world_size()
+    wrong, ranks, forms = [], torch.distributed.get_world_size(), cycle(FORMS)
     graph = graph_of(data, way)
-    wholes = {"nodes": data.x, "edges": data.edge_attr}
-    for kind, whole in wholes.items():
+    for kind, whole in (("nodes", data.x), ("edges", data.edge_attr)):
         shard, whole = getattr(graph, kind), (whole * 10).to(dtype)
-        own = whole[shard.owned_ids]
-        for dst in (None, *range(ranks)):
-            for x in (own, own[:, 0], own[:, :0], own.T.contiguous().T):
-                rows = shard.gather(x, dst)
-                expected = whole[:, 0] if x.dim() == 1 else whole[:, : x.shape[1]]
-                if not same(rows, expected if dst in (None, rank) else expected[:0]):
-                    wrong.append(("gather", kind, dst, x.shape))
-        for src in range(ranks):
-            for x in (whole, whole[:, 0], whole[:, :0], whole.T.contiguous().T):
-                rows = shard.scatter(x if rank == src else None, src)
-                if not same(rows, x[shard.owned_ids]):
-                    wrong.append(("scatter", kind, src, x.shape))
+        for form, dst in zip(forms, (None, None, None, *range(ranks)), strict=False):
+            rows = shard.gather(form(whole[shard.owned_ids]), dst)
+            expected = form(whole)
+            if not same(rows, expected if dst in (None, rank) else expected[:0]):
+                wrong.append(("gather", kind, dst, expected.shape))
+        for form, src in zip(forms, (0, 0, 0, *range(ranks)), strict=False):
+            x = form(whole)
+            rows = shard.scatter(x if rank == src else None, src)
+            if not same(rows, x[shard.owned_ids]):
+                wrong.append(("scatter", kind, src, x.shape))
     return wrong
 
 
