@@ -51,10 +51,13 @@ def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) 
     if num_nodes is not None:
         return nodes
     graph = place.graph
-    ids = torch.cat([graph.owned_ids, graph.halo_ids])[edge_index]
+    owned = graph.owned_ids
+    # of edges turned round, the halo is another one
+    halo = graph.halo_ids if edges.plan is graph.plan else edges.plan(owned)
+    ids = torch.cat([owned, halo])[edge_index]
     last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
     lasts = all_gather_v(last, [1] * place.group.size, group=place.group.process_group)
-    return nodes[graph.owned_ids <= lasts.max()]
+    return nodes[owned <= lasts.max()]
 
 
 def _without_counting(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
