@@ -87,6 +87,22 @@ class LoopedWithoutWeights(nn.Module):
         return self.layer(x, gcn_norm(edge_index, dtype=x.dtype)[0])
 
 
+class LoopedByItself(pyg.SAGEConv):
+    """Up to the last node with an edge; also where the edges are turned round."""
+
+    def forward(self, x, edge_index):
+        return super().forward(x, add_self_loops(edge_index)[0])
+
+
+class BothWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.DirGNNConv(LoopedByItself(4, 4, aggr="sum"))
+
+    def forward(self, x, edge_index, weight):
+        return self.layer(x + 0 * weight.sum(), edge_index)
+
+
 class EarlyReturn(MessagePassing):
     """Where there are no edges, its messages do not look at what came."""
 
@@ -194,6 +210,7 @@ MODELS = {
     "an own GCN, normalised twice": lambda: OwnGCNTwice(4, 5, flow=BACK),
     "normalised in the model": NormalisedOnce,
     "self loops without weights": LoopedWithoutWeights,
+    "self loops both ways": BothWays,
     "early return": EarlyReturn,
     "early return backwards": lambda: EarlyReturn(flow=BACK),
     "a pair in an update": PairInUpdate,
@@ -227,10 +244,9 @@ def outcome(model, graph, edge_index, loss):
     x, weight = (graph[key].clone().requires_grad_() for key in ("x", "weight"))
     out = model(x, edge_index, weight)
     loss(out).backward()
-    # of no edges at all there may be no gradient
-    of_weight = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    found = {"output": out.detach(), "x": x.grad, "weight": of_weight}
-    return found | {name: p.grad for name, p in model.named_parameters()}
+    by = {"x": x, "weight": weight} | dict(model.named_parameters())
+    found = {key: torch.zeros_like(v) if v.grad is None else v.grad for key, v in by.items()}
+    return found | {"output": out.detach()}
 
 
 def mean_square(graph, out):

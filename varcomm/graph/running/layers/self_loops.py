@@ -51,7 +51,10 @@ def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) 
     if num_nodes is not None:
         return nodes
     graph = place.graph
-    local = torch.cat([graph.owned_ids, graph.halo_ids])
+    owned = graph.owned_ids
+    # of edges turned round, the halo is another one
+    halo = graph.halo_ids if edges.plan is graph.plan else edges.plan(owned)
+    local = torch.cat([owned, halo])
     ids = local[edge_index]
     last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
     lasts = all_gather_v(last, [1] * place.group.size, group=place.group.process_group)
