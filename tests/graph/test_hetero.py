@@ -119,11 +119,16 @@ def what_models_take(rank):
     assert graph.num_edges == sum(graph[key].num_owned for key in graph.edge_types)
     assert isinstance(graph.data, HeteroData)
     assert graph.data["venue"].num_nodes == graph["venue"].num_owned
-    return graph.year, graph["paper"].mask.dtype, "mask" in graph["paper"], "x" in graph["venue"]
+    assert "mask" in graph["paper"]
+    assert "x" not in graph["venue"]
+    assert all(key in graph for key in ("year", "paper", WRITES))
+    assert "x" not in graph, "which is none that graph['x'] gives"
+    assert not hasattr(graph, "z_dict")
+    return graph.year, graph["paper"].mask.dtype
 
 
 def test_what_models_take(worlds):
-    assert worlds.run(3, what_models_take) == [(1998, torch.bool, True, False)] * 3
+    assert worlds.run(3, what_models_take) == [(1998, torch.bool)] * 3
 
 
 # what is asked of a graph with types, and what it answers
@@ -151,7 +156,21 @@ UNKNOWN = {
     ),
     "a mean": (lambda graph: graph.mean(torch.ones(1)), ArgumentError, "of which: graph['author']"),
     "a halo": (lambda graph: graph.halo(torch.ones(1)), ArgumentError, "say of which: graph[('au"),
-    "an attribute": (lambda graph: graph.x, AttributeError, "the graph has no attribute 'x'"),
+    "an attribute": (
+        lambda graph: graph.x,
+        AttributeError,
+        "the graph as a whole has no attribute 'x'; say of which type: graph['author'].x, graph['",
+    ),
+    "an attribute of nobody": (
+        lambda graph: graph.z,
+        AttributeError,
+        "the graph as a whole has no attribute 'z'; nor has one of its types.",
+    ),
+    "attributes of nobody": (
+        lambda graph: graph.z_dict,
+        AttributeError,
+        "Tried to collect 'z' but did not find any occurrences of it",
+    ),
     "one of nodes": (
         lambda graph: graph["author"].y,
         AttributeError,
@@ -217,6 +236,7 @@ def only_nodes(rank):
     data["a"].x, data["b"].num_nodes = torch.arange(5.0), 2
     owner = {"a": torch.tensor([1, 0, 1, 0, 1]), "b": torch.tensor([0, 0])}
     graph = partition(data, method=owner)
+    assert (graph.hops, graph.num_edges) == (1, 0)
     return graph["a"].x.tolist(), graph["b"].num_owned, graph.edge_types, graph.report().owned
 
 

@@ -52,7 +52,7 @@ def parts_of(rank, data, method, hops):
         "edge_index": graph.edge_index,
         "edges": graph.edge_number - data.num_nodes,
         "owned edges": edges.owned_ids,
-        "num_owned": edges.num_owned,
+        "num_owned": (edges.num_owned, graph.num_edges),
         "attributes": dict(edges.attributes),
         "with halo": graph.with_halo(graph.owned_ids),
         "exchanges": [call.name for call in calls],
@@ -88,7 +88,7 @@ def assert_part(part, data, owner, hops):
     own = [edge for edge, end in enumerate(targets) if distance.get(end, hops) == 0]
     assert sorted(part["edges"].tolist()) == into
     assert part["edges"][: len(own)].tolist() == part["owned edges"].tolist() == own
-    assert part["num_owned"] == len(own)
+    assert part["num_owned"] == (len(own), len(own))
     ids = torch.tensor(owned + halo, dtype=torch.int64)
     assert torch.equal(ids[part["edge_index"]], data.edge_index[:, part["edges"]])
     for name, value in part["attributes"].items():

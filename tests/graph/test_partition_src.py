@@ -198,12 +198,32 @@ def test_all_say_what_is_wrong_with_one(worlds):
 def test_ranks_that_differ_in_src_or_hops(worlds):
     given = {
         "src": with_another(1, ring(), "block", 1),
+        "no src": [(ring(), "block", None), (None, None, 0), (None, None, 0)],
+        "src of one": with_another(2, ring(), "block", None),
         "hops": with_another(2, None, None, 0, 2),
     }
     told, x = zip(*worlds.run(3, refused, given, DisagreementError), strict=True)
-    message = "graph.partition: ranks give different src or hops."
-    assert list(told) == [{"src": message, "hops": message}] * 3
+    message = "graph.partition: ranks differ in src or hops: rank 0 has "
+    messages = {
+        "src": f"{message}src=0 and hops=1, rank 1 has src=1 and hops=1.",
+        "no src": f"{message}src=None and hops=1, rank 1 has src=0 and hops=1.",
+        "src of one": f"{message}src=0 and hops=1, rank 2 has src=None and hops=1.",
+        "hops": f"{message}src=0 and hops=1, rank 2 has src=0 and hops=2.",
+    }
+    assert list(told) == [messages] * 3
     assert list(x) == [[0.0], [1.0], [2.0]]
+
+
+def numbers_of_any_library(rank):
+    src, hops = (np.int64(1), np.int32(2)) if rank == 0 else (1, 2)
+    graph = partition(
+        ring() if rank == 1 else None, method="block" if rank == 1 else None, src=src, hops=hops
+    )
+    return graph.x.tolist(), graph.hops
+
+
+def test_src_and_hops_are_integers_of_any_library(worlds):
+    assert worlds.run(2, numbers_of_any_library) == [([0.0, 1.0], 2), ([2.0], 2)]
 
 
 def unpicklable(rank):

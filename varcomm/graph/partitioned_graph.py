@@ -114,8 +114,18 @@ class PartitionedGraph:
         for attributes in (self.attributes, *self._of_one_type):
             if name in attributes:
                 return attributes[name]
+        if name == "num_edges":  # of which the data have more, with halos of several hops
+            return sum(shard.num_owned for shard in self.edge_shards.values())
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
-            return getattr(self.data, name)
+            try:
+                return getattr(self.data, name)
+            except KeyError as error:  # as HeteroData says of x_dict
+                raise AttributeError(f"{error.args[0]}.") from error
+        if None not in self.node_shards:
+            shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
+            have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if name in shard]
+            hint = f"say of which type: {', '.join(have)}" if have else "nor has one of its types"
+            raise AttributeError(f"the graph as a whole has no attribute {name!r}; {hint}.")
         names = [*self.data.keys()]
         raise AttributeError(
             f"the graph has no attribute {name!r}; its data have {', '.join(names)}."
@@ -128,7 +138,10 @@ class PartitionedGraph:
         return self.nodes.attributes, self.edges.attributes
 
     def __contains__(self, name: object) -> bool:
-        return name in self.data
+        """Return whether there is such an attribute, or, where there are several, such a type."""
+        if None in self.node_shards:
+            return name in self.data
+        return name in self.node_shards or name in self.edge_shards or name in self.attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
         """Return the graph itself, which is not changed: copies of a model run on the same."""
@@ -210,7 +223,7 @@ class PartitionedGraph:
     @property
     def hops(self) -> int:
         """How many exchanges of one hop the halo replaces."""
-        return max(shard.hops for shard in self.edge_shards.values())
+        return max((shard.hops for shard in self.edge_shards.values()), default=1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
         """Fetch the halo's rows, (h, *F), of owned ones, (n, *F); see :meth:`EdgeShard.halo`."""

@@ -17,6 +17,7 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.gather_v import gather_v
 from varcomm.ops.operator import checking
 from varcomm.ops.scatter_v import scatter_v
+from varcomm.ops.wire import taken
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group
 
@@ -120,7 +121,7 @@ class Shard:
             whole = all_gather_v(x, self.sizes, group=pg)
         else:
             whole = gather_v(x, self.sizes, dst=dst, group=pg)
-        return whole.index_select(0, place)
+        return taken(whole, place.to(whole.device))
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
         """Send each rank its rows of what one rank has of the whole graph.
@@ -152,7 +153,8 @@ class Shard:
         order, _ = self._order(src)
         fits = isinstance(x, torch.Tensor) and x.shape[:1] == (self.sizes.total,)
         if x is not None and fits and self.group.rank == src:
-            x = x.index_select(0, order)  # else scatter_v says on every rank what is wrong
+            # else scatter_v says on every rank what is wrong; nothing may fail here alone
+            x = taken(x, order.to(x.device)) if x.layout == torch.strided else x
         return scatter_v(x, self.sizes, src=src, group=self.group.process_group)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -215,7 +217,7 @@ class Shard:
         """Return the greatest value over the rows of all ranks, and over their features.
 
         The gradient is counted once, as in :meth:`mean`. Values that share the maximum, on
-        whichever ranks, share it evenly, as :func:`torch.amax` has it.
+        whichever ranks, share it evenly, as :func:`torch.amax` has it; of NaN the gradient is zero.
 
         Parameters
         ----------
@@ -239,12 +241,16 @@ class Shard:
         top = all_gather_v(own, ranks, group=self.group.process_group).amax()
         # The value is that of `top`; its derivative goes to all that reach it.
         reaching = values[values.detach().double() == top].double()
-        zero = (reaching - reaching.detach()).sum() if top.isfinite() else reaching.sum() * 0
+        # zero, so that the value is exact; of infinities, whose difference is none, the value
+        part = (reaching - reaching.detach() if top.isfinite() else reaching).sum()
         total = replicated_sum(
-            torch.stack([zero, torch.full_like(zero, len(reaching))]), self.group
+            torch.stack([part, torch.full_like(part, len(reaching))]), self.group
         )
-        rise = total[0] / total[1].clamp(min=1)
-        return torch.where(top.isfinite(), top + rise, top).to(values.dtype)
+        mean = total[0] / total[1].clamp(min=1)
+        if top.isfinite():
+            return (top + mean).to(values.dtype)
+        # of NaN, and where nothing counts, nobody reaches it
+        return torch.where(total[1] > 0, mean, top).to(values.dtype)
 
     def _sum_and_count(
         self, what: str, values: torch.Tensor, mask: torch.Tensor | None

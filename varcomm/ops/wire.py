@@ -28,6 +28,7 @@ __all__ = [
     "memory_format",
     "pack",
     "rest",
+    "taken",
     "unpack",
 ]
 
@@ -137,6 +138,12 @@ def memory_format(x: torch.Tensor) -> torch.memory_format:
 def rest(shape: Sequence[int], dim: int) -> list[int]:
     """Return `shape` without `dim`: what one row is."""
     return [*shape[:dim], *shape[dim + 1 :]]
+
+
+def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return some rows, of any dtype."""
+    # index_select is the faster one, but of one dimension it does not take unsigned integers
+    return rows[index] if rows.dim() == 1 else rows.index_select(0, index)
 
 
 def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:

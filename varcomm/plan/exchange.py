@@ -66,7 +66,7 @@ class Exchange(_Planned):
         """Pick the rows to send, which is the one copy; what comes is the result."""
         front = x.movedim(self.dim, 0)
         row = front.shape[1:]
-        picked = wire.flat(front.index_select(0, self.plan.send_index))
+        picked = wire.flat(wire.taken(front, self.plan.send_index))
         send = [rows * prod(row) for rows in self.plan.send_counts]
         recv = [rows * prod(row) for rows in self.plan.recv_counts]
         works, values = wire.exchange(self.name, self.group, picked, send, recv)

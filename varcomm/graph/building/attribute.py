@@ -11,11 +11,11 @@ from torch_geometric.data import Data
 from torch_geometric.utils import is_sparse, select
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.travel import taken
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.wire import taken
 
 __all__ = ["Attribute", "check_name"]
 

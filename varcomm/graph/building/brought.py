@@ -13,11 +13,12 @@ from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.building.assemble import OwnedEdges, assemble
 from varcomm.graph.building.directory import Directory
 from varcomm.graph.building.tables import ends
-from varcomm.graph.building.travel import Route, taken
+from varcomm.graph.building.travel import Route
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign_sharded import assign_sharded
 from varcomm.graph.shard import NodeShard
 from varcomm.layout import ShardSizes
+from varcomm.ops.wire import taken
 from varcomm.transport.agree import agree
 from varcomm.transport.group import Group
 

@@ -9,9 +9,10 @@ import torch
 from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.travel import Route, taken
+from varcomm.graph.building.travel import Route
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import ShardSizes, exact_int
+from varcomm.ops.wire import taken
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["check_hops", "deepened"]

@@ -90,6 +90,10 @@ def partition(
     the graph that by chance has N or E entries is cut too: give it a first dimension of one.
     Numbers of nodes, such as ``face`` or ``edge_label_index``, are refused.
 
+    Attributes of nodes and edges are data: what is cut out is not differentiable with respect to
+    the whole graph, and arrays of numbers become tensors. With `src` they must be either; lists,
+    and arrays of texts, only ranks that have the graph can cut.
+
     Where all ranks have the graph, rank 0 assigns the nodes and broadcasts their ranks; everything
     else is computed on each rank for its own part, without a loop over nodes. With `src`, that rank
     sends each rank its rows and edges, as :func:`from_edges` does.
@@ -115,24 +119,35 @@ def partition(
         )
     ranks = resolve(group)
     began = time.perf_counter()
-    if src is None:
-        graph = _from_all(data, method, hops, ranks)
+
+    def call() -> tuple[int | None, int]:
+        check_hops(hops, data)
+        return None if src is None else checked_rank(src, ranks.size, "src"), int(hops)
+
+    # before anything else, since what follows depends on it
+    calls = share(_WHAT, call, ranks)
+    if others := [rank for rank, other in enumerate(calls) if other != calls[0]]:
+        raise DisagreementError(
+            f"{_WHAT}: ranks differ in src or hops: rank 0 has src={calls[0][0]} and "
+            f"hops={calls[0][1]}, rank {others[0]} has src={calls[others[0]][0]} and "
+            f"hops={calls[others[0]][1]}."
+        )
+    source, hops = calls[0]
+    if source is None:
+        graph = _from_all(data, method, ranks)
     else:
-        graph = _from_one(data, method, src, hops, ranks)
+        graph = _from_one(data, method, source, ranks)
     logger.info("%r, in %.2f s", graph, time.perf_counter() - began)
     return deepened(graph, hops)
 
 
-def _from_all(data: Any, method: Method, hops: int, group: Group) -> PartitionedGraph:
+def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
     def check() -> tuple[Tables, str | Owners | None]:
-        check_hops(hops, data)
         tables = read(data)
         return tables, _checked_method(method, tables, group)
 
     tables, checked = agree(_WHAT, check, group)
-    others, names = differing(
-        share(_WHAT, lambda: tables.digests() | _digests(checked) | {"hops": hops}, group)
-    )
+    others, names = differing(share(_WHAT, lambda: tables.digests() | _digests(checked), group))
     if others:
         raise DisagreementError(
             f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
@@ -142,10 +157,8 @@ def _from_all(data: Any, method: Method, hops: int, group: Group) -> Partitioned
     return _own_part(tables, owners, name, group)
 
 
-def _from_one(data: Any, method: Method, src: int, hops: int, group: Group) -> PartitionedGraph:
+def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedGraph:
     def check() -> tuple[Tables, Owners, str] | None:
-        checked_rank(src, group.size, "src")
-        check_hops(hops, data)
         if group.rank != src:
             for given, name in ((data, "data"), (method, "method")):
                 if given is not None:
@@ -160,8 +173,6 @@ def _from_one(data: Any, method: Method, src: int, hops: int, group: Group) -> P
         name = method_used(data, group.size, checked)
         return tables, _assigned(data, group.size, name), name
 
-    if len(set(share(_WHAT, lambda: repr((src, hops)), group))) > 1:
-        raise DisagreementError(f"{_WHAT}: ranks give different src or hops.")
     return from_one_rank(_WHAT, agree(_WHAT, check, group), src, group)
 
 
@@ -223,8 +234,7 @@ def _owners(
     data: Any, tables: Tables, method: str | Owners | None, group: Group
 ) -> tuple[Owners, str]:
     """Return the rank of each node, the same on all ranks, and how it was decided."""
-    devices = [edges.edge_index.device for edges in tables.edges.values()]
-    device = devices[0] if devices else torch.device("cpu")
+    device = tables.device
     if isinstance(method, dict):
         return {key: ranks.to(device) for key, ranks in method.items()}, "the ranks given"
     name = share(_WHAT, lambda: method_used(data, group.size, method), group)[0]

@@ -8,15 +8,10 @@ from typing import Self
 import torch
 
 from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.wire import taken
 from varcomm.transport.group import Group
 
-__all__ = ["Route", "taken"]
-
-
-def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return some rows, of any dtype."""
-    # index_select is the faster one, but of one dimension it does not take unsigned integers
-    return rows[index] if rows.dim() == 1 else rows.index_select(0, index)
+__all__ = ["Route"]
 
 
 @dataclass(frozen=True, eq=False)
