@@ -20,6 +20,11 @@ class BothAtOnce(MessagePassing):
         return x_j + x.mean()
 
 
+class BothAtOnceAtEdges(MessagePassing):
+    def edge_update(self, x_j, x):
+        return x_j + x.mean()
+
+
 class OverOutDegree(MessagePassing):
     def message(self, x_j, size_j):
         return x_j / size_j
@@ -145,6 +150,10 @@ REFUSED = {
     "edges in an update": (OfSources, "its functions take edge_index, which would be"),
     "edges in an edge update": (EdgesByNumber, "its functions take edge_index_j, which would be"),
     "an explained layer": (explained, "explain is on; explain the model on the whole graph"),
+    "the whole at edges": (
+        BothAtOnceAtEdges,
+        "take x both at the source of edges and as a whole, which would be a pair",
+    ),
     "the whole in a message": (
         BothAtOnce,
         "take x both at the source of edges and as a whole, which would be a pair",
