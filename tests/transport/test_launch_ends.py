@@ -143,8 +143,9 @@ def test_forgotten_pool_ends():
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_outlives_its_parent(tmp_path, death):
     code = """
-import os, time
+import os, signal, time
 from varcomm.transport.launch import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
 def stay(rank, parent):
     print(f'{os.getpid()}\\n', end='', flush=True)  # in one write
     time.sleep(60)
