@@ -20,7 +20,7 @@ from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
-from varcomm.transport.agree import agree, share
+from varcomm.transport.agree import agree, agree_and_share
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -163,8 +163,9 @@ class ExchangePlan(Routes):
                 )
             return owned, owner
 
-        owned, owner = agree(what, check, ranks)
-        digests = share(what, lambda: crc32(repr(tuple(owned)).encode()), ranks)
+        (owned, owner), digests = agree_and_share(
+            what, check, lambda own: crc32(repr(tuple(own[0])).encode()), ranks
+        )
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
         recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())

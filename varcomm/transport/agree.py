@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.transport.group import Group
+from varcomm.transport.objects import all_gather_object
 
-__all__ = ["agree", "compare", "debug", "debugging", "fail", "share"]
+__all__ = ["agree", "agree_and_share", "compare", "debug", "debugging", "fail", "share"]
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 # Of the calls that this rank has compared; the group's first rank gives a call its number.
 _numbers = count()
@@ -71,15 +71,30 @@ def agree(what: str, local: Callable[[], T], group: Group) -> T:
         On every rank with the same message, if one of them raised: of the kind that the first of
         them raised, or an ArgumentError where that was no error of varcomm's.
     """
-    value: T | None = None
+    return agree_and_share(what, local, lambda _: None, group)[0]
+
+
+def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
+    """Run `local` on every rank and return all results in rank order, or raise on all."""
+    return agree_and_share(what, local, lambda value: value, group)[1]
+
+
+def agree_and_share(
+    what: str, local: Callable[[], T], tell: Callable[[T], S], group: Group
+) -> tuple[T, list[S]]:
+    """Run `local` on every rank and return its result, and what each rank tells of its own.
+
+    One round of messages; raises as :func:`agree` does.
+    """
     failure: Exception | None = None
     call: dict[str, Any] = {"operation": what}
     try:
         value = local()
+        call["told"] = tell(value)
     except Exception as error:
         failure = error
         call |= {"error": str(error), "kind": _kind(error)}
-    calls = _all_gather_object(call, group)
+    calls = all_gather_object(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
         kind = calls[first].get("kind", DisagreementError)
@@ -88,12 +103,7 @@ def agree(what: str, local: Callable[[], T], group: Group) -> T:
             f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
         ) from failure
     _same("operation", calls)
-    return value  # type: ignore[return-value]
-
-
-def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
-    """Run `local` on every rank and return all results in rank order, or raise on all."""
-    return _all_gather_object(agree(what, local, group), group)
+    return value, [other["told"] for other in calls]
 
 
 def _kind(error: Exception) -> type[VarcommError]:
@@ -109,7 +119,7 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     but for ``"send"`` and ``"recv"``, counts a peer: what a rank sends is what its peer expects.
     Returns a number for the call, the same on all ranks.
     """
-    calls = _all_gather_object({**call, "number": next(_numbers)}, group)
+    calls = all_gather_object({**call, "number": next(_numbers)}, group)
     failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
     if failed:
         raise DisagreementError(f"{call['operation']}: not called, since on {'; on '.join(failed)}")
@@ -138,9 +148,3 @@ def _same(word: str, calls: list[dict[str, Any]]) -> None:
 def fail(group: Group, operation: str, error: Exception) -> None:
     """Tell ranks that are in :func:`compare` that this one cannot take part; collective."""
     compare(group, {"operation": operation, "error": str(error)})
-
-
-def _all_gather_object(value: Any, group: Group) -> list[Any]:
-    answers: list[Any] = [None] * group.size
-    dist.all_gather_object(answers, value, group=group.process_group)
-    return answers

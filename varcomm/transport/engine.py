@@ -46,6 +46,11 @@ class Engine(ABC):
     ) -> list[dist.Work]:
         """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order."""
 
+    def all_gather_small(self, group: Group, out: torch.Tensor, data: torch.Tensor) -> None:
+        """Fill `out` on every rank with the few bytes of each rank, as many on all; wait for it."""
+        for work in self.all_gather(group, out, data, [len(data)] * group.size):
+            work.wait()
+
     def exchange(
         self,
         group: Group,

@@ -15,6 +15,9 @@ from varcomm.transport.group import Group
 
 __all__ = ["NCCL"]
 
+# torch 2.13 gave it this name, and warns of the old one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class NCCL(Engine):
     """NCCL, through torch.distributed."""
@@ -29,6 +32,6 @@ class NCCL(Engine):
         """
         pg = group.process_group
         if len(set(counts)) == 1:
-            return works(dist.all_gather_into_tensor(out, data, group=pg, async_op=True))
+            return works(_all_gather_single(out, data, group=pg, async_op=True))
         places = list(out.split(list(counts)))
         return works(dist.all_gather(places, data, group=pg, async_op=True))

@@ -58,12 +58,15 @@ class BroughtEdges:
     attributes : mapping of str
         Rows.
     ids : torch.Tensor or None
-        Positions of these edges in the whole graph; None for rank after rank.
+        Positions of these edges in the whole graph; None if they follow each other.
+    first : int
+        The position of the first, if they follow each other.
     """
 
     edge_index: torch.Tensor
     attributes: Mapping[str, torch.Tensor]
     ids: torch.Tensor | None = None
+    first: int = 0
 
 
 def sent_to_owners(
@@ -92,19 +95,18 @@ def sent_to_owners(
 
 def _owned_edges(brought: BroughtEdges, sources: Directory, targets: Directory) -> OwnedEdges:
     """Exchange the edges that this rank has read for those into its own nodes; collective."""
-    group, count = targets.group, brought.edge_index.shape[1]
-    first = ShardSizes.from_local(count, group.process_group).offsets[group.rank]
     if sources is targets:
         source, target = targets.look_up(*brought.edge_index)
     else:
         (source,) = sources.look_up(brought.edge_index[0])
         (target,) = targets.look_up(brought.edge_index[1])
-    route = Route.to(targets.sizes.owner(target), group)
+    route = Route.to(targets.sizes.owner(target), targets.group)
     source, target = route.carry(source), route.carry(target)
     rows = {key: route.carry(value) for key, value in brought.attributes.items()}
     if brought.ids is None:
         # They come sender by sender, and in each sender's order: so these ascend.
-        ids = route.carry(torch.arange(first, first + count, device=source.device))
+        last = brought.first + brought.edge_index.shape[1]
+        ids = route.carry(torch.arange(brought.first, last, device=source.device))
         return OwnedEdges(source, target, ids, rows)
     ids, order = route.carry(brought.ids).sort()
     rows = {key: taken(value, order) for key, value in rows.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +28,7 @@ from varcomm.graph.shard import described
 from varcomm.layout import ShardSizes, checked_sizes, holds_integers
 from varcomm.ops.checks import checked_tensor
 from varcomm.plan.checks import checked_index
-from varcomm.transport.agree import agree, share
+from varcomm.transport.agree import agree_and_share, share
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -36,6 +37,9 @@ __all__ = ["from_edges"]
 logger = logging.getLogger("varcomm")
 
 Attributes = Mapping[str, torch.Tensor]
+
+# Of each attribute, what its rows are like.
+Outline = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 _METHODS = ("block", "hilbert", "rcb")
 _WHAT = "graph.from_edges"
@@ -137,29 +141,38 @@ def from_edges(
         owner = _checked_owner(method, ranges, ranks, device)
         return BroughtNodes(ranges, owner, ids, of_nodes), BroughtEdges(edges, of_edges)
 
-    nodes, edges = agree(_WHAT, check, ranks)
-    name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
-    _check_alike(
-        {
-            "sizes": tuple(nodes.ranges),
+    def tell(brought: tuple[BroughtNodes, BroughtEdges]) -> _Told:
+        nodes, edges = brought
+        count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
+        return _Told(
+            {word: crc32(repr(value).encode()) for word, value in alike(nodes.ranges).items()},
+            (count, _outline(nodes.attributes)),
+            (edges.edge_index.shape[1], _outline(edges.attributes)),
+        )
+
+    def alike(ranges: ShardSizes) -> dict[str, object]:
+        return {
+            "sizes": tuple(ranges),
             "method": name,
             "hops": int(hops),
             "use of node_ids": node_ids is not None,
-            "the kind of device": edges.edge_index.device.type,
-        },
-        ranks,
-    )
-    count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
-    device, edge_count = edges.edge_index.device, edges.edge_index.shape[1]
-    of_nodes = _completed(nodes.attributes, count, "node_attrs", device, ranks)
-    of_edges = _completed(edges.attributes, edge_count, "edge_attrs", device, ranks)
+            "the kind of device": edge_index.device.type,
+        }
+
+    name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
+    (nodes, edges), told = agree_and_share(_WHAT, check, tell, ranks)
+    _check_alike([other.alike for other in told], alike(nodes.ranges), ranks)
+    device = edges.edge_index.device
+    of_nodes = _completed(nodes.attributes, [other.nodes for other in told], "node_attrs", device)
+    of_edges = _completed(edges.attributes, [other.edges for other in told], "edge_attrs", device)
     if both := [key for key in of_nodes if key in of_edges]:
         raise ArgumentError(
             f"{_WHAT}: {both[0]!r} is in node_attrs and in edge_attrs: graph.{both[0]} could be "
             "either. Rename one."
         )
     nodes = at_home(BroughtNodes(nodes.ranges, nodes.owner, nodes.ids, of_nodes), ranks)
-    edges = BroughtEdges(edges.edge_index, of_edges)
+    first = sum(count for count, _ in (other.edges for other in told[: ranks.rank]))
+    edges = BroughtEdges(edges.edge_index, of_edges, first=first)
     if name in ("hilbert", "rcb"):
         nodes = by_position(nodes, name, ranks)
     graph = sent_to_owners({None: nodes}, {None: edges}, {}, name, ranks)
@@ -167,15 +180,31 @@ def from_edges(
     return deepened(graph, hops)
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of what it brings.
+
+    Attributes
+    ----------
+    alike : dict of int
+        Digests of what must be the same on all ranks: sizes from each would be P^2 numbers.
+    nodes, edges : tuple
+        How many rows, and what the rows of each attribute are like.
+    """
+
+    alike: dict[str, int]
+    nodes: tuple[int, Outline]
+    edges: tuple[int, Outline]
+
+
+def _outline(rows: Attributes) -> Outline:
+    return {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}
+
+
 def _completed(
-    rows: Attributes, count: int, what: str, device: torch.device, group: Group
+    rows: Attributes, outlines: Sequence[tuple[int, Outline]], what: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return attributes with those that only ranks with rows of them have named; collective."""
-    outlines = share(
-        _WHAT,
-        lambda: (count, {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}),
-        group,
-    )
+    """Return attributes with those that only ranks with rows of them have named."""
     first: dict[str, tuple[int, tuple[torch.dtype, torch.Size]]] = {}
     for rank, (_, outline) in enumerate(outlines):
         for name, kind in outline.items():
@@ -202,17 +231,15 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{dtype} of shape ({', '.join(['n', *map(str, shape)])})"
 
 
-def _check_alike(values: Mapping[str, object], group: Group) -> None:
-    """Raise on every rank unless all have the same; collective."""
-    # Sizes from each rank would be P^2 numbers, so ranks show them only if they have to.
-    digests = share(
-        _WHAT, lambda: {name: crc32(repr(value).encode()) for name, value in values.items()}, group
-    )
+def _check_alike(
+    digests: Sequence[Mapping[str, int]], own: Mapping[str, object], group: Group
+) -> None:
+    """Raise on every rank unless all have the same; collective where they do not."""
     _, names = differing(digests)
     if names:
         name = names[0]
         other = [digest[name] == digests[0][name] for digest in digests].index(False)
-        given = share(_WHAT, lambda: values[name], group)
+        given = share(_WHAT, lambda: own[name], group)
         raise DisagreementError(
             f"{_WHAT}: ranks differ in {name}: rank 0 has {given[0]!r}, rank {other} has "
             f"{given[other]!r}."

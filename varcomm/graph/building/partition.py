@@ -23,7 +23,7 @@ from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.graph.shard import NodeShard
 from varcomm.layout import ShardSizes, checked_rank, holds_integers
 from varcomm.ops.broadcast import broadcast
-from varcomm.transport.agree import agree, share
+from varcomm.transport.agree import agree, agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["partition"]
@@ -146,8 +146,10 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
         tables = read(data)
         return tables, _checked_method(method, tables, group)
 
-    tables, checked = agree(_WHAT, check, group)
-    others, names = differing(share(_WHAT, lambda: tables.digests() | _digests(checked), group))
+    (tables, checked), digests = agree_and_share(
+        _WHAT, check, lambda own: own[0].digests() | _digests(own[1]), group
+    )
+    others, names = differing(digests)
     if others:
         raise DisagreementError(
             f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "

@@ -1,0 +1,54 @@
+"""Small objects of all ranks: one round of messages, or two where one of them is long."""
+
+import pickle
+
+import pytest
+import torch.distributed as dist
+
+from varcomm.transport.group import resolve
+from varcomm.transport.objects import all_gather_object
+
+# Of bytes whose pickle, with its length before it, just fits one message.
+FITS = 1024 - 8 - len(pickle.dumps(b"." * 1000)) + 1000
+
+
+def told(rank, lengths):
+    broadcasts, broadcast = [], dist.broadcast
+    dist.broadcast = lambda *a, **k: broadcasts.append(1) or broadcast(*a, **k)
+    try:
+        return all_gather_object(bytes([rank]) * lengths[rank], resolve(None)), len(broadcasts)
+    finally:
+        dist.broadcast = broadcast
+
+
+@pytest.mark.parametrize(
+    ("lengths", "broadcasts"),
+    [
+        ([0, 0, 0], 1),
+        ([FITS, 5, FITS], 1),
+        ([FITS, FITS + 1, 0], 2),  # the rest of one rank
+        ([100_000, FITS + 1, 30_000], 4),
+    ],
+)
+def test_objects_of_all_lengths(worlds, lengths, broadcasts):
+    expected = [bytes([rank]) * length for rank, length in enumerate(lengths)]
+    assert worlds.run(3, told, lengths) == [(expected, broadcasts)] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_number_of_ranks(worlds, ranks):
+    lengths = [10_000 * rank for rank in range(ranks)]
+    expected = [bytes([rank]) * length for rank, length in enumerate(lengths)]
+    assert [both[0] for both in worlds.run(ranks, told, lengths)] == [expected] * ranks
+
+
+def in_subgroups(rank):
+    group = [dist.new_group([3, 1]), dist.new_group([0, 2])][(rank + 1) % 2]
+    return all_gather_object({"rank": rank, "text": "x" * 2000 * rank}, resolve(group))
+
+
+def test_ranks_of_subgroups(worlds):
+    say = [{"rank": rank, "text": "x" * 2000 * rank} for rank in range(4)]
+    # ranks of a group are in the order of the world
+    odd, even = [say[1], say[3]], [say[0], say[2]]
+    assert worlds.run(4, in_subgroups) == [even, odd, even, odd]
