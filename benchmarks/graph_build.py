@@ -96,6 +96,9 @@ def main():
     parser.add_argument("--side", type=int, default=1000, help="of the grid that is partitioned")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--nodes", type=int, default=20_000, help="a rank, for weak scaling")
+    parser.add_argument(
+        "--weak", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks, likewise"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     print(machine(), end="\n\n")
@@ -113,7 +116,7 @@ def main():
 
     print(f"from_edges, {options.nodes:,} nodes a rank: the worst rank")
     rows = []
-    for count in (2, 4, 8, 16):
+    for count in options.weak:
         parts = vc.launch(weak, count, count, options.nodes, options.repeats)
         cpu, sent, memory, exchange = (max(column) for column in zip(*parts, strict=True))
         rows.append([count, f"{cpu:.3f}", f"{sent:,}", f"{memory:,}", f"{exchange:,}"])

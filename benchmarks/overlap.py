@@ -46,7 +46,7 @@ def measure(rank, side, ranks, split, width, layers, repeats):
     """Costs of steps with and without overlap, and of their exchanges alone."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    edge_index = grid(side, side)
+    edge_index = grid(side, side, range(side))
     owner = blocks(side, side, ranks) if split == "blocks" else torch.randint(ranks, (side**2,))
     data = Data(
         x=torch.randn(side**2, width),

@@ -1,0 +1,37 @@
+"""Benchmarks run, at sizes that say nothing of speed, and print their tables."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+# what each prints that only a run to its end has
+RUNS = {
+    "graph_build.py": (
+        ["--side", "30", "--ranks", "2", "--nodes", "400", "--weak", "3", "--repeats", "1"],
+        "bytes an exchange",
+    ),
+    "overlap.py": (
+        ["--side", "20", "--width", "4", "--layers", "2", "--repeats", "2"],
+        "without / with, turn by turn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_benchmark_runs(name):
+    arguments, expected = RUNS[name]
+    done = subprocess.run(
+        [sys.executable, name, *arguments],
+        cwd=FOLDER,
+        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
