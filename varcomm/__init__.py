@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 # Rooms that are loaded when they are first used: importing PyTorch Geometric takes seconds a rank.
-_ROOMS = frozenset({"data_parallel", "graph", "models", "testing"})
+_ROOMS = frozenset({"data_parallel", "graph", "models", "tensor_parallel", "testing"})
 
 
 class _MissingRoomError(MissingPackageError, AttributeError):

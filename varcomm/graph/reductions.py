@@ -18,10 +18,10 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.digest import digest
-from varcomm.ops.all_reduce import AllReduce
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import Operator, checking
+from varcomm.ops.replicated import ReplicatedSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -33,7 +33,7 @@ __all__ = ["replicated", "replicated_sum"]
 
 def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
     """Assume that the gradient of the result is the same on all ranks, and sum over ranks."""
-    return apply(_PartialToReplicated(group, use_fp32=True), partial)
+    return apply(ReplicatedSum(group, use_fp32=True), partial)
 
 
 def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) -> torch.Tensor:
@@ -99,30 +99,6 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
                 f"{where}value must be of floats, to have a gradient; got {value.dtype}."
             )
     return apply(_CopiesToOne(ranks, compared=True), value)
-
-
-class _PartialToReplicated(AllReduce):
-    """From parts to their sum, of which each rank has a copy."""
-
-    name = "replicated_sum"
-
-    @property
-    def adjoint(self) -> _ReplicatedToPartial:
-        return _ReplicatedToPartial(self.group, self.use_fp32)
-
-
-class _ReplicatedToPartial(AllReduce):
-    """From copies of one value to one use of it on each rank; no communication."""
-
-    name = "replicated_use"
-
-    def start(self, x: torch.Tensor) -> Pending:
-        """Copy, since an operator's result does not share memory with its input."""
-        return Pending([], x.clone)
-
-    @property
-    def adjoint(self) -> _PartialToReplicated:
-        return _PartialToReplicated(self.group, self.use_fp32)
 
 
 @dataclass(frozen=True)

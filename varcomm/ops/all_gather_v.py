@@ -39,7 +39,7 @@ class AllGatherV(Operator):
         return Pending(works, lambda: wire.unpack(values, shape, self.sizes, self.dim, into))
 
     @property
-    def adjoint(self) -> ReduceScatterV:
+    def adjoint(self) -> Operator:
         return ReduceScatterV(self.group, self.sizes, self.dim, self.use_fp32)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class AllReduce(Operator):
         return Pending(works, finish)
 
     @property
-    def adjoint(self) -> AllReduce:
+    def adjoint(self) -> Operator:
         return AllReduce(self.group, self.use_fp32)
 
     @property

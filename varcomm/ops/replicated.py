@@ -1,0 +1,85 @@
+"""Operators to and from *replicated* values: one value, of which every rank has a copy.
+
+The other primitives count what each rank has for itself, so a loss that P ranks compute alike
+counts P times in their gradients. Here the inner product counts a replicated value once. That its
+copies are equal is assumed, of the gradients that arrive at them as well; nobody looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from varcomm.ops import wire
+from varcomm.ops.all_gather_v import AllGatherV
+from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.operator import Operator
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import Group
+
+__all__ = ["ReplicatedGather", "ReplicatedShard", "ReplicatedSum", "ReplicatedUse"]
+
+
+@dataclass(frozen=True)
+class ReplicatedUse(Operator):
+    """From a replicated value to a use of it on each rank, of its own; no communication."""
+
+    name = "replicated_use"
+    group: Group
+    use_fp32: bool
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Copy, since an operator's result does not share memory with its input."""
+        return Pending([], x.clone)
+
+    @property
+    def adjoint(self) -> ReplicatedSum:
+        return ReplicatedSum(self.group, self.use_fp32)
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"shape": list(x.shape), "use_fp32": self.use_fp32}
+
+
+class ReplicatedSum(AllReduce):
+    """From each rank's part to the sum of all parts, replicated."""
+
+    name = "replicated_sum"
+
+    @property
+    def adjoint(self) -> ReplicatedUse:
+        return ReplicatedUse(self.group, self.use_fp32)
+
+
+@dataclass(frozen=True)
+class ReplicatedShard(Operator):
+    """From a replicated value to each rank's own rows of it; no communication."""
+
+    name = "replicated_shard"
+    group: Group
+    sizes: tuple[int, ...]
+    dim: int
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Copy, as :class:`ReplicatedUse` does."""
+        rank, into = self.group.rank, wire.memory_format(x)
+        rows = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
+        return Pending([], lambda: rows.clone(memory_format=into))
+
+    @property
+    def adjoint(self) -> ReplicatedGather:
+        return ReplicatedGather(self.group, self.sizes, self.dim, use_fp32=True)
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"dim": self.dim, "sizes": list(self.sizes), "shape": list(x.shape)}
+
+
+class ReplicatedGather(AllGatherV):
+    """From each rank's own rows to the rows of all, replicated."""
+
+    name = "replicated_gather"
+
+    @property
+    def adjoint(self) -> ReplicatedShard:
+        return ReplicatedShard(self.group, self.sizes, self.dim)
