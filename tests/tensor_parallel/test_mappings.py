@@ -1,0 +1,296 @@
+"""Every mapping, forward and backward, is what its convention says."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import varcomm
+import varcomm.tensor_parallel as tp
+from tests.ops.comparing import assert_none
+from tests.tensor_parallel.twins import (
+    PATTERNS,
+    REPLICATED,
+    WORLDS,
+    Sharded,
+    compare,
+    drawn,
+    split,
+)
+from varcomm import ArgumentError, DisagreementError, VarcommError
+from varcomm.transport.group import resolve
+
+
+def whole_of(layout, *rest):
+    """A tensor that can be sharded so."""
+    shape = list(rest)
+    shape[layout.dim] = sum(layout.sizes)
+    return drawn(1, *shape)
+
+
+# A partial value is a shard of a stack along a new dimension, over which the twin sums.
+def cases(ranks, pattern, group=None):
+    sizes, others = split(pattern, ranks), split("uneven", ranks)
+    ones = Sharded(0, (1,) * ranks)
+    stack = drawn(2, ranks, sum(sizes), sum(others))
+    first, last = Sharded(0, sizes), Sharded(1, others)
+    whole = drawn(3, sum(sizes), sum(others))
+    rank = resolve(group).rank
+    scale = torch.arange(1.0, ranks + 1, dtype=torch.float64)
+    return {
+        "copy": (
+            lambda x: scale[rank] * tp.copy_to_tensor_model_parallel_region(x, group=group)[None],
+            lambda x: scale.view(-1, 1, 1) * x,
+            [(whole, REPLICATED)],
+            ones,
+        ),
+        "reduce": (
+            lambda x: tp.reduce_from_tensor_model_parallel_region(x[0], group=group),
+            lambda x: x.sum(0),
+            [(stack, ones)],
+            REPLICATED,
+        ),
+        "scatter": (
+            lambda x: tp.scatter_to_tensor_model_parallel_region(x, others, group=group),
+            lambda x: x * 1,
+            [(whole, REPLICATED)],
+            last,
+        ),
+        "gather": (
+            lambda x: tp.gather_from_tensor_model_parallel_region(x, others, group=group),
+            lambda x: x * 1,
+            [(whole, last)],
+            REPLICATED,
+        ),
+        "gather, asked": (
+            lambda x: tp.gather_from_tensor_model_parallel_region(x, dim=0, group=group),
+            lambda x: x * 1,
+            [(whole, first)],
+            REPLICATED,
+        ),
+        "scatter sequence": (
+            lambda x: tp.scatter_to_sequence_parallel_region(x, sizes, group=group),
+            lambda x: x * 1,
+            [(whole, REPLICATED)],
+            first,
+        ),
+        "gather sequence, alike": (
+            lambda x: tp.gather_from_sequence_parallel_region(x, False, sizes, group=group),
+            lambda x: x * 1,
+            [(whole, first)],
+            REPLICATED,
+        ),
+        "gather sequence": (
+            lambda x: (
+                scale[rank]
+                * tp.gather_from_sequence_parallel_region(x, True, sizes, group=group)[None]
+            ),
+            lambda x: scale.view(-1, 1, 1) * x,
+            [(whole, first)],
+            ones,
+        ),
+        "reduce-scatter sequence": (
+            lambda x: tp.reduce_scatter_to_sequence_parallel_region(x[0], sizes, group=group),
+            lambda x: x.sum(0),
+            [(stack, ones)],
+            first,
+        ),
+        "gather last": (
+            lambda x: (
+                scale[rank]
+                * tp.all_gather_last_dim_from_tensor_parallel_region(x, others, group=group)[None]
+            ),
+            lambda x: scale.view(-1, 1, 1) * x,
+            [(whole, last)],
+            ones,
+        ),
+        "reduce-scatter last": (
+            lambda x: tp.reduce_scatter_last_dim_to_tensor_parallel_region(
+                x[0], others, group=group
+            ),
+            lambda x: x.sum(0),
+            [(stack, ones)],
+            last,
+        ),
+        "sequence to hidden": (
+            lambda x: tp.all_to_all_sp2hp(x, sizes, others, group),
+            lambda x: x * 1,
+            [(whole, first)],
+            last,
+        ),
+        "hidden to sequence": (
+            lambda x: tp.all_to_all_hp2sp(x, sizes, others, group),
+            lambda x: x * 1,
+            [(whole, last)],
+            first,
+        ),
+    }
+
+
+def run(rank, pattern):
+    ranks = torch.distributed.get_world_size()
+    failures = []
+    for name, case in cases(ranks, pattern).items():
+        failures += [f"{name}: {text}" for text in compare(*case)]
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_values_and_derivatives(worlds, pattern, ranks):
+    assert_none(worlds.run(ranks, run, pattern))
+
+
+def in_mesh(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    failures = []
+    for name, case in cases(2, "uneven", mesh["tensor"]).items():
+        failures += [f"{name}: {text}" for text in compare(*case, group=mesh["tensor"])]
+    return failures
+
+
+def test_one_dimension_of_a_mesh(worlds):
+    assert_none(worlds.run(4, in_mesh))
+
+
+def balanced(rank):
+    """What sizes are, where they are left out."""
+    x = torch.arange(5.0)
+    shard = tp.scatter_to_tensor_model_parallel_region(x)
+    return (
+        shard,
+        tp.scatter_to_sequence_parallel_region(x),
+        tp.reduce_scatter_to_sequence_parallel_region(x),
+        tp.reduce_scatter_last_dim_to_tensor_parallel_region(x),
+        tp.all_to_all(x),
+        tp.gather_from_tensor_model_parallel_region(shard),
+        tp.gather_from_sequence_parallel_region(shard),
+        tp.all_gather_last_dim_from_tensor_parallel_region(shard),
+    )
+
+
+def test_sizes_left_out(worlds):
+    x = torch.arange(5.0)
+    for rank, (shard, *others) in enumerate(worlds.run(3, balanced)):
+        own = x[[slice(0, 2), slice(2, 4), slice(4, 5)][rank]]
+        assert torch.equal(shard, own)
+        assert torch.equal(others[0], own)
+        assert torch.equal(others[1], 3 * own)
+        assert torch.equal(others[2], 3 * own)
+        assert torch.equal(others[3], own.repeat(3))
+        assert all(torch.equal(whole, x) for whole in others[4:])
+
+
+def communicated(rank):
+    """Which bytes each mapping sends forward and backward, on 2 ranks, fp32, 3 + 1 rows."""
+    sizes, told = [3, 1], {}
+    x = torch.ones(4, requires_grad=True)
+    shard = torch.ones(sizes[rank], requires_grad=True)
+    calls = {
+        "copy": lambda: tp.copy_to_tensor_model_parallel_region(x),
+        "reduce": lambda: tp.reduce_from_tensor_model_parallel_region(x),
+        "scatter": lambda: tp.scatter_to_tensor_model_parallel_region(x, sizes),
+        "gather": lambda: tp.gather_from_tensor_model_parallel_region(shard, sizes),
+        "gather sequence": lambda: tp.gather_from_sequence_parallel_region(shard, sizes=sizes),
+    }
+    for name, call in calls.items():
+        with varcomm.trace() as forward:
+            y = call()
+        with varcomm.trace() as backward:
+            y.sum().backward()
+        told[name] = [sum(c.sent for c in forward), sum(c.sent for c in backward)]
+    return told
+
+
+def test_bytes(worlds):
+    first, second = worlds.run(2, communicated)
+    assert first == {
+        "copy": [0, 16],
+        "reduce": [16, 0],
+        "scatter": [0, 12],
+        "gather": [12, 0],
+        "gather sequence": [12, 4],
+    }
+    assert second == first | {
+        "scatter": [0, 4],
+        "gather": [4, 0],
+        "gather sequence": [4, 12],
+    }
+
+
+def in_place_around(rank):
+    """An incoming gradient and a saved activation stay as they are."""
+    a = torch.tensor([1.0], requires_grad=True)
+    b = torch.tensor([2.0], requires_grad=True)
+    copy = tp.copy_to_tensor_model_parallel_region
+    (copy(a) + copy(b)).backward()
+    x = torch.tensor([0.5], requires_grad=True)
+    tp.reduce_from_tensor_model_parallel_region(x.exp()).backward()
+    return a.grad.item(), b.grad.item(), x.grad.item()
+
+
+def test_nothing_is_written_into(worlds):
+    two = torch.tensor(0.5).exp().item()
+    for a, b, x in worlds.run(2, in_place_around):
+        assert (a, b) == (2.0, 2.0)
+        assert x == pytest.approx(two)
+
+
+X = torch.zeros(3, 4)
+WRONG = {
+    "whole": (
+        lambda: tp.scatter_to_tensor_model_parallel_region(X, [1, 2]),
+        "has 4 rows along dim 1, but sizes sum to 3",
+    ),
+    "shard": (
+        lambda: tp.gather_from_tensor_model_parallel_region(X, [1, 2]),
+        r"has 4 rows along dim 1, but sizes\[.\] is [12]",
+    ),
+    "number of sizes": (
+        lambda: tp.scatter_to_sequence_parallel_region(X, [3]),
+        "sizes must have one entry a rank, 2",
+    ),
+    "no tensor": (
+        lambda: tp.copy_to_tensor_model_parallel_region([1.0]),
+        "tensor must be a torch.Tensor; got list",
+    ),
+    "bool": (
+        lambda: tp.reduce_from_tensor_model_parallel_region(X > 0),
+        "a sum of torch.bool is not defined",
+    ),
+    "flag": (
+        lambda: tp.gather_from_sequence_parallel_region(X, [2, 1]),
+        "tensor_parallel_output_grad must be True or False",
+    ),
+    "dim": (
+        lambda: tp.scatter_to_tensor_model_parallel_region(X, dim=2),
+        "dim=2 is out of range",
+    ),
+    "hidden": (
+        lambda: tp.all_to_all_sp2hp(X, [3, 3], [1, 2]),
+        "split_sizes sum to 3",
+    ),
+}
+
+
+def refused(rank, name):
+    call, text = WRONG[name]
+    with pytest.raises(ArgumentError, match=text):
+        call()
+    return varcomm.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(worlds, name):
+    assert worlds.run(2, refused, name) == [2.0, 2.0]
+
+
+def asking(rank):
+    with pytest.raises(VarcommError, match="refused on rank 1 of 2: tensor must be"):
+        tp.gather_from_tensor_model_parallel_region(X if rank == 0 else None)
+    with pytest.raises(DisagreementError, match="disagree on sizes"), varcomm.debug():
+        tp.gather_from_tensor_model_parallel_region(X, [[4, 4], [5, 4]][rank])
+    return True
+
+
+def test_ranks_that_disagree(worlds):
+    assert worlds.run(2, asking) == [True, True]
