@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.digest import digest
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import digest
 from varcomm.ops.operator import Operator, checking
 from varcomm.ops.replicated import ReplicatedSum
 from varcomm.transport.engine import Pending

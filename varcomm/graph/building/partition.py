@@ -17,12 +17,12 @@ from varcomm.graph.building.assemble import OwnedEdges, assemble
 from varcomm.graph.building.from_one_rank import from_one_rank
 from varcomm.graph.building.hops import check_hops, deepened
 from varcomm.graph.building.tables import Tables, ends, read
-from varcomm.graph.digest import differing, digest
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.graph.shard import NodeShard
 from varcomm.layout import ShardSizes, checked_rank, holds_integers
 from varcomm.ops.broadcast import broadcast
+from varcomm.ops.digest import differing, digest
 from varcomm.transport.agree import agree, agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 

@@ -15,11 +15,11 @@ from torch_geometric.data.storage import BaseStorage
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.attribute import Attribute, check_name
-from varcomm.graph.digest import digest
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 from varcomm.graph.shard import described
 from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import digest
 
 __all__ = ["EdgeTable", "NodeTable", "Tables", "check_edge_index", "ends", "read"]
 

@@ -9,7 +9,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.digest import differing, digest
 from varcomm.graph.over_nodes.norms import global_norm, is_global_norm
 from varcomm.graph.over_nodes.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -19,6 +18,7 @@ from varcomm.graph.running.place import Place
 from varcomm.graph.running.propagate import attach
 from varcomm.graph.running.rebind import Rebinding
 from varcomm.graph.running.told import listen
+from varcomm.ops.digest import differing, digest
 from varcomm.transport.agree import share
 
 __all__ = ["distribute"]
