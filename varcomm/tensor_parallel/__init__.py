@@ -1,6 +1,11 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
-from varcomm.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+from varcomm.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel_linear,
+    row_parallel_linear,
+)
 from varcomm.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     all_to_all,
@@ -17,6 +22,8 @@ from varcomm.tensor_parallel.mappings import (
 )
 
 __all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
     "all_to_all_hp2sp",

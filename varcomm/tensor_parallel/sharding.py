@@ -147,13 +147,23 @@ class ShardSpec:
         with checking("ShardSpec.gather", self.group):
             self._check_rows(local, self.local, f"part of {self.group}")
         whole = all_gather_v(local, self.sizes, self.dim, group=self.group.process_group)
+        return self.ordered(whole, self.dim)
+
+    def ordered(self, by_rank: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return what stands rank by rank along `dim` in the order of the whole, block by block."""
         if len(self.blocks) == 1:
-            return whole
-        # it stands rank by rank, and is to stand block by block
-        parts = whole.split([n for rows in zip(*self.blocks, strict=True) for n in rows], self.dim)
+            return by_rank
+        parts = by_rank.split([n for rows in zip(*self.blocks, strict=True) for n in rows], dim)
         count = len(self.blocks)
-        ordered = [part for block in range(count) for part in parts[block::count]]
-        return torch.cat(ordered, self.dim)
+        return torch.cat([part for block in range(count) for part in parts[block::count]], dim)
+
+    def by_rank(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
+        """Undo :meth:`ordered`: what each rank has stands together."""
+        if len(self.blocks) == 1:
+            return ordered
+        parts = ordered.split([n for block in self.blocks for n in block], dim)
+        count = self.group.size
+        return torch.cat([part for rank in range(count) for part in parts[rank::count]], dim)
 
     def _check_rows(self, tensor: torch.Tensor, rows: int, which: str) -> None:
         checked_tensor(tensor, f"{self}: ", which.split(" ", maxsplit=1)[0])
