@@ -58,8 +58,8 @@ def checked_floats(x: object, where: str, name: str, least: int) -> None:
     """Raise ArgumentError if `x` is no tensor of floats of at least so many dimensions."""
     checked_tensor(x, where, name)
     assert isinstance(x, torch.Tensor)
-    if not x.is_floating_point():
-        raise ArgumentError(f"{where}{name} must be of floats; got {x.dtype}.")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ArgumentError(f"{where}{name} must be of floats of 2 bytes or more; got {x.dtype}.")
     if x.dim() < least:
         raise ArgumentError(
             f"{where}{name} must have at least {least} dimensions; got the shape {tuple(x.shape)}."
@@ -187,7 +187,7 @@ def compared(
 
 
 def _digest(x: torch.Tensor) -> int:
-    return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _is_number(value: object) -> bool:

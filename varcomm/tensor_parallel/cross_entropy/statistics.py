@@ -38,7 +38,7 @@ def chunk_elements(device: torch.device) -> int:
 
     On a CPU they are to stay in a cache, elsewhere to give each kernel enough to do.
     """
-    return 2**18 if device.type == "cpu" else 2**24
+    return 2**19 if device.type == "cpu" else 2**24
 
 
 def statistics(
@@ -67,8 +67,7 @@ def statistics(
     if z.shape[-1] == 0:
         nothing = torch.zeros_like(q)
         return nothing, torch.full_like(q, -torch.inf), nothing
-    z = z.to(q.dtype)
-    top = z.detach().amax(-1)
+    top = z.detach().amax(-1).to(q.dtype)
     top = top.masked_fill(top == -torch.inf, 0)
     below = z - top.unsqueeze(-1)
     of_target = below.gather(-1, y.unsqueeze(-1)).squeeze(-1)
@@ -94,7 +93,7 @@ def gradient(
     of_log, of_part = gradients.of_results
     # where no logit is above minus infinity, none gets a gradient: exp(below) is 0 there
     scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
-    result = (z.to(q.dtype) - top.unsqueeze(-1)).exp_() * scale.unsqueeze(-1)
+    result = (z - top.unsqueeze(-1)).exp_() * scale.unsqueeze(-1)
     if share:
         smooth = (share * of_part).unsqueeze(-1)
         result = result - (smooth if weight is None else smooth * weight)
@@ -105,10 +104,12 @@ def of_logits(share: float, weighted: bool) -> RowMap:
     """Return the map from logits: ``rows = (z, y, q)``, ``shared = (weight,)`` if `weighted`."""
 
     def forward(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        return statistics(*rows, shared[0] if weighted else None, share), ()
+        z, y, q = rows
+        return statistics(z, y, q, shared[0] if weighted else None, share), ()
 
     def adjoint(rows: Tensors, shared: Tensors, g: Gradients) -> tuple[Tensors, Tensors]:
-        return (gradient(*rows, shared[0] if weighted else None, share, g),), ()
+        z, y, q = rows
+        return (gradient(z, y, q, shared[0] if weighted else None, share, g),), ()
 
     return RowMap(forward, results=3, constants=1, adjoint=adjoint)
 
