@@ -94,6 +94,9 @@ def vocab_parallel_embedding(
     backward; or, for parts of the sequence, the same rows' gradients go back. Ids are not sent
     where they are whole; with `input_is_parallel`, distinct ids are (indexed), or all (masked).
 
+    Memory beside the result: *masked*, for parts of the sequence, the T rows that are summed;
+    *indexed*, the distinct rows that are sent and received. Backward keeps ids only, no rows.
+
     References
     ----------
     Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model

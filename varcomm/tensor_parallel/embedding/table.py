@@ -1,4 +1,4 @@
-"""What layers with a sharded table share: how it is made, and the way from nn.Embedding and back."""
+"""What layers with a sharded table share: how they are made, from nn.Embedding and back."""
 
 from __future__ import annotations
 
