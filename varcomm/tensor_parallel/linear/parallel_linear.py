@@ -12,7 +12,8 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_flag
-from varcomm.tensor_parallel.agreement import agree_on_layer, digest
+from varcomm.ops.digest import digest
+from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.initial import Fill, initialised
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
