@@ -137,7 +137,7 @@ UNKNOWN = {
     "a type that is not there": (
         lambda graph: graph["publisher"],
         KeyError,
-        "'publisher'; the graph has ['author', 'editor', 'paper', 'reader', 'venue', ('author', 'l",
+        "'publisher'; the graph has ['author', 'paper', 'venue', 'editor', 'reader', ('author', '",
     ),
     "edges that are not there": (
         lambda graph: graph["author", "paper"],
