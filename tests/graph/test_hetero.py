@@ -147,7 +147,7 @@ UNKNOWN = {
     "nodes": (
         lambda graph: graph.nodes,
         ArgumentError,
-        "the graph has several types; say of which: graph['author'], graph['editor'], graph['pape",
+        "the graph has several types; say of which: graph['author'], graph['paper'], graph['venu",
     ),
     "edges": (
         lambda graph: graph.edge_index,
