@@ -137,7 +137,7 @@ UNKNOWN = {
     "a type that is not there": (
         lambda graph: graph["publisher"],
         KeyError,
-        "'publisher'; the graph has ['author', 'editor', 'paper', 'reader', 'venue', ('author', 'l",
+        "'publisher'; the graph has ['author', 'paper', 'venue', 'editor', 'reader', ('author', '",
     ),
     "edges that are not there": (
         lambda graph: graph["author", "paper"],
@@ -147,7 +147,7 @@ UNKNOWN = {
     "nodes": (
         lambda graph: graph.nodes,
         ArgumentError,
-        "the graph has several types; say of which: graph['author'], graph['editor'], graph['pape",
+        "the graph has several types; say of which: graph['author'], graph['paper'], graph['venu",
     ),
     "edges": (
         lambda graph: graph.edge_index,
