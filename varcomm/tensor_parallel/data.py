@@ -174,7 +174,7 @@ def _all_gather(said: list[int], group: Group) -> list[list[int]]:
     own = torch.tensor(said, dtype=torch.int64, device=group.device())
     works, all_said = wire.all_gather(_NAME, group, own, [len(said)] * group.size)
     values = Pending(works, lambda: all_said).wait()
-    return values.view(group.size, len(said)).tolist()  # type: ignore[no-any-return]
+    return values.view(group.size, len(said)).tolist()
 
 
 def _broadcast(values: torch.Tensor, group: Group) -> None:

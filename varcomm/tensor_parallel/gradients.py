@@ -157,12 +157,14 @@ def _grad_norm(
         together = torch.stack([norm.to(device, torch.float64) for norm in norms])
         own[0] = torch.linalg.vector_norm(together, norm_type)
     parts = all_gather_v(own, [1] * ranks.size, group=group)
-    return torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
+    total: torch.Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
+    return total
 
 
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    return norm
 
 
 def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -> bool:
