@@ -323,6 +323,8 @@ def inside_a_block(rank):
             drawn = [torch.rand(3)]
             drawn += torch.autograd.grad(y.sum(), x)
             drawn += [torch.rand(3)]
+            with pytest.raises(ArgumentError, match="is under way"):
+                streams.fork("sharded").__enter__()
         drawn += torch.autograd.grad(z.sum(), x)
         with streams.fork("sharded"):
             results.append([*drawn, torch.rand(3)])
@@ -343,13 +345,13 @@ def backward_inside(rank):
             with streams.fork("sharded"):
                 return F.dropout(x.sin(), 0.5).square().sum()
 
-        x = randn(16).requires_grad_()
+        x = randn(64).requires_grad_()
         inner = apply(energy, x)
 
         def forces(x, inner=inner, streams=streams):
             (force,) = torch.autograd.grad(inner, x, create_graph=True)
             with streams.fork("sharded"):
-                return F.dropout(force * x, 0.5)
+                return force + F.dropout(x.exp(), 0.5)
 
         y = apply(forces, x)
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), x)])

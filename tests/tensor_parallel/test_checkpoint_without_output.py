@@ -164,6 +164,16 @@ def test_several_outputs_and_one_after_another():
     assert run_alone(forward, w) == (True, 6)
 
 
+def test_outputs_that_share_memory():
+    w = weights(5, 5)
+
+    def forward(x, apply):
+        a, b = apply(lambda x: x.exp().chunk(2), x)
+        return (b @ w) * a + (a @ w) * b
+
+    assert run_alone(forward, w) == (True, 2)
+
+
 def test_an_output_that_is_the_input():
     w = weights(5, 5)
     assert run_alone(lambda x, apply: apply(lambda x: x, x * 2) @ w, w) == (True, 2)
@@ -429,7 +439,7 @@ def test_another_output_when_it_is_run_again_is_refused():
 
 
 def test_an_output_that_is_needed_after_its_gradient_is_refused():
-    """Threads of several devices may come to that; here its gradient is said to be complete."""
+    """Threads of several devices could come to that; here its gradient is said to be complete."""
     x, weight = randn(4, 5).requires_grad_(), weights(5, 5)
     with CheckpointWithoutOutput() as keep:
         y = keep.checkpoint(torch.exp, x) @ weight

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from varcomm import ArgumentError, DisagreementError
 from varcomm.tensor_parallel import random as streams_module
+from varcomm.tensor_parallel.checkpoint import checkpoint
 from varcomm.tensor_parallel.random import RandomStreams
 
 WORLDS = (1, 2, 3, 5)
@@ -275,7 +276,8 @@ def test_refusals(worlds, case, message):
     assert text.startswith(message)
 
 
-def as_torch_computes_anew(rank):
+def as_torch_computes_anew(rank, within):
+    """Also where torch's checkpoint is around one of varcomm's."""
     streams = RandomStreams(7)
 
     def dropped(x):
@@ -283,12 +285,14 @@ def as_torch_computes_anew(rank):
             return torch.nn.functional.dropout(x.exp(), 0.5)
 
     x = torch.ones(3, requires_grad=True)
-    torch.utils.checkpoint.checkpoint(dropped, x, use_reentrant=False).sum().backward()
+    function = (lambda x: checkpoint(dropped, x).sin()) if within else dropped
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
 
 
-def test_torchs_own_checkpoint_is_refused(worlds):
+@pytest.mark.parametrize("within", [False, True])
+def test_torchs_own_checkpoint_is_refused(worlds, within):
     """It puts default generators back, not streams, and gradients would be of another mask."""
-    (text,) = worlds.run(1, message_of, as_torch_computes_anew)
+    (text,) = worlds.run(1, message_of, as_torch_computes_anew, within)
     assert text.startswith("fork: called in backward, as torch.utils.checkpoint does")
 
 

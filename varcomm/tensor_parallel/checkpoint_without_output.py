@@ -159,19 +159,14 @@ class _Output:
         # while this is here, no other memory gets the same number
         self._memory = StorageWeakRef(output.untyped_storage())
         self._dtype, self._version = output.dtype, output._version
-        self._requires_grad = output.requires_grad
 
     def covers(self, x: torch.Tensor) -> bool:
-        """Tell whether `x` is a view of the output, as it was computed.
-
-        What does not lead to the gradient of the output may be needed after it. It is kept.
-        """
+        """Tell whether `x` is a view of the output, as it was computed."""
         return (
             x.layout == torch.strided
             and x.untyped_storage()._cdata == self._memory.cdata
             and x.dtype == self._dtype
             and x._version == self._version
-            and x.requires_grad == self._requires_grad
             and not (x.is_conj() or x.is_neg())
         )
 
@@ -223,13 +218,17 @@ class _Run:
         self._end(_NO_BACKWARD)
         if output is None:
             raise ArgumentError(
-                f"{_NAME}: the output is needed after its gradient is complete, by a function that "
-                "has kept it without being differentiated by it. Let it keep output.detach()."
+                f"{_NAME}: the output is needed after its gradient is complete. Only a function on "
+                "another device, to which its gradient does not go, can be as late. Call that "
+                "outside of the block."
             )
         return output
 
     def forget(self, index: int) -> None:
-        """Let go of an output, since all who need it in this backward have had it."""
+        """Let go of an output, since all who need it in this backward have had it.
+
+        A device's thread runs nodes in the reverse order of their recording.
+        """
         self._in_this_backward()[index] = None
 
     def _in_this_backward(self) -> dict[int, torch.Tensor | None]:

@@ -276,7 +276,8 @@ _running: ContextVar[tuple[Replay, ...]] = ContextVar("running", default=())
 
 def _replays() -> tuple[Replay, ...]:
     running = _running.get()
-    if not running and torch._C._current_graph_task_id() != -1:
+    first = not any(replay._complete for replay in running)
+    if first and torch._C._current_graph_task_id() != -1:
         raise ArgumentError(
             "fork: called in backward, as torch.utils.checkpoint does to compute anew. The stream "
             "has gone on since. Take varcomm.tensor_parallel.checkpoint, which puts it back."
