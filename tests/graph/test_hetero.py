@@ -152,7 +152,7 @@ UNKNOWN = {
     "edges": (
         lambda graph: graph.edge_index,
         ArgumentError,
-        "the graph has several types; say of which: graph[('author', 'likes', 'paper')], graph[(",
+        "the graph has several types; say of which: graph[('author', 'writes', 'paper')], graph[",
     ),
     "a mean": (lambda graph: graph.mean(torch.ones(1)), ArgumentError, "of which: graph['author']"),
     "a halo": (lambda graph: graph.halo(torch.ones(1)), ArgumentError, "say of which: graph[('au"),
