@@ -1,15 +1,19 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
+from varcomm.tensor_parallel.checkpoint import checkpoint
+from varcomm.tensor_parallel.checkpoint_without_output import CheckpointWithoutOutput
 from varcomm.tensor_parallel.cross_entropy import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from varcomm.tensor_parallel.data import broadcast_data
 from varcomm.tensor_parallel.embedding import (
     FeatureParallelEmbedding,
     VocabParallelEmbedding,
     feature_parallel_embedding,
     vocab_parallel_embedding,
 )
+from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
 from varcomm.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,6 +35,7 @@ from varcomm.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from varcomm.tensor_parallel.parallelize import parallelize
+from varcomm.tensor_parallel.random import RandomStreams
 from varcomm.tensor_parallel.sequence import sequence_parallel
 from varcomm.tensor_parallel.sharding import (
     ShardSpec,
@@ -45,8 +50,10 @@ from varcomm.tensor_parallel.splitting import (
 )
 
 __all__ = [
+    "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "FeatureParallelEmbedding",
+    "RandomStreams",
     "RowParallelLinear",
     "ShardSpec",
     "VocabParallelEmbedding",
@@ -54,12 +61,16 @@ __all__ = [
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "broadcast_data",
+    "checkpoint",
+    "clip_grad_norm_",
     "column_parallel_linear",
     "copy_to_tensor_model_parallel_region",
     "feature_parallel_embedding",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_split_1d_tensor",
+    "grad_norm",
     "linear_cross_entropy",
     "parallelize",
     "param_is_not_tensor_parallel_duplicate",
