@@ -98,9 +98,7 @@ def needed_twice(rank):
     target = targets(TOKENS, classes=40_000)
     loss = vocab_parallel_cross_entropy(logits, target, [20_000, 20_000], reduction="sum")
     direction = torch.randn_like(logits)
-    first, (gradient,) = peak_of(
-        lambda: torch.autograd.grad(loss, logits, create_graph=True)
-    )
+    first, (gradient,) = peak_of(lambda: torch.autograd.grad(loss, logits, create_graph=True))
     second, _ = peak_of(lambda: torch.autograd.grad(gradient, logits, direction))
     return first - logits.nbytes, second - 2 * logits.nbytes
 
