@@ -367,12 +367,12 @@ def needed(rank):
 def test_logits_never_exist(worlds):
     """Of logits of 123 MB, a chunk of 2 MB and what is made of it; the head's gradient once.
 
-    Gradients of hidden: the rank's own, those of both on their way, and their sum.
+    When hidden's are summed there is the rank's own, those of both, and the sum.
     """
     logits, chunk = 4 * TOKENS * OF_RANK, 4 * 2**19
     for forward, backward, of_hidden in worlds.run(2, needed):
-        assert forward <= 4 * chunk + 400 * TOKENS
-        assert backward <= max(4 * chunk, 4 * of_hidden) + of_hidden + 400 * TOKENS
+        assert forward <= 2 * chunk + 200 * TOKENS
+        assert backward <= max(3 * chunk, 3 * of_hidden) + of_hidden + 200 * TOKENS
         assert backward < logits / 10
 
 

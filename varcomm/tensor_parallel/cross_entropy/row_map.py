@@ -113,16 +113,22 @@ class _InChunks(torch.autograd.Function):
         rows, shared = plain[:split], plain[split:]
         results: list[torch.Tensor] = []
         totals: list[_Total] = []
-        for index in chunks:
+
+        def collect(index: tuple[slice, ...]) -> None:
+            # a function, so that nothing of a chunk is alive when the next one takes its memory
             parts, sums = of.fn(tuple(x[index] for x in rows), shared)
             if not results:
                 lead = len(chunks.shape)
-                results = [part.new_empty(chunks.shape + part.shape[lead:]) for part in parts]
+                results.extend(part.new_empty(chunks.shape + part.shape[lead:]) for part in parts)
             for result, part in zip(results, parts, strict=True):
                 result[index].copy_(part)
-            totals = totals or [_Total() for _ in sums]
+            if not totals:
+                totals.extend(_Total() for _ in sums)
             for total, added in zip(totals, sums, strict=True):
                 total.add(added)
+
+        for index in chunks:
+            collect(index)
         return (*results, *(total.value() for total in totals))
 
     @staticmethod
