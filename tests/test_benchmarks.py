@@ -11,6 +11,10 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 # what each prints that only a run to its end has
 RUNS = {
+    "cross_entropy.py": (
+        ["--tokens", "20", "--vocabulary", "103", "--hidden", "8", "--repeats", "2"],
+        "losses differ by",
+    ),
     "graph_build.py": (
         ["--side", "30", "--ranks", "2", "--nodes", "400", "--weak", "3", "--repeats", "1"],
         "bytes an exchange",

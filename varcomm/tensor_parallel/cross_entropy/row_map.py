@@ -95,7 +95,9 @@ def _indices(shape: tuple[int, ...], size: int) -> Iterator[tuple[slice, ...]]:
 
 
 @kept_from_compilation
-def in_chunks(of: RowMap, chunks: Chunks, rows: Sequence[Any], shared: Sequence[Any]) -> Tensors:
+def in_chunks(
+    of: RowMap, chunks: Chunks, rows: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+) -> Tensors:
     """Apply a map chunk by chunk: return its results, and its sums over all rows.
 
     Sums of floats narrower than 4 bytes are taken in fp32 and rounded once.
