@@ -33,8 +33,3 @@ def peak_of(fn, *args):
     with Peak() as peak:
         result = fn(*args)
     return peak.bytes, result
-
-
-def holds(*tensors):
-    """Bytes of tensors."""
-    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
