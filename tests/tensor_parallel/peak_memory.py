@@ -1,6 +1,5 @@
 """What memory code needs at its peak, told by the allocator itself."""
 
-import torch
 from torch.autograd.profiler import profile
 
 
