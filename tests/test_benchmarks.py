@@ -14,6 +14,7 @@ RUNS = {
     "embedding.py": (
         ["--ranks", "2", "--tokens", "64", "--vocabulary", "53", "--width", "8", "--repeats", "1"],
         "masked / this, turn by turn",
+    ),
     "cross_entropy.py": (
         ["--tokens", "20", "--vocabulary", "103", "--hidden", "8", "--repeats", "2"],
         "losses differ by",
