@@ -64,7 +64,7 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
 
     found, frontier = [own], halo
     for _ in range(hops - 1):
-        if not any(share("graph.partition", lambda new=frontier: len(new), group)):
+        if not any(share("graph.partition", frontier.__len__, group)):
             break  # nobody needs more, however many hops there are to be
         asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
         index, destination = _edges_into(asked, by_target, ends)
