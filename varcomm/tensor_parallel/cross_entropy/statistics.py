@@ -96,7 +96,10 @@ def gradient(
     result = (z - top.unsqueeze(-1)).exp_() * scale.unsqueeze(-1)
     if share:
         smooth = (share * of_part).unsqueeze(-1)
-        result = result - (smooth if weight is None else smooth * weight)
+        if weight is None:
+            result.sub_(smooth)
+        else:
+            result.addcmul_(smooth, weight, value=-1)
     return result.scatter_add_(-1, y.unsqueeze(-1), -(q * of_part).unsqueeze(-1)).to(z.dtype)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_flag
-from varcomm.tensor_parallel.agreement import agreed_seed, digest
+from varcomm.tensor_parallel.agreement import agree_on_layer, digest
 from varcomm.tensor_parallel.initial import Fill, initialised
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
@@ -79,7 +79,7 @@ class ParallelLinear(ShardedModule):
                 **others,
             }
 
-        seed = agreed_seed(name, check, self.group)
+        _, seed = agree_on_layer(name, check, self.group)
         self.sequence_sizes = sequence_sizes
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
@@ -131,7 +131,7 @@ class ParallelLinear(ShardedModule):
             parameters = linear.named_parameters()
             return {name: (digest(value), value.requires_grad) for name, value in parameters}
 
-        agreed_seed(what, check, ranks)
+        agree_on_layer(what, check, ranks)
         with_bias, options = linear.bias is not None, {"group": group} | options
         kind: Any = cls  # which takes less than its base
         made: Self = kind(
