@@ -146,7 +146,8 @@ def _summed(of_each: torch.Tensor, kv_heads: int) -> torch.Tensor:
     heads = of_each.shape[-3]
     if heads == kv_heads:
         return of_each
-    return of_each.unflatten(-3, (kv_heads, heads // kv_heads)).sum(-3)
+    grouped: torch.Tensor = of_each.unflatten(-3, (kv_heads, heads // kv_heads))
+    return grouped.sum(-3)
 
 
 def _heads_before_places(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_flag
-from varcomm.tensor_parallel.agreement import agreed_seed
+from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.attention.functional import attention, split_heads
 from varcomm.tensor_parallel.initial import Fill
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -143,7 +143,7 @@ class ParallelAttention(nn.Module):
             }
 
         # the layers compare the rest
-        agreed_seed("ParallelAttention", check, ranks)
+        agree_on_layer("ParallelAttention", check, ranks)
         self.causal = causal
         of_keys = ShardSizes(n * self.head_dim for n in self.sizes)
         of_queries = ShardSizes(n * self.queries_per_key for n in of_keys)
