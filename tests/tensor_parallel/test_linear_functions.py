@@ -377,7 +377,7 @@ def autocast_leaves_alone(rank):
             for y in (column_parallel_linear(x, weight), row_parallel_linear(x, weight / 2)):
                 assert torch.equal(y, want)
                 dtypes.append(y.dtype == want.dtype == dtype)
-        with pytest.raises(ArgumentError, match="float64 on cpu, but weight is of torch.bfloat16"):
+        with pytest.raises(ArgumentError, match="float64 on cpu, but weight is of torch"):
             column_parallel_linear(x.real.double(), weight.real)
     return dtypes
 
