@@ -28,6 +28,10 @@ class ParallelLinear(ShardedModule):
     """What both have in common: checked arguments, parameters, the way from and to a Linear."""
 
     _dim: ClassVar[int]  # of the weight, that is sharded
+    _usual: ClassVar[dict[str, Any]]  # options that need no mention
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -62,8 +66,11 @@ class ParallelLinear(ShardedModule):
                 raise ArgumentError(
                     f"sizes {rows!r} sum to {self.spec.total}, but {what} is {whole}."
                 )
-            if sequence_sizes is not None:
-                checked_sizes(sequence_sizes, "sequence_sizes", self.group.size)
+            self.sequence_sizes = (
+                None
+                if sequence_sizes is None
+                else tuple(checked_sizes(sequence_sizes, "sequence_sizes", self.group.size))
+            )
             if init is not None and not callable(init):
                 raise ArgumentError(
                     f"init must be a function of a tensor and a generator; got {init!r}."
@@ -73,22 +80,22 @@ class ParallelLinear(ShardedModule):
                 "in_features": self.in_features,
                 "out_features": self.out_features,
                 "sizes": self.spec.blocks,
-                "sequence_sizes": None if sequence_sizes is None else tuple(sequence_sizes),
-                "dtype": dtype,
+                "sequence_sizes": self.sequence_sizes,
+                "dtype": torch.get_default_dtype() if dtype is None else dtype,
+                "an init": init is not None,
                 **flags,
                 **others,
             }
 
         seed = agreed_seed(name, check, self.group)
-        self.sequence_sizes = sequence_sizes
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
         def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
         whole = (self.out_features, self.in_features)
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
         if flags["allocate_weight"]:
             weight = initialised(whole, self.spec, init or uniform, seed, dtype, device)
             self.weight = mark(nn.Parameter(weight), self.spec)
@@ -183,12 +190,11 @@ class ParallelLinear(ShardedModule):
                 linear.bias.requires_grad_(self.bias.requires_grad)
         return linear.train(self.training)
 
-    def _weight(self, given: torch.Tensor | None) -> torch.Tensor:
+    def _weight(self, given: torch.Tensor | None, where: str) -> torch.Tensor:
         weight = self.weight if given is None else given
         if weight is None:
             raise ArgumentError(
-                f"{type(self).__name__} on {self.group}: made with allocate_weight=False, it "
-                "needs a weight in each call."
+                f"{where}made with allocate_weight=False, the layer needs a weight in each call."
             )
         return weight
 
@@ -201,4 +207,6 @@ class ParallelLinear(ShardedModule):
         ]
         if self.sequence_sizes is not None:
             words.append(f"sequence_sizes={list(self.sequence_sizes)}")
+        options = ((name, getattr(self, name), usual) for name, usual in self._usual.items())
+        words += [f"{name}={value!r}" for name, value, usual in options if value != usual]
         return ", ".join(words)
