@@ -15,7 +15,7 @@ from torch_geometric.nn import GCNConv, SAGEConv
 import varcomm
 
 ROOT = Path(__file__).parent.parent
-FOUR_LINES, SCRIPT, TRAINING, GCN = re.findall(
+FOUR_LINES, SCRIPT, TRAINING, GCN, PARALLEL = re.findall(
     r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
 )
 
@@ -29,6 +29,12 @@ def output_of(script):
 
 def test_collectives_as_a_script():
     assert output_of(SCRIPT) == "[True, True, True]\n"
+
+
+def test_parallel_layers_as_a_script():
+    printed = output_of(PARALLEL).strip()
+    assert f"# {printed}" in PARALLEL
+    assert printed.count("True") == 3
 
 
 def test_training_as_a_script():

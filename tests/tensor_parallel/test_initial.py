@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from varcomm import ArgumentError, DisagreementError, VarcommError
-from varcomm.tensor_parallel.agreement import agreed_seed, digest, module_seed
+from varcomm.tensor_parallel.agreement import agree_on_layer, digest, module_seed
 from varcomm.tensor_parallel.initial import initialised
 from varcomm.tensor_parallel.sharding import ShardSpec
 from varcomm.transport.group import resolve
@@ -99,14 +99,15 @@ def seeds(rank):
     torch.manual_seed(rank)
     one, other = module_seed(), module_seed()
     torch.manual_seed(rank)
-    return one, other, agreed_seed("Layer", lambda: {"width": 3, "bias": None}, resolve(None))
+    return one, other, *agree_on_layer("Layer", lambda: {"width": 3, "bias": None}, resolve(None))
 
 
 def test_first_rank_decides_on_the_seed(worlds):
     answers = worlds.run(3, seeds)
     assert answers == answers[:1] * 3
-    one, other, again = answers[0]
+    one, other, arguments, again = answers[0]
     assert one == again != other
+    assert arguments == {"width": 3, "bias": None}
 
 
 def disagreeing(rank, how):
@@ -116,7 +117,7 @@ def disagreeing(rank, how):
         return {"width": 3, "bias": rank == 2}
 
     try:
-        agreed_seed("Layer", arguments, resolve(None))
+        agree_on_layer("Layer", arguments, resolve(None))
     except VarcommError as error:
         return type(error), str(error)
     return None

@@ -225,14 +225,18 @@ def in_place_around(rank):
     (copy(a) + copy(b)).backward()
     x = torch.tensor([0.5], requires_grad=True)
     tp.reduce_from_tensor_model_parallel_region(x.exp()).backward()
-    return a.grad.item(), b.grad.item(), x.grad.item()
+    # the gradient of a sum is one number seen from many places: what is summed must be returned
+    y = torch.ones(3, 2, requires_grad=True)
+    copy(y.T).sum().backward()
+    return a.grad.item(), b.grad.item(), x.grad.item(), y.grad.tolist()
 
 
-def test_nothing_is_written_into(worlds):
+def test_nothing_is_written_into_nor_lost(worlds):
     two = torch.tensor(0.5).exp().item()
-    for a, b, x in worlds.run(2, in_place_around):
+    for a, b, x, y in worlds.run(2, in_place_around):
         assert (a, b) == (2.0, 2.0)
         assert x == pytest.approx(two)
+        assert y == [[2.0, 2.0]] * 3
 
 
 X = torch.zeros(3, 4)

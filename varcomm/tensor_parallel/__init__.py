@@ -1,5 +1,15 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
+from varcomm.tensor_parallel.cross_entropy import (
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+from varcomm.tensor_parallel.embedding import (
+    FeatureParallelEmbedding,
+    VocabParallelEmbedding,
+    feature_parallel_embedding,
+    vocab_parallel_embedding,
+)
 from varcomm.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,22 +30,50 @@ from varcomm.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from varcomm.tensor_parallel.parallelize import parallelize
+from varcomm.tensor_parallel.sequence import sequence_parallel
+from varcomm.tensor_parallel.sharding import (
+    ShardSpec,
+    param_is_not_tensor_parallel_duplicate,
+    shard_spec,
+)
+from varcomm.tensor_parallel.splitting import (
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_chunks,
+    vocab_range,
+)
 
 __all__ = [
     "ColumnParallelLinear",
+    "FeatureParallelEmbedding",
     "RowParallelLinear",
+    "ShardSpec",
+    "VocabParallelEmbedding",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "column_parallel_linear",
     "copy_to_tensor_model_parallel_region",
+    "feature_parallel_embedding",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "gather_split_1d_tensor",
+    "linear_cross_entropy",
+    "parallelize",
+    "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "row_parallel_linear",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "sequence_parallel",
+    "shard_spec",
+    "split_tensor_along_last_dim",
+    "split_tensor_into_1d_chunks",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+    "vocab_range",
 ]

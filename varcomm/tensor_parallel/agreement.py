@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-from zlib import crc32
 
 import torch
 
 from varcomm.errors import DisagreementError
-from varcomm.ops import wire
-from varcomm.transport.agree import share
+from varcomm.transport.agree import agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["agreed_seed", "digest", "module_seed"]
+__all__ = ["agree_on_layer", "module_seed"]
 
 
-def agreed_seed(what: str, arguments: Callable[[], Mapping[str, Any]], group: Group) -> int:
-    """Check arguments on all ranks, and that they are the same; return one seed for all.
+def agree_on_layer(
+    what: str, arguments: Callable[[], dict[str, Any]], group: Group
+) -> tuple[dict[str, Any], int]:
+    """Return checked arguments, which are the same on all ranks, and one seed for all; collective.
 
-    One round of messages. `arguments` checks them, and returns plain values by name, all of which
-    are compared.
+    One round of messages. `arguments` checks them and returns them by name; what they print as is
+    compared.
 
     Raises
     ------
     VarcommError
         On every rank, if `arguments` raised on one of them.
     DisagreementError
-        On every rank, if they differ; it names the arguments and the ranks.
+        On every rank, if they differ; it names the first that does.
     """
 
-    def local() -> tuple[dict[str, str], int]:
-        return {name: repr(value) for name, value in arguments().items()}, _drawn()
+    def tell(checked: dict[str, Any]) -> tuple[dict[str, str], int]:
+        return {name: repr(value) for name, value in checked.items()}, _drawn()
 
-    told = share(what, local, group)
+    checked, told = agree_and_share(what, arguments, tell, group)
     first, seed = told[0]
     for name in dict.fromkeys(name for given, _ in told for name in given):
         value = first.get(name)
@@ -42,7 +42,7 @@ def agreed_seed(what: str, arguments: Callable[[], Mapping[str, Any]], group: Gr
             raise DisagreementError(
                 f"{what}: ranks disagree on {name}: rank 0 has {value}; rank {others[0]} has {got}."
             )
-    return seed
+    return checked, seed
 
 
 def module_seed(group: GroupLike = None) -> int:
@@ -67,13 +67,3 @@ def module_seed(group: GroupLike = None) -> int:
 
 def _drawn() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
-
-
-def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:
-    """Return a few bytes that tell tensors apart, of any device and strides.
-
-    >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2))[:2]
-    (True, ('torch.float32', (2,)))
-    """
-    content = wire.as_bytes(wire.flat(tensor.detach().cpu())).numpy()
-    return str(tensor.dtype), tuple(tensor.shape), crc32(content.data)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from varcomm.errors import ArgumentError
-from varcomm.tensor_parallel.agreement import agreed_seed
+from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.sequence import sequence_parallel
@@ -94,7 +94,7 @@ def parallelize(
         chosen.update(_chosen(module, plan))
         return {"modules": {name: _named(how) for name, (_, how) in chosen.items()}}
 
-    agreed_seed(_WHAT, check, ranks)
+    agree_on_layer(_WHAT, check, ranks)
     options: dict[str, Any] = {"group": group}
     in_parts = options | {"sequence_sizes": sequence_sizes}
     makers: dict[str, Make] = {

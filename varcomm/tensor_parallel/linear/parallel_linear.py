@@ -12,16 +12,19 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_flag
-from varcomm.tensor_parallel.agreement import agreed_seed, digest
+from varcomm.ops.digest import digest
+from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.initial import Fill, initialised
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ParallelLinear", "Sizes"]
 
 # Rows of each rank; of several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
+
+_CHOICES = {"save": ("input", "gathered")}
 
 
 class ParallelLinear(ShardedModule):
@@ -48,8 +51,7 @@ class ParallelLinear(ShardedModule):
         others: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.group = resolve(group)
-        name = type(self).__name__
+        ranks, name = resolve(group), type(self).__name__
 
         def check() -> dict[str, Any]:
             for flag, value in flags.items():
@@ -59,7 +61,7 @@ class ParallelLinear(ShardedModule):
                 if (exact_int(n) or 0) < 0 or exact_int(n) is None:
                     raise ArgumentError(f"{what} must be an integer of at least 0; got {n!r}.")
             whole = features[self._dim]
-            rows = ShardSizes.balanced(whole, self.group.size) if sizes is None else sizes
+            rows = ShardSizes.balanced(whole, ranks.size) if sizes is None else sizes
             self.spec = ShardSpec.of(rows, self._dim, group)
             if self.spec.total != whole:
                 what = ("out_features", "in_features")[self._dim]
@@ -69,25 +71,32 @@ class ParallelLinear(ShardedModule):
             self.sequence_sizes = (
                 None
                 if sequence_sizes is None
-                else tuple(checked_sizes(sequence_sizes, "sequence_sizes", self.group.size))
+                else tuple(checked_sizes(sequence_sizes, "sequence_sizes", ranks.size))
             )
             if init is not None and not callable(init):
                 raise ArgumentError(
                     f"init must be a function of a tensor and a generator; got {init!r}."
                 )
+            for option, value in others.items():
+                if value not in _CHOICES[option]:
+                    choices = " or ".join(f'"{choice}"' for choice in _CHOICES[option])
+                    raise ArgumentError(f"{option} must be {choices}; got {value!r}.")
+            like = torch.empty(0, dtype=dtype, device=device)
+            if not (like.is_floating_point() or like.is_complex()):
+                raise ArgumentError(f"dtype must be one of floats; got {dtype}.")
             self.in_features, self.out_features = int(in_features), int(out_features)
             return {
                 "in_features": self.in_features,
                 "out_features": self.out_features,
                 "sizes": self.spec.blocks,
                 "sequence_sizes": self.sequence_sizes,
-                "dtype": torch.get_default_dtype() if dtype is None else dtype,
+                "dtype": like.dtype,
                 "an init": init is not None,
                 **flags,
                 **others,
             }
 
-        seed = agreed_seed(name, check, self.group)
+        _, seed = agree_on_layer(name, check, ranks)
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
         def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
@@ -104,6 +113,11 @@ class ParallelLinear(ShardedModule):
             # from another seed, else elements would be those of the weight
             values = initialised(whole[:1], spec, uniform, seed + 1, dtype, device)
             self.bias = nn.Parameter(values) if spec is None else mark(nn.Parameter(values), spec)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the weight."""
+        return self.spec.group
 
     def _spec_of_bias(self) -> ShardSpec | None:
         return self.spec if self._dim == 0 else None
@@ -138,7 +152,7 @@ class ParallelLinear(ShardedModule):
             parameters = linear.named_parameters()
             return {name: (digest(value), value.requires_grad) for name, value in parameters}
 
-        agreed_seed(what, check, ranks)
+        agree_on_layer(what, check, ranks)
         with_bias, options = linear.bias is not None, {"group": group} | options
         kind: Any = cls  # which takes less than its base
         made: Self = kind(

@@ -1,0 +1,171 @@
+"""Traps of vocabulary-parallel losses that others fell into, each by its name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tensor_parallel.cross_entropy_cases import drawn, reference
+from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+
+def loss_and_gradient(rank, whole, target, sizes, **options):
+    shard = whole.split(sizes, -1)[rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(shard, target, sizes, **options)
+    loss.sum().backward()
+    return loss.detach(), shard.grad
+
+
+def twin(whole, target, **options):
+    whole = whole.clone().requires_grad_()
+    loss = reference(whole, target, **options)
+    loss.sum().backward()
+    return loss.detach(), whole.grad
+
+
+def assert_twins(worlds, whole, target, sizes, rtol=1e-12, atol=1e-12, **options):
+    want, gradient = twin(whole, target, **options)
+    answers = worlds.run(len(sizes), call, whole, target, sizes, options)
+    for (loss, of_shard), expected in zip(answers, gradient.split(sizes, -1), strict=True):
+        torch.testing.assert_close(loss, want, rtol=rtol, atol=atol)
+        torch.testing.assert_close(of_shard, expected, rtol=rtol, atol=atol)
+    return answers
+
+
+def call(rank, whole, target, sizes, options):
+    return loss_and_gradient(rank, whole, target, sizes, **options)
+
+
+def test_shard_start_computed_as_rank_times_local_size(worlds):
+    """Shards of 5 and 3: the second one would start at 3, and take targets of the first."""
+    target = torch.arange(8)
+    assert_twins(worlds, drawn(8, 8), target, [5, 3])
+
+
+def test_label_smoothing_with_the_local_vocabulary(worlds):
+    """All ranks have the same loss, and rows of the gradient sum to zero over all classes."""
+    whole, target = drawn(6, 8), torch.tensor([0, 7, 4, 5, 2, 1])
+    for smooth_over in ("all", "wrong"):
+        options = {"label_smoothing": 0.1, "smooth_over": smooth_over}
+        (first, a), (second, b) = assert_twins(worlds, whole, target, [5, 3], **options)
+        assert torch.equal(first, second)
+        assert (a.sum(-1) + b.sum(-1)).abs().max() < 1e-15
+
+
+def test_log_of_softmax(worlds):
+    """Gaps of 200 underflow in the softmax, to a loss of infinity; with and without smoothing."""
+    for gap in (200.0, 1e4):
+        whole = torch.tensor([[0.0, gap, 1.0], [gap, 0.0, -gap], [-gap, -gap, -gap]])
+        target = torch.tensor([0, 2, 1])
+        for dtype in (torch.float64, torch.float32):
+            for smoothing in (0.0, 0.1):
+                (loss, _), _ = assert_twins(
+                    worlds, whole.to(dtype), target, [2, 1], label_smoothing=smoothing, rtol=1e-6
+                )
+                assert loss.isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 3e5])
+def test_large_logits_that_are_nearly_equal(worlds, offset):
+    """In fp32 a log-sum-exp near 1e4 is known to 1e-3 only; the loss must not be."""
+    whole = (offset + drawn(20, 9)).float()
+    target = torch.arange(20) % 9
+    want = F.cross_entropy(whole.double(), target, reduction="none", label_smoothing=0.1)
+    answers = worlds.run(3, call, whole, target, [4, 0, 5], {"label_smoothing": 0.1})
+    for loss, _ in answers:
+        assert (loss - want).abs().max() < 1e-5
+    gradient = torch.cat([of_shard for _, of_shard in answers], -1)
+    wide = whole.double().requires_grad_()
+    F.cross_entropy(wide, target, reduction="sum", label_smoothing=0.1).backward()
+    assert (gradient - wide.grad).abs().max() < 1e-6
+
+
+def test_z_loss_from_the_shifted_log_sum_exp(worlds):
+    whole, target = 30 + drawn(5, 8), torch.tensor([0, 5, 7, -100, 2])
+    (loss, _), _ = assert_twins(worlds, whole, target, [5, 3], z_loss=0.1)
+    without = F.cross_entropy(whole, target, reduction="none")
+    true = (0.1 * whole.logsumexp(-1) ** 2).masked_fill(target < 0, 0)
+    torch.testing.assert_close(loss - without, true)
+    assert true.max() > 90
+
+
+def after_tanh(rank):
+    z = drawn(4, 3 + rank).requires_grad_()
+    logits = torch.tanh(z)  # which keeps its result for backward
+    before = logits.detach().clone()
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([0, 3, 6, 2]), [3, 4])
+    version = logits._version
+    loss.sum().backward(retain_graph=True)
+    first = z.grad.clone()
+    loss.sum().backward()
+    return torch.equal(logits, before), version, torch.equal(z.grad, 2 * first), first
+
+
+def test_logits_overwritten_in_place(worlds):
+    """tanh before the loss works, logits are untouched, and a second backward gives the same."""
+    whole = torch.cat([drawn(4, 3), drawn(4, 4)], -1).requires_grad_()
+    F.cross_entropy(whole.tanh(), torch.tensor([0, 3, 6, 2]), reduction="sum").backward()
+    answers = worlds.run(2, after_tanh)
+    for untouched, version, same, _ in answers:
+        assert untouched
+        assert version == 0
+        assert same
+    torch.testing.assert_close(torch.cat([a[-1] for a in answers], -1), whole.grad)
+
+
+def changed_before_backward(rank):
+    z = drawn(4, 3).requires_grad_()
+    logits = 2 * z
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([0, 3, 5, 2]), [3, 3])
+    logits.zero_()
+    try:
+        loss.sum().backward()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
+
+
+def test_logits_that_a_user_overwrites_are_noticed(worlds):
+    assert worlds.run(2, changed_before_backward) == [True] * 2
+
+
+def test_no_ignore_index(worlds):
+    """The default is -100: no loss, no gradient, and not in the mean."""
+    whole, target = drawn(4, 8), torch.tensor([-100, 3, -100, 7])
+    answers = assert_twins(worlds, whole, target, [5, 3])
+    for loss, gradient in answers:
+        assert loss[target < 0].tolist() == [0.0, 0.0]
+        assert gradient[target < 0].abs().max() == 0
+    means = worlds.run(2, call, whole, target, [5, 3], {"reduction": "mean"})
+    assert means[0][0] == pytest.approx(F.cross_entropy(whole, target).item(), abs=1e-14)
+
+
+def test_empty_shard_skips_a_collective(worlds):
+    """Four classes on three ranks, one of them without any; and all on the last."""
+    for sizes in ([2, 0, 2], [0, 0, 4]):
+        for smoothing in (0.0, 0.1):
+            whole, target = drawn(3, 4), torch.tensor([3, 0, 2])
+            answers = assert_twins(worlds, whole, target, sizes, label_smoothing=smoothing)
+            assert [tuple(gradient.shape) for _, gradient in answers] == [(3, n) for n in sizes]
+
+
+def test_a_shard_of_minus_infinity(worlds):
+    """A rank whose classes are all impossible gets no gradient, and no NaN; so do classes."""
+    inf = torch.inf
+    whole = torch.tensor([[1.0, 2.0, -inf, -inf], [-inf, 0.5, 3.0, -inf], [-inf, -inf, 1.0, 2.0]])
+    target = torch.tensor([0, 2, 3])
+    answers = assert_twins(worlds, whole.double(), target, [2, 2])
+    assert answers[1][1][0].tolist() == [0.0, 0.0]
+    assert all(gradient.isfinite().all() for _, gradient in answers)
+
+
+def test_nan_and_infinity_come_out_as_in_torch(worlds):
+    inf, nan = torch.inf, torch.nan
+    whole = torch.tensor([[nan, 0, 0, 0], [0, 0, inf, 0], [-inf] * 4, [0, -inf, 0, 0]]).double()
+    target = torch.tensor([1, 0, 3, 1])
+    want = F.cross_entropy(whole, target, reduction="none")
+    for loss, _ in worlds.run(2, call, whole, target, [2, 2], {}):
+        torch.testing.assert_close(loss, want, equal_nan=True)
+    smooth = F.cross_entropy(whole[3:], target[3:] - 1, reduction="none", label_smoothing=0.1)
+    options = {"label_smoothing": 0.1}
+    for loss, _ in worlds.run(2, call, whole[3:], target[3:] - 1, [2, 2], options):
+        assert loss.tolist() == smooth.tolist() == [inf]

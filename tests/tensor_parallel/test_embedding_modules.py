@@ -1,0 +1,143 @@
+"""Layers with a sharded table: initial values, state dicts, from torch's embedding and back."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids
+from varcomm import ShardSizes
+from varcomm.tensor_parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
+from varcomm.tensor_parallel.sharding import shard_spec
+
+LAYERS = [VocabParallelEmbedding, FeatureParallelEmbedding]
+WIDTHS = (150, 300)  # of several tiles in both dimensions
+
+
+def tables(rank, kind, sizes):
+    torch.manual_seed(5 + rank)  # that of the first rank counts
+    answers = []
+    for padding in (None, 70, -1):
+        layer = kind(*WIDTHS, sizes, padding)
+        again = kind(*WIDTHS, sizes, padding, init=lambda t, g: t.uniform_(2, 3, generator=g))
+        answers += [layer.spec.gather(layer.weight.detach()), again.to_embedding().weight.detach()]
+    layer.reset_parameters()
+    return [*answers, layer.to_embedding().weight.detach()]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_same_table_on_any_number_of_ranks(worlds, kind):
+    (alone,) = worlds.run(1, tables, kind, None)
+    width = WIDTHS[LAYERS.index(kind)]
+    for ranks in (2, 3):
+        for sizes in (None, [0] * (ranks - 1) + [width], [width - 1, 1] + [0] * (ranks - 2)):
+            for answers in worlds.run(ranks, tables, kind, sizes):
+                assert all(map(torch.equal, answers, alone))
+
+
+def test_initial_values(worlds):
+    (plain, uniform, padded, other, last, _, anew) = worlds.run(
+        1, tables, VocabParallelEmbedding, None
+    )[0]
+    assert abs(float(plain.mean())) < 5 / 212
+    assert abs(float(plain.std()) - 1) < 5 / 212
+    assert (uniform.min() >= 2, uniform.max() <= 3) == (True, True)
+    for table, padding in ((padded, 70), (other, 70), (last, 149), (anew, 149)):
+        assert torch.nonzero((table == 0).all(1)).tolist() == [[padding]]
+    assert not torch.equal(last, anew)
+
+
+def in_use(rank):
+    torch.manual_seed(0)
+    whole = torch.nn.Embedding(V, H, 4, dtype=torch.float64)
+    ids = drawn_ids(6, 2)
+    want, state = whole(ids), torch.get_rng_state()
+    layers = {
+        "by ids": VocabParallelEmbedding.from_embedding(whole, [2, 0, 9]),
+        "masked": VocabParallelEmbedding.from_embedding(whole, method="masked"),
+        "parts": VocabParallelEmbedding.from_embedding(whole, sequence_sizes=[1, 2, 3]),
+        "own": VocabParallelEmbedding.from_embedding(whole, input_is_parallel=True),
+        "columns": FeatureParallelEmbedding.from_embedding(whole),
+        "own columns": FeatureParallelEmbedding.from_embedding(whole, [0, 1, 2], False),
+    }
+    parts = ids.split([1, 2, 3])
+    wanted = {
+        "parts": want.split([1, 2, 3])[rank],
+        "own": want.split([1, 2, 3])[rank],
+        "own columns": want.split([0, 1, 2], -1)[rank],
+    }
+    right = {
+        name: torch.equal(layer(parts[rank] if name == "own" else ids), wanted.get(name, want))
+        and torch.equal(layer.to_embedding().weight, whole.weight)
+        and layer.to_embedding().padding_idx == 4
+        for name, layer in layers.items()
+    }
+    other = layers["parts"](ids, [6, 0, 0])
+    right["other parts"] = torch.equal(other, want[: 6 * (rank == 0)])
+    copied = copy.deepcopy(layers["by ids"])
+    right["copy"] = torch.equal(copied(ids), want) and shard_spec(copied.weight) is copied.spec
+    right["random"] = torch.equal(torch.get_rng_state(), state)
+    return right, {name: tuple(layer.weight.shape) for name, layer in layers.items()}
+
+
+def test_from_embedding_and_back(worlds):
+    columns = [(V, 1)] * 3
+    shapes = {
+        "by ids": [(2, H), (0, H), (9, H)],
+        "masked": [(4, H), (4, H), (3, H)],
+        "parts": [(4, H), (4, H), (3, H)],
+        "own": [(4, H), (4, H), (3, H)],
+        "columns": columns,
+        "own columns": [(V, 0), (V, 1), (V, 2)],
+    }
+    for rank, (right, got) in enumerate(worlds.run(3, in_use)):
+        assert set(right.values()) == {True}, right
+        assert got == {name: shape[rank] for name, shape in shapes.items()}
+
+
+def trained(rank, frozen):
+    whole = torch.nn.Embedding.from_pretrained(draw(V, H), freeze=frozen).eval()
+    layer = VocabParallelEmbedding.from_embedding(whole)
+    back = layer.to_embedding()
+    flags = [layer.weight.requires_grad, back.weight.requires_grad, layer.training, back.training]
+    layer.weight.data += 1
+    return flags, torch.equal(whole.weight, draw(V, H))
+
+
+def test_flags_and_memory_of_its_own(worlds):
+    assert worlds.run(1, trained, True) == [([False, False, False, False], True)]
+    assert worlds.run(2, trained, False) == [([True, True, False, False], True)] * 2
+
+
+def saved(rank):
+    layer = VocabParallelEmbedding(V, H, [2, 9], 3)
+    other = VocabParallelEmbedding(V, H, [2, 9], 3, device="meta").to_empty(device="cpu")
+    other.load_state_dict(layer.state_dict())
+    same = torch.equal(other.weight, layer.weight) and shard_spec(other.weight) is other.spec
+    return list(layer.state_dict()), layer.sizes == ShardSizes([2, 9]), same, repr(layer)
+
+
+def test_state_dict_and_repr(worlds):
+    text = "VocabParallelEmbedding(11, 3, sizes=[2, 9], padding_idx=3)"
+    assert worlds.run(2, saved) == [(["weight"], True, True, text)] * 2
+
+
+def five_steps(rank, ranks):
+    """An optimizer on shards goes where one on the whole table goes."""
+    whole = torch.nn.Embedding.from_pretrained(draw(V, H), freeze=False, padding_idx=2)
+    parts = ShardSizes.balanced(6, ranks)
+    layer = VocabParallelEmbedding.from_embedding(whole, sequence_sizes=parts)
+    ids, target = drawn_ids(6, 2), draw(6, 2, H, seed=3)
+    own = target.split(list(parts))[rank]
+    for model, goal in ((whole, target), (layer, own)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            ((model(ids) - goal) ** 2).sum().backward()
+            optimizer.step()
+    return (layer.to_embedding().weight - whole.weight).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training(worlds, ranks):
+    assert max(worlds.run(ranks, five_steps, ranks)) < 1e-9

@@ -1,0 +1,226 @@
+"""``parallelize``: a model that is there, sharded in place by the names of its layers."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import varcomm
+from tests.ops.comparing import Failures, assert_none
+from tests.tensor_parallel.twins import WORLDS
+from varcomm import ArgumentError, DisagreementError
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    parallelize,
+    shard_spec,
+    vocab_parallel_cross_entropy,
+)
+
+VOCABULARY, WIDTH, HIDDEN = 11, 5, 7
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tied or not, and with a block that stands at two places."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        block = Block()
+        self.blocks = nn.ModuleList([block, Block(), block])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PLAN = {
+    "embedding": "embedding",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "head": "column",
+}
+
+
+def made(tied):
+    torch.manual_seed(3)
+    return Model(tied).double()
+
+
+def trained(rank, tied, in_parts):
+    """Three steps give the losses and weights of one process."""
+    ranks = torch.distributed.get_world_size()
+    ids = torch.randint(VOCABULARY, (6, 2), generator=torch.Generator().manual_seed(1))
+    one, model = made(tied), made(tied)
+    sequence = [6 - 2 * (ranks - 1), *[2] * (ranks - 1)] if in_parts else None
+    if ranks == 4 and in_parts:
+        sequence = [3, 0, 2, 1]
+    plan = PLAN | ({"blocks.*.norm": "sequence"} if in_parts else {})
+    assert parallelize(model, plan, sequence) is model
+    assert model.blocks[0] is model.blocks[2]
+    assert (model.head.weight is model.embedding.weight) == tied
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (one, model)]
+    losses = []
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = functional.cross_entropy(one(ids).flatten(0, 1), ids.roll(1, 0).flatten())
+        loss = vocab_parallel_cross_entropy(model(ids), ids.roll(1, 0), reduction="mean")
+        losses.append((loss.detach(), expected.detach()))
+        loss.backward()
+        expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    failures = Failures()
+    pairs = dict(one.named_parameters())
+    for loss, expected in losses:
+        with failures.named("loss"):
+            torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        spec, whole = shard_spec(parameter), pairs[name]
+        with failures.named(name):
+            own = whole if spec is None else spec.shard(whole.detach())
+            torch.testing.assert_close(parameter, own, rtol=1e-9, atol=1e-9)
+    with failures.named("names"):
+        assert list(dict(model.named_parameters())) == list(pairs)
+        assert list(model.state_dict()) == list(one.state_dict())
+    return failures
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_training_is_that_of_one_process(worlds, ranks, tied, in_parts):
+    assert_none(worlds.run(ranks, trained, tied, in_parts))
+
+
+def kinds(rank):
+    model = made(False)
+    split = partial(ColumnParallelLinear.from_linear, sizes=[5, 2])
+    parallelize(model, {"embedding": "embedding", "blocks.[01].up": split, "*.down": "row"})
+    kept = parallelize(nn.Linear(4, 3), {"": "column"})
+    with pytest.raises(ArgumentError, match=r"must be a torch\.nn\.Linear; got LayerNorm"):
+        parallelize(model, {"blocks.1.norm": "column"})
+    return (
+        isinstance(model.embedding, VocabParallelEmbedding),
+        model.blocks[2].up.weight.shape[0],
+        isinstance(model.blocks[1].down, RowParallelLinear),
+        type(model.head) is nn.Linear and type(model.blocks[1].norm) is nn.LayerNorm,
+        isinstance(kept, ColumnParallelLinear),
+    )
+
+
+def test_what_modules_become(worlds):
+    first, second = worlds.run(2, kinds)
+    assert first == (True, 5, True, True, True)
+    assert second == (True, 2, True, True, True)
+
+
+def of_sequence(rank):
+    """Without the embedding, the sequence is brought in parts and gathered behind."""
+    torch.manual_seed(0)
+    block = Block().double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64)
+    expected = block(x)
+    parallelize(block, {"norm": "sequence", "up": "column", "down": "row"}, [4, 1])
+    y = block(x.split([4, 1])[rank])
+    torch.testing.assert_close(gather_from_sequence_parallel_region(y, sizes=[4, 1]), expected)
+    return True
+
+
+def test_a_sequence_in_parts(worlds):
+    assert worlds.run(2, of_sequence) == [True, True]
+
+
+WRONG = {
+    "no module": (lambda m: parallelize(None, {}), "module must be a torch.nn.Module"),
+    "no plan": (lambda m: parallelize(m, ["head"]), "plan must be a mapping from patterns"),
+    "style": (
+        lambda m: parallelize(m, {"head": "colum"}),
+        r"plan\['head'\] must be one of column, row, embedding, sequence",
+    ),
+    "no match": (
+        lambda m: parallelize(m, {"heads": "column"}),
+        r"plan\['heads'\] matches no module; names are like \['embedding'",
+    ),
+    "two patterns": (
+        lambda m: parallelize(m, {"head": "column", "he*": "row"}),
+        r"plan\['he\*'\] and plan\['head'\] both match the module 'head'",
+    ),
+    "two names of one": (
+        lambda m: parallelize(m, {"blocks.0.up": "column", "blocks.2.up": "row"}),
+        r"both match the module 'blocks.2.up'",
+    ),
+    "inside": (
+        lambda m: parallelize(m, {"blocks.1": lambda b: b, "blocks.1.up": "column"}),
+        "the plan matches 'blocks.1.up' and 'blocks.1', which contains it",
+    ),
+    "tied to what stays": (
+        lambda m: parallelize(made_tied(m), {"head": "column"}),
+        "embedding.weight is shared with another module",
+    ),
+    "tied otherwise": (
+        lambda m: parallelize(made_tied(m), {"head": other_sizes, "embedding": "embedding"}),
+        "embedding.weight is shared with another module",
+    ),
+}
+
+
+def made_tied(model):
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def other_sizes(linear):
+    return ColumnParallelLinear.from_linear(linear, sizes=[10, 1])
+
+
+def refused(rank, name):
+    call, text = WRONG[name]
+    model = made(False)
+    with pytest.raises(ArgumentError, match=text):
+        call(model)
+    kept = all(type(m).__module__.startswith(("torch.", __name__)) for m in model.modules())
+    return kept, varcomm.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_plans(worlds, name):
+    assert worlds.run(2, refused, name) == [(True, 2.0)] * 2
+
+
+def differing(rank):
+    model = made(False)
+    with pytest.raises(DisagreementError, match="disagree on modules"):
+        parallelize(model, {"head": ["row", "column"][rank]})
+    with pytest.raises(ArgumentError, match="refused on rank 1 of 2: plan must be a mapping"):
+        parallelize(model, {"head": "row"} if rank == 0 else None)
+    with torch.no_grad():
+        model.head.weight[0, 0] += rank
+    with pytest.raises(DisagreementError, match="disagree on weight"):
+        parallelize(model, {"head": "column"})
+    return type(model.head) is nn.Linear
+
+
+def test_ranks_that_disagree(worlds):
+    assert worlds.run(2, differing) == [True, True]
