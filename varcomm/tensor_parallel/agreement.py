@@ -35,7 +35,8 @@ def agree_on_layer(
 
     checked, told = agree_and_share(what, arguments, tell, group)
     first, seed = told[0]
-    for name, value in first.items():
+    for name in dict.fromkeys(name for given, _ in told for name in given):
+        value = first.get(name)
         if others := [rank for rank, (given, _) in enumerate(told) if given.get(name) != value]:
             got = told[others[0]][0].get(name)
             raise DisagreementError(
