@@ -1,5 +1,7 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
+from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
+from varcomm.tensor_parallel.buffers import Buffers
 from varcomm.tensor_parallel.checkpoint import checkpoint
 from varcomm.tensor_parallel.checkpoint_without_output import CheckpointWithoutOutput
 from varcomm.tensor_parallel.cross_entropy import (
@@ -14,6 +16,7 @@ from varcomm.tensor_parallel.embedding import (
     vocab_parallel_embedding,
 )
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
+from varcomm.tensor_parallel.inference import norm_column_linear, row_linear_norm
 from varcomm.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -50,9 +53,11 @@ from varcomm.tensor_parallel.splitting import (
 )
 
 __all__ = [
+    "Buffers",
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "FeatureParallelEmbedding",
+    "ParallelAttention",
     "RandomStreams",
     "RowParallelLinear",
     "ShardSpec",
@@ -61,6 +66,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "attention",
     "broadcast_data",
     "checkpoint",
     "clip_grad_norm_",
@@ -72,16 +78,19 @@ __all__ = [
     "gather_split_1d_tensor",
     "grad_norm",
     "linear_cross_entropy",
+    "norm_column_linear",
     "parallelize",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "row_linear_norm",
     "row_parallel_linear",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "sequence_parallel",
     "shard_spec",
+    "split_heads",
     "split_tensor_along_last_dim",
     "split_tensor_into_1d_chunks",
     "vocab_parallel_cross_entropy",
