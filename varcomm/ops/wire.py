@@ -36,10 +36,18 @@ Works = list[dist.Work]
 
 
 def exchange(
-    name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
+    name: str,
+    group: Group,
+    values: torch.Tensor,
+    send: Sequence[int],
+    recv: Sequence[int],
+    out: torch.Tensor | None = None,
 ) -> tuple[Works, torch.Tensor]:
-    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive."""
-    out = values.new_empty(sum(recv))
+    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive.
+
+    It arrives in the flat `out`, if there is one.
+    """
+    out = values.new_empty(sum(recv)) if out is None else out
     width = values.element_size()
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group.rank, sends, receives)
@@ -48,10 +56,17 @@ def exchange(
 
 
 def all_gather(
-    name: str, group: Group, values: torch.Tensor, counts: Sequence[int]
+    name: str,
+    group: Group,
+    values: torch.Tensor,
+    counts: Sequence[int],
+    out: torch.Tensor | None = None,
 ) -> tuple[Works, torch.Tensor]:
-    """Start to gather the flat `values` of every rank, ``counts[r]`` of rank r, on every rank."""
-    out = values.new_empty(sum(counts))
+    """Start to gather the flat `values` of every rank, ``counts[r]`` of rank r, on every rank.
+
+    They arrive in the flat `out`, if there is one; `values` may be this rank's place in it.
+    """
+    out = values.new_empty(sum(counts)) if out is None else out
     width = values.element_size()
     receives = [n * width for n in counts]
     note(name, group.rank, [receives[group.rank]] * group.size, receives)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from zlib import crc32
 
 import torch
 
 from varcomm.errors import DisagreementError
-from varcomm.ops import wire
 from varcomm.transport.agree import agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["agree_on_layer", "digest", "module_seed"]
+__all__ = ["agree_on_layer", "module_seed"]
 
 
 def agree_on_layer(
@@ -37,7 +35,8 @@ def agree_on_layer(
 
     checked, told = agree_and_share(what, arguments, tell, group)
     first, seed = told[0]
-    for name, value in first.items():
+    for name in dict.fromkeys(name for given, _ in told for name in given):
+        value = first.get(name)
         if others := [rank for rank, (given, _) in enumerate(told) if given.get(name) != value]:
             got = told[others[0]][0].get(name)
             raise DisagreementError(
@@ -68,13 +67,3 @@ def module_seed(group: GroupLike = None) -> int:
 
 def _drawn() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
-
-
-def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:
-    """Return a few bytes that tell tensors apart, of any device and strides.
-
-    >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2))[:2]
-    (True, ('torch.float32', (2,)))
-    """
-    content = wire.as_bytes(wire.flat(tensor.detach().cpu())).numpy()
-    return str(tensor.dtype), tuple(tensor.shape), crc32(content.data)

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops.digest import differing, digest
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from varcomm.transport.agree import agree
+from varcomm.transport.agree import share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["sequence_parallel"]
@@ -21,15 +22,15 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     """Sum the gradients of a module's parameters over ranks that each give it a part of a sequence.
 
     The parameters are replicated, but each rank uses them for other rows; so their gradients are
-    parts, and the whole is the sum. The module is changed in place: its class becomes one that
-    reads parameters through :func:`copy_to_tensor_model_parallel_region`. They stay what and where
-    they are, in its state dict and in optimizers.
+    parts, and the whole is the sum. The module is changed in place: its class becomes one whose
+    ``forward`` reads parameters through :func:`copy_to_tensor_model_parallel_region`. They stay
+    what and where they are, in its state dict and in optimizers.
 
     Parameters
     ----------
     module : torch.nn.Module
-        One that reads its own parameters by their names, as those of torch do: LayerNorm, RMSNorm.
-        Parameters of its submodules are not concerned.
+        One whose ``forward`` reads its own parameters by their names, as those of torch do:
+        LayerNorm, RMSNorm. Parameters of its submodules are not concerned.
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
 
@@ -42,6 +43,8 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     ------
     ArgumentError
         On every rank, if `module` is no module on one of them, or is one already.
+    DisagreementError
+        On every rank, if parameters differ.
 
     Notes
     -----
@@ -60,7 +63,7 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     """
     ranks = resolve(group)
 
-    def check() -> None:
+    def check() -> dict[str, object]:
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
         if isinstance(module, _SequenceParallel):
@@ -68,11 +71,19 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
                 f"the gradients of this {type(module).__name__} are summed already; twice would be "
                 "too much."
             )
+        params = {name: p for name, p in module._parameters.items() if p is not None}
+        return {name: (digest(p), p.requires_grad) for name, p in params.items()}
 
-    agree("sequence_parallel", check, ranks)
-    names = [name for name, param in module._parameters.items() if param is not None]
+    told = share("sequence_parallel", check, ranks)
+    others, names = differing(told)
+    if others:
+        raise DisagreementError(
+            f"sequence_parallel: rank {others[0]} has other parameters than rank 0: "
+            f"{', '.join(names)}. They are replicated, so they have to be the same, and require "
+            "gradients alike."
+        )
     kind = type(module)
-    readers: dict[str, Any] = {name: _reader(name, ranks) for name in names}
+    readers: dict[str, Any] = {name: _reader(name, ranks) for name in told[0]}
     module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), readers)
     return module
 
@@ -80,11 +91,24 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
 class _SequenceParallel(nn.Module):
     """What a module becomes, beside what it is."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.__dict__.get(_COMPUTES, False)
+        self.__dict__[_COMPUTES] = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__[_COMPUTES] = before
+
+
+# Whether a module is in its forward; whoever else reads a parameter gets the parameter itself.
+_COMPUTES = "_varcomm_computes"
+
 
 def _reader(name: str, group: Group) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         parameter = module._parameters[name]
-        if parameter is None or not torch.is_grad_enabled():
+        computes = module.__dict__.get(_COMPUTES, False) and torch.is_grad_enabled()
+        if parameter is None or not computes:
             return parameter
         return copy_to_tensor_model_parallel_region(parameter, group=group.process_group)
 

@@ -248,7 +248,8 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, group: GroupLike
 class ShardedModule(torch.nn.Module):
     """A module that marks its parameters anew where torch replaces them.
 
-    :func:`copy.deepcopy` and ``to_empty`` make new parameters of the old ones.
+    :func:`copy.deepcopy` and ``to_empty`` make new parameters of the old ones, and
+    ``load_state_dict(..., assign=True)`` takes others in their place.
     """
 
     def _marks(self) -> dict[str, ShardSpec]:
@@ -275,3 +276,8 @@ class ShardedModule(torch.nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark(marks)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        marks = self._marks()
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark(marks)

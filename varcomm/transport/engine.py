@@ -44,7 +44,10 @@ class Engine(ABC):
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
     ) -> list[dist.Work]:
-        """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order."""
+        """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order.
+
+        `data` may be this rank's place in `out`.
+        """
 
     def all_gather_small(self, group: Group, out: torch.Tensor, data: torch.Tensor) -> None:
         """Fill `out` on every rank with the few bytes of each rank, as many on all; wait for it."""

@@ -25,7 +25,9 @@ class Gloo(Engine):
     ) -> list[dist.Work]:
         """Broadcast each shard into its place in `out`, all under way together: no copies."""
         places = out.split(list(counts))
-        places[group.rank].copy_(data)
+        own = places[group.rank]
+        if own.data_ptr() != data.data_ptr():
+            own.copy_(data)
         if group.size == 1:
             return []
         return [

@@ -10,9 +10,9 @@ from varcomm.layout import checked_dim
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import apply, kept_from_compilation
 from varcomm.ops.checks import checked_shard, checked_whole
+from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedGather
-from varcomm.tensor_parallel.agreement import digest
 from varcomm.tensor_parallel.embedding.checks import (
     checked_ids,
     checked_method,

@@ -9,7 +9,8 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
-from varcomm.tensor_parallel.agreement import agree_on_layer, digest, module_seed
+from varcomm.ops.digest import digest
+from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.embedding.checks import checked_padding
 from varcomm.tensor_parallel.initial import Fill, initialised
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark

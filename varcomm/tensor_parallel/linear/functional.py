@@ -111,21 +111,16 @@ def column_parallel_linear(
             raise ArgumentError(f'{where}save must be "input" or "gathered"; got {save!r}.')
         if sizes is not None:
             _checked_rows(weight, sizes, 0, ranks, where)
-        sequence = _checked_sequence(x, sequence_sizes, ranks, where)
-        if sequence is not None and x.shape[0] != sequence[ranks.rank]:
-            raise ArgumentError(
-                f"{where}x has {x.shape[0]} rows, but sequence_sizes[{ranks.rank}] is "
-                f"{sequence[ranks.rank]} (sequence_sizes {list(sequence)})."
-            )
+        sequence = checked_sequence(x, sequence_sizes, ranks, where)
         main_grad = _main_grad(weight, where)
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
     before: ReplicatedUse | AllGatherV
     if sequence is None:
         length, before = x.shape[:-1], ReplicatedUse(ranks, use_fp32)
     else:
         length = torch.Size((sum(sequence), *x.shape[1:-1]))
-        before = AllGatherV(ranks, _flattened(sequence, x), 0, use_fp32)
-    y = column_product(_rows(x), weight, bias, before, save == "gathered", main_grad)
+        before = AllGatherV(ranks, flattened(sequence, x), 0, use_fp32)
+    y = column_product(as_rows(x), weight, bias, before, save == "gathered", main_grad)
     y = y.view(*length, weight.shape[0])
     return gather_from_tensor_model_parallel_region(y, sizes, -1, group) if gather_output else y
 
@@ -204,21 +199,16 @@ def row_parallel_linear(
         x = scatter_to_tensor_model_parallel_region(x, sizes, -1, group)
     with checking("row_parallel_linear", ranks) as where:
         checked_operands(x, weight, bias, where)
-        sequence = _checked_sequence(x, sequence_sizes, ranks, where)
-        if sequence is not None and x.shape[0] != sum(sequence):
-            raise ArgumentError(
-                f"{where}x has {x.shape[0]} rows, but sequence_sizes sum to {sum(sequence)} "
-                f"(sequence_sizes {list(sequence)})."
-            )
+        sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
         main_grad = _main_grad(weight, where)
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
     after: ReplicatedSum | ReduceScatterV
     if sequence is None:
         length, after = x.shape[:-1], ReplicatedSum(ranks, use_fp32)
     else:
         length = torch.Size((sequence[ranks.rank], *x.shape[1:-1]))
-        after = ReduceScatterV(ranks, _flattened(sequence, x), 0, use_fp32)
-    y = row_product(_rows(x), weight, bias, after, main_grad)
+        after = ReduceScatterV(ranks, flattened(sequence, x), 0, use_fp32)
+    y = row_product(as_rows(x), weight, bias, after, main_grad)
     return y.view(*length, weight.shape[0])
 
 
@@ -240,12 +230,10 @@ def checked_operands(
                 f"{where}bias must be ({weight.shape[0]},), one a row of this rank's weight; got "
                 f"shape {tuple(bias.shape)}."
             )
-    if torch.is_autocast_enabled(x.device.type):
-        return
     for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and (value.dtype != x.dtype or value.device != x.device):
+        if value is not None and (_dtype(value) != _dtype(x) or value.device != x.device):
             raise ArgumentError(
-                f"{where}x is of {x.dtype} on {x.device}, but {name} is of {value.dtype} on "
+                f"{where}x is of {_dtype(x)} on {x.device}, but {name} is of {_dtype(value)} on "
                 f"{value.device}."
             )
     if not (x.is_floating_point() or x.is_complex()):
@@ -264,9 +252,14 @@ def _checked_rows(
         )
 
 
-def _checked_sequence(
-    x: torch.Tensor, sequence_sizes: Sequence[int] | None, group: Group, where: str
+def checked_sequence(
+    x: torch.Tensor,
+    sequence_sizes: Sequence[int] | None,
+    group: Group,
+    where: str,
+    whole: bool = False,
 ) -> tuple[int, ...] | None:
+    """Return `sequence_sizes` as ints, if `x` has this rank's rows of them, or all if `whole`."""
     if sequence_sizes is None:
         return None
     if x.dim() < 2:
@@ -274,15 +267,27 @@ def _checked_sequence(
             f"{where}with sequence_sizes, x must be (sequence, ..., in); got shape "
             f"{tuple(x.shape)}."
         )
-    return checked_sizes(sequence_sizes, "sequence_sizes", group.size, where)
+    sequence = checked_sizes(sequence_sizes, "sequence_sizes", group.size, where)
+    if whole and x.shape[0] != sum(sequence):
+        raise ArgumentError(
+            f"{where}x has {x.shape[0]} rows, but sequence_sizes sum to {sum(sequence)} "
+            f"(sequence_sizes {list(sequence)})."
+        )
+    if not whole and x.shape[0] != sequence[group.rank]:
+        raise ArgumentError(
+            f"{where}x has {x.shape[0]} rows, but sequence_sizes[{group.rank}] is "
+            f"{sequence[group.rank]} (sequence_sizes {list(sequence)})."
+        )
+    return sequence
 
 
-def _flattened(sequence: Sequence[int], x: torch.Tensor) -> tuple[int, ...]:
+def flattened(sequence: Sequence[int], x: torch.Tensor) -> tuple[int, ...]:
     """Return the rows of each rank once all dimensions of `x` but the last are one."""
     return tuple(size * prod(x.shape[1:-1]) for size in sequence)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with all dimensions but the last as one."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -299,12 +304,20 @@ def _main_grad(weight: torch.Tensor, where: str) -> torch.Tensor | None:
     return main_grad
 
 
-def _autocast(
+def autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return operands in the dtype of :class:`torch.autocast`, as torch's linear does."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return (
+        x.to(_dtype(x)),
+        weight.to(_dtype(weight)),
+        None if bias is None else bias.to(_dtype(bias)),
+    )
+
+
+def _dtype(operand: torch.Tensor) -> torch.dtype:
+    """Return what an operand is computed in. Autocast leaves fp64 and complex numbers alone."""
+    device, dtype = operand.device.type, operand.dtype
+    if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from varcomm.ops.checks import checked_flag
+from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import checking
 from varcomm.tensor_parallel.initial import Fill
 from varcomm.tensor_parallel.linear.functional import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.linear.parallel_linear import ParallelLinear, Sizes
@@ -92,6 +94,12 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     _dim = 0
+    _usual: ClassVar[dict[str, Any]] = {
+        "gather_output": False,
+        "skip_bias_add": False,
+        "save": "input",
+        "use_fp32": True,
+    }
 
     def __init__(
         self,
@@ -158,10 +166,11 @@ class ColumnParallelLinear(ParallelLinear):
             With `skip_bias_add` the bias as well, gathered if the output is.
         """
         gather = self.gather_output if gather_output is None else gather_output
-        checked_flag(gather, "gather_output", f"{type(self).__name__} on {self.group}: ")
+        with checking(type(self).__name__, self.group, gather_output=gather) as where:
+            weight = self._weight(weight, where)
         y = column_parallel_linear(
             x,
-            self._weight(weight),
+            weight,
             None if self.skip_bias_add else self.bias,
             self.spec.sizes,
             sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
@@ -224,6 +233,11 @@ class RowParallelLinear(ParallelLinear):
     """
 
     _dim = 1
+    _usual: ClassVar[dict[str, Any]] = {
+        "input_is_parallel": True,
+        "skip_bias_add": False,
+        "use_fp32": True,
+    }
 
     def __init__(
         self,
@@ -287,6 +301,15 @@ class RowParallelLinear(ParallelLinear):
         torch.Tensor, or (torch.Tensor, torch.Tensor or None)
             With `skip_bias_add` the bias as well, to be added to the output on each rank.
         """
+        with checking(type(self).__name__, self.group) as where:
+            weight = self._weight(weight, where)
+            if not self.input_is_parallel:
+                checked_tensor(x, where, "x")
+                if tuple(x.shape[-1:]) != (self.in_features,):
+                    raise ArgumentError(
+                        f"{where}x must have all {self.in_features} inputs in its last dimension; "
+                        f"got shape {tuple(x.shape)}."
+                    )
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(
                 self.spec.by_rank(x, -1), self.spec.sizes, -1, self.group.process_group
@@ -294,8 +317,9 @@ class RowParallelLinear(ParallelLinear):
         sequence = self.sequence_sizes if sequence_sizes is None else sequence_sizes
         y = row_parallel_linear(
             x,
-            self._weight(weight),
+            weight,
             None if self.skip_bias_add else self.bias,
+            self.spec.sizes,
             sequence_sizes=sequence,
             use_fp32=self.use_fp32,
             group=self.group.process_group,

@@ -17,15 +17,18 @@ def multiplied_while_gathered(
     factor: torch.Tensor,
     bias: torch.Tensor | None,
     recorded: bool,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather rows, and return ``rows @ factor + bias`` for all of them, and the rows.
 
-    Own rows are multiplied while those of others travel, each straight into its place.
+    Own rows are multiplied while those of others travel, each straight into its place; the product
+    is in `out`, if there is one.
     """
     pending = begin(gather, x, recorded)
     before = sum(gather.sizes[: gather.group.rank])
     behind = before + len(x)
-    out = x.new_empty(sum(gather.sizes), factor.shape[1])
+    if out is None:
+        out = x.new_empty(sum(gather.sizes), factor.shape[1])
     multiplied(x, factor, bias, out[before:behind])
     rows = pending.wait()
     multiplied(rows[:before], factor, bias, out[:before])

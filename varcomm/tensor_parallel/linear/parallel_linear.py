@@ -12,22 +12,29 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_flag
-from varcomm.tensor_parallel.agreement import agree_on_layer, digest
+from varcomm.ops.digest import digest
+from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.initial import Fill, initialised
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ParallelLinear", "Sizes"]
 
 # Rows of each rank; of several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
 
+_CHOICES = {"save": ("input", "gathered")}
+
 
 class ParallelLinear(ShardedModule):
     """What both have in common: checked arguments, parameters, the way from and to a Linear."""
 
     _dim: ClassVar[int]  # of the weight, that is sharded
+    _usual: ClassVar[dict[str, Any]]  # options that need no mention
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -44,8 +51,7 @@ class ParallelLinear(ShardedModule):
         others: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.group = resolve(group)
-        name = type(self).__name__
+        ranks, name = resolve(group), type(self).__name__
 
         def check() -> dict[str, Any]:
             for flag, value in flags.items():
@@ -55,40 +61,50 @@ class ParallelLinear(ShardedModule):
                 if (exact_int(n) or 0) < 0 or exact_int(n) is None:
                     raise ArgumentError(f"{what} must be an integer of at least 0; got {n!r}.")
             whole = features[self._dim]
-            rows = ShardSizes.balanced(whole, self.group.size) if sizes is None else sizes
+            rows = ShardSizes.balanced(whole, ranks.size) if sizes is None else sizes
             self.spec = ShardSpec.of(rows, self._dim, group)
             if self.spec.total != whole:
                 what = ("out_features", "in_features")[self._dim]
                 raise ArgumentError(
                     f"sizes {rows!r} sum to {self.spec.total}, but {what} is {whole}."
                 )
-            if sequence_sizes is not None:
-                checked_sizes(sequence_sizes, "sequence_sizes", self.group.size)
+            self.sequence_sizes = (
+                None
+                if sequence_sizes is None
+                else tuple(checked_sizes(sequence_sizes, "sequence_sizes", ranks.size))
+            )
             if init is not None and not callable(init):
                 raise ArgumentError(
                     f"init must be a function of a tensor and a generator; got {init!r}."
                 )
+            for option, value in others.items():
+                if value not in _CHOICES[option]:
+                    choices = " or ".join(f'"{choice}"' for choice in _CHOICES[option])
+                    raise ArgumentError(f"{option} must be {choices}; got {value!r}.")
+            like = torch.empty(0, dtype=dtype, device=device)
+            if not (like.is_floating_point() or like.is_complex()):
+                raise ArgumentError(f"dtype must be one of floats; got {dtype}.")
             self.in_features, self.out_features = int(in_features), int(out_features)
             return {
                 "in_features": self.in_features,
                 "out_features": self.out_features,
                 "sizes": self.spec.blocks,
-                "sequence_sizes": None if sequence_sizes is None else tuple(sequence_sizes),
-                "dtype": dtype,
+                "sequence_sizes": self.sequence_sizes,
+                "dtype": like.dtype,
+                "an init": init is not None,
                 **flags,
                 **others,
             }
 
-        _, seed = agree_on_layer(name, check, self.group)
-        self.sequence_sizes = sequence_sizes
+        _, seed = agree_on_layer(name, check, ranks)
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
         def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
         whole = (self.out_features, self.in_features)
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
         if flags["allocate_weight"]:
             weight = initialised(whole, self.spec, init or uniform, seed, dtype, device)
             self.weight = mark(nn.Parameter(weight), self.spec)
@@ -97,6 +113,11 @@ class ParallelLinear(ShardedModule):
             # from another seed, else elements would be those of the weight
             values = initialised(whole[:1], spec, uniform, seed + 1, dtype, device)
             self.bias = nn.Parameter(values) if spec is None else mark(nn.Parameter(values), spec)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the weight."""
+        return self.spec.group
 
     def _spec_of_bias(self) -> ShardSpec | None:
         return self.spec if self._dim == 0 else None
@@ -183,12 +204,11 @@ class ParallelLinear(ShardedModule):
                 linear.bias.requires_grad_(self.bias.requires_grad)
         return linear.train(self.training)
 
-    def _weight(self, given: torch.Tensor | None) -> torch.Tensor:
+    def _weight(self, given: torch.Tensor | None, where: str) -> torch.Tensor:
         weight = self.weight if given is None else given
         if weight is None:
             raise ArgumentError(
-                f"{type(self).__name__} on {self.group}: made with allocate_weight=False, it "
-                "needs a weight in each call."
+                f"{where}made with allocate_weight=False, the layer needs a weight in each call."
             )
         return weight
 
@@ -201,4 +221,6 @@ class ParallelLinear(ShardedModule):
         ]
         if self.sequence_sizes is not None:
             words.append(f"sequence_sizes={list(self.sequence_sizes)}")
+        options = ((name, getattr(self, name), usual) for name, usual in self._usual.items())
+        words += [f"{name}={value!r}" for name, value, usual in options if value != usual]
         return ", ".join(words)

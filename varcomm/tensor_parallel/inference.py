@@ -1,0 +1,372 @@
+"""Fused paths of inference: a norm before a column-parallel product, or after a row-parallel one.
+
+They give what the layers one after the other give, by the same operations in the same order, and
+keep nothing for a backward. Norms, sums and residuals are computed for a few rows at a time, so
+that these are in a cache from the first step to the last, and what they need on the way is small.
+Messages arrive where the next step reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from varcomm.errors import ArgumentError
+from varcomm.ops import wire
+from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
+from varcomm.ops.autograd import begin, kept_from_compilation
+from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.operator import checking
+from varcomm.ops.reduction import sum_in_rank_order
+from varcomm.tensor_parallel.buffers import Buffers
+from varcomm.tensor_parallel.linear.functional import (
+    as_rows,
+    autocast,
+    checked_operands,
+    checked_sequence,
+    flattened,
+)
+from varcomm.tensor_parallel.linear.overlap import multiplied, multiplied_while_gathered
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["Buffers", "norm_column_linear", "row_linear_norm"]
+
+Norm = nn.LayerNorm | nn.RMSNorm
+
+# Of rows that are computed together: small enough for a cache, unless there are many.
+_PIECE = 256 * 1024
+_MOST_PIECES = 16
+
+
+@kept_from_compilation
+def norm_column_linear(
+    x: torch.Tensor,
+    norm: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    sequence_sizes: Sequence[int] | None = None,
+    buffers: Buffers | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Assume that `x` is replicated or a part of a sequence; norm it, and compute own columns.
+
+    Equal to ``column_parallel_linear(norm(x), weight, bias, sequence_sizes=...)``, bit for bit.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        Floats ``(*F, K)``, the same on all ranks; with `sequence_sizes`
+        ``(sequence_sizes[rank], *F, K)``, other ones on each.
+    norm : torch.nn.LayerNorm or torch.nn.RMSNorm
+        Over the last dimension, replicated.
+    weight : torch.Tensor
+        This rank's rows of the weight, ``(n, K)``.
+    bias : torch.Tensor, optional
+        This rank's part of the bias, ``(n,)``.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension of `x` on each rank, zeros allowed: sequence parallelism.
+    buffers : Buffers, optional
+        Memory for the result, which the next call with it overwrites.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, n)``, or ``(sum(sequence_sizes), *F, n)``.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if arguments do not fit on this rank, or one of them requires a
+        gradient and autograd is not off.
+
+    Notes
+    -----
+    Communication: with `sequence_sizes` each rank receives the other rows, normed, while it
+    multiplies its own; else none.
+
+    Memory: the normed input and the result, in `buffers`, and on the way 256 KiB or a sixteenth of
+    the rows.
+
+    Where torch's norm of a row depends on how many there are, results are equal to rounding only:
+    on GPUs, for `x` that is not contiguous, and for rows of 32,768 values and more on several
+    threads.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel.inference import norm_column_linear
+    >>> def fn(rank):
+    ...     weight = torch.arange(6.0).view(3, 2).split([1, 2])[rank]
+    ...     with torch.inference_mode():
+    ...         return norm_column_linear(torch.full((1, 2), 7.0), torch.nn.RMSNorm(2), weight)
+    >>> varcomm.launch(fn, 2)
+    [tensor([[1.]]), tensor([[5., 9.]])]
+    """
+    ranks = resolve(group)
+    with checking("norm_column_linear", ranks) as where:
+        checked_tensor(x, where, "x")
+        normed = _normed(norm, x, where)
+        checked_operands(normed, weight, bias, where)
+        sequence = checked_sequence(x, sequence_sizes, ranks, where)
+        _refuse_gradients({"x": x, "norm": norm, "weight": weight, "bias": bias}, where)
+        memory = _checked_buffers(buffers, x, where)
+    like, weight, bias = autocast(normed.new_empty(0), weight, bias)
+    dtype, rows, factor = like.dtype, as_rows(x), weight.T
+    width, columns = rows.shape[1], weight.shape[0]
+    if sequence is None:
+        into = memory.take("normed", rows.shape, dtype, x.device)
+        y = memory.take("product", (len(rows), columns), dtype, x.device)
+        _norm_into(norm, rows, into)
+        return multiplied(into, factor, bias, y).view(*x.shape[:-1], columns)
+    sizes = flattened(sequence, x)
+    whole = memory.take("normed", (sum(sizes), width), dtype, x.device)
+    y = memory.take("product", (sum(sizes), columns), dtype, x.device)
+    gather = _GatherInto(ranks, sizes, 0, True, whole)
+    _norm_into(norm, rows, gather.own)
+    multiplied_while_gathered(gather, gather.own, factor, bias, False, y)
+    return y.view(sum(sequence), *x.shape[1:-1], columns)
+
+
+@kept_from_compilation
+def row_linear_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: Norm,
+    *,
+    sequence_sizes: Sequence[int],
+    gather: bool = True,
+    buffers: Buffers | None = None,
+    group: GroupLike = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Assume that `x` is sharded along its last dimension; sum products, add the residual, norm.
+
+    Equal to ``residual + row_parallel_linear(x, weight, bias, sequence_sizes=...)``, and the norm
+    of that gathered, bit for bit.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        Floats ``(sum(sequence_sizes), *F, k)``: this rank's columns of the input.
+    weight : torch.Tensor
+        This rank's columns of the weight, ``(N, k)``.
+    bias : torch.Tensor or None
+        The whole bias, ``(N,)``, replicated; added once.
+    residual : torch.Tensor
+        This rank's rows, ``(sequence_sizes[rank], *F, N)``. What the call before has returned with
+        the same `buffers` is added to in place; no other one is changed.
+    norm : torch.nn.LayerNorm or torch.nn.RMSNorm
+        Over the last dimension, replicated.
+    sequence_sizes : sequence of int
+        Rows of the output's first dimension for each rank, zeros allowed.
+    gather : bool
+        Return the normed rows of all ranks; else this rank's own.
+    buffers : Buffers, optional
+        Memory for the results, which the next call with it overwrites.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    normed : torch.Tensor
+        ``(sum(sequence_sizes), *F, N)``, replicated; without `gather` this rank's rows of it.
+    residual : torch.Tensor
+        This rank's rows of the sum, ``(sequence_sizes[rank], *F, N)``.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if arguments do not fit on this rank, or one of them requires a
+        gradient and autograd is not off.
+
+    Notes
+    -----
+    Communication: a reduce-scatter of the product, summed in rank order, bf16 and fp16 in fp32 with
+    one rounding; and an all-gather of the normed rows. Without `gather`, :func:`norm_column_linear`
+    and :func:`column_parallel_linear` are what gathers them, while they multiply.
+
+    Memory: the product, what arrives of it from each rank, and both results, in `buffers`; and on
+    the way as in :func:`norm_column_linear`, whose words on rounding hold here too.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel.inference import row_linear_norm
+    >>> def fn(rank):
+    ...     x, weight, norm = torch.ones(2, 1), torch.ones(4, 1), torch.nn.RMSNorm(4, eps=0.0)
+    ...     with torch.inference_mode():
+    ...         return row_linear_norm(
+    ...             x, weight, None, torch.zeros(1, 4), norm, sequence_sizes=[1, 1]
+    ...         )
+    >>> varcomm.launch(fn, 2)[1]
+    (tensor([[1., 1., 1., 1.],
+            [1., 1., 1., 1.]]), tensor([[2., 2., 2., 2.]]))
+    """
+    ranks = resolve(group)
+    with checking("row_linear_norm", ranks) as where:
+        checked_flag(gather, "gather", where)
+        checked_operands(x, weight, bias, where)
+        sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
+        if sequence is None:
+            raise ArgumentError(f"{where}sequence_sizes are needed, one int a rank; got None.")
+        own = (sequence[ranks.rank], *x.shape[1:-1], weight.shape[0])
+        checked_tensor(residual, where, "residual")
+        if residual.shape != own or residual.device != x.device:
+            raise ArgumentError(
+                f"{where}residual must be this rank's rows {own}, on {x.device}; got shape "
+                f"{tuple(residual.shape)} on {residual.device}."
+            )
+        factors = autocast(x, weight, bias)
+        dtype = torch.promote_types(factors[0].dtype, residual.dtype)
+        normed = _normed(norm, residual.new_empty((), dtype=dtype).expand(own), where)
+        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm": norm}
+        _refuse_gradients(operands, where)
+        memory = _checked_buffers(buffers, x, where)
+        _check_place(memory, residual, dtype, where)
+    x, weight, bias = factors
+    sizes, (width, _) = flattened(sequence, x), weight.shape
+    product = memory.take("product", (sum(sizes), width), x.dtype, x.device)
+    parts = memory.take("parts", (ranks.size, sizes[ranks.rank], width), x.dtype, x.device)
+    total = memory.take("residual", (sizes[ranks.rank], width), dtype, x.device)
+    torch.mm(as_rows(x), weight.T, out=product)
+    begin(_PartsInto(ranks, sizes, 0, True, parts), product, False).wait()
+    if gather:
+        length = sum(sequence)
+        whole = memory.take("normed", (sum(sizes), width), normed.dtype, x.device)
+        gathering = _GatherInto(ranks, sizes, 0, True, whole)
+        into = gathering.own
+    else:
+        length = sequence[ranks.rank]
+        whole = into = memory.take("normed", total.shape, normed.dtype, x.device)
+    before = as_rows(residual)
+    for piece in _pieces(total):
+        y = sum_in_rank_order(parts[:, piece], use_fp32=True)
+        if bias is not None:
+            y += bias
+        torch.add(before[piece], y, out=total[piece])
+        into[piece] = norm(total[piece])
+    if gather:
+        begin(gathering, into, False).wait()
+    return whole.view(length, *x.shape[1:-1], width), total.view(own)
+
+
+@dataclass(frozen=True)
+class _GatherInto(AllGatherV):
+    """``all_gather_v`` of rows that stand in their place already, `own`."""
+
+    out: torch.Tensor = field(compare=False)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Return the place of this rank's rows."""
+        rank = self.group.rank
+        return self.out.narrow(0, sum(self.sizes[:rank]), self.sizes[rank])
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Let the others' rows arrive in theirs."""
+        counts = [rows * self.out.shape[1] for rows in self.sizes]
+        works, _ = wire.all_gather(self.name, self.group, wire.flat(x), counts, self.out.view(-1))
+        return Pending(works, lambda: self.out)
+
+
+@dataclass(frozen=True)
+class _PartsInto(ReduceScatterV):
+    """``reduce_scatter_v`` but for the sum: what it is of, rank by rank."""
+
+    out: torch.Tensor = field(compare=False)
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Send each rank its rows."""
+        send = [rows * x.shape[1] for rows in self.sizes]
+        recv = [send[self.group.rank]] * self.group.size
+        works, _ = wire.exchange(self.name, self.group, wire.flat(x), send, recv, self.out.view(-1))
+        return Pending(works, lambda: self.out)
+
+
+def _norm_into(norm: Norm, rows: torch.Tensor, out: torch.Tensor) -> None:
+    for piece in _pieces(rows):
+        out[piece] = norm(rows[piece])
+
+
+def _pieces(rows: torch.Tensor) -> Iterator[slice]:
+    """Yield which rows to compute together."""
+    count = len(rows)
+    step = max(_PIECE * count // max(rows.nbytes, 1), -(-count // _MOST_PIECES), 1)
+    for start in range(0, count, step):
+        yield slice(start, start + step)
+
+
+def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
+    """Return what has shape and dtype of ``norm(x)``, in no memory."""
+    if not isinstance(norm, Norm):
+        raise ArgumentError(
+            f"{where}norm must be a torch.nn.LayerNorm or torch.nn.RMSNorm; got "
+            f"{type(norm).__name__}."
+        )
+    if tuple(norm.normalized_shape) != tuple(x.shape[-1:]):
+        raise ArgumentError(
+            f"{where}norm must be over the last dimension, of shape {tuple(x.shape)}; it is over "
+            f"{tuple(norm.normalized_shape)}."
+        )
+    try:
+        none = norm(x.new_empty(0, x.shape[-1]))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ArgumentError(f"{where}norm cannot take {x.dtype} on {x.device}: {error}") from error
+    return none.new_empty(()).expand(x.shape)  # type: ignore[no-any-return]
+
+
+def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], where: str) -> None:
+    """Raise ArgumentError where somebody waits for a derivative that is not kept."""
+    for name, operand in operands.items():
+        tensors = list(operand.parameters()) if isinstance(operand, nn.Module) else [operand]
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise ArgumentError(
+                    f"{where}{name} requires a gradient, and nothing is kept for it here. Call "
+                    "this under torch.inference_mode() or torch.no_grad(), or use the layers."
+                )
+            if (
+                torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+                or forward_ad.unpack_dual(tensor).tangent is not None
+            ):
+                raise ArgumentError(
+                    f"{where}{name} is seen through torch.func or forward-mode differentiation, "
+                    "of which nothing is kept here. Use the layers."
+                )
+
+
+def _checked_buffers(buffers: Buffers | None, x: torch.Tensor, where: str) -> Buffers:
+    if buffers is None:
+        return Buffers()
+    if not isinstance(buffers, Buffers):
+        raise ArgumentError(f"{where}buffers must be Buffers; got {type(buffers).__name__}.")
+    if buffers.hold(x) is not None:
+        raise ArgumentError(
+            f"{where}x is in the memory of buffers, which this call writes into. Take other "
+            "Buffers for what x comes from."
+        )
+    return buffers
+
+
+def _check_place(buffers: Buffers, residual: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+    """Raise ArgumentError if a residual would be overwritten before it is read."""
+    role = buffers.hold(residual)
+    in_place = residual.dtype == dtype and residual.is_contiguous()
+    if role is not None and not (
+        role == "residual" and in_place and residual.storage_offset() == 0
+    ):
+        raise ArgumentError(
+            f"{where}residual is in the memory of buffers, and not as a call has returned it, so "
+            "this one would overwrite it. Clone it."
+        )
