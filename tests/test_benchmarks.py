@@ -27,6 +27,10 @@ RUNS = {
         ["--side", "20", "--width", "4", "--layers", "2", "--repeats", "2"],
         "without / with, turn by turn",
     ),
+    "linears.py": (
+        ["--rows", "21", "--inputs", "8", "--outputs", "6", "--repeats", "2"],
+        "MB of the largest",
+    ),
 }
 
 

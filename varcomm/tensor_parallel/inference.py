@@ -194,8 +194,8 @@ def row_linear_norm(
     one rounding; and an all-gather of the normed rows. Without `gather`, :func:`norm_column_linear`
     and :func:`column_parallel_linear` are what gathers them, while they multiply.
 
-    Memory: the product, what arrives of it from each rank, and both results, in `buffers`; and on
-    the way as in :func:`norm_column_linear`, whose words on rounding hold here too.
+    Memory: the product, later the normed rows; what each rank sends of it; and the sum, all in
+    `buffers`. On the way as in :func:`norm_column_linear`, whose words on rounding hold here too.
 
     Examples
     --------
@@ -239,14 +239,11 @@ def row_linear_norm(
     total = memory.take("residual", (sizes[ranks.rank], width), dtype, x.device)
     torch.mm(as_rows(x), weight.T, out=product)
     begin(_PartsInto(ranks, sizes, 0, True, parts), product, False).wait()
-    if gather:
-        length = sum(sequence)
-        whole = memory.take("normed", (sum(sizes), width), normed.dtype, x.device)
-        gathering = _GatherInto(ranks, sizes, 0, True, whole)
-        into = gathering.own
-    else:
-        length = sequence[ranks.rank]
-        whole = into = memory.take("normed", total.shape, normed.dtype, x.device)
+    # in the place of the product, which has been sent
+    rows = sum(sizes) if gather else sizes[ranks.rank]
+    whole = memory.take("product", (rows, width), normed.dtype, x.device)
+    gathering = _GatherInto(ranks, sizes, 0, True, whole)
+    into = gathering.own if gather else whole
     before = as_rows(residual)
     for piece in _pieces(total):
         y = sum_in_rank_order(parts[:, piece], use_fp32=True)
@@ -256,6 +253,7 @@ def row_linear_norm(
         into[piece] = norm(total[piece])
     if gather:
         begin(gathering, into, False).wait()
+    length = sum(sequence) if gather else sequence[ranks.rank]
     return whole.view(length, *x.shape[1:-1], width), total.view(own)
 
 
