@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes
@@ -29,6 +28,7 @@ from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    checkpoint,
     gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
@@ -206,11 +206,7 @@ class GPT(nn.Module):
         x = self.embedding(ids)
         turn = rotary(len(ids), self.head_dim, x)
         for block in self.blocks:
-            x = (
-                checkpoint(block, x, turn, use_reentrant=False)
-                if self.recompute
-                else block(x, turn)
-            )
+            x = checkpoint(block, x, turn) if self.recompute else block(x, turn)
         return cast(Tensor, self.norm(x))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
