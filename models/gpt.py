@@ -273,8 +273,8 @@ class GPT(nn.Module):
                 yield sizes
 
         heads, features, tokens = agree("GPT.tensor_parallel_plan", lambda: [*check()], ranks)
-        keys = [n * self.head_dim for n in heads]
-        queries = [n * self.queries_per_key for n in keys]
+        keys = heads * self.head_dim
+        queries = keys * self.queries_per_key
         options: dict[str, Any] = {"sequence_sizes": sequence_sizes, "group": group}
         column = partial(ColumnParallelLinear.from_linear, **options)
         row = partial(RowParallelLinear.from_linear, **options)

@@ -242,3 +242,12 @@ def collected_in_a_part(rank):
 
 def test_from_local_in_a_subgroup(worlds):
     assert worlds.run(3, collected_in_a_part) == [None, (10, 20), (10, 20)]
+
+
+def test_sizes_of_rows_that_are_several_of_others():
+    heads = ShardSizes.balanced(14, 4)
+    assert heads * 8 == 8 * heads == ShardSizes(8 * n for n in heads) == (32, 32, 24, 24)
+    assert (heads * 0).total == 0
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ArgumentError, match="the factor of sizes must be an integer of at lea"):
+            heads * wrong

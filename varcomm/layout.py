@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 import torch
 
@@ -146,6 +146,20 @@ class ShardSizes(tuple[int, ...]):
         sizes[more] += remainder
         return cls(sizes)
 
+    def __mul__(self, n: SupportsIndex) -> Self:
+        """Return the sizes of rows that are `n` of others each: heads of `n` features, say.
+
+        Not a repetition, which of sizes would be nothing.
+
+        Examples
+        --------
+        >>> ShardSizes.balanced(5, 3) * 8
+        ShardSizes(16, 16, 8)
+        """
+        return type(self)(rows * _at_least(0, n, "the factor of sizes") for rows in self)
+
+    __rmul__ = __mul__
+
     @classmethod
     def from_local(cls, n: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> Self:
         """Collect the sizes from each rank's own number of rows.
@@ -265,7 +279,7 @@ def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
     return value
 
 
-def _at_least(least: int, value: int, name: str) -> int:
+def _at_least(least: int, value: object, name: str) -> int:
     exact = exact_int(value)
     if exact is None or exact < least:
         raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
