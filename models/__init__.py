@@ -1,14 +1,38 @@
-"""Graph networks of PyG's message passing; none of them knows of ranks."""
+"""Complete models in one readable file each; none of them knows of ranks but by its layers.
+
+Each is loaded when it is first used: graph networks need PyTorch Geometric, and GPT does not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from varcomm.errors import MissingModuleError
 
-try:
-    import torch_geometric  # noqa: F401
-except ModuleNotFoundError as error:
-    raise MissingModuleError(
-        'varcomm.models needs PyTorch Geometric: pip install "varcomm[graph]"'
-    ) from error
+if TYPE_CHECKING:
+    from .gpt import GPT
+    from .mesh_graph_net import MeshGraphNet
 
-from .mesh_graph_net import MeshGraphNet
+__all__ = ["GPT", "MeshGraphNet"]
 
-__all__ = ["MeshGraphNet"]
+_FILES = {"GPT": "gpt", "MeshGraphNet": "mesh_graph_net"}
+_GRAPH_NETWORKS = frozenset({"MeshGraphNet"})
+
+
+def __getattr__(name: str) -> type:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _GRAPH_NETWORKS and find_spec("torch_geometric") is None:
+        raise MissingModuleError(
+            f'varcomm.models.{name} needs PyTorch Geometric: pip install "varcomm[graph]"'
+        )
+    found: type = getattr(import_module(f".{_FILES[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    # only what can be loaded, so that `help` works without PyTorch Geometric as well
+    without = frozenset() if find_spec("torch_geometric") else _GRAPH_NETWORKS
+    return sorted({*globals(), *_FILES} - without)

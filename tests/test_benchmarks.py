@@ -15,6 +15,10 @@ RUNS = {
         ["--ranks", "2", "--tokens", "64", "--vocabulary", "53", "--width", "8", "--repeats", "1"],
         "masked / this, turn by turn",
     ),
+    "cross_entropy.py": (
+        ["--tokens", "20", "--vocabulary", "103", "--hidden", "8", "--repeats", "2"],
+        "losses differ by",
+    ),
     "graph_build.py": (
         ["--side", "30", "--ranks", "2", "--nodes", "400", "--weak", "3", "--repeats", "1"],
         "bytes an exchange",

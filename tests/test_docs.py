@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 PAGES = Path(__file__).parent.parent / "docs"
@@ -17,11 +16,23 @@ def run_page(rank, page, folder):
     return {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("page", ["graphs.md"])
-def test_code_of_a_page(worlds, page, tmp_path):
-    one, other = worlds.run(2, run_page, page, tmp_path / "saved")
+def test_code_on_graphs(worlds, tmp_path):
+    one, other = worlds.run(2, run_page, "graphs.md", tmp_path / "saved")
     assert torch.isfinite(one["loss"])
     assert one["mean"] == other["mean"]
     assert torch.equal(one["logits"], other["logits"])
     assert one["out"].shape[1] == 1
     assert len(one["out"]) + len(other["out"]) == 60
+
+
+def test_code_on_tensor_parallelism(worlds, tmp_path):
+    one, other = worlds.run(2, run_page, "tensor_parallel.md", tmp_path)
+    assert one["part"].shape == (4, 2, 8)
+    assert other["part"].shape == (2, 2, 8)
+    for found in (one, other):
+        torch.testing.assert_close(found["loss"], found["expected"])
+    assert torch.equal(one["norm"], other["norm"])
+    assert torch.equal(one["kept"], other["kept"])
+    assert one["logits"].shape[-1] + other["logits"].shape[-1] == 131
+    torch.testing.assert_close(one["answer"], other["answer"])
+    torch.testing.assert_close(one["answer"], one["unfused"])

@@ -112,7 +112,7 @@ class ShardSizes(tuple[int, ...]):
             ends = torch.tensor(self.offsets, device=index.device) + torch.tensor(
                 self, dtype=torch.int64, device=index.device
             )
-            return torch.searchsorted(ends, index.to(torch.int64), right=True)
+            return torch.searchsorted(ends, index.to(torch.int64).contiguous(), right=True)
         row = exact_int(index)
         if row is None:
             raise ArgumentError(f"index must be an integer or a tensor of integers; got {index!r}.")

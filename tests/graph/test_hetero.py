@@ -137,7 +137,7 @@ UNKNOWN = {
     "a type that is not there": (
         lambda graph: graph["publisher"],
         KeyError,
-        "'publisher'; the graph has ['author', 'editor', 'paper', 'reader', 'venue', ('author', 'l",
+        "'publisher'; the graph has ['author', 'paper', 'venue', 'editor', 'reader', ('author', '",
     ),
     "edges that are not there": (
         lambda graph: graph["author", "paper"],
@@ -147,12 +147,12 @@ UNKNOWN = {
     "nodes": (
         lambda graph: graph.nodes,
         ArgumentError,
-        "the graph has several types; say of which: graph['author'], graph['editor'], graph['pape",
+        "the graph has several types; say of which: graph['author'], graph['paper'], graph['venu",
     ),
     "edges": (
         lambda graph: graph.edge_index,
         ArgumentError,
-        "the graph has several types; say of which: graph[('author', 'likes', 'paper')], graph[(",
+        "the graph has several types; say of which: graph[('author', 'writes', 'paper')], graph[",
     ),
     "a mean": (lambda graph: graph.mean(torch.ones(1)), ArgumentError, "of which: graph['author']"),
     "a halo": (lambda graph: graph.halo(torch.ones(1)), ArgumentError, "say of which: graph[('au"),

@@ -150,8 +150,9 @@ LAYERS = {
 
 
 def outcome(model, graph, takes, weights):
-    x_dict = {key: graph[key].x.clone().requires_grad_() for key in CHANNELS}
-    edge_dict = {key: graph[key].edge_index for key in EDGES}
+    # as the graph lists them: some layers depend on the order of types
+    x_dict = {key: x.clone().requires_grad_() for key, x in graph.x_dict.items()}
+    edge_dict = graph.edge_index_dict
     more = {}
     for name in takes:
         values = {key: getattr(graph[key], name).clone().requires_grad_() for key in EDGES}

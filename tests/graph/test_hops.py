@@ -119,6 +119,16 @@ def test_ranks_may_list_attributes_in_another_order(worlds):
     assert worlds.run(2, in_another_order) == [(True, True, True)] * 2
 
 
+def as_many_as_it_takes(rank):
+    path = Data(x=torch.ones(4, 1), edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]))
+    graph = partition(path, method="block", hops=10**30)
+    return graph.hops, graph.halo_ids.tolist()
+
+
+def test_hops_end_where_there_is_no_more_upstream(worlds):
+    assert worlds.run(2, as_many_as_it_takes) == [(10**30, []), (10**30, [0, 1])]
+
+
 def refused(rank, hops, attributes):
     data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
     for name, value in attributes.items():

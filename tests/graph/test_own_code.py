@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric import utils
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, softmax
 
 import varcomm
 from tests.graph.graphs import split_by
@@ -139,6 +139,16 @@ class PairInUpdate(MessagePassing):
         return inputs + 2 * x[0] + 3 * x[1]
 
 
+class OwnAttention(MessagePassing):
+    """Without annotations, which PyG does not need of what it provides itself."""
+
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=x, weight=weight)
+
+    def message(self, x_i, x_j, weight, index, ptr, size_i):
+        return softmax((x_i * x_j).sum(1) * weight, index, ptr, size_i).view(-1, 1) * x_j
+
+
 class OwnPropagate(MessagePassing):
     """For which PyG makes no template: it reads the sides of a pair by the flow."""
 
@@ -214,6 +224,7 @@ MODELS = {
     "early return": EarlyReturn,
     "early return backwards": lambda: EarlyReturn(flow=BACK),
     "a pair in an update": PairInUpdate,
+    "own attention": OwnAttention,
     "own propagate": lambda: OwnPropagate("source_to_target"),
     "own propagate backwards": lambda: OwnPropagate(BACK),
     "checkpointed": lambda: Checkpointed(reentrant=False),

@@ -11,6 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.graph import PartitionedGraph, partition
+from varcomm.graph.files import saved as saved_graphs
 from varcomm.graph.files.archive import MANIFEST
 
 
@@ -190,6 +191,12 @@ def manifest(folder, text):
     (folder / MANIFEST).write_text(text)
 
 
+def altered(folder):
+    text = (folder / MANIFEST).read_text()
+    assert text.count('"hops": 1') == 1
+    manifest(folder, text.replace('"hops": 1', '"hops": 3'))
+
+
 def of_version_2(folder):
     content = json.loads((folder / MANIFEST).read_text())
     manifest(folder, json.dumps(content | {"version": 2}))
@@ -211,6 +218,11 @@ DAMAGE = {
     "no manifest": (without_manifest, "is no saved partition: graph.json cannot be read."),
     "a manifest cut short": (lambda f: manifest(f, '{"format": '), "graph.json is damaged: "),
     "another file": (lambda f: manifest(f, "[]"), "does not belong to a saved partition."),
+    "an altered manifest": (altered, "graph.json is damaged or has been altered."),
+    "no version": (
+        lambda f: manifest(f, '{"format": "varcomm partitioned graph"}'),
+        "is of version None; this varcomm reads",
+    ),
     "a later version": (of_version_2, "is of version 2; this varcomm reads version 1."),
 }
 
@@ -252,6 +264,27 @@ def test_what_cannot_be_saved(worlds, name, value, message, tmp_path):
     told = worlds.run(2, save_refused, tmp_path / "g", name, value)
     assert message in told[0]
     assert told[0] == told[1]
+    assert not any(tmp_path.iterdir())
+
+
+def save_into_a_file(rank, folder):
+    graph = partition(Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]])), method="block")
+    finish = saved_graphs.write_manifest
+    saved_graphs.write_manifest = full  # the last that is written
+    try:
+        with pytest.raises(ArgumentError, match="no space left"):
+            graph.save(folder)
+    finally:
+        saved_graphs.write_manifest = finish
+    return True
+
+
+def full(*arguments):
+    raise OSError("no space left")
+
+
+def test_nothing_is_left_of_what_could_not_be_saved(worlds, tmp_path):
+    assert worlds.run(2, save_into_a_file, tmp_path / "g") == [True, True]
     assert not any(tmp_path.iterdir())
 
 

@@ -1,6 +1,5 @@
 """What memory code needs at its peak, told by the allocator itself."""
 
-import torch
 from torch.autograd.profiler import profile
 
 
@@ -33,8 +32,3 @@ def peak_of(fn, *args):
     with Peak() as peak:
         result = fn(*args)
     return peak.bytes, result
-
-
-def holds(*tensors):
-    """Bytes of tensors."""
-    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from varcomm import ArgumentError, DisagreementError, VarcommError
-from varcomm.tensor_parallel.agreement import agree_on_layer, digest, module_seed
+from varcomm.ops.digest import digest
+from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.initial import initialised
 from varcomm.tensor_parallel.sharding import ShardSpec
 from varcomm.transport.group import resolve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,14 +35,15 @@ def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
 
     Not by torch.compiler.disable, which would import the compiler into every program.
     """
-
-    @cache
-    def disabled() -> Callable[P, R]:
-        return torch._dynamo.disable(fn)  # type: ignore[no-any-return]
+    disabled: list[Callable[P, R]] = []
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (disabled() if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch._dynamo.disable(fn))
+        return disabled[0](*args, **kwargs)
 
     return call
 

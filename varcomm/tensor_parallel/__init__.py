@@ -1,15 +1,22 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
+from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
+from varcomm.tensor_parallel.buffers import Buffers
+from varcomm.tensor_parallel.checkpoint import checkpoint
+from varcomm.tensor_parallel.checkpoint_without_output import CheckpointWithoutOutput
 from varcomm.tensor_parallel.cross_entropy import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from varcomm.tensor_parallel.data import broadcast_data
 from varcomm.tensor_parallel.embedding import (
     FeatureParallelEmbedding,
     VocabParallelEmbedding,
     feature_parallel_embedding,
     vocab_parallel_embedding,
 )
+from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
+from varcomm.tensor_parallel.inference import norm_column_linear, row_linear_norm
 from varcomm.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,6 +38,7 @@ from varcomm.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from varcomm.tensor_parallel.parallelize import parallelize
+from varcomm.tensor_parallel.random import RandomStreams
 from varcomm.tensor_parallel.sequence import sequence_parallel
 from varcomm.tensor_parallel.sharding import (
     ShardSpec,
@@ -45,8 +53,12 @@ from varcomm.tensor_parallel.splitting import (
 )
 
 __all__ = [
+    "Buffers",
+    "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "FeatureParallelEmbedding",
+    "ParallelAttention",
+    "RandomStreams",
     "RowParallelLinear",
     "ShardSpec",
     "VocabParallelEmbedding",
@@ -54,23 +66,31 @@ __all__ = [
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "attention",
+    "broadcast_data",
+    "checkpoint",
+    "clip_grad_norm_",
     "column_parallel_linear",
     "copy_to_tensor_model_parallel_region",
     "feature_parallel_embedding",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_split_1d_tensor",
+    "grad_norm",
     "linear_cross_entropy",
+    "norm_column_linear",
     "parallelize",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "row_linear_norm",
     "row_parallel_linear",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "sequence_parallel",
     "shard_spec",
+    "split_heads",
     "split_tensor_along_last_dim",
     "split_tensor_into_1d_chunks",
     "vocab_parallel_cross_entropy",

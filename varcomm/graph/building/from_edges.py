@@ -58,8 +58,9 @@ def from_edges(
 ) -> PartitionedGraph:
     """Build a partitioned graph from whatever edges and nodes each rank happened to read.
 
-    Collective: every rank calls it, and all raise if one has to. No rank ever holds the graph:
-    edges travel to the owner of their target, and halos are found by asking owners.
+    Collective: every rank calls it, and all raise if one has to, but for a wrong `group`, which
+    could tell nobody. No rank ever holds the graph: edges travel to the owner of their target, and
+    halos are found by asking owners.
 
     Parameters
     ----------

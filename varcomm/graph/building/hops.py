@@ -14,6 +14,7 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.layout import ShardSizes, exact_int
 from varcomm.ops.wire import taken
 from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.transport.agree import share
 
 __all__ = ["check_hops", "deepened"]
 
@@ -63,6 +64,8 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
 
     found, frontier = [own], halo
     for _ in range(hops - 1):
+        if not any(share("graph.partition", frontier.__len__, group)):
+            break  # nobody needs more, however many hops there are to be
         asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
         index, destination = _edges_into(asked, by_target, ends)
         route = Route.to(destination, group)

@@ -46,7 +46,8 @@ def partition(
 ) -> PartitionedGraph:
     """Split a graph over ranks: each owns some nodes, and all edges into them.
 
-    Collective: every rank calls it, and all raise if one has to.
+    Collective: every rank calls it, and all raise if one has to, but for a wrong `group`, which
+    could tell nobody.
 
     Parameters
     ----------
@@ -146,15 +147,19 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
         tables = read(data)
         return tables, _checked_method(method, tables, group)
 
-    (tables, checked), digests = agree_and_share(
-        _WHAT, check, lambda own: own[0].digests() | _digests(own[1]), group
-    )
-    others, names = differing(digests)
+    def tell(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
+        tables, checked = own
+        return tables.digests() | _digests(checked), list(tables.nodes), list(tables.edges)
+
+    (tables, checked), told = agree_and_share(_WHAT, check, tell, group)
+    others, names = differing([digests for digests, *_ in told])
     if others:
         raise DisagreementError(
             f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
             f"{', '.join(sorted(names))}."
         )
+    # each may have built the graph in an order of its own; all take that of the first
+    tables = tables.in_order(*told[0][1:])
     owners, name = _owners(data, tables, checked, group)
     return _own_part(tables, owners, name, group)
 

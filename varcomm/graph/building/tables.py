@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,17 @@ class Tables:
                 )
         return self
 
+    def in_order(self, nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> Tables:
+        """Return the tables with the types in this order.
+
+        Some layers rely on it, as HGTConv does, which multiplies types in the order of the data's.
+        """
+        return Tables(
+            {key: self.nodes[key] for key in nodes},
+            {key: self.edges[key] for key in edges},
+            self.attributes,
+        )
+
     def digests(self) -> dict[str, object]:
         """Return, by its name, what tells each attribute apart from that of another rank."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
@@ -128,14 +139,13 @@ def read(data: Data | HeteroData) -> Tables:
 def _read_types(data: HeteroData) -> Tables:
     nodes: dict[NodeType, NodeTable] = {}
     edges: dict[EdgeType, EdgeTable] = {}
-    # In an order that all ranks share: each may have built the graph in another.
-    for node_type in sorted(data.node_types):
+    for node_type in data.node_types:
         store, name = data[node_type], _name(node_type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyG's, that it cannot tell: then we raise
             count = _count(store.num_nodes, name)
         nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
-    for edge_type in sorted(data.edge_types):
+    for edge_type in data.edge_types:
         store, name = data[edge_type], _name(edge_type)
         source, target = ends(edge_type)
         if missing := [end for end in (source, target) if end not in nodes]:

@@ -1,9 +1,9 @@
 """The files of a saved partition: one of numbers a rank, and one that tells what they are.
 
-``graph.json`` holds names, sizes, dtypes and a digest of each file; ``graph.npz`` what belongs to
-the graph as a whole, ``part-00000.npz`` and so on what belongs to a rank: arrays in NumPy's format,
-without pickle. A file that was cut short, altered or taken from
-another graph does not have the digest that ``graph.json`` expects.
+``graph.json`` holds names, sizes, dtypes and a digest of each file, itself included; ``graph.npz``
+what belongs to the graph as a whole, ``part-00000.npz`` and so on what belongs to a rank: arrays in
+NumPy's format, without pickle. A file that was cut short, altered or taken from another graph does
+not have the digest that ``graph.json`` expects.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ Arrays = Mapping[str, torch.Tensor]
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write what tells what the arrays are."""
     whole = {"format": _FORMAT, "version": _VERSION, **content}
+    whole["digest"] = _digest_of_manifest(whole)
     (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -56,11 +57,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ArgumentError(f"{path} does not belong to a saved partition.")
-    if content["version"] != _VERSION:
+    if content.get("version") != _VERSION:
         raise ArgumentError(
-            f"{path} is of version {content['version']}; this varcomm reads version {_VERSION}."
+            f"{path} is of version {content.get('version')}; this varcomm reads version {_VERSION}."
         )
+    if content.pop("digest", None) != _digest_of_manifest(content):
+        raise ArgumentError(f"{path} is damaged or has been altered. Save the graph again.")
     return content
+
+
+def _digest_of_manifest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:

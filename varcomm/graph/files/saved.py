@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, at_home, sent_to_owners
 from varcomm.graph.building.hops import deepened
@@ -85,9 +85,14 @@ def save(graph: PartitionedGraph, folder: str | os.PathLike[str]) -> None:
             write_manifest(staging, content)
             _replace(target, staging)
 
-    agree(what, prepare, group)
-    digests = share(what, write, group)
-    agree(what, finish, group)
+    try:
+        agree(what, prepare, group)
+        digests = share(what, write, group)
+        agree(what, finish, group)
+    except VarcommError:
+        if group.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:

@@ -40,7 +40,17 @@ def attach(layer: MessagePassing, place: Place) -> None:
 
 def names_read_at_source(layer: MessagePassing, functions: Sequence[str]) -> frozenset[str]:
     """Return the values of nodes that these functions of a layer read at the source of an edge."""
-    return _with_ending("_j", layer.inspector.get_flat_param_names(list(functions)))
+    return _with_ending("_j", names_taken(layer, functions))
+
+
+def names_taken(layer: MessagePassing, functions: Sequence[str]) -> list[str]:
+    """Return the names of what these functions of a layer take, each once.
+
+    Their types may differ between functions, as those of ``ptr`` and ``index`` do where a user has
+    left them out.
+    """
+    names = (name for one in functions for name in layer.inspector.get_param_names(one))
+    return list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
@@ -64,14 +74,13 @@ class _Reads:
 
     @classmethod
     def of(cls, layer: MessagePassing, functions: Sequence[str]) -> _Reads:
-        own = layer.inspector.get_flat_param_names
         where_edges_are = [name for name in functions if name != "update"]
-        at_edges = own(where_edges_are, exclude=layer.special_args)
+        at_edges = set(names_taken(layer, where_edges_are)) - layer.special_args
         at_source = names_read_at_source(layer, functions)
-        updated = own(["update"]) if "update" in functions else []
+        updated = names_taken(layer, ["update"]) if "update" in functions else []
         return cls(
             at_source,
-            _with_ending("_i", own(list(functions))),
+            _with_ending("_i", names_taken(layer, functions)),
             tuple(sorted(name for name in at_edges if not name.endswith(("_i", "_j")))),
             at_source & set(updated),
         )

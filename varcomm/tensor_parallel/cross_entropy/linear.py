@@ -107,9 +107,10 @@ def linear_cross_entropy(
     gradient of `hidden`; with `sequence_sizes` an all-gather of `hidden` before, and a
     reduce-scatter in its place.
 
-    Memory: `hidden` (gathered) and `weight` are kept, and some numbers a token. Beside gradients, a
-    chunk's logits exist about twice at a time. Backward computes them again, which costs a third
-    of forward and backward more. So it is with second derivatives.
+    Memory: `hidden` (gathered) and `weight` are kept, and some numbers a token. Beside gradients,
+    what is as large as a chunk's logits exists two or three times at once. Backward computes them
+    again, so that there are four matrix products in place of three. Derivatives of any order are
+    computed in chunks as well.
 
     Under ``torch.autocast``, `hidden`, `weight` and `bias` are cast as for a linear layer.
 

@@ -31,7 +31,7 @@ class Options:
 
 
 class Targets:
-    """The distribution over classes that each token is to have, split over ranks.
+    """The distribution over classes that each token is to have, as one rank needs to know it.
 
     For the target `y` and smoothing `s`, class `c` has ``(1 - s) [c = y] + s / K``, or, where only
     the wrong classes share `s`, ``(1 - s) [c = y] + s / (K - 1) [c != y]``; times its weight. Both
@@ -91,10 +91,11 @@ class Targets:
     def _of_tokens(self, top: torch.Tensor, log: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token from (P, *T) statistics."""
         top = top.detach()
-        # any number near the log-sum-exp: what is added to it and taken away is exact
+        # A shift near the log-sum-exp. Its own rounding cancels, since nothing but its difference
+        # from tops is used; so above must not be computed from their sum, which would be rounded.
         peak = (top + log.detach()).amax(0)
         rest = torch.logsumexp(top - peak + log, 0)
-        above = peak - top + rest  # of each shard's top, the log-sum-exp
+        above = peak - top + rest  # the log-sum-exp above the top of each shard
         loss = part.sum(0) + self.q * above.gather(0, self.owner.unsqueeze(0)).squeeze(0)
         if self.share:
             shares = self.of_shards.view(-1, *[1] * self.q.dim())

@@ -95,7 +95,9 @@ def _indices(shape: tuple[int, ...], size: int) -> Iterator[tuple[slice, ...]]:
 
 
 @kept_from_compilation
-def in_chunks(of: RowMap, chunks: Chunks, rows: Sequence[Any], shared: Sequence[Any]) -> Tensors:
+def in_chunks(
+    of: RowMap, chunks: Chunks, rows: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+) -> Tensors:
     """Apply a map chunk by chunk: return its results, and its sums over all rows.
 
     Sums of floats narrower than 4 bytes are taken in fp32 and rounded once.
@@ -113,16 +115,22 @@ class _InChunks(torch.autograd.Function):
         rows, shared = plain[:split], plain[split:]
         results: list[torch.Tensor] = []
         totals: list[_Total] = []
-        for index in chunks:
+
+        def collect(index: tuple[slice, ...]) -> None:
+            # a function, so that nothing of a chunk is alive when the next one takes its memory
             parts, sums = of.fn(tuple(x[index] for x in rows), shared)
             if not results:
                 lead = len(chunks.shape)
-                results = [part.new_empty(chunks.shape + part.shape[lead:]) for part in parts]
+                results.extend(part.new_empty(chunks.shape + part.shape[lead:]) for part in parts)
             for result, part in zip(results, parts, strict=True):
                 result[index].copy_(part)
-            totals = totals or [_Total() for _ in sums]
+            if not totals:
+                totals.extend(_Total() for _ in sums)
             for total, added in zip(totals, sums, strict=True):
                 total.add(added)
+
+        for index in chunks:
+            collect(index)
         return (*results, *(total.value() for total in totals))
 
     @staticmethod

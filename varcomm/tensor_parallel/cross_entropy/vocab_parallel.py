@@ -98,8 +98,8 @@ def vocab_parallel_cross_entropy(
     Communication: one all-gather of three numbers a token, of 4 bytes for logits of up to 4 bytes;
     nothing in backward. A second derivative gathers once more.
 
-    Memory: beside logits and their gradient, some numbers a token, also for second derivatives.
-    The local statistics and their derivatives are computed on chunks of rows.
+    Memory: beside logits and their gradient, some numbers a token of each rank, and 4 MiB on a CPU:
+    the local statistics and their derivatives, of any order, are computed on chunks of rows.
 
     Accuracy: logits narrower than 4 bytes are computed in fp32. What travels are differences
     within the shards, so large logits that are nearly equal lose nothing.

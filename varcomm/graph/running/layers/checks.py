@@ -16,7 +16,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.over_nodes.norms import is_global_norm
 from varcomm.graph.over_nodes.readouts import is_global_readout
 from varcomm.graph.running.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
-from varcomm.graph.running.propagate import names_read_at_source
+from varcomm.graph.running.propagate import names_read_at_source, names_taken
 
 __all__ = ["check_deep", "check_exact"]
 
@@ -179,16 +179,15 @@ def _reason_against_layer(layer: MessagePassing) -> str | None:
         return "decomposed_layers is not supported"
     if layer.explain:
         return "explain is on; explain the model on the whole graph, in one process"
-    parameters = layer.inspector.get_flat_param_names
     whole: set[str] = set()
     for functions in (["message", "aggregate"], ["edge_update"]):
-        whole |= names_read_at_source(layer, functions) & set(parameters(functions))
+        whole |= names_read_at_source(layer, functions) & set(names_taken(layer, functions))
     if whole:
         return (
             f"its functions take {', '.join(sorted(whole))} both at the source of edges and as a "
             "whole, which would be a pair; give the whole to propagate under another name"
         )
-    taken = set(parameters(["message", "aggregate", "update", "edge_update"]))
+    taken = set(names_taken(layer, ["message", "aggregate", "update", "edge_update"]))
     if known is FastRGCNConv:
         taken.discard("edge_index_j")  # it is seen to that this is not used
     if local := taken & _LOCAL_NUMBERS:

@@ -1,0 +1,392 @@
+"""GPT: a small decoder transformer that runs in one process, or sharded over ranks.
+
+What it is made of: RMSNorm [1]_ before each layer, grouped-query attention [2]_ with rotary
+embeddings [3]_, SwiGLU [4]_, and a head that may be tied to the embedding. All are plain modules of
+torch. ``parallelize`` puts parallel ones in their place, and the same code runs with those.
+
+.. [1] B. Zhang and R. Sennrich, "Root mean square layer normalization", 2019,
+   https://arxiv.org/abs/1910.07467
+.. [2] J. Ainslie et al., "GQA: Training generalized multi-query transformer models from multi-head
+   checkpoints", 2023, https://arxiv.org/abs/2305.13245
+.. [3] J. Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021,
+   https://arxiv.org/abs/2104.09864
+.. [4] N. Shazeer, "GLU variants improve transformer", 2020, https://arxiv.org/abs/2002.05202
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import ShardSizes, checked_sizes
+from varcomm.ops.broadcast import broadcast
+from varcomm.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    checkpoint,
+    gather_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from varcomm.tensor_parallel.attention import attention, split_heads
+from varcomm.transport.agree import agree
+from varcomm.transport.group import GroupLike, resolve
+
+EPS = 1e-5  # of the norms
+Turn = Callable[[Tensor], Tensor]
+
+
+def rotary(length: int, head_dim: int, like: Tensor, base: float = 10_000.0) -> Turn:
+    """Return what turns heads ``(S, *F, heads, head_dim)`` by angles that grow with the place.
+
+    Products of a turned query and a turned key depend on how far apart their places are, and not on
+    where these are. Features ``i`` of both halves are turned together.
+
+    Examples
+    --------
+    >>> turn = rotary(2, 2, torch.zeros(()))
+    >>> turn(torch.tensor([1.0, 0.0]).expand(2, 1, 2))
+    tensor([[[1.0000, 0.0000]],
+    <BLANKLINE>
+            [[0.5403, 0.8415]]])
+    """
+    half = torch.arange(head_dim // 2, dtype=torch.float64, device=like.device)
+    places = torch.arange(length, dtype=torch.float64, device=like.device)
+    angles = torch.outer(places, base ** (-2 * half / head_dim))
+    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+    def turn(x: Tensor) -> Tensor:
+        shape = (length, *[1] * (x.dim() - 2), head_dim // 2)
+        c, s = cos.view(shape), sin.view(shape)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * c - second * s, first * s + second * c], dim=-1)
+
+    return turn
+
+
+class Attention(nn.Module):
+    """Each place reads from itself and those before; a head of keys serves several of queries."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // num_kv_heads
+        width = (num_heads + 2 * num_kv_heads) * self.head_dim
+        self.qkv = nn.Linear(hidden_size, width, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        """Update tokens, (S, *F, H); between the two layers there are this rank's heads only."""
+        query, key, value = split_heads(self.qkv(x), self.head_dim, self.queries_per_key)
+        read = attention(turn(query), turn(key), value)
+        return cast(Tensor, self.out(read.flatten(-2)))
+
+
+class SwiGLU(nn.Module):
+    """Two layers with a gate between them."""
+
+    def __init__(self, hidden_size: int, mlp_size: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * mlp_size, bias=False)
+        self.down = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Update tokens, (S, *F, H); gate and up stand side by side on each rank."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return cast(Tensor, self.down(functional.silu(gate) * up))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each of normalised tokens and added to them."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, mlp_size: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=EPS)
+        self.attention = Attention(hidden_size, num_heads, num_kv_heads)
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=EPS)
+        self.mlp = SwiGLU(hidden_size, mlp_size)
+
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        """Update tokens, (S, *F, H), or this rank's part of the sequence."""
+        x = x + self.attention(self.attention_norm(x), turn)
+        return x + cast(Tensor, self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """Predict each token of a text from those before it.
+
+    Sequences come first: ids are ``(S, *F)``, with any dimensions for a batch, or none.
+
+    Parameters
+    ----------
+    vocab_size : int
+        Tokens ``V`` that there are.
+    hidden_size : int
+        Features ``H`` of a token; an even number for each head.
+    num_layers : int
+        Blocks, one after the other.
+    num_heads : int
+        Heads of queries, a divisor of `hidden_size`.
+    num_kv_heads : int, optional
+        Heads of keys and values, a divisor of `num_heads`; None is `num_heads`.
+    mlp_size : int, optional
+        Features between the layers of each SwiGLU; None is ``8 / 3 * hidden_size``.
+    tied : bool
+        Whether the head's weight is that of the embedding.
+    recompute : bool
+        Keep of each block its input only, and compute the rest again in backward.
+
+    Raises
+    ------
+    ArgumentError
+        If heads do not divide as they have to.
+
+    Examples
+    --------
+    The same model and the same loss in one process and on three ranks, with 5 heads:
+
+    >>> import torch, varcomm
+    >>> from varcomm.models import GPT
+    >>> from varcomm.tensor_parallel import parallelize
+    >>> def fn(rank):
+    ...     torch.manual_seed(0)
+    ...     model = GPT(131, 40, num_layers=1, num_heads=5).double()
+    ...     text = torch.randint(131, (8,))
+    ...     alone = model.loss(text[:-1], text[1:])
+    ...     parallelize(model, model.tensor_parallel_plan())
+    ...     return torch.allclose(model.loss(text[:-1], text[1:]), alone)
+    >>> varcomm.launch(fn, 3)
+    [True, True, True]
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        mlp_size: int | None = None,
+        tied: bool = True,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if hidden_size % (2 * num_heads) or num_heads % kv_heads:
+            raise ArgumentError(
+                f"GPT: hidden_size {hidden_size} must be an even number for each of {num_heads} "
+                f"heads, and num_kv_heads {kv_heads} a divisor of their number."
+            )
+        mlp_size = 8 * hidden_size // 3 if mlp_size is None else mlp_size
+        self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // kv_heads
+        self.kv_heads, self.mlp_size, self.recompute = kv_heads, mlp_size, recompute
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(
+            Block(hidden_size, num_heads, kv_heads, mlp_size) for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(hidden_size, eps=EPS)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+        nn.init.normal_(self.embedding.weight, std=hidden_size**-0.5)  # logits of the order of 1
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of what comes next, (S, *F, V), of tokens that all ranks have alike.
+
+        Sharded, these are of this rank's part of the vocabulary, and of the whole sequence.
+        """
+        return cast(Tensor, self.head(self._hidden(ids)))
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        """Return what the head looks at: (S, *F, H), or this rank's part of the sequence."""
+        x = self.embedding(ids)
+        turn = rotary(len(ids), self.head_dim, x)
+        for block in self.blocks:
+            x = checkpoint(block, x, turn) if self.recompute else block(x, turn)
+        return cast(Tensor, self.norm(x))
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy, replicated: each rank calls ``backward`` on its own copy.
+
+        `targets` are what comes after each of `ids`, as these (S, *F) of int64 and the same on all
+        ranks; -100 does not count.
+        """
+        logits = self(ids)
+        if not isinstance(self.head, ColumnParallelLinear):
+            return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        options = {"sizes": self.head.spec.sizes, "group": self.head.group.process_group}
+        return vocab_parallel_cross_entropy(logits, targets, reduction="mean", **options)
+
+    def tensor_parallel_plan(
+        self,
+        sequence_sizes: Sequence[int] | None = None,
+        group: GroupLike = None,
+        *,
+        head_sizes: Sequence[int] | None = None,
+        mlp_sizes: Sequence[int] | None = None,
+        vocab_sizes: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Return what shards the model: ``parallelize(model, plan, group=group)``.
+
+        Collective: all ranks raise if one has to. Sizes are one int a rank, zeros allowed, and
+        balanced where they are None.
+
+        Parameters
+        ----------
+        sequence_sizes : sequence of int, optional
+            Places of the sequence between the layers of each rank: sequence parallelism. Then all
+            ids must be of ``sum(sequence_sizes)`` places.
+        group : ProcessGroup or DeviceMesh, optional
+            The ranks that share the model; None is the whole world.
+        head_sizes : sequence of int, optional
+            Heads of keys and values, with the heads of queries that they serve.
+        mlp_sizes : sequence of int, optional
+            Features between the layers of each SwiGLU.
+        vocab_sizes : sequence of int, optional
+            Rows of embedding and head.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if sizes are not of this model on one of them.
+        """
+        ranks = resolve(group)
+
+        wholes = {
+            "head_sizes": (head_sizes, self.kv_heads),
+            "mlp_sizes": (mlp_sizes, self.mlp_size),
+            "vocab_sizes": (vocab_sizes, self.embedding.num_embeddings),
+        }
+
+        def check() -> Iterator[ShardSizes]:
+            for name, (given, total) in wholes.items():
+                sizes = ShardSizes.balanced(total, ranks.size) if given is None else given
+                sizes = ShardSizes(checked_sizes(sizes, name, ranks.size))
+                if sizes.total != total:
+                    raise ArgumentError(
+                        f"{name} {list(sizes)} sum to {sizes.total}, but there are {total}."
+                    )
+                yield sizes
+
+        heads, features, tokens = agree("GPT.tensor_parallel_plan", lambda: [*check()], ranks)
+        keys = [n * self.head_dim for n in heads]
+        queries = [n * self.queries_per_key for n in keys]
+        options: dict[str, Any] = {"sequence_sizes": sequence_sizes, "group": group}
+        column = partial(ColumnParallelLinear.from_linear, **options)
+        row = partial(RowParallelLinear.from_linear, **options)
+        plan: dict[str, Any] = {
+            "embedding": partial(VocabParallelEmbedding.from_embedding, sizes=tokens, **options),
+            "blocks.*.attention.qkv": partial(column, sizes=[queries, keys, keys]),
+            "blocks.*.attention.out": partial(row, sizes=queries),
+            "blocks.*.mlp.gate_up": partial(column, sizes=[features, features]),
+            "blocks.*.mlp.down": partial(row, sizes=features),
+            "head": partial(column, sizes=tokens),
+        }
+        if sequence_sizes is not None:
+            plan["*norm"] = "sequence"
+        return plan
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Tensor,
+        steps: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        context: int | None = None,
+    ) -> Tensor:
+        """Continue texts, one token after the other.
+
+        Parameters
+        ----------
+        ids : Tensor
+            How the texts begin, (S, *F) of int64 with S at least 1; the same on all ranks.
+        steps : int
+            Tokens to be added.
+        temperature : float
+            What logits are divided by before a token is drawn; at 0 the likeliest is taken.
+        generator : torch.Generator, optional
+            Of the draws, by default torch's own. Sharded, that of the group's first rank counts.
+        context : int, optional
+            How many of the last tokens the model looks at; None is all.
+
+        Returns
+        -------
+        Tensor
+            (S + steps, *F), the same on all ranks.
+
+        Raises
+        ------
+        ArgumentError
+            If arguments are out of range, or if with `sequence_sizes` the model would have to look
+            at more tokens than these sum to.
+        FloatingPointError
+            If logits are not finite.
+
+        Notes
+        -----
+        Draws do not depend on the number of ranks. Logits do by rounding, so texts differ only
+        where a draw falls between such two.
+
+        Communication: beside that of the layers, an all-gather of the last place's logits for each
+        token, and one broadcast of all draws. The model looks at the whole context for each token.
+        """
+        sequence_sizes = getattr(self.head, "sequence_sizes", None)
+        if ids.dim() == 0 or len(ids) == 0 or context == 0 or min(steps, temperature) < 0:
+            raise ArgumentError(
+                "GPT.generate: needs one token or more, steps and temperature of at least 0, and "
+                f"a context of at least 1; got ids of shape {tuple(ids.shape)}, {steps}, "
+                f"{temperature} and {context}."
+            )
+        longest = len(ids) + steps - 1
+        longest = longest if context is None else min(longest, context)
+        if sequence_sizes is not None and longest > sum(sequence_sizes):
+            raise ArgumentError(
+                f"GPT.generate: the model would look at {longest} tokens, but its sequence_sizes "
+                f"{list(sequence_sizes)} sum to {sum(sequence_sizes)}. Pass context."
+            )
+        for draw in self._draws((steps, *ids.shape[1:], 1), generator, ids.device):
+            logits = self._last_logits(ids[-longest:]).double()
+            if not logits.isfinite().all():
+                raise FloatingPointError("GPT.generate: logits are not finite.")
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                shares = (logits / temperature).softmax(-1).cumsum(-1)
+                chosen = torch.searchsorted(shares, draw * shares[..., -1:], right=True)
+                chosen = chosen.clamp(max=shares.shape[-1] - 1)
+            ids = torch.cat([ids, chosen.movedim(-1, 0)])
+        return ids
+
+    def _draws(
+        self, shape: Sequence[int], generator: torch.Generator | None, device: torch.device
+    ) -> Tensor:
+        """Return numbers from [0, 1), of the first rank's generator on all ranks."""
+        on = device if generator is None else generator.device
+        draws = torch.rand(*shape, generator=generator, dtype=torch.float64, device=on).to(device)
+        if not isinstance(self.head, ColumnParallelLinear):
+            return draws
+        return broadcast(draws, group=self.head.group.process_group)
+
+    def _last_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of all tokens that may come next, (*F, V)."""
+        last = len(ids) - 1
+        head: Any = self.head
+        if not isinstance(head, ColumnParallelLinear):
+            return cast(Tensor, head(self._hidden(ids)[last]))
+        if head.sequence_sizes is None:
+            logits = head(self._hidden(ids)[last:])
+        else:
+            # to the length that ranks share; what follows the last place is not looked at
+            sizes, rank = ShardSizes(head.sequence_sizes), head.group.rank
+            behind = ids.new_zeros(sizes.total - len(ids), *ids.shape[1:])
+            own, owner = self._hidden(torch.cat([ids, behind])), sizes.owner(last)
+            start = last - sizes.offsets[rank] if rank == owner else len(own)
+            row = [int(other == owner) for other in range(len(sizes))]
+            logits = head(own[start : start + 1], sequence_sizes=row)
+        group = head.group.process_group
+        return gather_from_tensor_model_parallel_region(logits[0], head.spec.sizes, -1, group)

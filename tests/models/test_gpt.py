@@ -1,0 +1,386 @@
+"""GPT alone, and sharded: one loss, one training, one text, whatever the number of ranks."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import varcomm
+import varcomm.models
+from tests.ops.comparing import Failures, assert_none
+from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.models import GPT
+from varcomm.models.gpt import SwiGLU, rotary
+from varcomm.tensor_parallel import (
+    parallelize,
+    reduce_from_tensor_model_parallel_region,
+    shard_spec,
+)
+from varcomm.transport.group import resolve
+
+WORLDS = (1, 2, 3, 4)
+VOCABULARY, HIDDEN, HEADS, LENGTH = 131, 40, 5, 7
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def new_model(seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"num_layers": 2, "num_heads": HEADS} | options
+    return GPT(VOCABULARY, HIDDEN, **sizes).double()
+
+
+def text(*batch, length=LENGTH + 1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (length, *batch), generator=generator)
+
+
+# One model
+
+
+def test_number_of_parameters():
+    mlp = 8 * HIDDEN // 3
+    block = 4 * HIDDEN**2 + 3 * mlp * HIDDEN + 2 * HIDDEN
+    for tied in (True, False):
+        total = sum(p.numel() for p in new_model(tied=tied).parameters())
+        assert total == (2 - tied) * VOCABULARY * HIDDEN + 2 * block + HIDDEN
+    grouped = new_model(num_heads=10, num_kv_heads=5, mlp_size=3)
+    assert grouped.blocks[0].attention.qkv.weight.shape == (2 * HIDDEN, HIDDEN)
+    assert grouped.blocks[0].mlp.gate_up.weight.shape == (6, HIDDEN)
+
+
+def test_a_place_sees_what_is_before_it():
+    model, ids = new_model(), text(2)
+    other = ids.clone()
+    other[4] = (other[4] + 1) % VOCABULARY
+    changed = (model(ids) != model(other)).any(-1).any(-1)
+    assert changed.tolist() == [place >= 4 for place in range(LENGTH + 1)]
+
+
+def test_texts_of_a_batch_do_not_know_each_other():
+    model, ids = new_model(), text(2, 3)
+    torch.testing.assert_close(model(ids)[:, 1, 2], model(ids[:, 1, 2]))
+
+
+def test_products_of_turned_heads_depend_on_their_distance():
+    like = torch.zeros((), dtype=torch.float64)
+    query, key = torch.randn(2, 6, dtype=torch.float64)
+    turn = rotary(9, 6, like)
+    queries, keys = (turn(x.expand(9, 1, 6))[:, 0] for x in (query, key))
+    products = queries @ keys.T
+    torch.testing.assert_close(products[2:, 1:-1], products[1:-1, :-2])
+    torch.testing.assert_close(queries.norm(dim=1), query.norm().expand(9))
+    assert products[0].unique().numel() == 9
+
+
+def test_gate_and_up():
+    torch.manual_seed(0)
+    layer, x = SwiGLU(4, 3), torch.randn(2, 4)
+    gate, up = layer.gate_up.weight[:3], layer.gate_up.weight[3:]
+    want = (functional.silu(x @ gate.T) * (x @ up.T)) @ layer.down.weight.T
+    torch.testing.assert_close(layer(x), want)
+
+
+def test_tied_weights_are_one():
+    tied, untied = new_model(tied=True), new_model(tied=False)
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+
+
+def test_the_first_loss_is_that_of_guessing():
+    ids = text(4, length=40)
+    loss = new_model().loss(ids[:-1], ids[1:]).item()
+    assert abs(loss - torch.tensor(VOCABULARY).log().item()) < 1
+
+
+def test_targets_that_do_not_count():
+    model, ids = new_model(), text(2)
+    targets = ids[1:].clone()
+    targets[3:] = -100
+    torch.testing.assert_close(model.loss(ids[:-1], targets), model.loss(ids[:3], ids[1:4]))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_heads": 3}, "hidden_size 40 must be an even number for each of 3 heads"),
+        ({"num_heads": 8}, "hidden_size 40 must be an even number for each of 8 heads"),
+        ({"num_kv_heads": 2}, "num_kv_heads 2 a divisor of their number"),
+    ],
+)
+def test_heads_that_do_not_divide(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        new_model(**options)
+
+
+def test_the_room_of_models():
+    assert {"GPT", "MeshGraphNet"} <= set(dir(varcomm.models))
+    assert varcomm.models.GPT is sys.modules["varcomm.models.gpt"].GPT
+    with pytest.raises(AttributeError, match="has no attribute 'BERT'"):
+        _ = varcomm.models.BERT
+
+
+# On ranks
+
+
+def sharded(model, group=None, **sizes):
+    """A copy of a model, sharded."""
+    copied = copy.deepcopy(model)
+    return parallelize(copied, copied.tensor_parallel_plan(group=group, **sizes), group=group)
+
+
+def own_part(parameter, whole):
+    spec = shard_spec(parameter)
+    return whole if spec is None else spec.shard(whole)
+
+
+def steps(model, count, batch=(2,)):
+    """Train, and yield the losses."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ids = text(*batch)
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model.loss(ids[:-1], ids[1:])
+        loss.backward()
+        yield loss.item()
+        optimizer.step()
+
+
+def differences(alone, model, failures, *words, batch=(2,)):
+    """Train both for 10 steps; note where losses, first gradients or last weights differ."""
+    together, expected = steps(model, 10, batch), steps(alone, 10, batch)
+    curves = [[next(together)], [next(expected)]]
+    gradients = {
+        name: (p.grad.clone(), own_part(p, dict(alone.named_parameters())[name].grad.clone()))
+        for name, p in model.named_parameters()
+    }
+    for curve, rest in zip(curves, (together, expected), strict=True):
+        curve.extend(rest)
+    weights = dict(alone.named_parameters())
+    last = {
+        name: (p.detach(), own_part(p, weights[name].detach()))
+        for name, p in model.named_parameters()
+    }
+    with failures.named(*words, "names"):
+        assert set(weights) == set(last)
+    with failures.named(*words, "losses"):
+        torch.testing.assert_close(*map(torch.tensor, curves), **CLOSE)
+        assert curves[0][-1] < curves[0][0] - 1
+    for what, pairs in (("gradient", gradients), ("weight", last)):
+        for name, (got, want) in pairs.items():
+            with failures.named(*words, what, name):
+                torch.testing.assert_close(got, want, **CLOSE)
+
+
+def train(rank, tied, in_parts):
+    failures, model = Failures(), new_model(tied=tied)
+    ranks = torch.distributed.get_world_size()
+    sequence = ShardSizes.balanced(LENGTH, ranks) if in_parts else None
+    differences(model, sharded(model, sequence_sizes=sequence), failures)
+    return failures
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["replicated", "in parts"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_training_is_that_of_one_process(worlds, ranks, tied, in_parts):
+    assert_none(worlds.run(ranks, train, tied, in_parts))
+
+
+UNEVEN = {
+    "head_sizes": [0, 4, 1],
+    "mlp_sizes": [50, 0, 56],
+    "vocab_sizes": [100, 31, 0],
+}
+
+
+def train_otherwise(rank):
+    """Sizes with zeros, grouped queries, recomputation, no batch."""
+    failures, in_parts = Failures(), {"sequence_sizes": [5, 2, 0]}
+    model = new_model()
+    differences(copy.deepcopy(model), sharded(model, **UNEVEN), failures, "uneven")
+    differences(
+        copy.deepcopy(model), sharded(model, **UNEVEN, **in_parts), failures, "uneven, in parts"
+    )
+    grouped = new_model(num_heads=10, num_kv_heads=5)
+    differences(copy.deepcopy(grouped), sharded(grouped, **UNEVEN), failures, "grouped")
+    again = new_model(recompute=True)
+    differences(copy.deepcopy(model), sharded(again, **in_parts), failures, "recomputed", batch=())
+    return failures
+
+
+def test_other_sizes_and_models(worlds):
+    assert_none(worlds.run(3, train_otherwise))
+
+
+def in_groups(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    failures, model = Failures(), new_model()
+    differences(model, sharded(model, mesh["tensor"], sequence_sizes=[3, 4]), failures)
+    return failures
+
+
+def test_one_dimension_of_a_mesh(worlds):
+    assert_none(worlds.run(4, in_groups))
+
+
+def summed(part, weight):
+    """Over the ranks that share a weight."""
+    if shard_spec(weight) is None:
+        return part
+    return reduce_from_tensor_model_parallel_region(part)
+
+
+def penalty(model, ids):
+    """The gradient of a squared gradient."""
+    named = dict(model.named_parameters())
+    weights = [named["norm.weight"], named["blocks.0.attention.qkv.weight"]]
+    loss = model.loss(ids[:-1], ids[1:])
+    of_norm, of_qkv = torch.autograd.grad(loss, weights, create_graph=True)
+    squared = (of_norm**2).sum() + summed((of_qkv**2).sum(), weights[1])
+    return torch.autograd.grad(squared, list(model.parameters()))
+
+
+def second_derivatives(rank):
+    failures, model, ids = Failures(), new_model(tied=False), text(2)
+    want = penalty(model, ids)
+    for sizes in ({}, {"sequence_sizes": [3, 0, 4]}, UNEVEN):
+        other = sharded(model, **sizes)
+        got = penalty(other, ids)
+        for (name, p), g, w in zip(other.named_parameters(), got, want, strict=True):
+            with failures.named(sizes, name):
+                torch.testing.assert_close(g, own_part(p, w), **CLOSE)
+    return failures
+
+
+def test_second_derivatives(worlds):
+    assert_none(worlds.run(3, second_derivatives))
+
+
+def calls_of_a_step(rank, in_parts):
+    ids, model = text(2), sharded(new_model(), sequence_sizes=[4, 3] if in_parts else None)
+    with varcomm.trace() as forward:
+        loss = model.loss(ids[:-1], ids[1:])
+    with varcomm.trace() as backward:
+        loss.backward()
+    return [[call.name for call in calls if call.sent] for calls in (forward, backward)]
+
+
+def test_what_a_step_sends(worlds):
+    """Two exchanges a block and direction, as few as there can be."""
+    forward, backward = worlds.run(2, calls_of_a_step, False)[0]
+    assert forward.count("replicated_sum") == 2 * 2
+    assert backward == ["replicated_sum"] * (2 * 2 + 1)
+    forward, backward = worlds.run(2, calls_of_a_step, True)[0]
+    assert forward.count("all_gather_v") - forward.count("reduce_scatter_v") == 1  # of the head
+    assert forward.count("reduce_scatter_v") == 2 * 2
+    assert backward.count("reduce_scatter_v") == 2 * 2 + 1
+
+
+# Texts
+
+
+def generator(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_text_begins_as_it_was_given_and_follows_its_draws():
+    model, ids = new_model(), text(3, length=2)
+    one, other = (model.generate(ids, 9, generator=generator()) for _ in range(2))
+    assert one.shape == (11, 3)
+    assert torch.equal(one, other)
+    assert torch.equal(one[:2], ids)
+    assert not torch.equal(one, model.generate(ids, 9, generator=generator(6)))
+    assert torch.equal(model.generate(ids, 0), ids)
+
+
+def test_draws_have_the_probabilities_of_the_model():
+    model = new_model(num_layers=1)
+    ids = text(1, length=1).expand(1, 20_000)
+    drawn = model.generate(ids, 1, temperature=0.7, generator=generator())[1]
+    shares = (model(ids[:, :1])[0, 0] / 0.7).softmax(0)
+    counts = torch.bincount(drawn, minlength=VOCABULARY) / len(drawn)
+    assert (counts - shares).abs().max() < 4 * (shares.max() / len(drawn)).sqrt()
+
+
+def test_at_temperature_zero_the_likeliest_comes():
+    model, ids = new_model(), text(2, length=3)
+    out = model.generate(ids, 4, temperature=0)
+    for place in range(3, 7):
+        assert torch.equal(out[place], model(out[:place])[-1].argmax(-1))
+
+
+def test_context_is_what_the_model_looks_at():
+    model, ids = new_model(), text(length=6)
+    out = model.generate(ids, 3, temperature=0, context=2)
+    for place in range(6, 9):
+        assert out[place] == model(out[place - 2 : place])[-1].argmax(-1)
+
+
+def texts(rank, **sizes):
+    model = sharded(new_model(), **sizes) if sizes else new_model()
+    torch.manual_seed(rank)  # that of the first rank counts
+    begin = text(3, length=2)
+    return (
+        model.generate(begin, 6, generator=generator(5 + rank)),
+        model.generate(begin[:, 0], 12, temperature=0.5, context=LENGTH),
+        model.generate(begin, 5, temperature=0),
+    )
+
+
+def sharded_texts(rank, in_parts):
+    ranks = torch.distributed.get_world_size()
+    sequence = ShardSizes.balanced(LENGTH, ranks) if in_parts else None
+    return texts(rank, sequence_sizes=sequence)
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["replicated", "in parts"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_texts_are_those_of_one_process(worlds, ranks, in_parts):
+    expected = texts(0)
+    for answers in worlds.run(ranks, sharded_texts, in_parts):
+        assert all(torch.equal(got, want) for got, want in zip(answers, expected, strict=True))
+
+
+IDS = text(2, length=3)
+WRONG = {
+    "a scalar": (IDS[0, 0], 1, {}, r"got ids of shape \(\), 1, 1.0 and None"),
+    "no token": (IDS[:0], 1, {}, "needs one token or more"),
+    "steps": (IDS, -1, {}, r"\(3, 2\), -1, 1.0 and None"),
+    "temperature": (IDS, 1, {"temperature": -0.5}, "1, -0.5 and None"),
+    "context": (IDS, 1, {"context": 0}, "a context of at least 1; .* and 0"),
+}
+
+
+@pytest.mark.parametrize(("ids", "count", "options", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_texts(ids, count, options, text):
+    with pytest.raises(ArgumentError, match=text):
+        new_model().generate(ids, count, **options)
+
+
+def refused(rank):
+    model = new_model()
+    wrong = {
+        "head_sizes": ([2, 2], r"head_sizes \[2, 2\] sum to 4, but there are 5"),
+        "mlp_sizes": ([1, 2, 3], "mlp_sizes must have one entry a rank, 2; got 3"),
+        "vocab_sizes": ("131", "vocab_sizes must be a list or tuple of ints"),
+    }
+    for name, (sizes, text) in wrong.items():
+        with pytest.raises(ArgumentError, match=text):
+            model.tensor_parallel_plan(**{name: sizes if rank == 1 else None})
+    with pytest.raises(DisagreementError, match="ranks disagree on weight"):
+        sharded(new_model(seed=rank))
+    model = sharded(model, sequence_sizes=[3, 2])
+    with pytest.raises(ArgumentError, match=r"would look at 7 tokens, .* \[3, 2\] sum to 5"):
+        model.generate(IDS, 5)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        model.generate(IDS, 1)
+    return resolve(None).rank
+
+
+def test_wrong_use_on_ranks(worlds):
+    assert worlds.run(2, refused) == [0, 1]

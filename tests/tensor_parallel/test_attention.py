@@ -1,0 +1,404 @@
+"""Attention of some heads, and heads sharded over ranks, against plain products on one process."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import varcomm
+from tests.ops.comparing import Failures, assert_none
+from tests.tensor_parallel.twins import (
+    BOUND,
+    PATTERNS,
+    REPLICATED,
+    WORLDS,
+    Sharded,
+    compare,
+    drawn,
+    split,
+)
+from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
+from varcomm.tensor_parallel.sharding import shard_spec
+
+
+def plain(query, key, value, causal=True, scale=None):
+    """Head by head and place by place, as the definition has it."""
+    each = query.shape[-2] // max(key.shape[-2], 1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rows = []
+    for place in range(len(query)):
+        seen = place + 1 if causal else len(key)
+        heads = []
+        for head in range(query.shape[-2]):
+            keys, values = key[:seen, ..., head // each, :], value[:seen, ..., head // each, :]
+            scores = (query[place, ..., head, :] * keys).sum(-1) * scale
+            heads.append((scores.softmax(0).unsqueeze(-1) * values).sum(0))
+        rows.append(torch.stack(heads, -2))
+    return torch.stack(rows)
+
+
+SHAPES = {
+    "one head": ((3, 2, 1, 2), (3, 2, 1, 2), (3, 2, 1, 2)),
+    "groups": ((3, 1, 4, 2), (3, 1, 2, 2), (3, 1, 2, 1)),
+    "one for all": ((2, 1, 2, 3, 1), (2, 1, 2, 1, 1), (2, 1, 2, 1, 2)),
+    "no batch": ((3, 2, 1), (3, 2, 1), (3, 2, 1)),
+    "one place": ((1, 2, 2), (1, 1, 2), (1, 1, 2)),
+}
+
+
+def derivatives(fn, operands, orders):
+    """Gradients of a number, of the sum of their squares, and so on; one list an order."""
+    total, found = fn(*operands).sin().sum(), []
+    for _ in range(orders):
+        found.append(torch.autograd.grad(total, operands, create_graph=True))
+        total = sum((g**2).sum() for g in found[-1])
+    return found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_values_and_derivatives(shapes, causal):
+    operands = [drawn(i, *shape).requires_grad_() for i, shape in enumerate(shapes)]
+    out = attention(*operands, causal, 0.8)
+    want = plain(*operands, causal, 0.8)
+    torch.testing.assert_close(out, want, **BOUND)
+    torch.testing.assert_close(attention(*operands, causal), plain(*operands, causal), **BOUND)
+    simple = torch.autograd.grad(out.sin().sum(), operands)
+    got = derivatives(lambda *x: attention(*x, causal, 0.8), operands, 3)
+    expected = derivatives(lambda *x: plain(*x, causal, 0.8), operands, 3)
+    torch.testing.assert_close(simple, expected[0], **BOUND)
+    torch.testing.assert_close(got[0], expected[0], **BOUND)
+    torch.testing.assert_close(got[1], expected[1], **BOUND)
+    torch.testing.assert_close(got[2], expected[2], rtol=1e-8, atol=1e-8)
+
+
+def test_forward_mode():
+    operands = [drawn(i, 3, n, 2) for i, n in enumerate((4, 2, 2))]
+    tangents = [drawn(5 + i, *x.shape) for i, x in enumerate(operands)]
+    for which in ((0, 1, 2), (0,), (1,), (2,)):
+        chosen = tuple(t if i in which else 0 * t for i, t in enumerate(tangents))
+        _, want = torch.func.jvp(plain, tuple(operands), chosen)
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(x, t) if i in which else x
+                for i, (x, t) in enumerate(zip(operands, chosen, strict=True))
+            ]
+            tangent = forward_ad.unpack_dual(attention(*duals)).tangent
+        torch.testing.assert_close(tangent, want, **BOUND)
+
+
+def test_places_without_a_mask_need_not_be_as_many():
+    query, key, value = drawn(1, 2, 3, 2), drawn(2, 5, 1, 2), drawn(3, 5, 1, 4)
+    want = plain(query, key, value, causal=False)
+    torch.testing.assert_close(attention(query, key, value, causal=False), want)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 0, 4), (3, 0, 2, 4), (0, 2, 2, 4), (3, 2, 2, 0)], ids=str)
+def test_nothing_to_attend_to_is_ordinary(shape):
+    operands = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    out = attention(*operands)
+    gradients = torch.autograd.grad(out.sum(), operands, create_graph=True)
+    assert out.shape == shape
+    assert all(g.shape == shape and g.requires_grad for g in gradients)
+
+
+def test_transforms():
+    """Hessians by vmap, and forward mode over backward, where a wrapper hides the tangent."""
+    x, t = drawn(1, 3, 2, 2), drawn(2, 3, 2, 2)
+
+    def loss(of, x):
+        return of(x, x, 2 * x).sin().sum()
+
+    hessian = torch.autograd.functional.hessian(lambda x: loss(plain, x), x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        got = torch.func.hessian(lambda x: loss(attention, x))(x)
+        backwards = torch.func.jacrev(torch.func.grad(lambda x: loss(attention, x)))(x)
+    _, along = torch.func.jvp(torch.func.grad(lambda x: loss(attention, x)), (x,), (t,))
+    torch.testing.assert_close(got, hessian)
+    torch.testing.assert_close(backwards, hessian)
+    torch.testing.assert_close(along, torch.tensordot(hessian, t, 3))
+
+
+def test_a_plain_backward_keeps_no_products():
+    """Nothing of S x S is kept for backward, and nothing twice."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    operands = [torch.ones(64, 1, 2, 4, requires_grad=True) for _ in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attention(*operands)
+    one = 64 * 2 * 4 * 4
+    assert sum(kept.values()) <= 4 * one + 64 * 2 * 8  # operands, result, and a number a row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_floats(dtype):
+    operands = [drawn(i, 4, 2, n, 8, dtype=dtype).requires_grad_() for i, n in enumerate((4, 2, 2))]
+    wide = [x.detach().double().requires_grad_() for x in operands]
+    want = torch.autograd.grad(plain(*wide).sin().sum(), wide)
+    error = 8 * torch.finfo(dtype).eps
+    for create_graph in (False, True):
+        out = attention(*operands)
+        gradients = torch.autograd.grad(out.sin().sum(), operands, create_graph=create_graph)
+        torch.testing.assert_close(out.double(), plain(*wide), rtol=error, atol=error)
+        for got, expected in zip(gradients, want, strict=True):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), expected, rtol=error, atol=error)
+    with forward_ad.dual_level():
+        assert attention(*operands).dtype == dtype
+
+
+def test_split_heads_are_views_side_by_side():
+    qkv = torch.arange(2 * 3 * 8).view(2, 24)
+    query, key, value = split_heads(qkv, 2, queries_per_key=2)
+    assert torch.equal(torch.cat([x.flatten(-2) for x in (query, key, value)], -1), qkv)
+    assert [x.shape for x in (query, key, value)] == [(2, 6, 2), (2, 3, 2), (2, 3, 2)]
+    assert {x.untyped_storage().data_ptr() for x in (query, key, value)} == {qkv.data_ptr()}
+    assert [x.shape[-2:] for x in split_heads(torch.ones(5, 0), 3)] == [(0, 3)] * 3
+
+
+ONE = torch.ones(3, 2, 4)
+FIT = r"needs key \(T, \*F, kv_heads, D\) and value"
+WRONG_OPERANDS = {
+    "no tensor": (lambda: attention(ONE, ONE, None), "value must be a torch.Tensor"),
+    "dimensions": (lambda: attention(ONE[0], ONE, ONE), r"query must be floats .* \(2, 4\)"),
+    "integers": (lambda: attention(ONE, ONE.long(), ONE), "key must be floats .* torch.int64"),
+    "dtypes": (lambda: attention(ONE, ONE, ONE.double()), "must have one dtype and device; got"),
+    "flag": (lambda: attention(ONE, ONE, ONE, 1), "causal must be True or False"),
+    "heads": (lambda: attention(ONE, ONE.repeat(1, 2, 1), ONE.repeat(1, 2, 1)), FIT),
+    "no heads of keys": (lambda: attention(ONE, ONE[:, :0], ONE[:, :0]), FIT),
+    "features": (lambda: attention(ONE, ONE[..., :3], ONE), FIT),
+    "batch": (lambda: attention(ONE[:, None], ONE, ONE), FIT),
+    "values": (lambda: attention(ONE, ONE, ONE[:2], causal=False), FIT),
+    "places": (lambda: attention(ONE[:2], ONE, ONE), "of as many places, .* causal=True"),
+    "scale": (lambda: attention(ONE, ONE, ONE, scale=math.inf), "a finite number; got inf"),
+    "width": (lambda: split_heads(ONE, 3), r"\(3, 2, 4\), must be a multiple of 9, for 1 \+ 2"),
+    "a scalar": (lambda: split_heads(torch.tensor(1.0), 3), r"of shape \(\), must be"),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG_OPERANDS.values(), ids=WRONG_OPERANDS)
+def test_wrong_operands(call, text):
+    with pytest.raises(ArgumentError, match=text):
+        call()
+
+
+HIDDEN, WIDTH, EACH = 4, 2, 2  # features, those of a head, queries a key
+
+
+def turned(x):
+    """Rotate each head by an angle that depends on its place in the whole sequence."""
+    angle = torch.arange(len(x), dtype=x.dtype).view(-1, *[1] * (x.dim() - 2))
+    first, second = x.unbind(-1)
+    return torch.stack(
+        [
+            first * angle.cos() - second * angle.sin(),
+            first * angle.sin() + second * angle.cos(),
+        ],
+        -1,
+    )
+
+
+def whole(x, of_queries, of_keys, of_values, across, *biases):
+    """The same layer in one process."""
+    bias = biases or (None,) * 4
+    query, key, value = (
+        functional.linear(x, weight, b).unflatten(-1, (-1, WIDTH))
+        for weight, b in zip((of_queries, of_keys, of_values), bias, strict=False)
+    )
+    read = plain(turned(query), turned(key), value)
+    return functional.linear(read.flatten(-2), across, bias[3])
+
+
+def cases(ranks, pattern, group=None):
+    sizes, sequence = split(pattern, ranks), split("uneven", ranks)
+    if pattern == "uneven":
+        sequence = split("one empty", ranks)
+    of_keys = ShardSizes(n * WIDTH for n in sizes)
+    of_queries = ShardSizes(n * EACH for n in of_keys)
+    weights = [
+        (drawn(1, of_queries.total, HIDDEN), Sharded(0, of_queries)),
+        (drawn(2, of_keys.total, HIDDEN), Sharded(0, of_keys)),
+        (drawn(3, of_keys.total, HIDDEN), Sharded(0, of_keys)),
+        (drawn(4, HIDDEN, of_queries.total), Sharded(1, of_queries)),
+    ]
+    biases = [(drawn(5 + i, len(w)), Sharded(0, way.sizes)) for i, (w, way) in enumerate(weights)]
+    biases[3] = (biases[3][0], REPLICATED)
+    for name, in_parts in (("replicated", False), ("a sequence in parts", True)):
+        layer = ParallelAttention(
+            HIDDEN,
+            EACH * sizes.total,
+            sizes.total,
+            WIDTH,
+            sizes,
+            bias=True,
+            sequence_sizes=sequence if in_parts else None,
+            group=group,
+            dtype=torch.float64,
+        )
+
+        def fn(x, q, k, v, across, of_q, of_k, of_v, of_out, layer=layer):
+            given = {
+                "qkv.weight": torch.cat([q, k, v]),
+                "qkv.bias": torch.cat([of_q, of_k, of_v]),
+                "out.weight": across,
+                "out.bias": of_out,
+            }
+            return torch.func.functional_call(layer, given, (x, turned))
+
+        layout = Sharded(0, sequence) if in_parts else REPLICATED
+        x = drawn(9, sequence.total, 2, HIDDEN) if in_parts else drawn(9, 3, HIDDEN)
+        yield name, fn, [(x, layout), *weights, *biases], layout
+
+
+def on_ranks(rank, pattern):
+    failures = []
+    for name, fn, inputs, layout in cases(torch.distributed.get_world_size(), pattern):
+        found = compare(fn, whole, inputs, layout)
+        failures += [f"{name}: {text}" for text in found]
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_as_in_one_process(worlds, pattern, ranks):
+    assert_none(worlds.run(ranks, on_ranks, pattern))
+
+
+def in_groups(rank):
+    """Rows and columns of a mesh: half of these groups have no rank 0."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    failures = []
+    for dimension in ("data", "tensor"):
+        for name, fn, inputs, layout in cases(2, "one empty", mesh[dimension]):
+            found = compare(fn, whole, inputs, layout, group=mesh[dimension])
+            failures += [f"{dimension}, {name}: {text}" for text in found]
+    return failures
+
+
+def test_one_dimension_of_a_mesh(worlds):
+    assert_none(worlds.run(4, in_groups))
+
+
+def shared_out(rank, heads, kv_heads):
+    torch.manual_seed(3)
+    layer = ParallelAttention(heads * WIDTH, heads, kv_heads, dtype=torch.float64)
+    x = drawn(1, 5, 2, heads * WIDTH)
+    specs = [shard_spec(weight) for weight in (layer.qkv.weight, layer.out.weight)]
+    return list(layer.sizes), [spec.ranges(rank) for spec in specs], layer(x)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "sizes"),
+    [
+        (4, 14, None, [4, 4, 3, 3]),
+        (3, 5, None, [2, 2, 1]),
+        (3, 2, None, [1, 1, 0]),
+        (3, 10, 5, [2, 2, 1]),
+        (4, 6, 1, [1, 0, 0, 0]),
+    ],
+)
+def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):
+    """Weights depend on the seed alone, and so does the result; heads follow their group."""
+    alone = worlds.run(1, shared_out, heads, kv_heads)[0][2]
+    answers = worlds.run(ranks, shared_out, heads, kv_heads)
+    groups = kv_heads or heads
+    expected, each = ShardSizes(sizes), heads // groups
+    for rank, (got, (qkv, out), result) in enumerate(answers):
+        own = expected.range(rank)
+        assert got == sizes
+        assert out == [(own.start * each * WIDTH, own.stop * each * WIDTH)]
+        keys = [(heads + n * groups + own.start) * WIDTH for n in (0, 1)]
+        assert qkv == [*out, *((start, start + len(own) * WIDTH) for start in keys)]
+        torch.testing.assert_close(result, alone, **BOUND)
+
+
+def traffic(rank):
+    layer = ParallelAttention(6, 3, sequence_sizes=[3, 2])
+    x = torch.ones([3, 2][rank], 6, requires_grad=True)
+    with varcomm.trace() as forward:
+        y = layer(x)
+    with varcomm.trace() as backward:
+        y.sum().backward()
+    return [[(call.name, call.sent) for call in calls] for calls in (forward, backward)]
+
+
+def test_only_its_two_layers_communicate(worlds):
+    forward, backward = worlds.run(2, traffic)[0]
+    rows = 6 * 4
+    assert forward == [("all_gather_v", 3 * rows), ("reduce_scatter_v", 2 * rows)]
+    # the gradient's rows, the input's rows again, and what is summed
+    assert backward == [
+        ("all_gather_v", 3 * rows),
+        ("all_gather_v", 3 * rows),
+        ("reduce_scatter_v", 2 * rows),
+    ]
+
+
+def other_lengths(rank):
+    torch.manual_seed(0)
+    layer = ParallelAttention(6, 3, sequence_sizes=[1, 1], dtype=torch.float64)
+    x, sizes, failures = drawn(1, 5, 6), [1, 4], Failures()
+    part = layer(x.split(sizes)[rank], sequence_sizes=sizes)
+    layer.qkv.sequence_sizes = layer.out.sequence_sizes = None
+    want = layer(x).split(sizes)[rank]
+    with failures.named("sizes of one call"):
+        torch.testing.assert_close(part, want)
+    with failures.named("repr"):
+        assert "num_heads=3, num_kv_heads=3, head_dim=2, sizes=[2, 1], causal=True" in repr(layer)
+    return failures
+
+
+def test_sequence_sizes_of_one_call(worlds):
+    assert_none(worlds.run(2, other_lengths))
+
+
+WRONG = {
+    "no integer": ((4, 2.0), {}, "num_heads must be an integer of at least 1; got 2.0"),
+    "no head": ((4, 0), {}, "num_heads must be an integer of at least 1; got 0"),
+    "hidden": ((-4, 2), {}, "hidden_size must be an integer of at least 1; got -4"),
+    "groups": ((4, 4, 3), {}, "num_heads must be a multiple of num_kv_heads; got 4 and 3"),
+    "features": ((4, 3), {}, "hidden_size 4 is no multiple of num_heads 3; pass head_dim"),
+    "sizes": ((4, 2), {"sizes": [1, 2]}, r"sizes \[1, 2\] sum to 3, but there are 2 heads"),
+    "ranks": ((4, 2), {"sizes": [2]}, "sizes must have one entry a rank, 2; got 1"),
+    "causal": ((4, 2), {"causal": 1}, "causal must be True or False; got 1"),
+    "bias": ((4, 2), {"bias": None}, "bias must be True or False; got None"),
+}
+
+
+def refused(rank, name):
+    """One rank is wrong; both say so."""
+    args, options, text = WRONG[name]
+    args, options = (args, options) if rank == 1 else ((4, 2), {})
+    with pytest.raises(ArgumentError, match=text):
+        ParallelAttention(*args, **options)
+    return varcomm.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(worlds, name):
+    assert worlds.run(2, refused, name) == [2.0, 2.0]
+
+
+def disagreeing(rank):
+    with pytest.raises(DisagreementError, match="ParallelAttention: ranks disagree on num_heads"):
+        ParallelAttention(4, [2, 4][rank])
+    layer = ParallelAttention(4, 2)
+    with pytest.raises(ArgumentError, match=r"x must be \(sequence, ..., 4\); got shape \(4,\)"):
+        layer(torch.ones(4))
+    with pytest.raises(ArgumentError, match=r"got x of shape \(3, 5\)"):
+        layer(torch.ones(3, 5))
+    return True
+
+
+def test_ranks_that_disagree_and_wrong_inputs(worlds):
+    assert worlds.run(2, disagreeing) == [True, True]

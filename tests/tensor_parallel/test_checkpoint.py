@@ -1,0 +1,444 @@
+"""Checkpoints: everything as without them, but memory."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import varcomm
+from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from varcomm.tensor_parallel.checkpoint import checkpoint
+from varcomm.tensor_parallel.random import RandomStreams
+
+WORLDS = (1, 2, 3, 5)
+DOUBLE = torch.float64
+HIDDEN = 7
+
+
+def randn(*shape, seed=6):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=DOUBLE, generator=generator)
+
+
+def splits(ranks):
+    return {
+        "balanced": tuple(ShardSizes.balanced(HIDDEN, ranks)),
+        "all on one": (0,) * (ranks - 1) + (HIDDEN,),
+    }
+
+
+class Layer:
+    """Two products whose hidden dimension is sharded, with dropout of both kinds."""
+
+    def __init__(self, sizes, group=None, seed=1):
+        self.group, self.rank = group, dist.get_rank(group)
+        first, second = randn(HIDDEN, 3, seed=seed), randn(3, HIDDEN, seed=seed + 1)
+        self.first = first.split(list(sizes))[self.rank].clone().requires_grad_()
+        self.second = second.split(list(sizes), 1)[self.rank].clone().requires_grad_()
+        self.streams = RandomStreams(7, group)
+        self.runs = 0
+
+    def __call__(self, x, scale=1.0):
+        self.runs += 1
+        hidden = F.linear(copy_to_tensor_model_parallel_region(x, group=self.group), self.first)
+        with self.streams.fork("sharded"):
+            hidden = F.dropout(hidden.sin() * scale, 0.3)
+        y = reduce_from_tensor_model_parallel_region(
+            F.linear(hidden, self.second), group=self.group
+        )
+        with self.streams.fork("replicated"):
+            return x + F.dropout(y.exp(), 0.3)
+
+
+def plain(function, *args, **options):
+    return function(*args, **options)
+
+
+def distributed(group):
+    def apply(function, *args, **options):
+        return checkpoint(
+            function, *args, distribute_saved_activations=True, group=group, **options
+        )
+
+    return apply
+
+
+def derivatives(layer, apply, depth=1):
+    """First derivatives twice from one graph, and second derivatives."""
+    x = randn(4, 3).requires_grad_()
+    y = x * 1
+    for _ in range(depth):
+        y = apply(layer, y)
+    leaves = [x, layer.first, layer.second]
+    loss = (y**2).sum()
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with layer.streams.fork("sharded"):  # others draw between the runs
+        torch.rand(3)
+    again = torch.autograd.grad(loss, leaves, create_graph=True)
+    twice = torch.autograd.grad(sum(g.square().sum() for g in again), leaves)
+    return [y.detach(), *once, *(g.detach() for g in again), *twice]
+
+
+def compared(rank, sizes, how, depth, group=None):
+    apply = distributed(group) if how == "distributed" else checkpoint
+    if how == "nested":
+        inner = distributed(group)
+
+        def apply(function, x):
+            return checkpoint(lambda x: inner(function, x), x)
+
+    layer, twin = Layer(sizes, group), Layer(sizes, group)
+    expected = derivatives(twin, plain, depth)
+    found = derivatives(layer, apply, depth)
+    states = [each.streams.state_dict() for each in (twin, layer)]
+    same_state = all(torch.equal(*(state[name]["cpu"] for state in states)) for name in states[0])
+    return all(map(torch.equal, found, expected)), same_state, layer.runs > depth
+
+
+@pytest.mark.parametrize("how", ["whole", "distributed", "nested"])
+@pytest.mark.parametrize("split", ["balanced", "all on one"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_all_is_as_without_a_checkpoint(worlds, ranks, split, how):
+    """Bit for bit, masks included; and streams are afterwards where they would be without."""
+    answers = worlds.run(ranks, compared, splits(ranks)[split], how, 2)
+    assert answers == [(True, True, True)] * ranks
+
+
+def in_groups(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3, 4])]
+    group = groups[rank > 1]
+    sizes = [2, 5] if rank < 2 else [3, 0, 4]
+    return compared(rank, sizes, "distributed", 1, group)
+
+
+def test_subgroups(worlds):
+    assert worlds.run(5, in_groups) == [(True, True, True)] * 5
+
+
+def masks(rank, name):
+    """The mask of the first run, and the one in the gradient."""
+    streams = RandomStreams(7)
+
+    def dropped(x):
+        with streams.fork(name):
+            return F.dropout(x.exp(), 0.5)
+
+    x = torch.zeros(64, requires_grad=True)
+    y = checkpoint(dropped, x, distribute_saved_activations=True)
+    y.sum().backward()
+    return y.tolist(), x.grad.tolist()
+
+
+@pytest.mark.parametrize("name", ["replicated", "sharded"])
+def test_masks_agree_between_runs_and_over_ranks_as_the_stream_says(worlds, name):
+    answers = worlds.run(3, masks, name)
+    assert all(y == gradient for y, gradient in answers)
+    assert len({tuple(y) for y, _ in answers}) == (1 if name == "replicated" else 3)
+
+
+def freed(rank, options):
+    """Where the input of a layer is after the forward, and what backward exchanges for it."""
+    weight = torch.ones(1000, requires_grad=True)
+
+    def layer(x):
+        return (x * weight).sin() * x
+
+    with varcomm.trace() as forward:
+        x = torch.ones(1000, requires_grad=True) * 2
+        memory = StorageWeakRef(x.untyped_storage())
+        y = checkpoint(layer, x, **options)
+        del x
+    gone = memory.expired()
+    with varcomm.trace() as backward:
+        y.sum().backward()
+    exchanged = [(call.name, call.received) for call in backward]
+    return gone, forward, exchanged, memory.expired()
+
+
+def test_what_is_distributed_is_not_kept(worlds):
+    """1000 floats on 3 ranks are 334 + 333 + 333."""
+    answers = worlds.run(3, freed, {"distribute_saved_activations": True})
+    received = [4 * 666, 4 * 667, 4 * 667]
+    assert answers == [(True, [], [("all_gather_v", n)], True) for n in received]
+
+
+def test_what_is_not_distributed_is_kept(worlds):
+    assert worlds.run(2, freed, {}) == [(False, [], [], True)] * 2
+
+
+def kept_bytes(rank):
+    """The bytes that torch's checkpoint keeps of the first argument."""
+    kept = []
+
+    def pack(x):
+        kept.append((x.numel(), x.untyped_storage().nbytes() // x.element_size()))
+        return x
+
+    x = torch.ones(7, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        checkpoint(torch.exp, x.t() * 1, distribute_saved_activations=True)
+    return kept
+
+
+def test_a_piece_is_a_copy_of_its_own_elements(worlds):
+    assert worlds.run(2, kept_bytes) == [[(11, 11)], [(10, 10)]]
+
+
+def layouts(rank, kind):
+    """The function sees the same tensor in both runs, to the strides."""
+    whole = {
+        "scalar": lambda: randn(1)[0],
+        "empty": lambda: randn(3, 0, 2),
+        "no rows": lambda: randn(0, 2),
+        "few": lambda: randn(1),
+        "turned": lambda: randn(5, 3, 2).permute(2, 0, 1),
+        "stepped": lambda: randn(6, 4)[::2, 1:],
+        "expanded": lambda: randn(3, 1).expand(3, 4),
+        "image": lambda: randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        "conjugate": lambda: torch.complex(randn(5), randn(5, seed=7)).conj(),
+    }[kind]()
+    seen = []
+
+    def function(x):
+        seen.append((x.detach().clone(), x.shape, x.stride(), x.dtype, x.requires_grad))
+        return x * x.detach().abs().exp()
+
+    x = whole.requires_grad_()
+    y = checkpoint(function, x, distribute_saved_activations=True)
+    (gradient,) = torch.autograd.grad(y.abs().sum(), x)
+    (expected,) = torch.autograd.grad((x * x.detach().abs().exp()).abs().sum(), x)
+    first, second = seen
+    dense = kind not in ("stepped", "expanded")
+    return (
+        torch.equal(first[0], second[0]) and torch.equal(gradient, expected),
+        first[1] == second[1] and first[3:] == second[3:],
+        first[2] == second[2] or not dense,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "scalar",
+        "empty",
+        "no rows",
+        "few",
+        "turned",
+        "stepped",
+        "expanded",
+        "image",
+        "conjugate",
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_any_layout_can_be_distributed(worlds, ranks, kind):
+    assert worlds.run(ranks, layouts, kind) == [(True, True, True)] * ranks
+
+
+def of_constants(rank):
+    """Neither the input nor an argument that is no tensor requires a gradient."""
+    weight = torch.ones(5, requires_grad=True)
+    required = []
+
+    def function(x, power, *, shift):
+        required.append(x.requires_grad)
+        return {"y": [(x + shift) ** power * weight]}
+
+    x = torch.arange(5.0)
+    y = checkpoint(function, x, 2, shift=1.0, distribute_saved_activations=True)
+    y["y"][0].sum().backward()
+    return required, weight.grad.tolist()
+
+
+def test_arguments_and_results_of_any_kind(worlds):
+    expected = [1.0, 4.0, 9.0, 16.0, 25.0]
+    assert worlds.run(2, of_constants) == [([False, False], expected)] * 2
+
+
+def changed_after(rank):
+    """The piece is a copy: who changes the input afterwards does not change the gradient."""
+    x = torch.ones(4, requires_grad=True)
+    y = x * 2
+    z = checkpoint(torch.square, y, distribute_saved_activations=True)
+    y.data.zero_()
+    z.sum().backward()
+    return x.grad.tolist()
+
+
+def test_an_input_that_is_changed_afterwards(worlds):
+    assert worlds.run(2, changed_after) == [[8.0] * 4] * 2
+
+
+def without_gradients(rank):
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x)
+    with torch.no_grad(), hooks, varcomm.trace() as calls:
+        y = checkpoint(torch.exp, torch.zeros(3), distribute_saved_activations=True)
+    return y.tolist(), kept, calls
+
+
+def test_without_gradients_nothing_is_kept(worlds):
+    assert worlds.run(2, without_gradients) == [([1.0] * 3, [], [])] * 2
+
+
+def keeping_different_tensors(rank):
+    """Only rank 0 keeps something after a collective that is no part of the graph."""
+    weight = torch.full((2,), 2.0, requires_grad=True)
+
+    def function(x):
+        y = x * weight
+        total = varcomm.all_reduce(y.detach())
+        return (y * total).square() if rank == 0 else y + total
+
+    y = checkpoint(function, torch.ones(2))
+    y.sum().backward()
+    return weight.grad.tolist()
+
+
+def test_all_ranks_run_the_function_to_its_end(worlds):
+    """With torch's early stop rank 1 would leave rank 0 waiting."""
+    assert worlds.run(2, keeping_different_tensors, timeout=30) == [[64.0] * 2, [1.0] * 2]
+
+
+def inside_a_block(rank):
+    """Checkpoints within a block of the same stream, in forward or in backward."""
+    results = []
+    for apply in (plain, checkpoint):
+        streams = RandomStreams(7)
+
+        def dropped(x, streams=streams):
+            with streams.fork("sharded"):
+                return F.dropout(x.exp(), 0.5)
+
+        x = torch.zeros(32, requires_grad=True)
+        y = apply(dropped, x)
+        with streams.fork("sharded"):
+            z = apply(lambda x: F.dropout(x.exp(), 0.5), x)
+            drawn = [torch.rand(3)]
+            drawn += torch.autograd.grad(y.sum(), x)
+            drawn += [torch.rand(3)]
+            with pytest.raises(ArgumentError, match="is under way"):
+                streams.fork("sharded").__enter__()
+        drawn += torch.autograd.grad(z.sum(), x)
+        with streams.fork("sharded"):
+            results.append([*drawn, torch.rand(3)])
+    return all(map(torch.equal, *results))
+
+
+def test_blocks_around_a_checkpoint(worlds):
+    assert worlds.run(2, inside_a_block) == [True] * 2
+
+
+def backward_inside(rank):
+    """A checkpointed function differentiates a checkpoint made before it, and draws after that."""
+    results = []
+    for apply in (plain, checkpoint):
+        streams = RandomStreams(7)
+
+        def energy(x, streams=streams):
+            with streams.fork("sharded"):
+                return F.dropout(x.sin(), 0.5).square().sum()
+
+        x = randn(64).requires_grad_()
+        inner = apply(energy, x)
+
+        def forces(x, inner=inner, streams=streams):
+            (force,) = torch.autograd.grad(inner, x, create_graph=True)
+            with streams.fork("sharded"):
+                return force + F.dropout(x.exp(), 0.5)
+
+        y = apply(forces, x)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), x)])
+    return all(map(torch.equal, *results))
+
+
+def test_a_backward_inside_of_a_checkpoint(worlds):
+    assert worlds.run(2, backward_inside) == [True] * 2
+
+
+def forward_over_reverse(rank):
+    tangents = []
+    for apply in (plain, checkpoint, distributed(None)):
+        x = randn(5).requires_grad_()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            (gradient,) = torch.autograd.grad(apply(lambda x: x.sin() * x, dual).sum(), dual)
+            tangents.append(forward_ad.unpack_dual(gradient).tangent)
+    return torch.equal(tangents[0], tangents[1]) and torch.equal(tangents[0], tangents[2])
+
+
+def test_forward_mode_over_backward(worlds):
+    assert worlds.run(2, forward_over_reverse) == [True] * 2
+
+
+def raising(rank):
+    streams = RandomStreams(7)
+
+    def function(x):
+        with streams.fork("sharded"):
+            torch.rand(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        checkpoint(function, torch.ones(1, requires_grad=True))
+    with streams.fork("sharded"):
+        return True
+
+
+def test_a_function_that_raises(worlds):
+    assert worlds.run(1, raising) == [True]
+
+
+def other_streams(rank):
+    streams, runs = RandomStreams(7), []
+
+    def function(x):
+        runs.append(1)
+        if len(runs) > 1:
+            with streams.fork("sharded"):
+                torch.rand(1)
+        return x.exp()
+
+    y = checkpoint(function, torch.ones(1, requires_grad=True))
+    with pytest.raises(ArgumentError) as caught:
+        y.backward()
+    return str(caught.value)
+
+
+def test_a_function_that_forks_others_when_it_is_run_again(worlds):
+    (text,) = worlds.run(1, other_streams)
+    assert text.startswith("fork: a checkpointed function forks streams, when it is run again,")
+
+
+def refused(rank, *args):
+    with pytest.raises(ArgumentError) as caught:
+        checkpoint(torch.exp, *args, distribute_saved_activations=True)
+    return str(caught.value)
+
+
+def test_what_cannot_be_distributed_is_refused(worlds):
+    for args, kind in (((), "NoneType"), ((3.0,), "float")):
+        texts = worlds.run(2, refused, *args)
+        message = f"checkpoint on rank {{}} of 2: the first argument must be a torch.Tensor; {kind}"
+        expected = [message.format(rank).replace(kind, f"got {kind}.") for rank in range(2)]
+        assert texts == expected
+
+
+def other_shapes(rank):
+    x = torch.ones(3 + rank, requires_grad=True)
+    y = checkpoint(torch.exp, x, distribute_saved_activations=True)
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def test_debug_compares_what_is_gathered(worlds):
+    first, second = worlds.run(2, other_shapes)
+    assert first == second
+    assert "all_gather_v: ranks disagree on sizes: rank 0 has [2, 1]; rank 1 has [2, 2]" in first

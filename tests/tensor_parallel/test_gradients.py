@@ -1,0 +1,237 @@
+"""The norm of gradients, and clipping by it: as torch does for the unsharded model."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import varcomm
+from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
+from varcomm.tensor_parallel.sharding import ShardSpec, mark
+
+WORLDS = (1, 2, 3, 5)
+DOUBLE = torch.float64
+ORDERS = (2.0, 1.0, 0.5, 3, math.inf)
+
+
+def whole_gradients(dtype):
+    """Of a weight that is sharded by rows, one by columns, a bias; and one without a gradient."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = [(7, 3), (2, 7), (4,)]
+    return [torch.randn(s, dtype=DOUBLE, generator=generator).to(dtype) for s in shapes]
+
+
+def parameter(gradient):
+    made = nn.Parameter(torch.zeros_like(gradient))
+    made.grad = gradient.clone()
+    return made
+
+
+def sharded(dtype, sizes, group=None):
+    rows, columns, bias = whole_gradients(dtype)
+    by_row, by_column = ShardSpec.of(sizes, 0, group), ShardSpec.of(sizes, 1, group)
+    return [
+        mark(parameter(by_row.shard(rows)), by_row),
+        mark(parameter(by_column.shard(columns)), by_column),
+        parameter(bias),
+        nn.Parameter(torch.zeros(2, dtype=dtype)),
+    ]
+
+
+def compared(rank, sizes, dtype, max_norm, norm_type, group=None):
+    """Clip the shards and the whole; return the norm, whether it is torch's, and how far off."""
+    own = sharded(dtype, sizes, group)
+    spec = ShardSpec.of(sizes, 0, group)
+    twin = [parameter(gradient) for gradient in whole_gradients(dtype)]
+    before = grad_norm(own, norm_type, group)
+    norm = clip_grad_norm_(own, max_norm, norm_type, group)
+    expected = torch.nn.utils.clip_grad_norm_(twin, max_norm, norm_type)
+    torch.testing.assert_close(before, expected.double(), rtol=1e-12, atol=0)
+    by_column = ShardSpec.of(sizes, 1, group)
+    gathered = [spec.gather(own[0].grad), by_column.gather(own[1].grad), own[2].grad]
+    for mine, one in zip(gathered, twin, strict=True):
+        torch.testing.assert_close(mine, one.grad, rtol=1e-12, atol=0)
+    return torch.equal(before, norm), norm.item(), own[3].grad is None
+
+
+def splits(ranks):
+    return {
+        "even": ShardSizes.balanced(7, ranks),
+        "empty": ((0,) * (ranks > 1) + tuple(ShardSizes.balanced(7, max(1, ranks - 1)))),
+        "all on one": (0,) * (ranks - 1) + (7,),
+    }
+
+
+@pytest.mark.parametrize("norm_type", ORDERS)
+@pytest.mark.parametrize("split", ["even", "empty", "all on one"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_as_in_one_process(worlds, ranks, split, norm_type):
+    sizes = tuple(splits(ranks)[split])
+    for max_norm in (0.5, 1e3):
+        answers = worlds.run(ranks, compared, sizes, DOUBLE, max_norm, norm_type)
+        assert answers == [answers[0]] * ranks
+        assert (answers[0][0], answers[0][2]) == (True, True)
+
+
+def in_narrow(rank, dtype):
+    """The norm of narrow gradients is that of the same numbers in fp64, to what fp32 rounds."""
+    own = sharded(dtype, [4, 3])
+    exact = torch.cat([g.double().reshape(-1) for g in whole_gradients(dtype)]).norm()
+    norm = grad_norm(own)
+    return norm.dtype, abs(norm.item() / exact.item() - 1) < 1e-6, clip_grad_norm_(own, 0.1).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_gradients_are_summed_in_fp32(worlds, dtype):
+    first, second = worlds.run(2, in_narrow, dtype)
+    assert first == second
+    assert first[:2] == (DOUBLE, True)
+
+
+def copies_that_differ(rank):
+    """A replicated gradient that differs between ranks, by rounding say, makes no other norm."""
+    bias = parameter(torch.full((4,), 1.0 + rank))
+    norm = clip_grad_norm_([bias], 0.5)
+    return norm.item(), (bias.grad / (1.0 + rank)).tolist()
+
+
+def test_the_norm_is_the_same_bit_for_bit(worlds):
+    answers = worlds.run(3, copies_that_differ)
+    assert answers[0][0] == 2.0
+    assert len({norm for norm, _ in answers}) == 1
+
+
+def of_two_by_two(rank):
+    """In halves, of which the second does not contain rank 0; the fifth rank is a group alone."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [4])]
+    group = groups[rank // 2]
+    sizes = [7] if rank == 4 else [2, 5]
+    return compared(rank, sizes, DOUBLE, 0.5, 2.0, group)[1]
+
+
+def test_subgroups(worlds):
+    norms = worlds.run(5, of_two_by_two)
+    expected = torch.cat([g.reshape(-1) for g in whole_gradients(DOUBLE)]).norm().item()
+    assert norms == pytest.approx([expected] * 5, rel=1e-14)
+
+
+def forms(rank):
+    """A module, one tensor, a tied parameter named twice, no gradients at all, no parameters."""
+    module = nn.Linear(2, 2)
+    module.weight.grad = torch.full((2, 2), 2.0)
+    weight = module.weight
+    nothing = [grad_norm(given).item() for given in (nn.Linear(2, 2), [])]
+    return [grad_norm(given).item() for given in (module, weight, [weight, weight])], nothing
+
+
+def test_what_parameters_may_be(worlds):
+    assert worlds.run(2, forms) == [([4.0, 4.0, 4.0], [0.0, 0.0])] * 2
+
+
+def complex_gradient(rank):
+    weight = mark(nn.Parameter(torch.zeros(1, dtype=torch.complex128)), ShardSpec.of([1, 1]))
+    weight.grad = torch.tensor([3 + 4j if rank else 0j], dtype=torch.complex128)
+    return clip_grad_norm_([weight], 1.0).item(), weight.grad.abs().item()
+
+
+def test_complex_gradients(worlds):
+    assert worlds.run(2, complex_gradient) == [(5.0, 0.0), (5.0, pytest.approx(1.0, rel=1e-6))]
+
+
+def one_message(rank):
+    own = sharded(DOUBLE, [4, 3, 0])
+    with varcomm.trace() as calls:
+        clip_grad_norm_(own, 1.0)
+    return [(call.name, call.sent, call.received) for call in calls]
+
+
+def test_one_number_of_each_rank_travels(worlds):
+    assert worlds.run(3, one_message) == [[("all_gather_v", 16, 16)]] * 3
+
+
+def not_finite(rank, value, norm_type):
+    """One element, on rank 1, is not finite; the other rank has torch's error as well."""
+    weight = mark(nn.Parameter(torch.zeros(2)), ShardSpec.of([2, 2]))
+    weight.grad = torch.tensor([1.0, value if rank == 1 else 1.0])
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        clip_grad_norm_([weight], 1.0, norm_type, error_if_nonfinite=True)
+    untouched = weight.grad[0].item()
+    norm = clip_grad_norm_([weight], 1.0, norm_type)
+    twin = nn.Parameter(torch.zeros(4))
+    twin.grad = torch.tensor([1.0, 1.0, 1.0, value])
+    expected = torch.nn.utils.clip_grad_norm_([twin], 1.0, norm_type)
+    same = torch.testing.assert_close(norm.float(), expected, equal_nan=True)
+    torch.testing.assert_close(weight.grad, twin.grad[2 * rank :][:2], equal_nan=True)
+    return untouched, same
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite(worlds, value, norm_type):
+    assert worlds.run(2, not_finite, value, norm_type) == [(1.0, None)] * 2
+
+
+def called(rank, case):
+    own = parameter(torch.ones(2))
+    match case:
+        case "order":
+            grad_norm([own], 0)
+        case "no order":
+            grad_norm([own], "inf")
+        case "limit":
+            clip_grad_norm_([own], -1.0)
+        case "no limit":
+            clip_grad_norm_([own], math.nan)
+        case "sparse":
+            own.grad = own.grad.to_sparse()
+            grad_norm([own])
+        case "named":
+            grad_norm([("weight", own)])
+        case "flag":
+            grad_norm([own], error_if_nonfinite=1)
+        case "group":
+            alone = [dist.new_group([r]) for r in range(2)][rank]
+            grad_norm([own, mark(own, ShardSpec.of([2], 0, alone))])
+
+
+def refused(rank, case):
+    with pytest.raises(ArgumentError) as caught:
+        called(rank, case)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("order", "norm_type must be a number that is positive; got 0"),
+        ("no order", "norm_type must be a number that is positive; got 'inf'"),
+        ("limit", "max_norm must be a number that is not negative; got -1.0"),
+        ("no limit", "max_norm must be a number that is not negative; got nan"),
+        ("sparse", "the gradient of parameter 0 must be dense; got torch.sparse_coo"),
+        ("named", "parameter 0 must be a torch.Tensor; got tuple"),
+        ("flag", "error_if_nonfinite must be True or False; got 1"),
+        ("group", "parameter 0, of shape (2,), is sharded over another group (rank 0 of 1)"),
+    ],
+)
+def test_refusals(worlds, case, message):
+    for rank, text in enumerate(worlds.run(2, refused, case)):
+        assert f"grad_norm_ on rank {rank}" in text or f"grad_norm on rank {rank}" in text
+        assert message in text
+
+
+def other_parameters(rank):
+    own = parameter(torch.ones(2))
+    if rank == 1:
+        mark(own, ShardSpec.of([2, 2]))
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        grad_norm([own])
+    return str(caught.value)
+
+
+def test_debug_compares_what_is_sharded(worlds):
+    first, second = worlds.run(2, other_parameters)
+    assert first == second
+    assert "grad_norm: ranks disagree on sharded parameters: rank 0 has [False]" in first

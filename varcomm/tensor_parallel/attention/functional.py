@@ -1,0 +1,238 @@
+"""Attention as a function of heads, of which a rank may have some, or none."""
+
+from __future__ import annotations
+
+from math import isfinite, prod, sqrt
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.reduction import accumulation_dtype
+
+__all__ = ["attention", "split_heads"]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return what the queries of some heads read from values; no communication.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Floats ``(S, *F, heads, D)``, the sequence first.
+    key : torch.Tensor
+        ``(T, *F, kv_heads, D)``. Each of these heads serves ``heads / kv_heads`` successive ones of
+        `query`: grouped-query attention [2]_. There may be no heads at all.
+    value : torch.Tensor
+        ``(T, *F, kv_heads, E)``.
+    causal : bool
+        Whether a query sees keys up to its own place only; then S is T.
+    scale : float, optional
+        Of the products of queries and keys; None is ``1 / sqrt(D)``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(S, *F, heads, E)``.
+
+    Raises
+    ------
+    ArgumentError
+        If shapes, dtypes or devices do not fit.
+
+    Notes
+    -----
+    It is :func:`torch.nn.functional.scaled_dot_product_attention` [1]_, and torch chooses a kernel,
+    for values and first derivatives. Fused kernels have no second derivative and no forward mode.
+    So with ``create_graph=True``, and inside a forward-mode level, explicit products take their
+    place, which are of any order; these hold S x T numbers a head.
+
+    References
+    ----------
+    .. [1] A. Vaswani et al., "Attention is all you need", 2017, https://arxiv.org/abs/1706.03762
+    .. [2] J. Ainslie et al., "GQA: Training generalized multi-query transformer models from
+       multi-head checkpoints", 2023, https://arxiv.org/abs/2305.13245
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.tensor_parallel.attention import attention
+    >>> one = torch.ones(3, 1, 1)  # three places, one head
+    >>> attention(one, one, torch.tensor([1.0, 3.0, 5.0]).view(3, 1, 1)).flatten()
+    tensor([1., 2., 3.])
+    """
+    _check(query, key, value, causal, scale)
+    scale = 1 / sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    q, k, v = (_heads_before_places(x) for x in (query, key, value))
+    # in a forward-mode level, also where a transform has wrapped what carries the tangent
+    if q.numel() == 0 or v.numel() == 0 or forward_ad._current_level >= 0:
+        weights = _weights(q, _for_each(q, k), causal, scale)
+        out = (weights @ _for_each(q, v).to(weights.dtype)).to(v.dtype)
+    else:
+        shared = q.shape[-3] != k.shape[-3]
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=shared
+        )
+        out = _Differentiable.apply(out, q, k, v, causal, scale)  # type: ignore[no-untyped-call]
+    return out.permute(2, 0, 1, 3).reshape(*query.shape[:-1], value.shape[-1])
+
+
+class _Differentiable(torch.autograd.Function):
+    """Hand on what a fused kernel returned; differentiate that twice by products of its inputs.
+
+    In a plain backward the gradient goes on to the kernel's own derivative. Where it belongs to a
+    graph itself, nothing goes there, and the inputs get their gradients from here.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: torch.Tensor, *operands: Any) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, q, k, v, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return gradient, None, None, None, None, None
+        given = ctx.saved_tensors
+        wide = accumulation_dtype(gradient.dtype, True)
+        q, k, v = (x.to(wide) for x in given)
+        keys, values, gradient = _for_each(q, k), _for_each(q, v), gradient.to(wide)
+        weights = _weights(q, keys, ctx.causal, ctx.scale)
+        of_weights = gradient @ values.mT
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        of_scores = of_scores * ctx.scale
+        found = (
+            of_scores @ keys,
+            _summed(of_scores.mT @ q, k.shape[-3]),
+            _summed(weights.mT @ gradient, k.shape[-3]),
+        )
+        narrow = (x.to(like.dtype) for x, like in zip(found, given, strict=True))
+        return None, *narrow, None, None
+
+
+def _weights(q: torch.Tensor, keys: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """Return how much each query reads from each place, (batch, heads, S, T)."""
+    wide = accumulation_dtype(q.dtype, True)
+    scores = (q.to(wide) * scale) @ keys.to(wide).mT
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1)
+
+
+def _for_each(q: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Repeat keys or values for each of the query heads that they serve."""
+    heads, kv_heads = q.shape[-3], shared.shape[-3]
+    return shared if heads == kv_heads else shared.repeat_interleave(heads // kv_heads, -3)
+
+
+def _summed(of_each: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Undo :func:`_for_each` for gradients."""
+    heads = of_each.shape[-3]
+    if heads == kv_heads:
+        return of_each
+    grouped: torch.Tensor = of_each.unflatten(-3, (kv_heads, heads // kv_heads))
+    return grouped.sum(-3)
+
+
+def _heads_before_places(x: torch.Tensor) -> torch.Tensor:
+    """Return (batch, heads, S, D), as the kernels want it; a view where there can be one."""
+    return x.reshape(len(x), prod(x.shape[1:-2]), *x.shape[-2:]).permute(1, 2, 0, 3)
+
+
+def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
+    where = "attention: "
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        checked_tensor(x, where, name)
+        if x.dim() < 3 or not x.is_floating_point():
+            raise ArgumentError(
+                f"{where}{name} must be floats (sequence, ..., heads, features); got {x.dtype} of "
+                f"shape {tuple(x.shape)}."
+            )
+    checked_flag(causal, "causal", where)
+    if len({(x.dtype, x.device) for x in (query, key, value)}) > 1:
+        raise ArgumentError(
+            f"{where}query, key and value must have one dtype and device; got {query.dtype}, "
+            f"{key.dtype}, {value.dtype} on {query.device}, {key.device}, {value.device}."
+        )
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if (
+        query.shape[1:-2] != key.shape[1:-2]
+        or query.shape[-1] != key.shape[-1]
+        or key.shape[:-1] != value.shape[:-1]
+        or (heads % kv_heads if kv_heads else heads)
+        or (causal and len(query) != len(key))
+    ):
+        length = "as many places" if causal else "T places"
+        raise ArgumentError(
+            f"{where}query (S, *F, heads, D) needs key (T, *F, kv_heads, D) and value "
+            f"(T, *F, kv_heads, E) of {length}, with heads a multiple of kv_heads; got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}, causal={causal}."
+        )
+    if scale is not None and not (
+        isinstance(scale, int | float) and not isinstance(scale, bool) and isfinite(scale)
+    ):
+        raise ArgumentError(f"{where}scale must be a finite number; got {scale!r}.")
+
+
+def split_heads(
+    qkv: torch.Tensor, head_dim: int, queries_per_key: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the heads of queries, keys and values that stand side by side; no communication.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor
+        ``(*F, n * (queries_per_key + 2) * head_dim)`` for n heads of keys, zero allowed: what a
+        column-parallel layer of three fused blocks gives, on however many ranks.
+    head_dim : int
+        Features of a head.
+    queries_per_key : int
+        Heads of queries for each one of keys.
+
+    Returns
+    -------
+    query, key, value : torch.Tensor
+        Views ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
+
+    Raises
+    ------
+    ArgumentError
+        If the last dimension is of no whole number of heads.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.tensor_parallel.attention import split_heads
+    >>> [x.shape[-2:] for x in split_heads(torch.zeros(7, 40), head_dim=5, queries_per_key=2)]
+    [torch.Size([4, 5]), torch.Size([2, 5]), torch.Size([2, 5])]
+    """
+    checked_tensor(qkv, "split_heads: ", "qkv")
+    unit = head_dim * (queries_per_key + 2)
+    if qkv.dim() == 0 or qkv.shape[-1] % unit:
+        raise ArgumentError(
+            f"split_heads: the last dimension of qkv, of shape {tuple(qkv.shape)}, must be a "
+            f"multiple of {unit}, for {queries_per_key} + 2 heads of {head_dim}."
+        )
+    n = qkv.shape[-1] // unit
+    counts = (n * queries_per_key, n, n)
+    parts = qkv.split([count * head_dim for count in counts], -1)
+    query, key, value = (
+        part.unflatten(-1, (count, head_dim)) for part, count in zip(parts, counts, strict=True)
+    )
+    return query, key, value

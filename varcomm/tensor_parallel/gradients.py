@@ -1,0 +1,196 @@
+"""The norm of the gradient of a model whose parameters are partly sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isnan
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import checking
+from varcomm.ops.reduction import accumulation_dtype
+from varcomm.tensor_parallel.sharding import shard_spec
+from varcomm.transport.agree import compare, debugging
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+def grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    group: GroupLike = None,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Return the norm of all gradients of the unsharded model, as one vector.
+
+    Parameters
+    ----------
+    parameters : Module, torch.Tensor or iterable of torch.Tensor
+        The same on every rank, in the same order. Those that :func:`shard_spec` says are sharded
+        count on each rank, others once: their gradients are assumed to be equal on all. One
+        without a ``grad`` counts as zeros.
+    norm_type : float
+        The order ``p > 0``; ``inf`` is the largest absolute value.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that hold shards of the model; None is the whole world.
+    error_if_nonfinite : bool
+        Raise torch's RuntimeError, on every rank, where the norm is NaN or infinite.
+
+    Returns
+    -------
+    torch.Tensor
+        A scalar of float64, the same on all ranks, bit for bit.
+
+    Raises
+    ------
+    ArgumentError
+        If `norm_type` is not positive, `parameters` holds what is no tensor, a gradient is sparse,
+        or a parameter is sharded over another group than `group`. A model with several such groups
+        takes a norm for each, and :func:`torch.nn.utils.clip_grads_with_norm_`.
+    DisagreementError
+        Inside :func:`varcomm.debug`, on every rank, if they have other parameters.
+
+    Notes
+    -----
+    Gradients narrower than 4 bytes are summed in float32, others in their own dtype, and the norms
+    of parameters and ranks in float64.
+
+    Communication: one number of each rank, gathered by all.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import grad_norm
+    >>> from varcomm.tensor_parallel.sharding import ShardSpec, mark
+    >>> def fn(rank):
+    ...     bias, weight = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(rank))
+    ...     mark(weight, ShardSpec.of([0, 1]))
+    ...     bias.grad, weight.grad = torch.full((1,), 3.0), torch.full((rank,), 4.0)
+    ...     return grad_norm([bias, weight]).item()
+    >>> varcomm.launch(fn, 2)
+    [5.0, 5.0]
+    """
+    return _grad_norm("grad_norm", _listed(parameters), norm_type, group, error_if_nonfinite)
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    group: GroupLike = None,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that the norm of all of them is at most `max_norm`.
+
+    As :func:`torch.nn.utils.clip_grad_norm_` does for the unsharded model. All ranks scale by the
+    same number, so what is replicated stays equal.
+
+    Parameters
+    ----------
+    parameters, norm_type, group, error_if_nonfinite
+        As in :func:`grad_norm`. With `error_if_nonfinite` gradients are not changed where it
+        raises; else a norm that is not finite makes them NaN or zeros, as torch does.
+    max_norm : float
+        What the norm is at most afterwards; the same on all ranks.
+
+    Returns
+    -------
+    torch.Tensor
+        The norm before, as of :func:`grad_norm`, which see for errors and communication.
+
+    Raises
+    ------
+    ArgumentError
+        If `max_norm` is negative or no number, and as :func:`grad_norm` does.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import clip_grad_norm_
+    >>> from varcomm.tensor_parallel.sharding import ShardSpec, mark
+    >>> def fn(rank):
+    ...     weight = mark(torch.nn.Parameter(torch.zeros(1)), ShardSpec.of([1, 1]))
+    ...     weight.grad = torch.tensor([3.0 + rank])
+    ...     norm = clip_grad_norm_([weight], 1.0)
+    ...     return norm.item(), round(weight.grad.item(), 4)
+    >>> varcomm.launch(fn, 2)
+    [(5.0, 0.6), (5.0, 0.8)]
+    """
+    listed = _listed(parameters)
+    with checking("clip_grad_norm_", resolve(group)) as where:
+        _checked_number(max_norm, "max_norm", where, least=0.0)
+    total = _grad_norm("clip_grad_norm_", listed, norm_type, group, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total)
+    return total
+
+
+@torch.no_grad()
+def _grad_norm(
+    name: str,
+    parameters: list[torch.Tensor],
+    norm_type: float,
+    group: GroupLike,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    ranks = resolve(group)
+    with checking(name, ranks, error_if_nonfinite=error_if_nonfinite) as where:
+        _checked_number(norm_type, "norm_type", where)
+        sharded = [_is_sharded(i, x, ranks, where) for i, x in enumerate(parameters)]
+    if debugging():
+        compare(ranks, {"operation": name, "norm_type": norm_type, "sharded parameters": sharded})
+    norms = [
+        _norm(x.grad, norm_type)
+        for x, everywhere in zip(parameters, sharded, strict=True)
+        if x.grad is not None and x.grad.numel() and (everywhere or ranks.rank == 0)
+    ]
+    device = parameters[0].device if parameters else ranks.device()
+    own = torch.zeros(1, dtype=torch.float64, device=device)
+    if norms:
+        together = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        own[0] = torch.linalg.vector_norm(together, norm_type)
+    parts = all_gather_v(own, [1] * ranks.size, group=group)
+    total: torch.Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
+    return total
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    return norm
+
+
+def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -> bool:
+    checked_tensor(parameter, where, f"parameter {index}")
+    if parameter.grad is not None:
+        checked_tensor(parameter.grad, where, f"the gradient of parameter {index}")
+    spec = shard_spec(parameter)
+    if spec is not None and spec.group != group:
+        raise ArgumentError(
+            f"{where}parameter {index}, of shape {tuple(parameter.shape)}, is sharded over another "
+            f"group ({spec.group}). Pass that group, with its parameters."
+        )
+    return spec is not None
+
+
+def _checked_number(value: object, name: str, where: str, least: float | None = None) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and not isnan(value)
+    if not number or (value <= 0 if least is None else value < least):  # type: ignore[operator]
+        kind = "positive" if least is None else "not negative"
+        raise ArgumentError(f"{where}{name} must be a number that is {kind}; got {value!r}.")
+
+
+def _listed(parameters: Parameters) -> list[torch.Tensor]:
+    """Return each parameter once, since tied ones have one gradient."""
+    if isinstance(parameters, torch.nn.Module):
+        return list(parameters.parameters())
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    return list(dict.fromkeys(parameters))
