@@ -422,6 +422,16 @@ def refused(rank, *args):
     return str(caught.value)
 
 
+def wrong_flag(rank):
+    with pytest.raises(ArgumentError, match="distribute_saved_activations must be True or False"):
+        checkpoint(torch.exp, torch.ones(2), distribute_saved_activations="no")
+    return True
+
+
+def test_flags_are_bools(worlds):
+    assert worlds.run(2, wrong_flag) == [True, True]
+
+
 def test_what_cannot_be_distributed_is_refused(worlds):
     for args, kind in (((), "NoneType"), ((3.0,), "float")):
         texts = worlds.run(2, refused, *args)

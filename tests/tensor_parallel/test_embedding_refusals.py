@@ -156,6 +156,9 @@ LAYERS = {
     "padding": (lambda layer: layer(5, 2, padding_idx=5), "padding_idx must be one of all 5 ids"),
     "other": (lambda layer: layer(6, 2), "ranks disagree on num_embeddings: rank 0 has 5; rank 1"),
     "dtype": (lambda layer: layer(5, 2, dtype=torch.float64), "ranks disagree on dtype"),
+    "init": (lambda layer: layer(5, 2, init=3), "init must be a function of a tensor and a gene"),
+    "an init": (lambda layer: layer(5, 2, init=torch.Tensor.uniform_), "disagree on an init"),
+    "device": (lambda layer: layer(5, 2, device="nowhere"), "device type at start of device str"),
 }
 VOCABULARY = {
     "parts": (lambda layer: layer(5, 2, sequence_sizes=[1]), "sequence_sizes must have one entry"),

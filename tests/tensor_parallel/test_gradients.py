@@ -235,3 +235,14 @@ def test_debug_compares_what_is_sharded(worlds):
     first, second = worlds.run(2, other_parameters)
     assert first == second
     assert "grad_norm: ranks disagree on sharded parameters: rank 0 has [False]" in first
+
+
+def other_limits(rank):
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        clip_grad_norm_([parameter(torch.ones(2))], 1.0 + rank)
+    return str(caught.value)
+
+
+def test_debug_compares_limits(worlds):
+    message = "clip_grad_norm_: ranks disagree on max_norm: rank 0 has 1.0; rank 1 has 2.0."
+    assert worlds.run(2, other_limits) == [message] * 2

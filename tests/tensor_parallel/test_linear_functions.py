@@ -339,9 +339,24 @@ def accumulated(rank):
     torch.testing.assert_close(
         narrow.main_grad, twin_across.grad.split(sizes, 1)[rank], rtol=1e-12, atol=1e-12
     )
-    y = column_parallel_linear(x, weight).sum()
-    with pytest.raises(ArgumentError, match="a weight with a main_grad has no second derivative"):
-        torch.autograd.grad(y, weight, create_graph=True)
+    # as weight.grad does, it gets what backward() adds, and not what autograd.grad asks for
+    kept = weight.main_grad.clone(), narrow.main_grad.clone()
+    x = x.detach().requires_grad_()
+    own = columns.split(sizes, 1)[rank].clone().requires_grad_()
+    for y, inputs in (
+        (column_parallel_linear(x, weight), [x, weight]),
+        (row_parallel_linear(own, narrow), [own, narrow]),
+    ):
+        torch.autograd.grad(y.sum(), inputs[0], retain_graph=True)
+        found = torch.autograd.grad(y.sum(), inputs[1], retain_graph=True)[0]
+        recorded = torch.autograd.grad(y.sin().sum(), inputs[1], create_graph=True)[0]
+        assert found.shape == inputs[1].shape
+        assert recorded.requires_grad
+        y.sum().backward(inputs=inputs[0], retain_graph=True)
+        with pytest.raises(ArgumentError, match="added to it have no derivatives"):
+            y.sum().backward(create_graph=True)
+    assert torch.equal(kept[0], weight.main_grad)
+    assert torch.equal(kept[1], narrow.main_grad)
     return weight.grad is None and narrow.grad is None
 
 
@@ -486,6 +501,10 @@ def wrong_main_grad(rank):
         with pytest.raises(ArgumentError, match=text):
             column_parallel_linear(X, weight)
         column_parallel_linear(X, weight.detach())
+    computed = 2 * torch.ones(3, 4, requires_grad=True)
+    computed.main_grad = torch.zeros(3, 4)
+    with pytest.raises(ArgumentError, match="main_grad is for parameters"):
+        row_parallel_linear(X, computed)
     return resolve(None).rank
 
 

@@ -17,6 +17,7 @@ from varcomm.tensor_parallel import (
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     parallelize,
+    sequence_parallel,
     shard_spec,
     vocab_parallel_cross_entropy,
 )
@@ -224,3 +225,50 @@ def differing(rank):
 
 def test_ranks_that_disagree(worlds):
     assert worlds.run(2, differing) == [True, True]
+
+
+def raising(linear):
+    raise ValueError("not this one")
+
+
+def failing(rank, where):
+    """A function of the plan fails on one rank, before or after others communicate."""
+    model = made(False)
+    column = ColumnParallelLinear.from_linear
+    how = {
+        "before": lambda layer: column(layer) if rank == 0 else raising(layer),
+        "after": lambda layer: None if column(layer) and rank == 1 else nn.Identity(),
+        "another": lambda layer: column(layer) if rank == 0 else nn.Sequential(column(layer)),
+        "option": lambda layer: column(layer, **({"size": [4, 7]} if rank == 1 else {})),
+    }[where]
+    with pytest.raises((ArgumentError, DisagreementError)) as caught:
+        parallelize(model, {"head": how, "blocks.*.up": "column", "blocks.*.norm": "sequence"})
+    kept = all(type(m).__module__.startswith(("torch.", __name__)) for m in model.modules())
+    return kept, str(caught.value), varcomm.all_reduce(torch.ones(1)).item()
+
+
+FAILURES = {
+    "before": "refused on rank 1 of 2: not this one",
+    "after": "refused on rank 1 of 2: what 'head' becomes must be a torch.nn.Module; got NoneType.",
+    "another": "ranks disagree on what modules become",
+    "option": "refused on rank 1 of 2: 'size' is no option; there are [",
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_function_of_the_plan_that_fails(worlds, where):
+    for kept, message, total in worlds.run(2, failing, where):
+        assert kept
+        assert FAILURES[where] in message
+        assert total == 2.0
+
+
+def summed_already(rank):
+    model = nn.Sequential(nn.LayerNorm(4), sequence_parallel(nn.LayerNorm(4)))
+    with pytest.raises(ArgumentError, match="summed already"):
+        parallelize(model, {"0": "sequence", "1": "sequence"})
+    return type(model[0]) is nn.LayerNorm
+
+
+def test_nothing_is_changed_where_a_later_one_is_refused(worlds):
+    assert worlds.run(2, summed_already) == [True, True]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from varcomm.layout import ShardSizes
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import kept_from_compilation
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.tensor_parallel.random import Replay
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -89,6 +89,7 @@ def checkpoint(
     >>> varcomm.launch(fn, 2)
     [True, True]
     """
+    checked_flag(distribute_saved_activations, "distribute_saved_activations", "checkpoint: ")
     ranks = resolve(group) if distribute_saved_activations else None
     if ranks is not None:
         with checking("checkpoint", ranks) as where:

@@ -110,6 +110,8 @@ def clip_grad_norm_(
     ------
     ArgumentError
         If `max_norm` is negative or no number, and as :func:`grad_norm` does.
+    DisagreementError
+        Inside :func:`varcomm.debug`, on every rank, if `max_norm` or parameters differ.
 
     Examples
     --------
@@ -127,6 +129,8 @@ def clip_grad_norm_(
     listed = _listed(parameters)
     with checking("clip_grad_norm_", resolve(group)) as where:
         _checked_number(max_norm, "max_norm", where, least=0.0)
+    if debugging():
+        compare(resolve(group), {"operation": "clip_grad_norm_", "max_norm": float(max_norm)})
     total = _grad_norm("clip_grad_norm_", listed, norm_type, group, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total)
     return total

@@ -12,10 +12,10 @@ from varcomm.errors import ArgumentError
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from varcomm.tensor_parallel.sequence import sequence_parallel
+from varcomm.tensor_parallel.sequence import agreed_parameters, change
 from varcomm.tensor_parallel.sharding import shard_spec
-from varcomm.transport.agree import agree
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.agree import agree, on_all_ranks
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["parallelize"]
 
@@ -103,15 +103,20 @@ def parallelize(
         "embedding": lambda layer: VocabParallelEmbedding.from_embedding(layer, **in_parts),
     }
     made: dict[int, nn.Module] = {}
-    in_place = []
-    for layer, how in chosen.values():
+    in_place: list[tuple[nn.Module, list[str]]] = []
+    for name, (layer, how) in chosen.items():
         if how == "sequence":
-            in_place.append(layer)
+            in_place.append((layer, agreed_parameters(layer, ranks)))
         else:
-            made[id(layer)] = (how if callable(how) else makers[how])(layer)
-    agree(_WHAT, lambda: _tied(module, made), ranks)
-    for layer in in_place:
-        sequence_parallel(layer, group)
+            made[id(layer)] = _made(name, layer, how if callable(how) else makers[how], ranks)
+
+    def alike() -> dict[str, Any]:
+        _tied(module, made)
+        return {"what modules become": [type(layer).__name__ for layer in made.values()]}
+
+    agree_on_layer(_WHAT, alike, ranks)
+    for layer, names in in_place:
+        change(layer, names, ranks)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if id(child) in made:
@@ -156,6 +161,30 @@ def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
                     f"the plan matches {found[id(inner)][0]!r} and {name!r}, which contains it."
                 )
     return chosen
+
+
+def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
+    """Return what a module becomes, and let other ranks know where that fails on this one."""
+    try:
+        new = make(layer)
+        if not isinstance(new, nn.Module):
+            raise ArgumentError(
+                f"what {name!r} becomes must be a torch.nn.Module; got {type(new).__name__}."
+            )
+    except Exception as error:
+        if not on_all_ranks(error):
+            _tell(error, group)
+        raise
+    return new
+
+
+def _tell(error: Exception, group: Group) -> None:
+    """Raise an error of this rank's on all, which are in, or about to come to, an agreement."""
+
+    def fail() -> None:
+        raise error
+
+    agree(_WHAT, fail, group)
 
 
 def _named(how: str | Make) -> str:

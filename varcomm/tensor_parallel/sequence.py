@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_regio
 from varcomm.transport.agree import share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["sequence_parallel"]
+__all__ = ["agreed_parameters", "change", "sequence_parallel"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -62,6 +63,13 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     [[3.0, 3.0], [3.0, 3.0]]
     """
     ranks = resolve(group)
+    names = agreed_parameters(module, ranks)
+    change(module, names, ranks)
+    return module
+
+
+def agreed_parameters(module: Any, group: Group) -> list[str]:
+    """Return the names of a module's parameters if ranks have the same; collective."""
 
     def check() -> dict[str, object]:
         if not isinstance(module, nn.Module):
@@ -74,7 +82,7 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
         params = {name: p for name, p in module._parameters.items() if p is not None}
         return {name: (digest(p), p.requires_grad) for name, p in params.items()}
 
-    told = share("sequence_parallel", check, ranks)
+    told = share("sequence_parallel", check, group)
     others, names = differing(told)
     if others:
         raise DisagreementError(
@@ -82,10 +90,14 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
             f"{', '.join(names)}. They are replicated, so they have to be the same, and require "
             "gradients alike."
         )
+    return list(told[0])
+
+
+def change(module: nn.Module, names: Iterable[str], group: Group) -> None:
+    """Give a module the class that reads these parameters through a mapping."""
     kind = type(module)
-    readers: dict[str, Any] = {name: _reader(name, ranks) for name in told[0]}
+    readers: dict[str, Any] = {name: _reader(name, group) for name in names}
     module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), readers)
-    return module
 
 
 class _SequenceParallel(nn.Module):

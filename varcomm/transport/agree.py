@@ -16,13 +16,25 @@ from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.transport.group import Group
 from varcomm.transport.objects import all_gather_object
 
-__all__ = ["agree", "agree_and_share", "compare", "debug", "debugging", "fail", "share"]
+__all__ = [
+    "agree",
+    "agree_and_share",
+    "compare",
+    "debug",
+    "debugging",
+    "fail",
+    "on_all_ranks",
+    "share",
+]
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 # Of the calls that this rank has compared; the group's first rank gives a call its number.
 _numbers = count()
+
+# At an error that all ranks raise.
+_EVERYWHERE = "_varcomm_on_all_ranks"
 
 # How many debug() blocks are open. Backward runs in threads of its own and must see it too.
 _depth = 0
@@ -99,11 +111,18 @@ def agree_and_share(
         first, *others = failures
         kind = calls[first].get("kind", DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
-        raise kind(
+        agreed = kind(
             f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
-        ) from failure
+        )
+        setattr(agreed, _EVERYWHERE, True)
+        raise agreed from failure
     _same("operation", calls)
     return value, [other["told"] for other in calls]
+
+
+def on_all_ranks(error: Exception) -> bool:
+    """Tell whether ranks have agreed on an error, so that all of them raise it."""
+    return isinstance(error, DisagreementError) or getattr(error, _EVERYWHERE, False)
 
 
 def _kind(error: Exception) -> type[VarcommError]:

@@ -14,6 +14,7 @@ from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.embedding.checks import checked_padding
 from varcomm.tensor_parallel.initial import Fill, initialised
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
+from varcomm.transport.agree import agree
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ShardedTable"]
@@ -63,15 +64,23 @@ class ShardedTable(ShardedModule):
                     f"sizes {list(plain)} sum to {plain.total}, but {words[dim]} is {total}."
                 )
             checked["padding_idx"] = checked_padding(padding_idx, checked[words[0]], "")
-            return {**checked, "sizes": plain, "dtype": dtype, **options(ranks.size)}
+            if init is not None and not callable(init):
+                raise ArgumentError(
+                    f"init must be a function of a tensor and a generator; got {init!r}."
+                )
+            checked |= {"an init": init is not None, "dtype": dtype}
+            return {**checked, "sizes": plain, **options(ranks.size)}
 
-        checked, seed = agree_on_layer(type(self).__name__, arguments, ranks)
+        name = type(self).__name__
+        checked, seed = agree_on_layer(name, arguments, ranks)
         self.num_embeddings: int = checked["num_embeddings"]
         self.embedding_dim: int = checked["embedding_dim"]
         self.padding_idx: int | None = checked["padding_idx"]
         self.init = _normal if init is None else init
         self.spec = ShardSpec(ranks, dim, (checked["sizes"],))
-        self.weight = mark(torch.nn.Parameter(self._drawn(seed, dtype, device)), self.spec)
+        # a device may be missing on one rank, or full, and `init` is the user's
+        own = agree(name, lambda: torch.nn.Parameter(self._drawn(seed, dtype, device)), ranks)
+        self.weight = mark(own, self.spec)
         return checked
 
     def _drawn(

@@ -19,8 +19,8 @@ from varcomm.ops.autograd import (
     refuse_vmap,
 )
 from varcomm.ops.replicated import ReplicatedUse
+from varcomm.tensor_parallel.linear.main_grad import MainGrad, weight_gradient
 from varcomm.tensor_parallel.linear.overlap import (
-    add_weight_gradient,
     multiplied,
     multiplied_while_gathered,
 )
@@ -37,7 +37,7 @@ def column_product(
     bias: torch.Tensor | None,
     before: Before,
     keep_gathered: bool,
-    main_grad: torch.Tensor | None,
+    main_grad: MainGrad | None,
 ) -> torch.Tensor:
     """Return the product for `x` of shape (rows, in) and `weight` of (out, in), differentiable.
 
@@ -59,7 +59,7 @@ class _Column(torch.autograd.Function):
         bias: torch.Tensor | None,
         before: Before,
         keep_gathered: bool,
-        main_grad: torch.Tensor | None,
+        main_grad: MainGrad | None,
         recorded: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         token = torch.empty(0, dtype=torch.float32, device=x.device)
@@ -134,7 +134,7 @@ def _overlapped(
         summing = begin(ctx.before.adjoint, part, False)
     elif gathering is not None:
         rows = gathering.wait()
-    of_weight = None if rows is None else add_weight_gradient(gradient, rows, ctx.main_grad)
+    of_weight = None if rows is None else weight_gradient(ctx, gradient, rows)
     return None if summing is None else summing.wait(), of_weight
 
 
@@ -149,7 +149,7 @@ def _differentiable(
     of_x = of_weight = None
     if x is not None:
         rows = apply_with_token(ctx.before, x, token)[0]
-        of_weight = add_weight_gradient(gradient, rows, ctx.main_grad)
+        of_weight = weight_gradient(ctx, gradient, rows)
     if weight is not None:
         of_x = apply_with_token(ctx.before.adjoint, gradient @ weight.conj(), token)[0]
     return of_x, of_weight

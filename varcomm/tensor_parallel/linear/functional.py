@@ -15,6 +15,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.tensor_parallel.linear.column import column_product
+from varcomm.tensor_parallel.linear.main_grad import MainGrad
 from varcomm.tensor_parallel.linear.row import row_product
 from varcomm.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -46,7 +47,7 @@ def column_parallel_linear(
         ``(sequence_sizes[rank], *F, K)``, other ones on each.
     weight : torch.Tensor
         This rank's rows of the weight, ``(sizes[rank], K)``. If it has an attribute ``main_grad``,
-        its gradient is added to that, in its dtype, and not to ``weight.grad``.
+        ``backward()`` adds its gradient to that, in its dtype, and not to ``weight.grad``.
     bias : torch.Tensor, optional
         This rank's part of the bias, ``(sizes[rank],)``.
     sizes : sequence of int, optional
@@ -112,7 +113,7 @@ def column_parallel_linear(
         if sizes is not None:
             _checked_rows(weight, sizes, 0, ranks, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
-        main_grad = _main_grad(weight, where)
+        main_grad = MainGrad.of(weight, where)
     x, weight, bias = autocast(x, weight, bias)
     before: ReplicatedUse | AllGatherV
     if sequence is None:
@@ -200,7 +201,7 @@ def row_parallel_linear(
     with checking("row_parallel_linear", ranks) as where:
         checked_operands(x, weight, bias, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
-        main_grad = _main_grad(weight, where)
+        main_grad = MainGrad.of(weight, where)
     x, weight, bias = autocast(x, weight, bias)
     after: ReplicatedSum | ReduceScatterV
     if sequence is None:
@@ -289,19 +290,6 @@ def flattened(sequence: Sequence[int], x: torch.Tensor) -> tuple[int, ...]:
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """Return `x` with all dimensions but the last as one."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
-
-
-def _main_grad(weight: torch.Tensor, where: str) -> torch.Tensor | None:
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not weight.requires_grad:
-        return None
-    if not isinstance(main_grad, torch.Tensor) or main_grad.shape != weight.shape:
-        got = tuple(main_grad.shape) if isinstance(main_grad, torch.Tensor) else main_grad
-        raise ArgumentError(
-            f"{where}weight.main_grad must be a tensor of the weight's shape, "
-            f"{tuple(weight.shape)}; got {got!r}."
-        )
-    return main_grad
 
 
 def autocast(

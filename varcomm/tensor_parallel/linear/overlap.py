@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.autograd import begin
 
-__all__ = ["add_weight_gradient", "multiplied", "multiplied_while_gathered"]
+__all__ = ["multiplied", "multiplied_while_gathered"]
 
 
 def multiplied_while_gathered(
@@ -46,19 +45,3 @@ def multiplied(
     if bias is None:
         return torch.mm(x, factor, out=out)
     return torch.addmm(bias, x, factor, out=out)
-
-
-def add_weight_gradient(
-    gradient: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return the gradient of a weight, or add it to `main_grad`, in the dtype of that."""
-    if main_grad is None:
-        return gradient.T @ x.conj()
-    if torch.is_grad_enabled():
-        raise ArgumentError(
-            "a weight with a main_grad has no second derivative, as gradients are added to it in "
-            "place. Delete weight.main_grad for create_graph=True."
-        )
-    dtype = main_grad.dtype
-    main_grad.addmm_(gradient.T.to(dtype), x.conj().to(dtype))
-    return None

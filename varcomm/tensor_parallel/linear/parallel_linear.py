@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from math import sqrt
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,9 @@ __all__ = ["ParallelLinear", "Sizes"]
 Sizes = Sequence[int] | Sequence[Sequence[int]]
 
 _CHOICES = {"save": ("input", "gathered")}
+
+# What the constructor takes, and from_linear finds at the Linear.
+_OF_LINEAR = {"in_features", "out_features", "bias", "device", "dtype", "init", "allocate_weight"}
 
 
 class ParallelLinear(ShardedModule):
@@ -102,17 +106,22 @@ class ParallelLinear(ShardedModule):
         def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
-        whole = (self.out_features, self.in_features)
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        if flags["allocate_weight"]:
-            weight = initialised(whole, self.spec, init or uniform, seed, dtype, device)
-            self.weight = mark(nn.Parameter(weight), self.spec)
-        if bias:
-            spec = self._spec_of_bias()
-            # from another seed, else elements would be those of the weight
-            values = initialised(whole[:1], spec, uniform, seed + 1, dtype, device)
-            self.bias = nn.Parameter(values) if spec is None else mark(nn.Parameter(values), spec)
+
+        def make() -> None:
+            whole = (self.out_features, self.in_features)
+            if flags["allocate_weight"]:
+                weight = initialised(whole, self.spec, init or uniform, seed, dtype, device)
+                self.weight = mark(nn.Parameter(weight), self.spec)
+            if bias:
+                spec = self._spec_of_bias()
+                # from another seed, else elements would be those of the weight
+                own = nn.Parameter(initialised(whole[:1], spec, uniform, seed + 1, dtype, device))
+                self.bias = own if spec is None else mark(own, spec)
+
+        # a device may be missing on one rank, or full, and `init` is the user's
+        agree(name, make, ranks)
 
     @property
     def group(self) -> Group:
@@ -143,18 +152,21 @@ class ParallelLinear(ShardedModule):
             On every rank, if weights differ.
         """
         ranks, what = resolve(group), f"{cls.__name__}.from_linear"
+        kind: Any = cls  # which takes less than its base
 
         def check() -> dict[str, Any]:
             if not isinstance(linear, nn.Linear):
                 raise ArgumentError(
                     f"linear must be a torch.nn.Linear; got {type(linear).__name__}."
                 )
+            known = signature(kind).parameters.keys() - _OF_LINEAR
+            if unknown := [name for name in options if name not in known]:
+                raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
             parameters = linear.named_parameters()
             return {name: (digest(value), value.requires_grad) for name, value in parameters}
 
         agree_on_layer(what, check, ranks)
         with_bias, options = linear.bias is not None, {"group": group} | options
-        kind: Any = cls  # which takes less than its base
         made: Self = kind(
             linear.in_features,
             linear.out_features,

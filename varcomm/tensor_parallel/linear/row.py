@@ -20,7 +20,8 @@ from varcomm.ops.autograd import (
     refuse_vmap,
 )
 from varcomm.ops.replicated import ReplicatedSum
-from varcomm.tensor_parallel.linear.overlap import add_weight_gradient, multiplied_while_gathered
+from varcomm.tensor_parallel.linear.main_grad import MainGrad, weight_gradient
+from varcomm.tensor_parallel.linear.overlap import multiplied_while_gathered
 
 __all__ = ["row_product"]
 
@@ -33,7 +34,7 @@ def row_product(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     after: After,
-    main_grad: torch.Tensor | None,
+    main_grad: MainGrad | None,
 ) -> torch.Tensor:
     """Return the product for `x` of shape (rows, in) and `weight` of (out, in), differentiable.
 
@@ -52,7 +53,7 @@ class _Row(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         after: After,
-        main_grad: torch.Tensor | None,
+        main_grad: MainGrad | None,
         recorded: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y = begin(after, x @ weight.T, recorded).wait()
@@ -90,7 +91,7 @@ class _Row(torch.autograd.Function):
                 factor = weight.conj()
                 of_x, gradient = multiplied_while_gathered(adjoint, gradient, factor, None, False)
             of_bias = gradient.sum(0) if ctx.of_bias else None
-        of_weight = None if x is None else add_weight_gradient(gradient, x, ctx.main_grad)
+        of_weight = None if x is None else weight_gradient(ctx, gradient, x)
         return of_x, of_weight, of_bias, None, None, None
 
     @staticmethod
