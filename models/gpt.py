@@ -1,8 +1,7 @@
 """GPT: a small decoder transformer that runs in one process, or sharded over ranks.
 
-What it is made of: RMSNorm [1]_ before each layer, grouped-query attention [2]_ with rotary
-embeddings [3]_, SwiGLU [4]_, and a head that may be tied to the embedding. All are plain modules of
-torch. ``parallelize`` puts parallel ones in their place, and the same code runs with those.
+RMSNorm [1]_ before each layer, grouped-query attention [2]_ with rotary embeddings [3]_, SwiGLU
+[4]_: plain modules. ``parallelize`` puts parallel ones in their place; the same code runs them.
 
 .. [1] B. Zhang and R. Sennrich, "Root mean square layer normalization", 2019,
    https://arxiv.org/abs/1910.07467
@@ -14,7 +13,9 @@ torch. ``parallelize`` puts parallel ones in their place, and the same code runs
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,14 @@ from torch.nn import functional
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes
 from varcomm.ops.broadcast import broadcast
+from varcomm.ops.operator import checking
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     checkpoint,
     gather_from_tensor_model_parallel_region,
+    sequence_parallel,
     vocab_parallel_cross_entropy,
 )
 from varcomm.tensor_parallel.attention import attention, split_heads
@@ -142,12 +145,10 @@ class GPT(nn.Module):
     Raises
     ------
     ArgumentError
-        If heads do not divide as they have to.
+        If heads do not divide as they have to, or sizes are not positive.
 
     Examples
     --------
-    The same model and the same loss in one process and on three ranks, with 5 heads:
-
     >>> import torch, varcomm
     >>> from varcomm.models import GPT
     >>> from varcomm.tensor_parallel import parallelize
@@ -176,10 +177,11 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if hidden_size % (2 * num_heads) or num_heads % kv_heads:
+        sizes = (hidden_size, num_heads, kv_heads)
+        if min(sizes) < 1 or hidden_size % (2 * num_heads) or num_heads % kv_heads:
             raise ArgumentError(
                 f"GPT: hidden_size {hidden_size} must be an even number for each of {num_heads} "
-                f"heads, and num_kv_heads {kv_heads} a divisor of their number."
+                f"heads, and num_kv_heads {kv_heads} a divisor of their number; all positive."
             )
         mlp_size = 8 * hidden_size // 3 if mlp_size is None else mlp_size
         self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // kv_heads
@@ -230,10 +232,9 @@ class GPT(nn.Module):
         mlp_sizes: Sequence[int] | None = None,
         vocab_sizes: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """Return what shards the model: ``parallelize(model, plan, group=group)``.
+        """Return what shards the model: ``parallelize(model, plan, group=group)``; collective.
 
-        Collective: all ranks raise if one has to. Sizes are one int a rank, zeros allowed, and
-        balanced where they are None.
+        Sizes are one int a rank, zeros allowed, and balanced where they are None.
 
         Parameters
         ----------
@@ -278,7 +279,7 @@ class GPT(nn.Module):
         options: dict[str, Any] = {"sequence_sizes": sequence_sizes, "group": group}
         column = partial(ColumnParallelLinear.from_linear, **options)
         row = partial(RowParallelLinear.from_linear, **options)
-        plan: dict[str, Any] = {
+        plan = {
             "embedding": partial(VocabParallelEmbedding.from_embedding, sizes=tokens, **options),
             "blocks.*.attention.qkv": partial(column, sizes=[queries, keys, keys]),
             "blocks.*.attention.out": partial(row, sizes=queries),
@@ -286,9 +287,8 @@ class GPT(nn.Module):
             "blocks.*.mlp.down": partial(row, sizes=features),
             "head": partial(column, sizes=tokens),
         }
-        if sequence_sizes is not None:
-            plan["*norm"] = "sequence"
-        return plan
+        norm = {} if sequence_sizes is None else {"*norm": partial(sequence_parallel, group=group)}
+        return plan | norm
 
     @torch.no_grad()
     def generate(
@@ -329,26 +329,14 @@ class GPT(nn.Module):
 
         Notes
         -----
-        Draws do not depend on the number of ranks. Logits do by rounding, so texts differ only
-        where a draw falls between such two.
+        Draws do not depend on the number of ranks, and logits do by rounding alone.
 
-        Communication: beside that of the layers, an all-gather of the last place's logits for each
-        token, and one broadcast of all draws. The model looks at the whole context for each token.
+        Communication: that of the layers, which see the whole context for each token; an all-gather
+        of the last place's logits; one broadcast of all draws.
         """
-        sequence_sizes = getattr(self.head, "sequence_sizes", None)
-        if ids.dim() == 0 or len(ids) == 0 or context == 0 or min(steps, temperature) < 0:
-            raise ArgumentError(
-                "GPT.generate: needs one token or more, steps and temperature of at least 0, and "
-                f"a context of at least 1; got ids of shape {tuple(ids.shape)}, {steps}, "
-                f"{temperature} and {context}."
-            )
-        longest = len(ids) + steps - 1
-        longest = longest if context is None else min(longest, context)
-        if sequence_sizes is not None and longest > sum(sequence_sizes):
-            raise ArgumentError(
-                f"GPT.generate: the model would look at {longest} tokens, but its sequence_sizes "
-                f"{list(sequence_sizes)} sum to {sum(sequence_sizes)}. Pass context."
-            )
+        name, group = "GPT.generate", getattr(self.head, "group", None)
+        with nullcontext(f"{name}: ") if group is None else checking(name, group) as where:
+            longest = self._longest(ids, steps, temperature, context, where)
         for draw in self._draws((steps, *ids.shape[1:], 1), generator, ids.device):
             logits = self._last_logits(ids[-longest:]).double()
             if not logits.isfinite().all():
@@ -356,17 +344,37 @@ class GPT(nn.Module):
             if temperature == 0:
                 chosen = logits.argmax(-1, keepdim=True)
             else:
-                shares = (logits / temperature).softmax(-1).cumsum(-1)
+                below = logits - logits.amax(-1, keepdim=True)  # finite, however small the divisor
+                shares = (below / temperature).softmax(-1).cumsum(-1)
                 chosen = torch.searchsorted(shares, draw * shares[..., -1:], right=True)
                 chosen = chosen.clamp(max=shares.shape[-1] - 1)
             ids = torch.cat([ids, chosen.movedim(-1, 0)])
         return ids
 
+    def _longest(
+        self, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
+    ) -> int:
+        """Return how many tokens the model will look at together, if `generate` can be done."""
+        counted = steps >= 0 and (context is None or context >= 1)
+        if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):
+            raise ArgumentError(
+                f"{where}needs a token, steps and temperature of at least 0 and a context of at "
+                f"least 1; got ids {tuple(ids.shape)}, {steps}, {temperature} and {context}."
+            )
+        longest = min(len(ids) + steps - 1, len(ids) + steps if context is None else context)
+        sizes = getattr(self.head, "sequence_sizes", None)
+        if sizes is not None and longest > sum(sizes):
+            raise ArgumentError(
+                f"{where}{longest} tokens are more than sequence_sizes {list(sizes)} sum to, "
+                f"{sum(sizes)}. Pass context."
+            )
+        return longest
+
     def _draws(
         self, shape: Sequence[int], generator: torch.Generator | None, device: torch.device
     ) -> Tensor:
         """Return numbers from [0, 1), of the first rank's generator on all ranks."""
-        on = device if generator is None else generator.device
+        on = generator.device if generator else device
         draws = torch.rand(*shape, generator=generator, dtype=torch.float64, device=on).to(device)
         if not isinstance(self.head, ColumnParallelLinear):
             return draws

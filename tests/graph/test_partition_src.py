@@ -179,8 +179,8 @@ WRONG = {
     "ranks by no type": (
         only_on(1, typed(), torch.zeros(3, dtype=torch.int64), 1),
         1,
-        "method, if no name, must be ranks by type of node, ['author', 'editor', 'paper', "
-        "'reader', 'venue']; got Tensor.",
+        "method, if no name, must be ranks by type of node, ['author', 'paper', 'venue', "
+        "'editor', 'reader']; got Tensor.",
     ),
 }
 

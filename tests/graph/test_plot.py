@@ -166,7 +166,7 @@ def test_nodes_of_one_type(worlds, tmp_path):
     told, same = worlds.run(2, drawn_by_type, str(tmp_path))
     assert told == same
     assert "the nodes have no positions. Give the whole graph a data.pos." in told[0]
-    assert "node_type must be one of ['author', 'paper', 'venue']; got None" in told[1]
+    assert "node_type must be one of ['paper', 'author', 'venue']; got None" in told[1]
     assert "got 'reader'" in told[2]
     # no rank has copies of papers: what is dark is in the key
     assert pixels(tmp_path / "paper.png", RGB[0] * DARKER) == 17 * 17

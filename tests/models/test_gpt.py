@@ -346,11 +346,14 @@ def test_texts_are_those_of_one_process(worlds, ranks, in_parts):
 
 IDS = text(2, length=3)
 WRONG = {
-    "a scalar": (IDS[0, 0], 1, {}, r"got ids of shape \(\), 1, 1.0 and None"),
-    "no token": (IDS[:0], 1, {}, "needs one token or more"),
+    "a scalar": (IDS[0, 0], 1, {}, r"got ids \(\), 1, 1.0 and None"),
+    "no token": (IDS[:0], 1, {}, "needs a token"),
     "steps": (IDS, -1, {}, r"\(3, 2\), -1, 1.0 and None"),
     "temperature": (IDS, 1, {"temperature": -0.5}, "1, -0.5 and None"),
+    "no temperature": (IDS, 1, {"temperature": float("nan")}, "1, nan and None"),
+    "endless": (IDS, 1, {"temperature": float("inf")}, "1, inf and None"),
     "context": (IDS, 1, {"context": 0}, "a context of at least 1; .* and 0"),
+    "negative context": (IDS, 1, {"context": -2}, "a context of at least 1; .* and -2"),
 }
 
 
@@ -358,6 +361,19 @@ WRONG = {
 def test_wrong_texts(ids, count, options, text):
     with pytest.raises(ArgumentError, match=text):
         new_model().generate(ids, count, **options)
+
+
+def test_a_small_temperature_takes_the_likeliest():
+    model, ids = new_model(), text(2, length=3)
+    likeliest = model.generate(ids, 3, temperature=0)
+    assert torch.equal(model.generate(ids, 3, temperature=1e-310), likeliest)
+
+
+@pytest.mark.parametrize("counts", [(8, 0, None), (8, 2, 0), (0, 2, None), (8, 2, -1)])
+def test_sizes_are_positive(counts):
+    hidden, heads, kv_heads = counts
+    with pytest.raises(ArgumentError, match="all positive"):
+        GPT(11, hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads)
 
 
 def refused(rank):
@@ -373,8 +389,13 @@ def refused(rank):
     with pytest.raises(DisagreementError, match="ranks disagree on weight"):
         sharded(new_model(seed=rank))
     model = sharded(model, sequence_sizes=[3, 2])
-    with pytest.raises(ArgumentError, match=r"would look at 7 tokens, .* \[3, 2\] sum to 5"):
+    with pytest.raises(ArgumentError, match=r"7 tokens are more than .* \[3, 2\] sum to, 5"):
         model.generate(IDS, 5)
+    with (
+        pytest.raises(DisagreementError, match=r"rank 1.* a token, steps and temp"),
+        varcomm.debug(),
+    ):
+        model.generate(IDS, 2 if rank == 0 else -2)
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="logits are not finite"):

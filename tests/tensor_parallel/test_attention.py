@@ -183,6 +183,8 @@ WRONG_OPERANDS = {
     "scale": (lambda: attention(ONE, ONE, ONE, scale=math.inf), "a finite number; got inf"),
     "width": (lambda: split_heads(ONE, 3), r"\(3, 2, 4\), must be a multiple of 9, for 1 \+ 2"),
     "a scalar": (lambda: split_heads(torch.tensor(1.0), 3), r"of shape \(\), must be"),
+    "no width": (lambda: split_heads(ONE, 0), "head_dim must be a positive integer; got 0"),
+    "no queries": (lambda: split_heads(ONE, 2, -2), "queries_per_key must be a positive .* -2"),
 }
 
 
@@ -190,6 +192,14 @@ WRONG_OPERANDS = {
 def test_wrong_operands(call, text):
     with pytest.raises(ArgumentError, match=text):
         call()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 2.0])
+def test_any_finite_scale(scale, causal):
+    query, key, value = (drawn(seed, 4, 2, 3) for seed in (1, 2, 3))
+    expected = plain(query, key, value, causal, scale)
+    torch.testing.assert_close(attention(query, key, value, causal, scale), expected)
 
 
 HIDDEN, WIDTH, EACH = 4, 2, 2  # features, those of a head, queries a key
@@ -397,6 +407,11 @@ def disagreeing(rank):
         layer(torch.ones(4))
     with pytest.raises(ArgumentError, match=r"got x of shape \(3, 5\)"):
         layer(torch.ones(3, 5))
+    # inside debug() the other rank hears of it, of what is turned wrongly as well
+    with pytest.raises(DisagreementError, match=r"rank 1.*x must be "), varcomm.debug():
+        layer(torch.ones(4) if rank == 1 else torch.ones(3, 4))
+    with pytest.raises(DisagreementError, match=r"query .* needs key"), varcomm.debug():
+        layer(torch.ones(3, 4), lambda x: x if rank == 0 else x[:2])
     return True
 
 

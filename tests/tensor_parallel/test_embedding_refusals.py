@@ -193,7 +193,8 @@ def test_wrong_layers_are_refused_on_all_ranks(worlds, number):
 
 # taken by rank 1 alone, rank 0 has an embedding of zeros
 TAKEN = {
-    "type": (lambda: torch.nn.Linear(2, 5), "got Linear in place of nn.Embedding"),
+    "type": (lambda: torch.nn.Linear(2, 5), "embedding must be a torch.nn.Embedding; got Linear"),
+    "hooks": (lambda: hooked(TORCHS(5, 2)), "embedding, of class Embedding, has hooks, which wo"),
     "norm": (lambda: TORCHS(5, 2, max_norm=1.0), "a sharded table has no max_norm"),
     "both": (
         lambda: TORCHS(5, 2, sparse=True, scale_grad_by_freq=True),
@@ -201,6 +202,11 @@ TAKEN = {
     ),
     "weight": (lambda: TORCHS.from_pretrained(torch.ones(5, 2)), "ranks disagree on weight"),
 }
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, given, result: 2 * result)
+    return module
 
 
 def taking(rank, kind, name):

@@ -9,6 +9,7 @@ from torch import nn
 
 import varcomm
 from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.tensor_parallel import ColumnParallelLinear
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
 from varcomm.tensor_parallel.sharding import ShardSpec, mark
 
@@ -192,6 +193,9 @@ def called(rank, case):
             grad_norm([("weight", own)])
         case "flag":
             grad_norm([own], error_if_nonfinite=1)
+        case "both":
+            own.main_grad = torch.ones(2)
+            grad_norm([own])
         case "group":
             alone = [dist.new_group([r]) for r in range(2)][rank]
             grad_norm([own, mark(own, ShardSpec.of([2], 0, alone))])
@@ -213,6 +217,7 @@ def refused(rank, case):
         ("sparse", "the gradient of parameter 0 must be dense; got torch.sparse_coo"),
         ("named", "parameter 0 must be a torch.Tensor; got tuple"),
         ("flag", "error_if_nonfinite must be True or False; got 1"),
+        ("both", "parameter 0 has a part of its gradient in grad and one in main_grad"),
         ("group", "parameter 0, of shape (2,), is sharded over another group (rank 0 of 1)"),
     ],
 )
@@ -220,6 +225,24 @@ def test_refusals(worlds, case, message):
     for rank, text in enumerate(worlds.run(2, refused, case)):
         assert f"grad_norm_ on rank {rank}" in text or f"grad_norm on rank {rank}" in text
         assert message in text
+
+
+def in_main_grad(rank):
+    """Where backward adds in another place, that is what counts and what is scaled."""
+    layer = ColumnParallelLinear(8, 4, bias=False, dtype=torch.bfloat16)
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    for _ in range(2):
+        layer(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    norm = clip_grad_norm_(layer, 1.0)
+    return norm.item(), layer.weight.grad, layer.weight.main_grad.norm().item()
+
+
+def test_gradients_in_main_grad(worlds):
+    whole = 4.0 * 32**0.5
+    for norm, grad, left in worlds.run(2, in_main_grad):
+        assert norm == pytest.approx(whole)
+        assert grad is None
+        assert left == pytest.approx(0.5**0.5)  # of each rank's half
 
 
 def other_parameters(rank):

@@ -352,6 +352,8 @@ def refused_places(rank):
         calls = [
             lambda: row_linear_norm(normed, weight, None, residual, norm, **options),
             lambda: norm_column_linear(normed[:2], norm, weight, buffers=buffers),
+            lambda: norm_column_linear(columns, norm, normed, buffers=buffers),
+            lambda: row_linear_norm(columns, weight, normed[0], residual, norm, **options),
             lambda: row_linear_norm(columns, weight, None, normed[:2], norm, **options),
             # not as it has been returned: other strides, a wider sum
             lambda: row_linear_norm(
@@ -380,7 +382,9 @@ def refused_places(rank):
 
 def test_what_a_call_would_overwrite_is_refused(worlds):
     x, residual = "x is in the memory of buffers", "residual is in the memory of buffers"
-    assert worlds.run(2, refused_places) == [[x, x, residual, None, residual, residual]] * 2
+    weight, bias = (f"{name} is in the memory of buffers" for name in ("weight", "bias"))
+    expected = [x, x, weight, bias, residual, None, residual, residual]
+    assert worlds.run(2, refused_places) == [expected] * 2
 
 
 def travelled(rank, ranks):

@@ -507,6 +507,33 @@ def test_other_options_wrong_on_one_rank(worlds):
     assert worlds.run(2, refused_otherwise) == [expected] * 2
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def not_plain(rank):
+    """Linears that do more than a Linear does."""
+    hooked = nn.Linear(6, 7)
+    hooked.register_forward_pre_hook(lambda module, given: given)
+    told = []
+    for linear in (nn.utils.parametrizations.weight_norm(nn.Linear(6, 7)), hooked, Doubled(6, 7)):
+        with pytest.raises(ArgumentError) as caught:
+            ColumnParallelLinear.from_linear(linear if rank == 1 else nn.Linear(6, 7))
+        told.append(str(caught.value).split("refused on rank 1 of 2: ")[1])
+    return told
+
+
+def test_what_would_be_lost_is_refused(worlds):
+    lost = "which would be lost. Remove that, and give it to the parallel layer."
+    expected = [
+        f"linear, of class ParametrizedLinear, has a parametrization, {lost}",
+        f"linear, of class Linear, has hooks, {lost}",
+        f"linear, of class Doubled, has a forward of its own, {lost}",
+    ]
+    assert worlds.run(2, not_plain) == [expected] * 2
+
+
 # Arguments that are right on each rank, and not the same.
 DIFFERING = {
     "in_features": ((8, 7), {}),

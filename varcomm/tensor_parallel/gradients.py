@@ -34,8 +34,8 @@ def grad_norm(
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
         The same on every rank, in the same order. Those that :func:`shard_spec` says are sharded
-        count on each rank, others once: their gradients are assumed to be equal on all. One
-        without a ``grad`` counts as zeros.
+        count on each rank, others once: their gradients are assumed to be equal on all. That is
+        ``grad``, or ``main_grad`` of one that has it; one without either counts as zeros.
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional
@@ -132,7 +132,11 @@ def clip_grad_norm_(
     if debugging():
         compare(resolve(group), {"operation": "clip_grad_norm_", "max_norm": float(max_norm)})
     total = _grad_norm("clip_grad_norm_", listed, norm_type, group, error_if_nonfinite)
-    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
+    for parameter in listed:
+        gradient = _gradient(parameter)
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device))
     return total
 
 
@@ -151,9 +155,9 @@ def _grad_norm(
     if debugging():
         compare(ranks, {"operation": name, "norm_type": norm_type, "sharded parameters": sharded})
     norms = [
-        _norm(x.grad, norm_type)
-        for x, everywhere in zip(parameters, sharded, strict=True)
-        if x.grad is not None and x.grad.numel() and (everywhere or ranks.rank == 0)
+        _norm(gradient, norm_type)
+        for gradient, everywhere in zip(map(_gradient, parameters), sharded, strict=True)
+        if gradient is not None and gradient.numel() and (everywhere or ranks.rank == 0)
     ]
     device = parameters[0].device if parameters else ranks.device()
     own = torch.zeros(1, dtype=torch.float64, device=device)
@@ -165,6 +169,12 @@ def _grad_norm(
     return total
 
 
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what backward has added up for a parameter, in ``main_grad`` where it has one."""
+    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
@@ -173,8 +183,15 @@ def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -> bool:
     checked_tensor(parameter, where, f"parameter {index}")
-    if parameter.grad is not None:
-        checked_tensor(parameter.grad, where, f"the gradient of parameter {index}")
+    gradient = _gradient(parameter)
+    if gradient is not None:
+        checked_tensor(gradient, where, f"the gradient of parameter {index}")
+    if gradient is not parameter.grad and parameter.grad is not None:
+        raise ArgumentError(
+            f"{where}parameter {index} has a part of its gradient in grad and one in main_grad, as "
+            "an embedding and a head that are tied give it. Add grad to main_grad, and set grad to "
+            "None."
+        )
     spec = shard_spec(parameter)
     if spec is not None and spec.group != group:
         raise ArgumentError(

@@ -117,7 +117,7 @@ def norm_column_linear(
         checked_operands(normed, weight, bias, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
         _refuse_gradients({"x": x, "norm": norm, "weight": weight, "bias": bias}, where)
-        memory = _checked_buffers(buffers, x, where)
+        memory = _checked_buffers(buffers, {"x": x, "weight": weight, "bias": bias}, where)
     like, weight, bias = autocast(normed.new_empty(0), weight, bias)
     dtype, rows, factor = like.dtype, as_rows(x), weight.T
     width, columns = rows.shape[1], weight.shape[0]
@@ -230,7 +230,7 @@ def row_linear_norm(
         normed = _normed(norm, residual.new_empty((), dtype=dtype).expand(own), where)
         operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm": norm}
         _refuse_gradients(operands, where)
-        memory = _checked_buffers(buffers, x, where)
+        memory = _checked_buffers(buffers, {"x": x, "weight": weight, "bias": bias}, where)
         _check_place(memory, residual, dtype, where)
     x, weight, bias = factors
     sizes, (width, _) = flattened(sequence, x), weight.shape
@@ -344,16 +344,19 @@ def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], w
                 )
 
 
-def _checked_buffers(buffers: Buffers | None, x: torch.Tensor, where: str) -> Buffers:
+def _checked_buffers(
+    buffers: Buffers | None, operands: Mapping[str, torch.Tensor | None], where: str
+) -> Buffers:
     if buffers is None:
         return Buffers()
     if not isinstance(buffers, Buffers):
         raise ArgumentError(f"{where}buffers must be Buffers; got {type(buffers).__name__}.")
-    if buffers.hold(x) is not None:
-        raise ArgumentError(
-            f"{where}x is in the memory of buffers, which this call writes into. Take other "
-            "Buffers for what x comes from."
-        )
+    for name, operand in operands.items():
+        if operand is not None and buffers.hold(operand) is not None:
+            raise ArgumentError(
+                f"{where}{name} is in the memory of buffers, which this call writes into. Take "
+                f"other Buffers for what {name} comes from."
+            )
     return buffers
 
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
+from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.reduction import accumulation_dtype
 
@@ -73,8 +74,10 @@ def attention(
     _check(query, key, value, causal, scale)
     scale = 1 / sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
     q, k, v = (_heads_before_places(x) for x in (query, key, value))
+    # Fused kernels mask before they scale: minus infinity times what is not positive is no mask.
+    fused = scale > 0 or not causal
     # in a forward-mode level, also where a transform has wrapped what carries the tangent
-    if q.numel() == 0 or v.numel() == 0 or forward_ad._current_level >= 0:
+    if q.numel() == 0 or v.numel() == 0 or forward_ad._current_level >= 0 or not fused:
         weights = _weights(q, _for_each(q, k), causal, scale)
         out = (weights @ _for_each(q, v).to(weights.dtype)).to(v.dtype)
     else:
@@ -213,7 +216,7 @@ def split_heads(
     Raises
     ------
     ArgumentError
-        If the last dimension is of no whole number of heads.
+        If the last dimension is of no whole number of heads, or these are not positive.
 
     Examples
     --------
@@ -223,6 +226,9 @@ def split_heads(
     [torch.Size([4, 5]), torch.Size([2, 5]), torch.Size([2, 5])]
     """
     checked_tensor(qkv, "split_heads: ", "qkv")
+    for name, count in (("head_dim", head_dim), ("queries_per_key", queries_per_key)):
+        if (exact_int(count) or 0) < 1:
+            raise ArgumentError(f"split_heads: {name} must be a positive integer; got {count!r}.")
     unit = head_dim * (queries_per_key + 2)
     if qkv.dim() == 0 or qkv.shape[-1] % unit:
         raise ArgumentError(

@@ -11,6 +11,7 @@ from torch import nn
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_flag
+from varcomm.ops.operator import checking
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.attention.functional import attention, split_heads
 from varcomm.tensor_parallel.initial import Fill
@@ -192,16 +193,18 @@ class ParallelAttention(nn.Module):
         ArgumentError
             If `x` has no dimension for the sequence, or does not fit the layer.
         """
-        if isinstance(x, torch.Tensor) and x.dim() < 2:
-            raise ArgumentError(
-                f"ParallelAttention on {self.qkv.group}: x must be (sequence, ..., "
-                f"{self.qkv.in_features}); got shape {tuple(x.shape)}."
-            )
+        with checking("ParallelAttention", self.qkv.group) as where:
+            if isinstance(x, torch.Tensor) and x.dim() < 2:
+                raise ArgumentError(
+                    f"{where}x must be (sequence, ..., {self.qkv.in_features}); got shape "
+                    f"{tuple(x.shape)}."
+                )
         qkv = self.qkv(x, sequence_sizes=sequence_sizes)
-        query, key, value = split_heads(qkv, self.head_dim, self.queries_per_key)
-        if rotary is not None:
-            query, key = rotary(query), rotary(key)
-        read = attention(query, key, value, self.causal)
+        with checking("ParallelAttention", self.qkv.group):
+            query, key, value = split_heads(qkv, self.head_dim, self.queries_per_key)
+            if rotary is not None:
+                query, key = rotary(query), rotary(key)
+            read = attention(query, key, value, self.causal)
         out: torch.Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
         return out
 

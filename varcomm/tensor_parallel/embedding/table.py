@@ -13,6 +13,7 @@ from varcomm.ops.digest import digest
 from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.embedding.checks import checked_padding
 from varcomm.tensor_parallel.initial import Fill, initialised
+from varcomm.tensor_parallel.replaced import check_plain
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
 from varcomm.transport.group import GroupLike, resolve
@@ -113,8 +114,7 @@ class ShardedTable(ShardedModule):
         """Agree that all ranks have the same embedding, and make a layer with its part of it."""
 
         def arguments() -> dict[str, Any]:
-            if not isinstance(embedding, torch.nn.Embedding):
-                raise ArgumentError(f"got {type(embedding).__name__} in place of nn.Embedding.")
+            check_plain(embedding, torch.nn.Embedding, "embedding")
             refused = [
                 word
                 for word in ("max_norm", "scale_grad_by_freq", "sparse")

@@ -16,6 +16,7 @@ from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.initial import Fill, initialised
+from varcomm.tensor_parallel.replaced import check_plain
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -155,10 +156,7 @@ class ParallelLinear(ShardedModule):
         kind: Any = cls  # which takes less than its base
 
         def check() -> dict[str, Any]:
-            if not isinstance(linear, nn.Linear):
-                raise ArgumentError(
-                    f"linear must be a torch.nn.Linear; got {type(linear).__name__}."
-                )
+            check_plain(linear, nn.Linear, "linear")
             known = signature(kind).parameters.keys() - _OF_LINEAR
             if unknown := [name for name in options if name not in known]:
                 raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
