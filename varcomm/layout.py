@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ShardSizes",
+    "at_least",
     "checked_dim",
     "checked_rank",
     "checked_sizes",
@@ -137,9 +138,9 @@ class ShardSizes(tuple[int, ...]):
         >>> ShardSizes.balanced(100, 3, multiple_of=8)
         ShardSizes(36, 32, 32)
         """
-        n = _at_least(0, n, "n")
-        parts = _at_least(1, parts, "parts")
-        multiple_of = _at_least(1, multiple_of, "multiple_of")
+        n = at_least(0, n, "n")
+        parts = at_least(1, parts, "parts")
+        multiple_of = at_least(1, multiple_of, "multiple_of")
         units, remainder = divmod(n, multiple_of)
         base, more = divmod(units, parts)
         sizes = [(base + (part < more)) * multiple_of for part in range(parts)]
@@ -156,7 +157,8 @@ class ShardSizes(tuple[int, ...]):
         >>> ShardSizes.balanced(5, 3) * 8
         ShardSizes(16, 16, 8)
         """
-        return type(self)(rows * _at_least(0, n, "the factor of sizes") for rows in self)
+        factor = at_least(0, n, "the factor of sizes")
+        return type(self)(rows * factor for rows in self)
 
     __rmul__ = __mul__
 
@@ -279,7 +281,8 @@ def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
     return value
 
 
-def _at_least(least: int, value: object, name: str) -> int:
+def at_least(least: int, value: object, name: str) -> int:
+    """Return `value` as an int if it is an integer from `least` on, or raise ArgumentError."""
     exact = exact_int(value)
     if exact is None or exact < least:
         raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")

@@ -13,7 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.tensor_parallel.sharding import ShardSpec
 
-__all__ = ["Fill", "initialised"]
+__all__ = ["Fill", "check_fill", "initialised"]
 
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], object]
 
@@ -108,6 +108,12 @@ def _tiles(
             number = number * count + place
         begins = [place * t for place, t in zip(corner, tile, strict=True)]
         yield number, begins, [min(t, n - b) for t, n, b in zip(tile, shape, begins, strict=True)]
+
+
+def check_fill(init: object) -> None:
+    """Raise ArgumentError if a layer's `init` is neither None nor a function."""
+    if init is not None and not callable(init):
+        raise ArgumentError(f"init must be a function of a tensor and a generator; got {init!r}.")
 
 
 def _drawn(

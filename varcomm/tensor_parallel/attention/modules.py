@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes, exact_int
+from varcomm.layout import ShardSizes, at_least, checked_sizes
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.operator import checking
 from varcomm.tensor_parallel.agreement import agree_on_layer
@@ -116,8 +116,9 @@ class ParallelAttention(nn.Module):
 
         def check() -> dict[str, Any]:
             checked_flag(causal, "causal", "")
-            hidden, heads = _positive(hidden_size, "hidden_size"), _positive(num_heads, "num_heads")
-            groups = heads if num_kv_heads is None else _positive(num_kv_heads, "num_kv_heads")
+            hidden = at_least(1, hidden_size, "hidden_size")
+            heads = at_least(1, num_heads, "num_heads")
+            groups = heads if num_kv_heads is None else at_least(1, num_kv_heads, "num_kv_heads")
             if heads % groups:
                 raise ArgumentError(
                     f"num_heads must be a multiple of num_kv_heads; got {heads} and {groups}."
@@ -126,7 +127,7 @@ class ParallelAttention(nn.Module):
                 raise ArgumentError(
                     f"hidden_size {hidden} is no multiple of num_heads {heads}; pass head_dim."
                 )
-            width = hidden // heads if head_dim is None else _positive(head_dim, "head_dim")
+            width = hidden // heads if head_dim is None else at_least(1, head_dim, "head_dim")
             own = ShardSizes.balanced(groups, ranks.size) if sizes is None else sizes
             self.sizes = ShardSizes(checked_sizes(own, "sizes", ranks.size))
             if self.sizes.total != groups:
@@ -146,8 +147,8 @@ class ParallelAttention(nn.Module):
         # the layers compare the rest
         agree_on_layer("ParallelAttention", check, ranks)
         self.causal = causal
-        of_keys = ShardSizes(n * self.head_dim for n in self.sizes)
-        of_queries = ShardSizes(n * self.queries_per_key for n in of_keys)
+        of_keys = self.sizes * self.head_dim
+        of_queries = of_keys * self.queries_per_key
         options: dict[str, Any] = {
             "sequence_sizes": sequence_sizes,
             "init": init,
@@ -215,10 +216,3 @@ class ParallelAttention(nn.Module):
             f"num_heads={heads}, num_kv_heads={self.sizes.total}, head_dim={self.head_dim}, "
             f"sizes={list(self.sizes)}, causal={self.causal}"
         )
-
-
-def _positive(value: Any, name: str) -> int:
-    exact = exact_int(value)
-    if exact is None or exact < 1:
-        raise ArgumentError(f"{name} must be an integer of at least 1; got {value!r}.")
-    return exact

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any, get_args
-from zlib import crc32
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import digest
 from varcomm.tensor_parallel.cross_entropy.loss import Options, Reduction, SmoothOver
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group
@@ -180,14 +180,10 @@ def compared(
             "sizes": list(sizes),
             "options": repr(options),
             "shape of target": list(target.shape),
-            "values of target": _digest(target),
-            "weights": None if weight is None else _digest(weight),
+            "values of target": digest(target),
+            "weights": None if weight is None else digest(weight),
         }
         compare(group, call)
-
-
-def _digest(x: torch.Tensor) -> int:
-    return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _is_number(value: object) -> bool:

@@ -12,7 +12,7 @@ from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.digest import digest
 from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.embedding.checks import checked_padding
-from varcomm.tensor_parallel.initial import Fill, initialised
+from varcomm.tensor_parallel.initial import Fill, check_fill, initialised
 from varcomm.tensor_parallel.replaced import check_plain
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
@@ -65,10 +65,7 @@ class ShardedTable(ShardedModule):
                     f"sizes {list(plain)} sum to {plain.total}, but {words[dim]} is {total}."
                 )
             checked["padding_idx"] = checked_padding(padding_idx, checked[words[0]], "")
-            if init is not None and not callable(init):
-                raise ArgumentError(
-                    f"init must be a function of a tensor and a generator; got {init!r}."
-                )
+            check_fill(init)
             checked |= {"an init": init is not None, "dtype": dtype}
             return {**checked, "sizes": plain, **options(ranks.size)}
 

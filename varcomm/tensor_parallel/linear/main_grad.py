@@ -62,9 +62,7 @@ class MainGrad:
 def weight_gradient(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of a weight, or add it to ``ctx.main_grad``."""
     main_grad: MainGrad | None = ctx.main_grad
-    if main_grad is None:
-        return gradient.T @ x.conj()
-    if not main_grad.is_due():
+    if main_grad is None or not main_grad.is_due():
         return gradient.T @ x.conj()
     if torch.is_grad_enabled():
         raise ArgumentError(

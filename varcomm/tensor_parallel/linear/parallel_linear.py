@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes, exact_int
+from varcomm.layout import ShardSizes, at_least, checked_sizes
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.tensor_parallel.agreement import agree_on_layer
-from varcomm.tensor_parallel.initial import Fill, initialised
+from varcomm.tensor_parallel.initial import Fill, check_fill, initialised
 from varcomm.tensor_parallel.replaced import check_plain
 from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
 from varcomm.transport.agree import agree
@@ -63,8 +63,7 @@ class ParallelLinear(ShardedModule):
                 checked_flag(value, flag, "")
             features = (out_features, in_features)
             for what, n in zip(("out_features", "in_features"), features, strict=True):
-                if (exact_int(n) or 0) < 0 or exact_int(n) is None:
-                    raise ArgumentError(f"{what} must be an integer of at least 0; got {n!r}.")
+                at_least(0, n, what)
             whole = features[self._dim]
             rows = ShardSizes.balanced(whole, ranks.size) if sizes is None else sizes
             self.spec = ShardSpec.of(rows, self._dim, group)
@@ -78,10 +77,7 @@ class ParallelLinear(ShardedModule):
                 if sequence_sizes is None
                 else tuple(checked_sizes(sequence_sizes, "sequence_sizes", ranks.size))
             )
-            if init is not None and not callable(init):
-                raise ArgumentError(
-                    f"init must be a function of a tensor and a generator; got {init!r}."
-                )
+            check_fill(init)
             for option, value in others.items():
                 if value not in _CHOICES[option]:
                     choices = " or ".join(f'"{choice}"' for choice in _CHOICES[option])
