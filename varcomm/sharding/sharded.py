@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 
@@ -195,7 +195,7 @@ class Sharded(torch.Tensor):
         return f"Sharded(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={places})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
         """Refuse to compute: no rank has the whole."""
         raise ArgumentError(
             f"{func} cannot be applied to a Sharded tensor, which is there to be saved and loaded. "
