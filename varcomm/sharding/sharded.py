@@ -195,7 +195,7 @@ class Sharded(torch.Tensor):
         return f"Sharded(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={places})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         """Refuse to compute: no rank has the whole."""
         raise ArgumentError(
             f"{func} cannot be applied to a Sharded tensor, which is there to be saved and loaded. "
