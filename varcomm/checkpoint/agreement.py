@@ -121,7 +121,7 @@ def agreed(all_told: Sequence[Told]) -> Agreed:
     items: list[list[Any]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     # what one rank alone has comes first, and what can be chosen evens it out
-    for piece, able in sorted(holders.items(), key=lambda item: (len(item[1]), item[0].key)):
+    for piece, able in sorted(holders.items(), key=lambda item: (len(item[1]), item[0])):
         writer = min(able, key=load.__getitem__)
         entry = entries[piece.key]
         items[writer].append(piece.item(entry.dtype, entry.shape))
@@ -137,7 +137,7 @@ def agreed(all_told: Sequence[Told]) -> Agreed:
             "box may be on several."
         ) from error
     for key, entry in entries.items():
-        if entry.dtype is not None and not prod(entry.shape):  # nobody has anything of it
+        if entry.dtype is not None and 0 in entry.shape:  # nobody has anything of it
             metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), []
             )
@@ -161,7 +161,7 @@ def _common(all_told: Sequence[Told]) -> dict[str, Entry]:
                     f"ranks disagree on {key!r}: on rank {other} it is {found}, and on rank {rank} "
                     f"{entry}. {_MEND}"
                 )
-    return {key: first[key][1] for key in sorted(first)}
+    return {key: entry for key, (_, entry) in first.items()}
 
 
 def _listed(rows: Mapping[str, Entry]) -> str:
@@ -175,7 +175,7 @@ def _holders(all_told: Sequence[Told], entries: Mapping[str, Entry]) -> dict[Pie
             entry = entries[key]
             if entry.dtype is None:
                 holders.setdefault(Piece(key), []).append(rank)
-            elif entry.is_whole and prod(entry.shape):
+            elif entry.is_whole and 0 not in entry.shape:
                 whole = Piece(key, (0,) * len(entry.shape), entry.shape)
                 holders.setdefault(whole, []).append(rank)
         for piece in one.boxes:
@@ -183,7 +183,7 @@ def _holders(all_told: Sequence[Told], entries: Mapping[str, Entry]) -> dict[Pie
         for key, entry in one.rows.items():
             block = rows_of(entry.shape[0], rank, len(all_told))
             sizes = (len(block), *entry.shape[1:])
-            if prod(sizes):
+            if 0 not in sizes:
                 at = (block.start, *(0,) * (len(sizes) - 1))
                 holders[Piece(key, at, sizes)] = [rank]
     return holders
