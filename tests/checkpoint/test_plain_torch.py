@@ -24,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 def layers(sharded):
     torch.manual_seed(4)
-    first = nn.Linear(3, 5)
+    first, second = nn.Linear(3, 5), nn.Linear(5, 3)
     first = ColumnParallelLinear.from_linear(first) if sharded else first
-    return nn.Sequential(OrderedDict(first=first, second=nn.Linear(5, 3)))
+    return nn.Sequential(OrderedDict(first=first, second=second))
 
 
 def stepped(model, steps=2):
