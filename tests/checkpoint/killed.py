@@ -148,9 +148,7 @@ def on_two_ranks(folder, times):
     for number in range(times + 1):
         heard, ready = os.pipe()
         store = folder.parent / f"store {number}"
-        pids = [
-            forked(save_together, rank, store, folder, number, ready) for rank in range(2)
-        ]
+        pids = [forked(save_together, rank, store, folder, number, ready) for rank in range(2)]
         os.read(heard, 1)
         if number == 0:
             start, done = time.monotonic(), b""

@@ -1,4 +1,4 @@
-"""A save that is killed leaves the checkpoint that was there, or the new one, and nothing between."""
+"""A save that is killed leaves the checkpoint that was there, or the new one, whole."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Files that were cut, altered, lost or made to do harm: an error by name, and nothing is loaded."""
+"""Files that were cut, altered, lost or made to do harm: an error by name, nothing is loaded."""
 
 import io
 import json

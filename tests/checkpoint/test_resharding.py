@@ -1,4 +1,4 @@
-"""Saved on P ranks and loaded on Q: uneven and empty shards, along any dimension, in fused blocks."""
+"""Saved on P ranks and loaded on Q: uneven and empty, along any dimension, in fused blocks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def wholes():
-    """By name: the tensor, and which dimensions are cut where it is saved and where it is loaded."""
+    """By name: a tensor, and the dimensions that are cut where it is saved and where loaded."""
     generator = torch.Generator().manual_seed(3)
     found = {}
     for dtype in DTYPES:

@@ -100,8 +100,11 @@ def rows(values, ids, total=3):
 NONE = {"u": Rows(torch.zeros(0), torch.zeros(0).long(), 3)}
 
 REFUSED = {
-    "twice": ([rows([1.0, 2.0], [0, 1]), rows([3.0, 4.0], [2, 1])], ArgumentError, "row 1 of 3 is "
-              "given 2 times by all ranks"),
+    "twice": (
+        [rows([1.0, 2.0], [0, 1]), rows([3.0, 4.0], [2, 1])],
+        ArgumentError,
+        "row 1 of 3 is given 2 times by all ranks",
+    ),
     "never": ([rows([1.0, 2.0], [0, 1]), NONE], ArgumentError, "row 2 of 3 is given 0 times"),
     "range": ([rows([1.0], [3]), NONE], ArgumentError, "span 3...3, but there are 3 rows"),
     "count": ([rows([1.0], [0, 1]), NONE], ArgumentError, "must be 1 integers, one for each row"),

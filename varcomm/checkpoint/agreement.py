@@ -41,10 +41,11 @@ class Entry(NamedTuple):
     dtype: torch.dtype | None = None  # of a plain value
     shape: tuple[int, ...] = ()
     is_whole: bool = True
+    is_empty: bool = False  # a container without anything in it
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return "a plain value"
+            return "an empty container" if self.is_empty else "a plain value"
         part = "" if self.is_whole else "parts of "
         return f"{part}a tensor of shape {self.shape}, {self.dtype}"
 
@@ -92,7 +93,7 @@ def told(leaves: Leaves) -> Told:
     for key, value in leaves.found.items():
         path = leaves.paths[key]
         if isinstance(value, Value):
-            entries[key] = Entry(path)
+            entries[key] = Entry(path, is_empty=value.is_empty)
             continue
         entries[key] = Entry(path, value.dtype, tuple(value.shape), is_whole(value))
         if not is_whole(value):
@@ -161,7 +162,15 @@ def _common(all_told: Sequence[Told]) -> dict[str, Entry]:
                     f"ranks disagree on {key!r}: on rank {other} it is {found}, and on rank {rank} "
                     f"{entry}. {_MEND}"
                 )
-    return {key: entry for key, (_, entry) in first.items()}
+    entries = {key: entry for key, (_, entry) in first.items()}
+    inner = {entry.path[:depth] for entry in entries.values() for depth in range(len(entry.path))}
+    for key, entry in entries.items():
+        if entry.path in inner and not entry.is_empty:
+            raise DisagreementError(
+                f"{key!r} is {entry} on rank {first[key][0]}, and a container on another. {_MEND}"
+            )
+    # one that is empty on a rank need not be so on others, which have parts of more
+    return {key: entry for key, entry in entries.items() if entry.path not in inner}
 
 
 def _listed(rows: Mapping[str, Entry]) -> str:
@@ -171,7 +180,7 @@ def _listed(rows: Mapping[str, Entry]) -> str:
 def _holders(all_told: Sequence[Told], entries: Mapping[str, Entry]) -> dict[Piece, list[int]]:
     holders: dict[Piece, list[int]] = {}
     for rank, one in enumerate(all_told):
-        for key in sorted(one.entries):
+        for key in sorted(one.entries.keys() & entries.keys()):
             entry = entries[key]
             if entry.dtype is None:
                 holders.setdefault(Piece(key), []).append(rank)
