@@ -44,6 +44,12 @@ def on_rank(which, one, other):
 
 
 NOT_EQUAL = "1 keys have other contents on ranks [1] than on rank 0: 'a.key'. A tensor or value"
+
+
+class Named(torch.Tensor):
+    pass
+
+
 ALIKE = "ranks disagree on 'a.key': on rank 0 it is"
 
 REFUSED = {
@@ -80,6 +86,11 @@ REFUSED = {
     "tuple": (on_rank(0, (torch.ones(1),), 5), ArgumentError, "is a tuple with tensors in it"),
     "sparse": (on_rank(0, torch.eye(3).to_sparse(), 5), ArgumentError, "is not a dense tensor"),
     "meta": (on_rank(0, torch.ones(3, device="meta"), 5), ArgumentError, "is not a dense tensor"),
+    "subclass": (
+        on_rank(0, torch.ones(3).as_subclass(Named), 5),
+        ArgumentError,
+        "'a.key' is a Named, which could not be loaded again without pickle",
+    ),
     "lazy": (
         on_rank(0, nn.LazyLinear(3), 5),
         ArgumentError,
@@ -204,6 +215,12 @@ def test_kinds_that_do_not_fit(tmp_path):
     assert mismatch(tmp_path, {"x": x}, {"y": nn.Linear(1, 1)}, "in the checkpoint: 'y'")
     assert mismatch(tmp_path, {"x": {}}, {"x": {"y": 5}}, "missing in the checkpoint: 'x.y'")
     assert mismatch(tmp_path, {"x": {"y": 5}}, {"x": {}}, "not in the state: 'x.y'")
+
+
+def test_a_module_on_the_meta_device(tmp_path):
+    save({"m": nn.Linear(2, 1)}, tmp_path)
+    with pytest.raises(ArgumentError, match=r"'m.weight' is on the meta device"):
+        load({"m": nn.Linear(2, 1, device="meta")}, tmp_path)
 
 
 def test_another_optimizer(tmp_path):

@@ -175,6 +175,15 @@ def test_one_optimizer_of_two_modules(tmp_path):
     assert step == 1
 
 
+def test_a_module_that_stands_in_two_places(tmp_path):
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+    optimizer.step()
+    save({"model": model, "best": [model], "optimizer": optimizer}, tmp_path)
+    assert list(read(tmp_path)["optimizer"]["state"]) == ["weight", "bias"]
+
+
 VALUES = {
     "int": 5,
     "float": 0.1,

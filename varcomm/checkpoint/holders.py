@@ -160,18 +160,18 @@ class _Optimizer(Holder):
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return what parameters are called, and in which module where there are several."""
-        own = {param for group in self.optimizer.param_groups for param in group["params"]}
-        found = {
-            path: {name: param for name, param in module.named_parameters() if param in own}
-            for path, module in self.modules.items()
+        left = {param for group in self.optimizer.param_groups for param in group["params"]}
+        found: dict[Keys, dict[torch.nn.Parameter, str]] = {}
+        for path, module in self.modules.items():
+            named = {param: name for name, param in module.named_parameters() if param in left}
+            left -= named.keys()
+            if named:
+                found[path] = named
+        return {
+            param: name if len(found) == 1 else f"{joined(path)}.{name}"
+            for path, named in found.items()
+            for param, name in named.items()
         }
-        found = {path: named for path, named in found.items() if named}
-        prefixes = {path: "" if len(found) == 1 else f"{joined(path)}." for path in found}
-        names: dict[torch.Tensor, str] = {}
-        for path, named in found.items():
-            for name, param in named.items():
-                names.setdefault(param, prefixes[path] + name)
-        return names
 
 
 def _wrap_like(param: torch.Tensor) -> Any:

@@ -100,7 +100,7 @@ def _walk(value: Any, path: Keys, own: bool, leaves: Leaves, modules: Modules, r
         leaves.found[joined(path)] = _checked_tensor(joined(path), wrapped(value), own)
     elif holder := holder_of(value, modules):
         further(_told(path, holder.tree))
-    elif isinstance(value, Mapping) and value and _has_names(value, modules):
+    elif isinstance(value, dict) and value and _has_names(value, modules):
         for name, inner in value.items():
             further(inner, str(name))
     elif isinstance(value, list) and not _is_terminal(value, modules):
@@ -109,7 +109,7 @@ def _walk(value: Any, path: Keys, own: bool, leaves: Leaves, modules: Modules, r
     elif not is_bare(value, modules):
         raise ArgumentError(
             f"{joined(path)!r} is a {type(value).__name__} with tensors in it, into which nothing "
-            "could be loaded. Make it a list."
+            "could be loaded. Make it a list or a dict."
         )
     else:
         _put(leaves, path, own)
@@ -174,6 +174,11 @@ def checked_rows(key: str, rows: Rows) -> Rows:
 def _checked_tensor(key: str, tensor: torch.Tensor, own: bool) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ArgumentError(f"{key!r} is not a dense tensor with values: it is {_short(tensor)}.")
+    if is_whole(tensor) and type(tensor) is not torch.Tensor:
+        raise ArgumentError(
+            f"{key!r} is a {type(tensor).__name__}, which could not be loaded again without "
+            "pickle. Save a plain tensor of it."
+        )
     if own and not is_whole(tensor):
         raise ArgumentError(
             f"{key!r} is part of a tensor of all ranks, and is said to be this rank's own by "

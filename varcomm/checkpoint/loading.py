@@ -132,6 +132,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
 
     def whole() -> dict[str, Any]:
+        finish_earlier()
         found = Checkpoint.open(Path(folder))
         found.verify()
         tensors = {key: found.like(key, "cpu") for key in found.tensors}

@@ -203,7 +203,7 @@ class Checkpoint:
 
     def _check(self, index: MetadataIndex, saved: Any) -> None:
         entry = self.tensors[index.fqn]
-        expected = next(c.sizes for c in entry.chunks if c.offsets == index.offset)
+        expected = entry.chunks[index.index or 0].sizes
         found = (saved.dtype, saved.shape) if isinstance(saved, torch.Tensor) else type(saved)
         if found != (entry.properties.dtype, expected):
             raise ArgumentError(

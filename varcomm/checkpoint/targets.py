@@ -131,6 +131,11 @@ class _Walk:
                 self.targets.rows[joined(path)] = rows
         elif isinstance(value, torch.Tensor):
             target = wrapped(value)
+            if target.is_meta:
+                raise ArgumentError(
+                    f"{joined(path)!r} is on the meta device, where nothing can be loaded to. Call "
+                    "to_empty(device=...) before."
+                )
             if self._fits(path, tuple(target.shape), target.dtype):
                 (self.targets.early if early else self.targets.tensors)[joined(path)] = target
         elif holder := holder_of(value, self._modules):

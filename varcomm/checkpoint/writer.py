@@ -47,7 +47,7 @@ def write(folder: Path, save: str, rank: int, plan: SavePlan, planner: Planner) 
         return Written({}, [])
     folder.mkdir(parents=True, exist_ok=True)
     disk = _Disk()
-    writer = FileSystemWriter(folder)
+    writer = FileSystemWriter(folder, sync_files=False)  # the disk does it, whatever else there is
     writer.fs = disk
     prefixed = replace(plan, storage_data=_Prefix(data_file(save, rank)))
     try:

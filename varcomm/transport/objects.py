@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import torch
 
 from varcomm.transport.engines import engine_for
@@ -30,7 +31,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     engine = engine_for(group, group.device())
     firsts = torch.empty(group.size * _FIRST, dtype=torch.uint8, device=group.device())
     engine.all_gather_small(group, firsts, _tensor(told[:_FIRST].ljust(_FIRST, b"\0"), group))
-    answers = [bytes(part.tolist()) for part in firsts.split(_FIRST)]
+    answers = [_bytes(part) for part in firsts.split(_FIRST)]
 
     lengths = [int.from_bytes(answer[:_HEAD], "little") for answer in answers]
     left = [max(0, _HEAD + length - _FIRST) for length in lengths]
@@ -40,8 +41,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
         for work in engine.all_gather(group, rests, rest, left):
             work.wait()
         answers = [
-            answer + bytes(part.tolist())
-            for answer, part in zip(answers, rests.split(left), strict=True)
+            answer + _bytes(part) for answer, part in zip(answers, rests.split(left), strict=True)
         ]
     return [
         pickle.loads(answer[_HEAD : _HEAD + length])
@@ -50,4 +50,8 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def _tensor(data: bytes, group: Group) -> torch.Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8, device="cpu").to(group.device())
+    return torch.from_numpy(np.array(bytearray(data), dtype=np.uint8)).to(group.device())
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
