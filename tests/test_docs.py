@@ -36,3 +36,11 @@ def test_code_on_tensor_parallelism(worlds, tmp_path):
     assert one["logits"].shape[-1] + other["logits"].shape[-1] == 131
     torch.testing.assert_close(one["answer"], other["answer"])
     torch.testing.assert_close(one["answer"], one["unfused"])
+
+
+def test_code_on_checkpoints(worlds, tmp_path):
+    one, other = worlds.run(2, run_page, "checkpoints.md", tmp_path / "saved")
+    assert torch.equal(one["whole"], other["whole"])
+    assert torch.equal(one["weight"], other["weight"])
+    assert one["weight"].any(dim=1).all()
+    assert torch.equal(torch.cat([other["again"], one["again"]]), one["whole"])
