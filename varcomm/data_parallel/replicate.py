@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.buckets import cut, gradient_dtype
-from varcomm.data_parallel.replica import CopyOfReplica, Replica, replica_of
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.layout import exact_int
-from varcomm.ops.broadcast import broadcast
-from varcomm.ops.checks import checked_tensor
-from varcomm.transport.agree import share
-from varcomm.transport.engines import engine_for
-from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.lane import free_lanes, take_lane
+from varcomm.data_parallel.global_count import Reduce
+from varcomm.data_parallel.set_up import BUCKET_BYTES, set_up
+from varcomm.transport.group import GroupLike
 
 __all__ = ["replicate"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_WHAT = "data_parallel.replicate"
 
-
-def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 * 2**20) -> Model:
+def replicate(
+    model: Model,
+    group: GroupLike = None,
+    *,
+    reduce: Reduce = "sum",
+    initial: Literal["broadcast", "check"] = "broadcast",
+    bucket_bytes: int = BUCKET_BYTES,
+    use_fp32: bool = True,
+) -> Model:
     """Make a module equal on all ranks, and sum its gradients over ranks in every backward.
 
     Collective: every rank calls it with a module of the same parameters and buffers, and all raise
@@ -111,110 +108,13 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
     >>> varcomm.launch(fn, 2)
     [6.0, 6.0]
     """
-    ranks = resolve(group)
-    given = share(_WHAT, lambda: _described(model, ranks, bucket_bytes), ranks)
-    for word in ("bucket_bytes", "parameters and buffers"):
-        _compare(word, [described[word] for described in given])
-    _make_equal(model, ranks, bucket_bytes)
-    lane = take_lane(ranks, [described["free lanes"] for described in given])
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, CopyOfReplica):
-                del module._forward_hooks[key]
-            elif isinstance(hook, Replica):  # of an earlier call
-                hook.close()
-    Replica(model, ranks, lane, bucket_bytes)  # which the model keeps
-    return model
-
-
-def _described(model: object, group: Group, bucket_bytes: object) -> dict[str, Any]:
-    """Return what must be the same on all ranks, if it will do."""
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    size = exact_int(bucket_bytes)
-    if size is None or size < 1:
-        raise ArgumentError(f"bucket_bytes must be a positive integer; got {bucket_bytes!r}.")
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ArgumentError(
-            "DistributedDataParallel communicates gradients itself. Take either it, with "
-            "data_parallel.sum_hook, or replicate of the module within."
-        )
-    values: dict[str, str] = {}
-    devices: list[torch.device] = []
-    for kind, name, value in _values(model):
-        what = f"{kind} {name!r}"
-        _check_value(value, what, group)
-        _check_free(value, what, model, group)
-        if value.device not in devices:
-            devices.append(value.device)
-        learns = "trained" if value.requires_grad else "frozen"
-        values[name] = (
-            f"{kind} {len(values)}, {learns}, {value.dtype} with gradients of "
-            f"{gradient_dtype(value)}, shape {tuple(value.shape)}, on {value.device.type} "
-            f"{devices.index(value.device)}"
-        )
-    return {
-        "bucket_bytes": {"bucket_bytes": size},
-        "parameters and buffers": values,
-        "free lanes": free_lanes(group),
-    }
-
-
-def _check_value(value: torch.Tensor, what: str, group: Group) -> None:
-    """Raise unless a parameter or buffer can be sent, and written to."""
-    if torch.nn.parameter.is_lazy(value):
-        raise ArgumentError(f"{what} is not initialised yet. Call the model once before.")
-    checked_tensor(value, "", what)
-    engine_for(group, value.device)
-    expanded = any(
-        stride == 0 and n > 1 for n, stride in zip(value.shape, value.stride(), strict=True)
+    set_up(
+        "data_parallel.replicate",
+        model,
+        group,
+        reduce=reduce,
+        initial=initial,
+        bucket_bytes=bucket_bytes,
+        use_fp32=use_fp32,
     )
-    if expanded or value.is_inference():
-        how = "an expanded view" if expanded else "made in inference mode"
-        raise ArgumentError(f"{what} is {how}, and cannot be written to. Register its clone().")
-
-
-def _check_free(value: torch.Tensor, what: str, model: torch.nn.Module, group: Group) -> None:
-    """Raise if somebody else sums the gradient of a parameter."""
-    replica = replica_of(value) if isinstance(value, torch.nn.Parameter) else None
-    if replica is None:
-        return
-    if replica.module() is not model:
-        raise ArgumentError(
-            f"{what} is in another module that is replicated already, and would be summed twice. "
-            "Replicate the module that has all parameters, alone."
-        )
-    if replica.group() != group:
-        raise ArgumentError(f"{what} is replicated over another group already. Take a deepcopy.")
-
-
-def _compare(word: str, given: Sequence[Mapping[str, object]]) -> None:
-    """Raise on every rank, if ranks differ; without communication."""
-    for rank, own in enumerate(given):
-        for name in dict.fromkeys([*given[0], *own]):
-            here, there = given[0].get(name, "none"), own.get(name, "none")
-            if here != there:
-                raise DisagreementError(
-                    f"{_WHAT}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
-                    f"{rank} has {there}."
-                )
-
-
-def _make_equal(model: torch.nn.Module, group: Group, bucket_bytes: int) -> None:
-    """Overwrite parameters and buffers by those of rank 0."""
-    values = [value.detach() for _, _, value in _values(model)]
-    for members in cut(values, range(len(values)), bucket_bytes):
-        mine = [values[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in mine]) if group.rank == 0 else None
-        flat = broadcast(flat, group=group.process_group)
-        for value, part in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
-            if group.rank != 0:
-                value.copy_(part.view(value.shape))
-
-
-def _values(model: torch.nn.Module) -> list[tuple[str, str, torch.Tensor]]:
-    """Return kind, name and value of all parameters, then of all buffers."""
-    return [
-        *(("parameter", name, value) for name, value in model.named_parameters()),
-        *(("buffer", name, value) for name, value in model.named_buffers()),
-    ]
+    return model

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from varcomm.data_parallel.replica import replica_of
+from varcomm.data_parallel.replica import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.operator import checking
@@ -77,7 +77,14 @@ def sum_gradients(
                 )
         trained = [parameter for parameter in given if parameter.requires_grad]
         for number, parameter in enumerate(trained):
-            if replica_of(parameter) is not None:
+            replicas = replicas_of(parameter)
+            if any(replica.unsummed.any() for replica in replicas):
+                raise ArgumentError(
+                    f"{where}replicate has yet to sum what backwards in no_sync have brought to "
+                    f"the module of parameter {number}, of shape {tuple(parameter.shape)}: the "
+                    "next backward() outside of no_sync does. Leave this call out."
+                )
+            if replicas:
                 raise ArgumentError(
                     f"{where}replicate has summed the gradient of parameter {number}, of shape "
                     f"{tuple(parameter.shape)}, in backward already. Leave this call out."
