@@ -94,9 +94,7 @@ class Backward:
 class Part:
     """What one replica has in a backward: gradients, and the sums that it begins."""
 
-    def __init__(
-        self, replica: Replica, told: dict[GlobalCount, torch.Tensor], task: int
-    ) -> None:
+    def __init__(self, replica: Replica, told: dict[GlobalCount, torch.Tensor], task: int) -> None:
         self.replica, self.task = replica, task
         self.sums = replica.paused == 0
         self.routes = replica.routes

@@ -90,7 +90,7 @@ class Bucket:
         """Add the sum over ranks to ``grad`` of each parameter that some rank has used.
 
         `own` holds those that this rank has used. Without a ``grad`` so far, a parameter gets a
-        part of `total` itself. It becomes the ``grad`` of those in `replaced`, rather than be added.
+        part of `total` itself. It takes the place of what those in `replaced` have.
         """
         *parts, used = self._split(total)
         anywhere: list[bool] | None = None

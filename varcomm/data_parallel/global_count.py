@@ -83,13 +83,13 @@ class GlobalCount:
 Reduce: TypeAlias = Literal["sum", "mean"] | GlobalCount
 
 
-def described(reduce: object) -> str:
+def described(reduce: object, where: str = "") -> str:
     """Return what ranks compare of `reduce`, or raise ArgumentError if it is none."""
     if isinstance(reduce, GlobalCount):
         return "a global count"
     if reduce not in ("sum", "mean"):
         raise ArgumentError(
-            f'reduce must be "sum", "mean" or a data_parallel.GlobalCount; got {reduce!r}.'
+            f'{where}reduce must be "sum", "mean" or a data_parallel.GlobalCount; got {reduce!r}.'
         )
     return repr(reduce)
 

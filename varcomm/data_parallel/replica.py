@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from varcomm.data_parallel.backward import LOCK, Backward, Part
 from varcomm.data_parallel.global_count import GlobalCount, Reduce
 from varcomm.data_parallel.leaf import accumulator, notes
-from varcomm.data_parallel.routes import Route, routes
+from varcomm.data_parallel.routes import Route, alive, routes
 from varcomm.data_parallel.tie import tie
 from varcomm.data_parallel.unsummed import Unsummed
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
@@ -97,6 +97,7 @@ class Replica:
         self.paused = 0
         self._identities = _identities(module, options.recurse)
         self._routes: tuple[object, list[Route]] | None = None
+        self._connected: tuple[int, list[weakref.ref[Replica]]] | None = None
         self._anchor = torch.empty(0, requires_grad=True)
         self._running: weakref.ref[Part] | None = None
         self._failed = False
@@ -162,14 +163,17 @@ class Replica:
 
     def connected(self) -> list[Replica]:
         """Return all that share parameters with it, or with one that does; in their order."""
-        found, new = {self.number: self}, [self]
-        while new:
-            for node in new.pop()._nodes.values():
-                for other in _alive(node):
-                    if other.number not in found:
-                        found[other.number] = other
-                        new.append(other)
-        return [found[number] for number in sorted(found)]
+        if self._connected is None or self._connected[0] != Replica.changes:
+            found, new = {self.number: self}, [self]
+            while new:
+                for node in new.pop()._nodes.values():
+                    for other in _alive(node):
+                        if other.number not in found:
+                            found[other.number] = other
+                            new.append(other)
+            references = [weakref.ref(found[number]) for number in sorted(found)]
+            self._connected = Replica.changes, references
+        return alive(self._connected[1])
 
     def counting(self) -> list[Replica]:
         """Return those over whose groups its count is summed, one for each group."""
@@ -326,26 +330,19 @@ def replicas_in(module: torch.nn.Module) -> list[Replica]:
 
 
 def _alive(node: Node) -> list[Replica]:
-    marks = notes(node).get(_MARK, ())
-    found = [replica for mark in marks if (replica := mark()) is not None]
-    return sorted(found, key=lambda replica: replica.number)
+    found = (mark() for mark in notes(node).get(_MARK, ()))
+    return sorted((r for r in found if r is not None), key=lambda replica: replica.number)
 
 
 def _arrived(
     me: weakref.ref[Replica], index: int | None, gradients: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None] | None:
-    replica = me()
-    if replica is None:
-        raise ArgumentError(
-            "replicate: the module that was replicated has been deleted before backward, and its "
-            "gradients are not summed. Keep it."
-        )
+    (replica,) = alive([me])
     return replica.arrived(index, gradients[0])
 
 
 def _refuse_gradient(me: weakref.ref[Replica], index: int, reason: str) -> NoReturn:
-    replica = me()
-    assert replica is not None  # who alone asks
+    (replica,) = alive([me])
     replica.refuse(f"the gradient of parameter {replica.names[index]!r} {reason}")
 
 

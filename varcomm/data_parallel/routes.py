@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varcomm.data_parallel.buckets import Bucket, cut
+from varcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
     from varcomm.data_parallel.replica import Replica
 
-__all__ = ["Route", "routes"]
+__all__ = ["Route", "alive", "routes"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,18 @@ class Route:
 
     def after(self) -> list[Replica]:
         """Return those who sum it further."""
-        return [replica for other in self.others if (replica := other()) is not None]
+        return alive(self.others)
+
+
+def alive(references: Sequence[weakref.ref[Replica]]) -> list[Replica]:
+    """Return whom they refer to, or raise if one is gone."""
+    replicas = [replica for reference in references if (replica := reference()) is not None]
+    if len(replicas) < len(references):
+        raise ArgumentError(
+            "replicate: the module that was replicated has been deleted before backward, and its "
+            "gradients are not summed. Keep it."
+        )
+    return replicas
 
 
 def routes(first: Replica) -> list[Route]:

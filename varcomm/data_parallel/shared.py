@@ -81,7 +81,7 @@ def mark_module_as_shared(
 
 
 def unmark_module_as_shared(module: Model, recurse: bool = True) -> Model:
-    """Undo :func:`mark_module_as_shared` for parameters of a module; all ranks of its group call it.
+    """Undo :func:`mark_module_as_shared` for parameters of a module, on all ranks of its group.
 
     Their gradients are this rank's own from then on, unless :func:`replicate` sums them.
 

@@ -86,10 +86,7 @@ def sum_hook(
     group, reduce = state if isinstance(state, tuple) else (state, "sum")
     ranks = resolve(group)
     with checking("sum_hook", ranks) as where:
-        try:
-            described(reduce)
-        except ArgumentError as error:
-            raise ArgumentError(f"{where}{error}") from error
+        described(reduce, where)
     for parameter in bucket.parameters():
         _watch(parameter, ranks)
     values = bucket.buffer()
