@@ -117,13 +117,11 @@ class Part:
         """Return whether it is the first to sum a parameter."""
         return index in self._route_of
 
-    def add(
-        self, index: int, gradient: torch.Tensor, nested: bool
-    ) -> tuple[torch.Tensor | None] | None:
+    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> tuple[None] | None:
         """Take an increment; start the sum of what is complete.
 
         A `nested` one comes from a backward that runs within this one (reentrant checkpoints), and
-        may be followed by others of the same parameter. Returns what autograd is to do with it.
+        may be followed by others of the same parameter. Returns what is left of it; None is all.
         """
         route, replica = self._route_of[index], self.replica
         name, dtype = replica.names[index], gradient_dtype(replica.parameters[index])
@@ -132,15 +130,14 @@ class Part:
                 f"the gradient of parameter {name!r} is of {gradient.dtype}, and not of "
                 f"{dtype} as on the other ranks. Set its grad_dtype before replicate(module)."
             )
-        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
         if not self.sums:
-            left = replica.unsummed.add(index, dense)
-            return None if left is gradient else (left,)
+            return None if replica.unsummed.add(index, gradient) else (None,)
         if route < len(self.begun):
             replica.refuse(
                 f"parameter {name!r} gets another gradient, from within a checkpoint, after "
                 "its sum was started. Use checkpoint(..., use_reentrant=False)."
             )
+        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
         held = self._gradients.get(index)
         self._gradients[index] = dense if held is None else held + dense
         self._missing[route] -= not nested

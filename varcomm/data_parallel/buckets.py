@@ -96,11 +96,13 @@ class Bucket:
         anywhere: list[bool] | None = None
         for place, (index, parameter) in enumerate(self.parameters.items()):
             part = parts[place].view(parameter.shape)
-            if parameter.grad is not None:
-                if index in replaced:
+            if index in replaced and parameter.grad is not None:
+                if parameter.grad.layout == torch.strided:
                     parameter.grad.copy_(part)
-                else:
-                    parameter.grad.add_(part)
+                    continue
+                parameter.grad = None  # sparse
+            if parameter.grad is not None:
+                parameter.grad.add_(part)
                 continue
             if index not in own:
                 # asked for only now: a GPU would have to be waited for

@@ -51,36 +51,38 @@ class Unsummed:
     ) -> None:
         self._parameters, self._refuse = parameters, refuse
         self._own: dict[int, _Own] = {}
-        self._first: set[int] = set()
+        self._growing: set[int] = set()
 
-    def add(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Keep what a backward brings; return what autograd is to add to ``grad``, if anything."""
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Keep what a backward brings; return whether autograd is to add it to ``grad``."""
         own, grad = self._find(index), self._parameters[index].grad
-        if grad is None:
-            self._first.add(index)
-        if grad is None or index in self._first or (own is not None and own.value is None):
-            return gradient
+        if grad is None or index in self._growing or (own is not None and own.value is None):
+            self._growing.add(index)
+            return True
+        value = gradient if gradient.layout == torch.strided else gradient.to_dense()
         if own is None or own.value is None:
             # not the gradient itself: who else has it may write into it before the next backward
-            self._own[index] = _Own(weakref.ref(grad), grad._version, gradient.clone())
+            self._own[index] = _Own(weakref.ref(grad), grad._version, value.clone())
         else:
-            own.value.add_(gradient)
-        return None
+            own.value.add_(value)
+        return False
 
     def backward_ended(self) -> None:
-        """Remember each ``grad`` that autograd has made."""
-        for index in self._first:
+        """Remember each ``grad`` that autograd has made, or added to."""
+        for index in self._growing:
             grad = self._parameters[index].grad
             if grad is not None:
                 self._own[index] = _Own(weakref.ref(grad))
-        self._first.clear()
+        self._growing.clear()
 
     def get(self, index: int) -> torch.Tensor | None:
         """Return what is to be summed, and may be ``grad`` itself; it stays until it is dropped."""
         own = self._find(index)
-        if own is None:
+        grad = self._parameters[index].grad
+        if own is None or grad is None:
             return None
-        return self._parameters[index].grad if own.value is None else own.value
+        value = grad if own.value is None else own.value
+        return value if value.layout == torch.strided else value.to_dense()
 
     def is_grad(self, index: int) -> bool:
         """Return whether all that is in ``grad`` is this rank's own."""
@@ -104,7 +106,7 @@ class Unsummed:
         if grad is not None:
             if own.belongs_to(grad):
                 return own
-            if bool(grad.any()):
+            if bool((grad if grad.layout == torch.strided else grad.to_dense()).any()):
                 self._refuse(
                     index,
                     "has been changed or replaced since a backward in no_sync, and what of it has "
