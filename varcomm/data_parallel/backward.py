@@ -117,11 +117,11 @@ class Part:
         """Return whether it is the first to sum a parameter."""
         return index in self._route_of
 
-    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> tuple[None] | None:
+    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> tuple[torch.Tensor | None]:
         """Take an increment; start the sum of what is complete.
 
         A `nested` one comes from a backward that runs within this one (reentrant checkpoints), and
-        may be followed by others of the same parameter. Returns what is left of it; None is all.
+        may be followed by others of the same parameter. Returns what goes on in its place.
         """
         route, replica = self._route_of[index], self.replica
         name, dtype = replica.names[index], gradient_dtype(replica.parameters[index])
@@ -131,7 +131,7 @@ class Part:
                 f"{dtype} as on the other ranks. Set its grad_dtype before replicate(module)."
             )
         if not self.sums:
-            return None if replica.unsummed.add(index, gradient) else (None,)
+            return (replica.unsummed.add(index, gradient),)
         if route < len(self.begun):
             replica.refuse(
                 f"parameter {name!r} gets another gradient, from within a checkpoint, after "
@@ -214,9 +214,10 @@ def _finish(parts: list[Part]) -> ArgumentError | None:
     for part in parts:
         if part.count is not None:
             try:
-                totals[part.replica.number] = part.count.wait()
+                where = f"replicate on {part.replica.group()}: "
+                totals[part.replica.number] = part.count.wait(where)
             except ArgumentError as error:
-                refused = ArgumentError(f"replicate on {part.replica.group()}: {error}")
+                refused = error
     flows = []
     for part in parts:
         for route, pending in zip(part.routes, part.begun, strict=True):

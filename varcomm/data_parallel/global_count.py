@@ -110,8 +110,8 @@ class CountSum:
         self._total: int | None = None
         self._sum = BucketSum(told.to(groups[0].device()), groups[0])
 
-    def wait(self) -> int:
-        """Return the total.
+    def wait(self, where: str) -> int:
+        """Return the total; `where` is how messages start.
 
         Raises
         ------
@@ -119,10 +119,10 @@ class CountSum:
             On every rank alike, if a rank has counted nothing, not even 0, or all have counted 0.
         """
         if self._total is None:
-            self._total = self._checked()
+            self._total = self._checked(where)
         return self._total
 
-    def _checked(self) -> int:
+    def _checked(self, where: str) -> int:
         ranks = self._groups[0].size
         self._sum.begin_second_round()
         for group in self._groups[1:]:
@@ -132,13 +132,13 @@ class CountSum:
         total, added = (int(number) for number in self._sum.wait().tolist())
         if added < ranks:
             raise ArgumentError(
-                f"on {ranks - added} of {ranks} ranks GlobalCount.add was not called before this "
-                "backward, by which gradients are to be divided. Call count.add(rows) on every "
-                "rank before backward(), with 0 where a rank has no rows."
+                f"{where}on {ranks - added} of {ranks} ranks GlobalCount.add was not called before "
+                "this backward, by which gradients are to be divided. Call count.add(rows) on "
+                "every rank before backward(), with 0 where a rank has no rows."
             )
         if total == 0:
             raise ArgumentError(
-                "all ranks have counted 0 rows, and gradients cannot be divided by that. Leave "
-                "out this backward on all ranks."
+                f"{where}all ranks have counted 0 rows, and gradients cannot be divided by that. "
+                "Leave out this backward on all ranks."
             )
         return total

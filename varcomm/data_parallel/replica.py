@@ -209,10 +209,12 @@ class Replica:
             return output
         return tie(output, (args, kwargs), self._anchor, self, self.refuse)
 
-    def arrived(self, index: int | None, gradient: torch.Tensor | None) -> tuple[None] | None:
+    def arrived(
+        self, index: int | None, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None] | None:
         """Take what backward brings to a parameter, or its coming by the anchor.
 
-        Returns what is left of it; None is all.
+        Returns what goes on in its place; None is the gradient itself.
         """
         if index is not None and not self.parameters[index].requires_grad:
             return None  # frozen since forward; torch leaves its gradient alone
@@ -334,7 +336,7 @@ def _alive(node: Node) -> list[Replica]:
 
 def _arrived(
     me: weakref.ref[Replica], index: int | None, gradients: tuple[torch.Tensor | None, ...]
-) -> tuple[None] | None:
+) -> tuple[torch.Tensor | None] | None:
     (replica,) = alive([me])
     return replica.arrived(index, gradients[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -97,6 +98,8 @@ def sum_gradients(
     if debugging():
         shapes = [list(parameter.shape) for parameter in trained]
         compare(ranks, {"operation": "sum_gradients", "shapes of parameters": shapes})
+    # autograd may have made views of what came in the gradients of two parameters
+    places = Counter(p.grad.data_ptr() for p in set(trained) if p.grad is not None)
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in trained:
         buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -105,7 +108,7 @@ def sum_gradients(
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
             parts = all_reduce(flat, group=group).split([p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
-                if parameter.grad is None:
+                if parameter.grad is None or places[parameter.grad.data_ptr()] > 1:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view(parameter.shape))
 

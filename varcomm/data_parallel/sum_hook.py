@@ -106,7 +106,7 @@ def sum_hook(
     def finish() -> None:
         total, divisor = begun or begin(), ranks.size if reduce == "mean" else 1
         if isinstance(reduce, GlobalCount):
-            divisor = _totals[reduce].wait()
+            divisor = _totals[reduce].wait(where)
         total.begin_second_round(divisor)
         future.set_result(total.wait())
 

@@ -53,19 +53,23 @@ class Unsummed:
         self._own: dict[int, _Own] = {}
         self._growing: set[int] = set()
 
-    def add(self, index: int, gradient: torch.Tensor) -> bool:
-        """Keep what a backward brings; return whether autograd is to add it to ``grad``."""
+    def add(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Keep what a backward brings; return what autograd is to add to ``grad``, if anything.
+
+        It is never the gradient itself: who else has that may write into it before the next
+        backward, or it is the view of one that comes to two parameters, and autograd, which makes
+        it ``grad``, would then add to both at once.
+        """
         own, grad = self._find(index), self._parameters[index].grad
         if grad is None or index in self._growing or (own is not None and own.value is None):
             self._growing.add(index)
-            return True
+            return gradient.clone() if grad is None else gradient
         value = gradient if gradient.layout == torch.strided else gradient.to_dense()
         if own is None or own.value is None:
-            # not the gradient itself: who else has it may write into it before the next backward
             self._own[index] = _Own(weakref.ref(grad), grad._version, value.clone())
         else:
             own.value.add_(value)
-        return False
+        return None
 
     def backward_ended(self) -> None:
         """Remember each ``grad`` that autograd has made, or added to."""
