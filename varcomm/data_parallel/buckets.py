@@ -79,9 +79,9 @@ class Bucket:
             if not is_used:
                 flags[place] = 0
         flat = torch.cat([*parts, flags])
-        for index, place in zip(self.parameters, self._split(flat)[:-1], strict=True):
+        for index, part in zip(self.parameters, self._split(flat)[:-1], strict=True):
             if index in gradients and index in more:
-                place.add_(more[index].reshape(-1))
+                part.add_(more[index].reshape(-1))
         return flat
 
     def deliver(
@@ -114,8 +114,9 @@ class Bucket:
             else:
                 parameter.grad = torch.empty_like(parameter, dtype=part.dtype).copy_(part)
 
-    def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split([*(p.numel() for p in self.parameters.values()), len(self)])
+    def _split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        sizes = [*(p.numel() for p in self.parameters.values()), len(self)]
+        return list(flat.split(sizes))
 
     def __len__(self) -> int:
         return len(self.parameters)

@@ -31,9 +31,10 @@ def replicate(
 
     From then on each rank computes its part of the loss and calls ``backward()``, which adds to
     each parameter's ``grad`` what it would in one process with the whole loss: the sum over ranks
-    of what this backward brings. Micro-batches may be accumulated, parameters may be unused on some
-    ranks; one that is unused on all gets no gradient, as in one process. Nothing else in the module
-    changes, nor does its ``state_dict``. Calling it again, for the same group, starts anew.
+    of what this backward brings, or a mean of it. Micro-batches may be accumulated, parameters may
+    be unused on some ranks; one that is unused on all gets no gradient, as in one process. Nothing
+    else in the module changes, nor does its ``state_dict``. Calling it again, for the same group,
+    starts anew.
 
     Parameters
     ----------
@@ -42,8 +43,16 @@ def replicate(
         which ones are frozen may change later, on all ranks alike.
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
+    reduce : "sum", "mean" or GlobalCount
+        What gradients become: their sum over ranks, that divided by the number of ranks, or divided
+        by what a :class:`GlobalCount` has counted on all ranks.
+    initial : "broadcast" or "check"
+        Parameters and buffers get the values of rank 0, or must have them: then ranks compare
+        checksums of 4 bytes a tensor, and no value travels.
     bucket_bytes : int
         Gradients travel in messages of about so many bytes.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
 
     Returns
     -------
@@ -55,11 +64,13 @@ def replicate(
     ArgumentError
         On every rank, if `model` is no module, is wrapped by ``DistributedDataParallel``, has
         parameters or buffers that are lazy, sparse or sharded, or shares parameters with another
-        module that is replicated; or if `bucket_bytes` is not positive.
+        module that is replicated over the same ranks or over some of them; if gradients of
+        backwards in :func:`no_sync` are yet to be summed; or if another argument is wrong.
     DisagreementError
         On every rank, if names, shapes, dtypes or ``requires_grad`` of parameters or buffers
-        differ, or `bucket_bytes` do. Inside :func:`varcomm.debug` also in backward, if ranks have
-        frozen other parameters, or one of them is not in this backward.
+        differ, other arguments do, or values where they are checked. Inside :func:`varcomm.debug`
+        also in backward, if ranks have frozen other parameters, one of them is not in this
+        backward, or only some are in :func:`no_sync`.
     GroupError
         If this rank is not in `group`; on every rank, if a parameter is where the group has no
         engine.
@@ -71,19 +82,31 @@ def replicate(
     empty shard takes part though it depends on no parameter. It therefore requires a gradient, even
     if the module only hands on an input. ``torch.autograd.grad`` sums nothing. For
     ``backward(create_graph=True)`` and hooks by ``register_post_accumulate_grad_hook`` there is an
-    error.
+    error. To sum once after many micro-batches, run the others in :func:`no_sync`.
+
+    Several groups: on a mesh, a module may be replicated over one dimension and over another, and a
+    module within it over other dimensions than the whole is. Each parameter's gradient is then
+    summed over each of its groups once, over the first while backward goes on, and over the others
+    at its end, in the order of the calls; each sum is divided as its call says. All ranks make
+    these calls in the same order, before they train. Where groups overlap otherwise than dimensions
+    of a mesh do, somebody would be counted twice; a rank that can tell so raises.
 
     Communication: reduce-scatter and all-gather of each bucket, ``2 (P - 1) / P`` times the bytes
-    of the parameters that are trained and one value more for each; up to 16 KiB, a single round
-    with ``P - 1`` times the bytes. Floats narrower than 4 bytes travel narrow and are summed in
-    fp32. The sums are in rank order, the same on all ranks bit for bit.
+    of the parameters that are trained and one value more for each, for each group; up to 16 KiB, a
+    single round with ``P - 1`` times the bytes. A :class:`GlobalCount` adds a message of 16 bytes.
+    The sums are in rank order, the same on all ranks bit for bit.
+
+    Rounding: floats narrower than 4 bytes travel narrow, and are summed in fp32 and divided there,
+    before they are rounded, once for each group; so a mean overflows only if a gradient does. With
+    ``u`` of the dtype that sums, and ``v`` of a narrow one, a result is off by at most ``(P + 2) u``
+    times the mean of the magnitudes, and ``v`` times its own.
 
     Buckets are filled from the last parameters to the first, and the sum of each is begun as soon
     as its gradients are there, while backward goes on, on a group of its own; so it may overlap
-    with exchanges of the model. A group that is only a part of the world has no such second one:
-    its sums are begun when backward is done. So they are in :func:`varcomm.debug`.
-
-    Each backward sums. To sum once after many micro-batches, take :func:`sum_gradients` alone.
+    with exchanges of the model. That group is made by the ranks of `group` alone. In a world that
+    is bound to GPUs (as :func:`varcomm.init` does for NCCL) only all ranks could make one: there,
+    sums over a part of the world are begun when backward is done. So they are in
+    :func:`varcomm.debug`.
 
     If backward ends in an error, ``grad`` is as it was before. Further ones on that rank refuse to
     run, since other ranks may be elsewhere; call ``replicate`` again on all of them.

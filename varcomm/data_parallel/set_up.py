@@ -146,7 +146,9 @@ def _others(
 
     Raise if somebody does so over this group.
     """
-    before, after, place = [], [], None
+    before: list[Replica] = []
+    after: list[Replica] = []
+    place = None
     for replica in replicas_of(value):
         if options.marked and replica.options.marked:
             raise ArgumentError(

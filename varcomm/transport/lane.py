@@ -83,7 +83,8 @@ def take_lane(group: Group, told: Sequence[dict[str, Any]]) -> Lane | None:
     part = group.size < world.size
     if group.size == 1 or (part and world.process_group.bound_device_id is not None):
         return None
-    made, common = _made(group), set.intersection(*(set(lanes["free"]) for lanes in told))
+    made = _made(group)
+    common: set[int] = set.intersection(*(set(lanes["free"]) for lanes in told))
     if common:
         lane = made[min(common)]
         lane.taken = True
@@ -101,7 +102,7 @@ def take_lane(group: Group, told: Sequence[dict[str, Any]]) -> Lane | None:
 
 
 def _group_of_members(
-    ranks: Sequence[int], backends: str, timeout: timedelta, name: str
+    ranks: Sequence[int], backends: str, timeout: timedelta, name: Any
 ) -> dist.ProcessGroup:
     """Make a group of some ranks of the world, by a call that only these make.
 
@@ -110,13 +111,14 @@ def _group_of_members(
     than others would never meet, and a group made after another has been destroyed could meet what
     that one has left behind. So the first rank has drawn the name.
     """
-    world = dist.group.WORLD
+    _, store = c10d._world.pg_map[resolve(None).process_group]
+    process_group: dist.ProcessGroup
     process_group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
         c10d.Backend(backends),
-        c10d._world.pg_map[world][1],
+        store,
         name,
         timeout=timeout,
     )
