@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import varcomm
 from tests.data_parallel.cases import DOUBLE, rows, square
 from tests.data_parallel.comparing import assert_same_gradients, seeded
+from tests.data_parallel.test_replicate_misuse import Fragile
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import GlobalCount, mark_module_as_shared, no_sync, replicate
 
@@ -135,6 +136,55 @@ def test_the_same_module_over_two_dimensions(worlds, first, second, how):
     for shape in ((2, 2), (1, 2), (3, 1)):
         ranks = shape[0] * shape[1]
         assert worlds.run(ranks, both, shape, first, second, how) == [True] * ranks
+
+
+def three(rank, shape):
+    """All over two dimensions, and the head over a third one too."""
+    mesh = mesh_of(shape)
+    model, twin = seeded(Parts), seeded(Parts)
+    replicate(model.head, mesh["tensor"])
+    replicate(model, mesh["data"], reduce="mean", bucket_bytes=500)
+    replicate(model, mesh["graph"])
+    i, j, k = (mesh[name].get_local_rank() for name in ("data", "graph", "tensor"))
+    place = torch.arange(4).view(shape)
+    for step in range(2):
+        loss(model, rank, step).backward()
+        for number in range(4):
+            scaled = loss(twin, number, step) / shape[0]
+            inputs = list(twin.head.parameters())
+            if number in place[:, :, k]:
+                inputs += [*twin.encoder.parameters(), *twin.middle.parameters()]
+            scaled.backward(inputs=inputs)
+        assert_same_gradients(model, twin)
+    return place[i, j, k].item()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_three_dimensions(worlds, shape):
+    assert worlds.run(4, three, shape) == [0, 1, 2, 3]
+
+
+def failed(rank):
+    """After an error everything that sums the same parameters is called again."""
+    mesh = mesh_of((2, 2))
+    model, twin = seeded(Fragile), seeded(Fragile)
+    for group in (mesh["data"], mesh["graph"]):
+        replicate(model, group, bucket_bytes=1)
+    x = rows(rank, 4).requires_grad_()
+    with pytest.raises(ValueError, match="out of memory, say"):
+        square(model(x, 1 if rank == 0 else 2)).backward()
+    replicate(model, mesh["graph"])
+    with pytest.raises(DisagreementError, match="an earlier backward ended in an error"):
+        model(x)
+    replicate(model, mesh["data"])
+    square(model(x)).backward()
+    sum(square(twin(rows(r, 4))) for r in range(4)).backward()
+    assert_same_gradients(model, twin)
+    return len(model._forward_hooks)
+
+
+def test_a_failed_backward(worlds):
+    assert worlds.run(4, failed) == [2] * 4
 
 
 def test_one_rank_in_two_dimensions(worlds):

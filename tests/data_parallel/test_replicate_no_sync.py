@@ -10,6 +10,7 @@ from torch import nn
 import varcomm
 from tests.data_parallel.cases import CASES, DOUBLE, Branches, rows, square
 from tests.data_parallel.comparing import assert_same_gradients, replicated
+from tests.data_parallel.test_replicate_misuse import Fragile
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import no_sync, replicate, sum_gradients
 
@@ -242,6 +243,27 @@ def not_summed(rank):
 
 def test_gradients_that_nobody_has_summed(worlds):
     assert worlds.run(2, not_summed) == [True, True]
+
+
+def failed(rank, set_to_none):
+    """What a backward that failed has left in grad is refused, until it is dropped."""
+    model = replicate(Fragile(), bucket_bytes=1)
+    with no_sync(model), pytest.raises(ValueError, match="out of memory, say"):
+        square(model(rows(1, 2), 1)).backward()
+    assert bool(model.layers[2].weight.grad.any())
+    with pytest.raises(DisagreementError, match="an earlier backward ended in an error"):
+        model(rows(1, 2))
+    with pytest.raises(ArgumentError, match="gradient of a backward in no_sync that has not been"):
+        replicate(model)
+    model.zero_grad(set_to_none)
+    replicate(model)
+    square(model(rows(1, 2))).backward()
+    return model.layers[0].weight.grad.abs().sum().item() > 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_failed_backward(worlds, set_to_none):
+    assert worlds.run(2, failed, set_to_none) == [True, True]
 
 
 def apart(rank):

@@ -174,6 +174,11 @@ def wrong_options(rank):
         with pytest.raises(ArgumentError) as caught:
             replicate(nn.Linear(1, 1), **options)
         found.append(str(caught.value).removeprefix("data_parallel.replicate: refused on "))
+    eight = nn.Linear(1, 1, bias=False).to(torch.float8_e5m2)
+    with pytest.raises(ArgumentError) as caught:
+        replicate(eight, use_fp32=False)
+    found.append(str(caught.value).removeprefix("data_parallel.replicate: refused on "))
+    replicate(eight)
     return found
 
 
@@ -183,6 +188,8 @@ def test_wrong_options(worlds):
             'rank 0 of 1: reduce must be "sum", "mean" or a data_parallel.GlobalCount; got 3.',
             'rank 0 of 1: initial must be "broadcast" or "check"; got \'none\'.',
             "rank 0 of 1: use_fp32 must be True or False; got 1.",
+            "rank 0 of 1: the gradient of parameter 'weight': torch cannot add torch.float8_e5m2. "
+            "Take use_fp32=True.",
         ]
     ]
 

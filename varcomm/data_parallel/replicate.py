@@ -98,8 +98,8 @@ def replicate(
 
     Rounding: floats narrower than 4 bytes travel narrow, and are summed in fp32 and divided there,
     before they are rounded, once for each group; so a mean overflows only if a gradient does. With
-    ``u`` of the dtype that sums, and ``v`` of a narrow one, a result is off by at most ``(P + 2) u``
-    times the mean of the magnitudes, and ``v`` times its own.
+    the unit roundoff ``u`` of the dtype that sums and ``v`` of a narrow one, a result is off by at
+    most ``(P + 2) u`` times the sum of magnitudes, divided as it is, and ``v`` times its own.
 
     Buckets are filled from the last parameters to the first, and the sum of each is begun as soon
     as its gradients are there, while backward goes on, on a group of its own; so it may overlap

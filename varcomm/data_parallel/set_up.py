@@ -17,6 +17,7 @@ from varcomm.layout import exact_int
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.digest import differing, digest
+from varcomm.ops.reduction import checked_summable
 from varcomm.transport.agree import share
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -80,7 +81,7 @@ def _described(model: object, group: Group, options: Options, initial: object) -
             f"bucket_bytes must be a positive integer; got {options.bucket_bytes!r}."
         )
     reduce = described(options.reduce)
-    checked_flag(options.use_fp32, "use_fp32", "")
+    checked_flag(options.use_fp32, "use_fp32_reduction" if options.marked else "use_fp32", "")
     checked_flag(options.recurse, "recurse", "")
     if initial not in ("broadcast", "check"):
         raise ArgumentError(f'initial must be "broadcast" or "check"; got {initial!r}.')
@@ -105,6 +106,7 @@ def _described(model: object, group: Group, options: Options, initial: object) -
             f"{devices.index(value.device)}"
         )
         if isinstance(value, torch.nn.Parameter):
+            _check_gradient(value, what, options.use_fp32)
             before, after = _others(value, what, model, group, options)
             others[name] = [replica.ranks for replica in (*before, *after)]
             for place, replicas in (("before", before), ("after", after)):
@@ -137,6 +139,13 @@ def _check_value(value: torch.Tensor, what: str, group: Group) -> None:
     if expanded or value.is_inference():
         how = "an expanded view" if expanded else "made in inference mode"
         raise ArgumentError(f"{what} is {how}, and cannot be written to. Register its clone().")
+
+
+def _check_gradient(value: torch.nn.Parameter, what: str, use_fp32: bool) -> None:
+    """Raise unless gradients of a parameter have a sum."""
+    if value.requires_grad:
+        gradient = value.new_empty(0, dtype=gradient_dtype(value))
+        checked_summable(gradient, f"the gradient of {what}: ", use_fp32)
 
 
 def _others(

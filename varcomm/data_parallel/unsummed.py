@@ -98,8 +98,10 @@ class Unsummed:
         self._own.pop(index, None)
 
     def any(self) -> bool:
-        """Return whether there is anything to be summed."""
-        return any(self._find(index) is not None for index in list(self._own))
+        """Return whether there is anything to be summed, were it from a backward that failed."""
+        grads = (self._parameters[index].grad for index in self._growing)
+        failed = any(grad is not None and _is_nonzero(grad) for grad in grads)
+        return failed or any(self._find(index) is not None for index in list(self._own))
 
     def _find(self, index: int) -> _Own | None:
         """Return what there is after all that may have been done to ``grad`` meanwhile."""
@@ -110,7 +112,7 @@ class Unsummed:
         if grad is not None:
             if own.belongs_to(grad):
                 return own
-            if bool((grad if grad.layout == torch.strided else grad.to_dense()).any()):
+            if _is_nonzero(grad):
                 self._refuse(
                     index,
                     "has been changed or replaced since a backward in no_sync, and what of it has "
@@ -119,3 +121,7 @@ class Unsummed:
                 )
         self.drop(index)  # zeroed
         return None
+
+
+def _is_nonzero(grad: torch.Tensor) -> bool:
+    return bool((grad if grad.layout == torch.strided else grad.to_dense()).any())
