@@ -41,10 +41,11 @@ class Entry(NamedTuple):
     dtype: torch.dtype | None = None  # of a plain value
     shape: tuple[int, ...] = ()
     is_whole: bool = True
+    is_empty: bool = False  # a container without anything in it
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return "a plain value"
+            return "an empty container" if self.is_empty else "a plain value"
         part = "" if self.is_whole else "parts of "
         return f"{part}a tensor of shape {self.shape}, {self.dtype}"
 
@@ -92,7 +93,7 @@ def told(leaves: Leaves) -> Told:
     for key, value in leaves.found.items():
         path = leaves.paths[key]
         if isinstance(value, Value):
-            entries[key] = Entry(path)
+            entries[key] = Entry(path, is_empty=value.is_empty)
             continue
         entries[key] = Entry(path, value.dtype, tuple(value.shape), is_whole(value))
         if not is_whole(value):
@@ -121,7 +122,7 @@ def agreed(all_told: Sequence[Told]) -> Agreed:
     items: list[list[Any]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     # what one rank alone has comes first, and what can be chosen evens it out
-    for piece, able in sorted(holders.items(), key=lambda item: (len(item[1]), item[0].key)):
+    for piece, able in sorted(holders.items(), key=lambda item: (len(item[1]), item[0])):
         writer = min(able, key=load.__getitem__)
         entry = entries[piece.key]
         items[writer].append(piece.item(entry.dtype, entry.shape))
@@ -137,7 +138,7 @@ def agreed(all_told: Sequence[Told]) -> Agreed:
             "box may be on several."
         ) from error
     for key, entry in entries.items():
-        if entry.dtype is not None and not prod(entry.shape):  # nobody has anything of it
+        if entry.dtype is not None and 0 in entry.shape:  # nobody has anything of it
             metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), []
             )
@@ -161,7 +162,15 @@ def _common(all_told: Sequence[Told]) -> dict[str, Entry]:
                     f"ranks disagree on {key!r}: on rank {other} it is {found}, and on rank {rank} "
                     f"{entry}. {_MEND}"
                 )
-    return {key: first[key][1] for key in sorted(first)}
+    entries = {key: entry for key, (_, entry) in first.items()}
+    inner = {entry.path[:depth] for entry in entries.values() for depth in range(len(entry.path))}
+    for key, entry in entries.items():
+        if entry.path in inner and not entry.is_empty:
+            raise DisagreementError(
+                f"{key!r} is {entry} on rank {first[key][0]}, and a container on another. {_MEND}"
+            )
+    # one that is empty on a rank need not be so on others, which have parts of more
+    return {key: entry for key, entry in entries.items() if entry.path not in inner}
 
 
 def _listed(rows: Mapping[str, Entry]) -> str:
@@ -171,11 +180,11 @@ def _listed(rows: Mapping[str, Entry]) -> str:
 def _holders(all_told: Sequence[Told], entries: Mapping[str, Entry]) -> dict[Piece, list[int]]:
     holders: dict[Piece, list[int]] = {}
     for rank, one in enumerate(all_told):
-        for key in sorted(one.entries):
+        for key in sorted(one.entries.keys() & entries.keys()):
             entry = entries[key]
             if entry.dtype is None:
                 holders.setdefault(Piece(key), []).append(rank)
-            elif entry.is_whole and prod(entry.shape):
+            elif entry.is_whole and 0 not in entry.shape:
                 whole = Piece(key, (0,) * len(entry.shape), entry.shape)
                 holders.setdefault(whole, []).append(rank)
         for piece in one.boxes:
@@ -183,7 +192,7 @@ def _holders(all_told: Sequence[Told], entries: Mapping[str, Entry]) -> dict[Pie
         for key, entry in one.rows.items():
             block = rows_of(entry.shape[0], rank, len(all_told))
             sizes = (len(block), *entry.shape[1:])
-            if prod(sizes):
+            if 0 not in sizes:
                 at = (block.start, *(0,) * (len(sizes) - 1))
                 holders[Piece(key, at, sizes)] = [rank]
     return holders

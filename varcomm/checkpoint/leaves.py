@@ -25,6 +25,7 @@ class Value:
 
     content: io.BytesIO
     digest: int
+    is_empty: bool  # a container without anything in it
 
 
 @dataclass
@@ -193,7 +194,7 @@ def _checked_value(key: str, value: Any) -> Value:
             "Save tensors, numbers, texts, and lists and dicts of them."
         ) from error
     content.seek(0)
-    return Value(content, crc32(_canonical(value).encode()))
+    return Value(content, crc32(_canonical(value).encode()), value in ({}, []))
 
 
 def _canonical(value: Any) -> str:

@@ -110,7 +110,7 @@ class Manifest:
             raise ArgumentError(
                 f"{path.parent} lacks {path.name}, so nothing tells whether its files are whole."
             ) from error
-        except (ValueError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ArgumentError(f"{path} is damaged: {error}.") from error
         if (content["format"], content["version"]) != (_FORMAT, _VERSION):
             raise ArgumentError(

@@ -80,9 +80,11 @@ class Checkpoint:
 
     @cached_property
     def paths(self) -> dict[str, Keys]:
-        """Where in the state each key is."""
+        """Where in the state each key is, in the order of the state."""
         known: Mapping[str, Keys] = self.metadata.planner_data or {}
-        return {key: known.get(key, (key,)) for key in self.metadata.state_dict_metadata}
+        keys = self.metadata.state_dict_metadata
+        order = dict.fromkeys([*(key for key in known if key in keys), *keys])
+        return {key: known.get(key, (key,)) for key in order}
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:

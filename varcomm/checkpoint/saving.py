@@ -184,7 +184,8 @@ def _checked_folder(folder: str | os.PathLike[str]) -> Path:
     if target.exists() and not target.is_dir():
         raise ArgumentError(f"{target} is a file; a checkpoint needs a folder.")
     nearest = next(path for path in (target, *target.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    effective = os.access in os.supports_effective_ids
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
         raise ArgumentError(f"{target} cannot be written to: there is no permission in {nearest}.")
     return target
 

@@ -150,11 +150,13 @@ class _Walk:
         return not named and is_bare(value, self._modules)
 
     def _per_rank(self, value: PerRank, path: Keys, early: bool) -> None:
-        self._ask_below(path)
+        saved = at(self._saved, path)
         mine = (*path, str(self._rank))
-        if at(self._saved, path, _ABSENT) is _ABSENT:
-            self.targets.fit.missing.append(joined(path))
-        elif at(self._saved, mine, _ABSENT) is not _ABSENT:
+        if not isinstance(saved, Mapping) or not all(name.isdecimal() for name in saved):
+            self.targets.fit.missing.append(joined(mine))
+            return
+        self._ask_below(path)
+        if at(saved, mine[-1:], _ABSENT) is not _ABSENT:
             self.into(value.value, mine, partial(setattr, value, "value"), early)
 
     def _holder(self, holder: Holder, path: Keys) -> None:
