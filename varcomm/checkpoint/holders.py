@@ -1,0 +1,250 @@
+"""Objects that hold state: what of it is saved, where it is loaded to, and how they take it.
+
+Modules and optimizers name their tensors and know which are parts of what; generators have one;
+any other object has ``state_dict`` and ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from varcomm.checkpoint.boxes import is_whole, wrapped
+from varcomm.checkpoint.nested import Keys, at, joined
+from varcomm.errors import ArgumentError
+from varcomm.sharding import Sharded, shard_spec
+from varcomm.sharding.optimizer_state import (
+    Part,
+    load_optimizer_state,
+    optimizer_state,
+    optimizer_state_for,
+)
+
+__all__ = ["Holder", "Modules", "holder_of", "modules_in"]
+
+# The modules in a state, by where they are.
+Modules = Mapping[Keys, torch.nn.Module]
+
+
+class Holder(ABC):
+    """An object that holds state."""
+
+    # Whether it may refuse what was saved only when it is given it.
+    may_refuse = False
+
+    @abstractmethod
+    def tree(self) -> Any:
+        """Return its state: nested dicts and lists of tensors and plain values."""
+
+    def targets(self, saved: Any) -> Any:
+        """Return the tensors to be loaded into, and plain values in the places of such.
+
+        `saved` is what was saved, with tensors on the meta device in the places of tensors.
+        """
+        return self.tree()
+
+    @abstractmethod
+    def put(self, tree: Any) -> None:
+        """Take the targets, which have been loaded."""
+
+
+def holder_of(value: Any, modules: Modules) -> Holder | None:
+    """Return how the state of an object is told, or None if it is no such object."""
+    if isinstance(value, torch.nn.Module):
+        return _Module(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _Optimizer(value, modules)
+    if isinstance(value, torch.Generator):
+        return _Generator(value)
+    if callable(getattr(value, "state_dict", None)):
+        if callable(getattr(value, "state_dict_for", None)):
+            return _Shaped(value)
+        if callable(getattr(value, "load_state_dict", None)):
+            return _Object(value)
+    return None
+
+
+def modules_in(state: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
+    """Return the modules in a nested state, by where they are."""
+    if isinstance(state, torch.nn.Module):
+        return {path: state}
+    if isinstance(state, Mapping):
+        items = list(state.items())
+    elif isinstance(state, list):
+        items = list(enumerate(state))
+    else:
+        return {}
+    return {
+        where: module
+        for name, value in items
+        for where, module in modules_in(value, (*path, name)).items()
+    }
+
+
+@dataclass(frozen=True)
+class _Module(Holder):
+    """A module: parameters and buffers as `state_dict` names them, marked ones as parts."""
+
+    module: torch.nn.Module
+
+    def tree(self) -> dict[str, Any]:
+        # the parameters themselves, since copies of them would have lost their marks
+        found = self.module.state_dict(keep_vars=True)
+        if lazy := [name for name, value in found.items() if is_lazy(value)]:
+            raise ArgumentError(
+                f"{lazy[0]!r} of a {type(self.module).__name__} has no shape yet. Run the module "
+                "once before."
+            )
+        return {
+            name: wrapped(value) if isinstance(value, torch.Tensor) else value
+            for name, value in found.items()
+        }
+
+    def put(self, tree: Any) -> None:
+        # the tensors have been loaded already; what else there is, the module takes itself
+        state = self.module.state_dict(keep_vars=True)
+        for name, value in tree.items():
+            if not isinstance(value, torch.Tensor):
+                state[name] = value
+        self.module.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _Optimizer(Holder):
+    """An optimizer of torch's, whose states go by the names of the parameters."""
+
+    optimizer: torch.optim.Optimizer
+    modules: Modules
+
+    def tree(self) -> dict[str, Any]:
+        return optimizer_state(self.optimizer, *self._parts())
+
+    def targets(self, saved: Any) -> dict[str, Any]:
+        parts, names = self._parts()
+        saved = saved or {}
+        groups = [list(group.get("params", [])) for group in saved.get("param_groups", [])]
+        if groups != names:
+            raise ArgumentError(
+                f"the saved optimizer has groups of parameters {_short(groups)}, and this one "
+                f"{_short(names)}."
+            )
+        found = optimizer_state_for(self.optimizer, parts, names, saved)
+        return {"state": found["state"], "param_groups": _filled(found, saved)}
+
+    def put(self, tree: Any) -> None:
+        load_optimizer_state(self.optimizer, *self._parts(), tree)
+
+    def _parts(self) -> tuple[dict[torch.Tensor, Part], list[list[str]]]:
+        named = self._names()
+        groups = self.optimizer.param_groups
+        for number, group in enumerate(groups):
+            for place, param in enumerate(group["params"]):
+                if param not in named:
+                    raise ArgumentError(
+                        f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is "
+                        "of no module of the state. States of optimizers are saved by the names "
+                        "of parameters: put the module there too."
+                    )
+        names = [[named[param] for param in group["params"]] for group in groups]
+        parts = {
+            param: Part(named[param], _wrap_like(param))
+            for group in groups
+            for param in group["params"]
+        }
+        return parts, names
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Return what parameters are called, and in which module where there are several."""
+        own = {param for group in self.optimizer.param_groups for param in group["params"]}
+        found = {
+            path: {name: param for name, param in module.named_parameters() if param in own}
+            for path, module in self.modules.items()
+        }
+        found = {path: named for path, named in found.items() if named}
+        prefixes = {path: "" if len(found) == 1 else f"{joined(path)}." for path in found}
+        names: dict[torch.Tensor, str] = {}
+        for path, named in found.items():
+            for name, param in named.items():
+                names.setdefault(param, prefixes[path] + name)
+        return names
+
+
+def _wrap_like(param: torch.Tensor) -> Any:
+    spec = shard_spec(param)
+    return (lambda tensor: tensor) if spec is None else (lambda tensor: Sharded.of(tensor, spec))
+
+
+def _filled(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of groups as they are saved; where they are tensors, to be loaded."""
+
+    def target(value: Any, own: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(own, torch.Tensor):
+            return own if isinstance(value, torch.Tensor) else value
+        return torch.empty_like(value, device="cpu")
+
+    return [
+        {key: target(value, own.get(key)) for key, value in group.items()}
+        for own, group in zip(found["param_groups"], saved["param_groups"], strict=True)
+    ]
+
+
+def _short(groups: list[list[str]]) -> str:
+    text = str(groups)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+@dataclass(frozen=True)
+class _Generator(Holder):
+    """A generator of random numbers."""
+
+    generator: torch.Generator
+
+    def tree(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def put(self, tree: Any) -> None:
+        self.generator.set_state(tree)
+
+
+@dataclass(frozen=True)
+class _Object(Holder):
+    """An object that is given again what its `state_dict` has told, whatever that has been."""
+
+    held: Any
+    may_refuse = True
+
+    def tree(self) -> Any:
+        return self.held.state_dict()
+
+    def targets(self, saved: Any) -> Any:
+        return _copied(saved, self.tree())
+
+    def put(self, tree: Any) -> None:
+        self.held.load_state_dict(tree)
+
+
+class _Shaped(_Object):
+    """An object that makes, of what was saved, what it wants to be loaded into."""
+
+    may_refuse = False
+
+    def targets(self, saved: Any) -> Any:
+        return self.held.state_dict_for(saved)
+
+
+def _copied(saved: Any, own: Any) -> Any:
+    """Return what was saved, with tensors to load into: those that are parts are the object's."""
+    if isinstance(saved, Mapping):
+        return {name: _copied(value, at(own, (name,))) for name, value in saved.items()}
+    if isinstance(saved, list):
+        return [_copied(value, at(own, (number,))) for number, value in enumerate(saved)]
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    if isinstance(own, torch.Tensor) and not is_whole(own):
+        return own
+    return torch.empty_like(saved, device=own.device if isinstance(own, torch.Tensor) else "cpu")

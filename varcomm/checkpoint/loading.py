@@ -1,0 +1,143 @@
+"""``load``: into the same state on any number of ranks; ``read``: all of it in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from varcomm.checkpoint.background import finish_earlier
+from varcomm.checkpoint.exchange import Fetch
+from varcomm.checkpoint.leaves import checked_state
+from varcomm.checkpoint.manifest import Digest
+from varcomm.checkpoint.nested import nested
+from varcomm.checkpoint.reader import Checkpoint
+from varcomm.checkpoint.targets import Targets, check_fit, targets_of
+from varcomm.checkpoint.together import Alone, agree, agree_and_share, together
+from varcomm.errors import DisagreementError
+from varcomm.transport.group import GroupLike
+
+__all__ = ["load", "read"]
+
+_WHAT = "checkpoint.load"
+
+
+def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike = None) -> None:
+    """Put what was saved into `state`, on as many ranks as there are now, sharded as it is now.
+
+    Collective: all ranks of `group` call it. In one process it needs no torch.distributed. Nothing
+    is changed before all files have been found whole, and all of it to fit.
+
+    Parameters
+    ----------
+    state : dict
+        As of :func:`save`, or a part of it: names at the first level that are left out are not
+        loaded. Below, all must fit, key by key.
+
+        Tensors are overwritten in place, be they whole now and were sharded or the other way
+        round; plain values are replaced in their dicts and lists, and a list of plain values by
+        whatever list was saved. Objects get what they have told. Optimizers need not have made a
+        step. An object with a method ``state_dict_for(saved)`` may say what it wants to be loaded
+        into: it gets nested dicts and lists of what was saved, with tensors of the shape of the
+        whole on the meta device, and returns such of tensors to be overwritten, which are then
+        given to its ``load_state_dict``. Of several ranks each may leave out what it has no part
+        of.
+    folder : str or path
+        Where :func:`save` has written, or torch.distributed.checkpoint.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that load together; None is the whole world.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if there is no checkpoint; if a file is missing, cut or altered, or would
+        have to run code; or if the state is another one: with the keys that are missing or
+        unexpected, and those of other shapes and dtypes. Then nothing has been loaded.
+    DisagreementError
+        On every rank, if ranks find different checkpoints.
+
+    Notes
+    -----
+    No pickle is run: of ``.metadata`` only what it is made of is taken, and the rest is read with
+    ``weights_only``. Each rank checks the SHA-256 of every P-th file, and reads what it needs.
+    A checkpoint that torch alone has written has no digests; there only sizes are checked.
+
+    Communication: five rounds of small messages; rows of :class:`Rows` travel once.
+    """
+    ranks = together(group)
+
+    def find() -> Checkpoint:
+        finish_earlier()
+        checked_state(state)
+        return Checkpoint.open(Path(folder))
+
+    def match() -> Targets:
+        found.verify(ranks.rank, ranks.size)
+        return targets_of(state, found, ranks.rank)
+
+    def read_early() -> None:
+        found.read(targets.early)
+        for put in targets.early_puts:
+            put()
+
+    def put_rest() -> None:
+        for put in targets.puts:
+            put()
+
+    found, digests = agree_and_share(_WHAT, find, lambda one: Digest.of(one.content), ranks)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise DisagreementError(
+            f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
+        )
+    targets, fits = agree_and_share(_WHAT, match, lambda one: one.fit, ranks)
+    agree(_WHAT, lambda: check_fit(state, found, fits), Alone())  # to which all ranks come alike
+    fetches = {key: Fetch(rows, ranks) for key, rows in targets.rows.items()}
+    agree(_WHAT, read_early, ranks)
+    blocks = {key: fetch.target for key, fetch in fetches.items()}
+    agree(_WHAT, lambda: found.read({**targets.tensors, **blocks}), ranks)
+    for fetch in fetches.values():
+        fetch.finish()
+    agree(_WHAT, put_rest, ranks)
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return all that is in a checkpoint, whole, on the CPU; no communication.
+
+    Parameters
+    ----------
+    folder : str or path
+        Where :func:`save` has written, or torch.distributed.checkpoint.
+
+    Returns
+    -------
+    dict
+        The state that was saved, nested as it was: modules and other objects as dicts of what they
+        told, sharded tensors and rows as the whole, and of :class:`PerRank` a dict by the number of
+        the rank, as a text.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no checkpoint, or a file is missing, cut or altered, or would have to run code.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from varcomm.checkpoint import read, save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"model": torch.nn.Linear(2, 1), "losses": [0.5, 0.25]}, folder)
+    ...     state = read(folder)
+    >>> state["losses"], state["model"]["weight"].shape
+    ([0.5, 0.25], torch.Size([1, 2]))
+    """
+
+    def whole() -> dict[str, Any]:
+        found = Checkpoint.open(Path(folder))
+        found.verify()
+        tensors = {key: found.like(key, "cpu") for key in found.tensors}
+        found.read(tensors)
+        values = found.values(key for key in found.paths if key not in tensors)
+        flat = {**tensors, **values}
+        return nested({path: flat[key] for key, path in found.paths.items()})
+
+    return agree("checkpoint.read", whole, Alone())

@@ -1,0 +1,133 @@
+"""What tells whether the files of a checkpoint are those that were written.
+
+``.metadata`` is replaced at one stroke and names its save; beside it lies the manifest of that
+save, in JSON, with size and SHA-256 of each data file and of ``.metadata`` itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from varcomm.errors import ArgumentError
+
+__all__ = ["METADATA", "Digest", "Manifest", "data_file", "manifest_file", "new_save", "save_of"]
+
+METADATA = ".metadata"
+
+_FORMAT, _VERSION = "varcomm checkpoint", 1
+_SAVE = re.compile(r"varcomm-([0-9a-f]{32})")
+_DATA = re.compile(r"__\d+_([0-9a-f]{32})_\d+\.distcp")
+_BLOCK = 1 << 20
+
+
+def new_save(token: str) -> str:
+    """Return the name of a save, of 32 random hexadecimal digits."""
+    return f"varcomm-{token}"
+
+
+def data_file(save: str, rank: int) -> str:
+    """Return how what a rank writes in a save begins; torch adds a number and a suffix."""
+    return f"__{rank}_{save.removeprefix('varcomm-')}_"
+
+
+def manifest_file(save: str) -> str:
+    """Return what the manifest of a save is called."""
+    return f"{save}.json"
+
+
+def save_of(save_id: str | None, files: set[str]) -> str | None:
+    """Return which save of varcomm a ``.metadata`` belongs to, or None if torch alone wrote it.
+
+    Raises
+    ------
+    ArgumentError
+        If it names data files of another save than its own.
+    """
+    found = {match[1] for name in files if (match := _DATA.fullmatch(name))}
+    own = _SAVE.fullmatch(save_id or "")
+    if found - ({own[1]} if own else set()):
+        raise ArgumentError(f"{METADATA} has been altered: it names files of another save.")
+    return own[0] if own else None
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Size and SHA-256 of what is in a file."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """Return that of some bytes."""
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Return that of a file, of which a part at a time is read."""
+        found, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                found.update(block)
+                size += len(block)
+        return cls(size, found.hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Digests of the files of one save.
+
+    Attributes
+    ----------
+    metadata : Digest
+    files : mapping of str to Digest
+        Of the data files, by name.
+    """
+
+    metadata: Digest
+    files: Mapping[str, Digest]
+
+    def text(self) -> str:
+        """Return it as the text of a file."""
+        content = self._content()
+        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return what a file has, or raise ArgumentError."""
+        try:
+            content = json.loads(path.read_text())
+            digest = content.pop("digest")
+            if digest != _digest(content):
+                raise ValueError("it is not what was written")
+        except FileNotFoundError as error:
+            raise ArgumentError(
+                f"{path.parent} lacks {path.name}, so nothing tells whether its files are whole."
+            ) from error
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ArgumentError(f"{path} is damaged: {error}.") from error
+        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+            raise ArgumentError(
+                f"{path} is of {content['format']!r}, version {content['version']}; this varcomm "
+                f"reads version {_VERSION}."
+            )
+        files = {name: Digest(**digest) for name, digest in content["files"].items()}
+        return cls(Digest(**content["metadata"]), files)
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "metadata": vars(self.metadata),
+            "files": {name: vars(digest) for name, digest in sorted(self.files.items())},
+        }
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
