@@ -7,12 +7,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo demo-text lint types imports check clean
+.PHONY: help test demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 make test   chooses another interpreter (3.11 or newer)"
 
@@ -24,6 +24,9 @@ demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it 
 
 demo-text: $(STAMP)  ## train a GPT on Python's documentation, on 2 ranks, and check it against one
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/text/train.py --check
+
+demo-resume: $(STAMP)  ## kill one of three ranks in training: two go on, and lose nothing
+	@$(BIN)/python examples/resume/kill_and_resume.py
 
 lint: $(STAMP)  ## ruff
 	@$(BIN)/ruff check .

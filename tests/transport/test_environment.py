@@ -62,6 +62,13 @@ def test_torchrun():
     assert read(TORCHRUN) == Place(5, 8, 1, "env://", "torchrun")
 
 
+def test_torchrun_keeps_a_store_over_several_starts():
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert read(TORCHRUN | agents) == Place(5, 8, 1, "env://", "torchrun", lasting_store=True)
+    assert not read(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).lasting_store
+    assert not read({"RANK": "0", "WORLD_SIZE": "1"} | agents).lasting_store, "needs no store"
+
+
 def test_one_torchrun_rank_needs_no_address():
     assert read({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, 0, None, "torchrun")
 

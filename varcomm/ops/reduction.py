@@ -11,7 +11,14 @@ from varcomm.layout import ShardSizes
 from varcomm.ops.checks import checked_tensor
 from varcomm.transport.group import Group
 
-__all__ = ["SMALL", "accumulation_dtype", "checked_summable", "pieces", "sum_in_rank_order"]
+__all__ = [
+    "SMALL",
+    "accumulated",
+    "accumulation_dtype",
+    "checked_summable",
+    "pieces",
+    "sum_in_rank_order",
+]
 
 # Up to here a second round of messages costs more than the bytes that it saves.
 SMALL = 16 * 1024
@@ -26,11 +33,17 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     summed. Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
     """
     first, *others = parts
+    return accumulated((first, *others), use_fp32).to(first.dtype)
+
+
+def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
+    """Return that sum before it is rounded to the parts' dtype, as a new tensor."""
+    first, *others = parts
     total = first.to(accumulation_dtype(first.dtype, use_fp32), copy=True)
     for part in others:
         # torch promotes all but floats of one byte
         total += part.to(total.dtype) if part.dtype.itemsize == 1 else part
-    return total.to(first.dtype)
+    return total
 
 
 def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:

@@ -33,6 +33,9 @@ class Place:
         An ``init_method`` of :func:`torch.distributed.init_process_group`; None for a single rank.
     launcher : str
         Who started the process, for messages.
+    lasting_store : bool
+        Whether the store at the meeting point outlives the ranks, so that they may find there what
+        those of an earlier start have written.
     """
 
     rank: int = 0
@@ -40,6 +43,7 @@ class Place:
     local_rank: int = 0
     meeting_point: str | None = None
     launcher: str = "no launcher"
+    lasting_store: bool = False
 
 
 def read(environ: Mapping[str, str]) -> Place:
@@ -68,8 +72,9 @@ def read(environ: Mapping[str, str]) -> Place:
     Examples
     --------
     >>> read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
-    ...       "MASTER_ADDR": "node01", "MASTER_PORT": "29500"})
-    Place(rank=1, size=2, local_rank=1, meeting_point='env://', launcher='torchrun')
+    ...       "MASTER_ADDR": "node01", "MASTER_PORT": "29500"}) == Place(
+    ...     rank=1, size=2, local_rank=1, meeting_point="env://", launcher="torchrun")
+    True
     """
     environ = {name: value for name, value in environ.items() if value.strip()}
     if "RANK" in environ:
@@ -127,7 +132,8 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         )
     # "env://" rather than an address, since torchrun's agent may already serve the store at that
     # port
-    return Place(rank, size, local_rank, "env://" if size > 1 else None, "torchrun")
+    lasting = size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, size, local_rank, "env://" if size > 1 else None, "torchrun", lasting)
 
 
 def _mpirun(environ: Mapping[str, str], launcher: str, name: str, job: str) -> Place:

@@ -23,6 +23,7 @@ import torch.distributed.nn.functional
 from varcomm.errors import ArgumentError, LaunchError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
+from varcomm.transport.fresh_store import fresh_store
 
 __all__ = ["World", "init", "join", "seconds"]
 
@@ -118,10 +119,15 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
         torch.cuda.set_device(device)
     alone = place.meeting_point is None
     try:
+        store: dist.Store | None = None  # type: ignore[name-defined]
+        if alone:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        elif place.lasting_store:
+            store = fresh_store(place, limit)
         dist.init_process_group(
             backend,
-            init_method=place.meeting_point,
-            store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
+            init_method=place.meeting_point if store is None else None,
+            store=store,
             rank=place.rank,
             world_size=place.size,
             timeout=limit,

@@ -1,0 +1,159 @@
+"""Kill one of three ranks while they train, and see that two go on as if nothing had happened.
+
+    python examples/resume/kill_and_resume.py
+
+Three agents of torchrun stand for three machines. Once training is under way, one of them and its
+rank are killed by SIGKILL. The others' agents start two ranks anew, which split the graph among
+themselves and go on from the last checkpoint. The loss of every step is compared with that of a
+training in one process that nobody has interrupted.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from history import History, Run, differences, table
+from processes import Failure, Processes
+
+TRAIN = Path(__file__).with_name("train.py")
+LIMIT = 1e-9  # of the relative difference between losses
+
+# How soon the others go on. An agent that says nothing for `keep_alive_max_attempt` intervals is
+# given up, by default after 15 s. Once there are as many as `--nnodes` wants at the least, they
+# wait `last_call_timeout` for more, by default 30 s.
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def start_agents(processes: Processes, *training: str) -> list[str]:
+    """One for each machine; the first serves the store in which they meet."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    names = ["agent 0", "agent 1", "agent 2"]
+    for name in names:
+        serves = str(name == names[0]).lower()
+        processes.start(
+            name,
+            *["-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1"],
+            *["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"],
+            *["--rdzv-id=resume", f"--rdzv-conf=is_host={serves},{RENDEZVOUS}"],
+            *["--local-addr=127.0.0.1", "--shutdown-timeout=5"],
+            *training,
+            # Else the store of the ranks is with the agent of rank 0 for good, and the others look
+            # for it there even after that agent has gone.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )
+    return names
+
+
+def kill(processes: Processes, agent: str, run: Run) -> None:
+    """An agent and its rank, as when a machine fails."""
+    try:  # the rank first: as long as its agent is there, nobody else can get its number
+        os.kill(run.children[processes.pid(agent)], signal.SIGKILL)
+    except ProcessLookupError:
+        raise Failure("training was over before its time; take more --steps") from None
+    processes.kill(agent)
+
+
+def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
+    began = time.monotonic()
+    numbers = {"--steps": options.steps, "--every": options.every, "--side": options.side}
+    common = [str(word) for pair in numbers.items() for word in pair]
+    common += ["--async"] * options.async_
+    history, alone = History(folder / "three.jsonl"), History(folder / "one.jsonl")
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:5.1f} s  {text}", flush=True)
+
+    def training(told: History) -> list[str]:
+        checkpoint = told.path.with_suffix(".checkpoint")
+        return [str(TRAIN), str(checkpoint), "--history", str(told.path), *common]
+
+    def run_to_interrupt() -> Run | None:
+        """On three ranks, once it is halfway to its third checkpoint, or has begun to save it."""
+        run, step = history.last(), options.every * 5 // 2
+        if run is None or run.ranks < 3:
+            return None
+        made = run.losses if options.moment == "step" else run.saves
+        return run if made and max(made) >= step else None
+
+    def run_on_two() -> Run | None:
+        run = history.last()
+        return run if run and run.ranks == 2 else None
+
+    with Processes(folder, began + options.within) as processes:
+        agents = start_agents(processes, *training(history))
+        say("three agents started")
+        interrupted = processes.wait_for(run_to_interrupt)
+        kill(processes, agents[-1], interrupted)
+        say(f"killed {agents[-1]} and its rank in the middle of a {options.moment}")
+        processes.start("one process", *training(alone))
+        resumed = processes.wait_for(run_on_two)
+        say(f"two ranks go on from step {resumed.start}")
+        processes.wait_for_end()
+        say("training is over")
+
+    (uninterrupted,), runs = alone.runs(), history.runs()
+    print(f"\n{table(uninterrupted, runs)}\n")
+    worst = max(differences(uninterrupted, runs))
+    print(f"greatest relative difference: {worst:.1e} (allowed {LIMIT:.0e})")
+    interrupted, resumed = runs[-2:]
+    known = resumed.start in interrupted.saves[-2:]  # the last may not have been complete
+    whole = list(resumed.losses) == list(range(resumed.start, options.steps))
+    if not (known and whole):
+        print(f"saves before steps {interrupted.saves}; steps after that: {[*resumed.losses]}")
+    good = known and whole and worst <= LIMIT
+    print("one answer" if good else "NOT one answer")
+    return good
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    whole = {"type": positive, "metavar": "N"}
+    parser.add_argument(
+        "--moment",
+        choices=["step", "save"],
+        default="step",
+        help="in the middle of which to kill (%(default)s)",
+    )
+    parser.add_argument("--steps", default=150, help="of training (%(default)s)", **whole)
+    parser.add_argument(
+        "--every", default=20, help="steps from one checkpoint to the next (%(default)s)", **whole
+    )
+    parser.add_argument("--side", default=60, help="nodes along a side (%(default)s)", **whole)
+    parser.add_argument(
+        "--async", dest="async_", action="store_true", help="train on while a checkpoint is saved"
+    )
+    parser.add_argument(
+        "--within", default=240, help="seconds, after which to give up (%(default)s)", **whole
+    )
+    options = parser.parse_args(arguments)
+    if options.steps <= 3 * options.every:
+        parser.error(f"argument --steps: need more than three times --every, got {options.steps}")
+    with tempfile.TemporaryDirectory(prefix="varcomm-resume-") as folder:
+        try:
+            return 0 if demonstrate(options, Path(folder)) else 1
+        except Failure as failure:
+            print(failure, file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

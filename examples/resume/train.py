@@ -1,0 +1,143 @@
+"""Train on however many ranks there are, from the last checkpoint on if there is one.
+
+    torchrun --nproc-per-node 3 examples/resume/train.py out/resume
+    torchrun --nproc-per-node 2 examples/resume/train.py out/resume --steps 300
+
+A graph network learns a field on a mesh that is known at one node in ten. What a checkpoint has
+does not depend on the number of ranks: the loss of every step is that of one process.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import mesh
+import torch
+from history import History
+
+import varcomm as vc
+from varcomm.checkpoint import Rows
+from varcomm.graph import PartitionedGraph
+from varcomm.models import MeshGraphNet
+
+
+class Training:
+    """All that decides how training goes on.
+
+    Beside model and optimizer that is a mean at each node of what was predicted there so far, which
+    predictions shall agree with; and a generator, which draws noise for all nodes on each rank, so
+    that a node gets the same on whatever rank it is.
+    """
+
+    def __init__(self, graph: PartitionedGraph, options: argparse.Namespace) -> None:
+        torch.manual_seed(options.seed)
+        self.graph = graph
+        channels = graph.x.shape[1], graph.edge_attr.shape[1], graph.y.shape[1]
+        self.model = MeshGraphNet(
+            *channels, hidden_channels=options.hidden, num_blocks=options.blocks
+        ).to(graph.x.dtype)
+        vc.graph.distribute(self.model, graph)
+        vc.data_parallel.replicate(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=1e-2)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / 20, 1.0) * 0.98 ** (step / 10)
+        )
+        self.draws = torch.Generator().manual_seed(options.seed)
+        self.mean = torch.zeros_like(graph.y)
+        self.step = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has; of the nodes' means each rank has the rows of its own nodes."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "draws": self.draws,
+            "mean": Rows(self.mean, self.graph.owned_ids, self.graph.node_sizes.total),
+            "step": self.step,
+        }
+
+    def resume(self, folder: Path) -> None:
+        """Take it all up where a checkpoint was saved, on whatever number of ranks."""
+        state = self.state()
+        vc.checkpoint.load(state, folder)
+        self.step = state["step"]
+
+    def advance(self) -> float:
+        """Make one step on the whole graph; the loss before it."""
+        graph = self.graph
+        nodes = graph.node_sizes.total
+        noise = torch.randn(nodes, graph.x.shape[1], generator=self.draws, dtype=graph.x.dtype)
+        x = graph.x + 0.02 * noise[graph.owned_ids]
+        prediction = self.model(x, graph.edge_index, graph.edge_attr)
+        loss = graph.mean((prediction - graph.y).square(), graph.known)
+        loss = loss + 0.1 * graph.mean((prediction - self.mean).square())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.mean.lerp_(prediction.detach(), 0.1)
+        self.step += 1
+        return loss.item()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    whole = {"type": int, "metavar": "N"}
+    parser.add_argument("folder", type=Path, help="of the checkpoint")
+    parser.add_argument("--steps", default=150, help="of training (%(default)s)", **whole)
+    parser.add_argument(
+        "--every", default=20, help="steps from one checkpoint to the next (%(default)s)", **whole
+    )
+    parser.add_argument("--side", default=60, help="nodes along a side (%(default)s)", **whole)
+    parser.add_argument("--hidden", default=16, help="width of the network (%(default)s)", **whole)
+    parser.add_argument(
+        "--blocks", default=2, help="steps of message passing (%(default)s)", **whole
+    )
+    parser.add_argument("--seed", default=0, help="of all draws (%(default)s)", **whole)
+    parser.add_argument(
+        "--async", dest="async_", action="store_true", help="train on while a checkpoint is saved"
+    )
+    parser.add_argument(
+        "--history", type=Path, metavar="FILE", help="where to add what happens, in lines of JSON"
+    )
+    options = parser.parse_args(arguments)
+
+    world = vc.init(timeout=60)
+    first = world.rank == 0
+    graph = vc.graph.partition(mesh.load(options.side))
+    training = Training(graph, options)
+    # one rank looks: what one machine has written, others may see later
+    there = torch.tensor((options.folder / ".metadata").exists()) if first else None
+    if vc.broadcast(there):
+        training.resume(options.folder)
+
+    def note(event: str, **facts: object) -> None:
+        if first and options.history:
+            History(options.history).note(event, **facts)
+
+    own = torch.tensor([[os.getpid(), os.getppid()]])
+    processes = vc.all_gather_v(own, [1] * world.size).tolist()
+    note("start", step=training.step, ranks=world.size, processes=processes)
+    if first:
+        print(f"from step {training.step} on {world.size} ranks, of {list(graph.node_sizes)} nodes")
+    saving = None
+    while training.step < options.steps:
+        step, loss = training.step, training.advance()
+        note("step", step=step, loss=loss)
+        if first and step % 10 == 0:
+            print(f"step {step:4}  loss {loss:.6f}", flush=True)
+        if training.step % options.every == 0 or training.step == options.steps:
+            note("save", step=training.step)
+            saving = vc.checkpoint.save(training.state(), options.folder, async_=options.async_)
+    if saving:
+        saving.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

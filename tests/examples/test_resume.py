@@ -1,0 +1,242 @@
+"""Training goes on from a checkpoint on other ranks, also where one of them has been killed."""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples" / "resume"
+SMALL = ["--side", "12", "--hidden", "4", "--blocks", "1"]
+
+
+@cache
+def example(name):
+    """Import a module of the example, whose names are those of other examples as well."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # for what it imports itself
+    spec = importlib.util.spec_from_file_location(f"resume_{name}", FOLDER / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_mesh():
+    mesh = example("mesh").load(12)
+    source, target = mesh.edge_index
+    assert mesh.num_nodes == 144
+    pairs = source * 144 + target
+    assert len(pairs.unique()) == mesh.num_edges, "an edge comes once"
+    assert torch.equal(pairs.sort().values, (target * 144 + source).sort().values), "both ways"
+    assert torch.bincount(target).max() == 6
+    torch.testing.assert_close(mesh.edge_attr[:, :2], mesh.pos[target] - mesh.pos[source])
+    assert 5 <= mesh.known.sum() <= 25
+    assert mesh.x.dtype == mesh.y.dtype == mesh.edge_attr.dtype == torch.float64
+    assert torch.equal(mesh.x, example("mesh").load(12).x), "the same wherever it is made"
+
+
+def run_main(rank, folder, *arguments):
+    history = folder.with_suffix(".jsonl")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = example("train").main(
+            [str(folder), "--history", str(history), "--every", "10", *SMALL, *arguments]
+        )
+    return code, printed.getvalue()
+
+
+def runs(folder):
+    return example("history").History(folder.with_suffix(".jsonl")).runs()
+
+
+def test_training_learns(worlds, tmp_path):
+    ((code, printed),) = worlds.run(1, run_main, tmp_path / "one", "--steps", "100")
+    assert code == 0
+    assert "from step 0 on 1 ranks, of [144] nodes" in printed
+    (run,) = runs(tmp_path / "one")
+    assert run.saves == list(range(10, 101, 10))
+    assert run.losses[99] < 0.2 * run.losses[0]
+
+
+@pytest.mark.parametrize("more", [[], ["--async"]], ids=["", "async"])
+def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path, more):
+    folder, alone = tmp_path / "several", tmp_path / "one"
+    for ranks, steps in ((3, "15"), (2, "30"), (5, "45"), (1, "50")):
+        told = worlds.run(ranks, run_main, folder, "--steps", steps, *more)
+        assert [code for code, _ in told] == [0] * ranks
+        assert [bool(printed) for _, printed in told] == [True] + [False] * (ranks - 1)
+    worlds.run(1, run_main, alone, "--steps", "50")
+    found, (uninterrupted,) = runs(folder), runs(alone)
+    assert [(run.ranks, run.start) for run in found] == [(3, 0), (2, 15), (5, 30), (1, 45)]
+    assert [step for run in found for step in run.losses] == list(range(50))
+    assert max(example("history").differences(uninterrupted, found)) <= 1e-9
+
+
+def losses_without(rank, folder, forgotten):
+    """Of steps after a checkpoint that lacks something."""
+    train, mesh = example("train"), example("mesh").load(12)
+    options = argparse.Namespace(hidden=4, blocks=1, seed=0)
+    graph = train.vc.graph.partition(mesh)
+    first = train.Training(graph, options)
+    for _ in range(10):
+        first.advance()
+    train.vc.checkpoint.save(first.state(), folder)
+    second = train.Training(graph, options)
+    state = second.state()
+    for name in forgotten:
+        del state[name]
+    train.vc.checkpoint.load(state, folder)
+    second.step = state.get("step", 0)
+    return [(first.advance(), second.advance()) for _ in range(5)], first.step, second.step
+
+
+# without the model, the optimizer has no names for its states
+PARTS = [["model", "optimizer"], ["optimizer"], ["schedule"], ["draws"], ["mean"]]
+
+
+@pytest.mark.parametrize("forgotten", PARTS, ids=" and ".join)
+def test_each_part_of_the_state_matters(worlds, tmp_path, forgotten):
+    losses, *_ = worlds.run(2, losses_without, tmp_path / "folder", forgotten)[0]
+    assert max(abs(whole - lacking) / whole for whole, lacking in losses) > 1e-6
+
+
+def test_nothing_else_matters(worlds, tmp_path):
+    losses, *steps = worlds.run(2, losses_without, tmp_path / "folder", [])[0]
+    assert steps == [15, 15]
+    assert all(whole == again for whole, again in losses)
+
+
+def naming(text):
+    """Processes whose command has a text in it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text in (process / "cmdline").read_text():
+                found.append(process.name)
+    return found
+
+
+@contextlib.contextmanager
+def demonstration(folder, *arguments):
+    """Of what the README says, where it leaves its files."""
+    command = [sys.executable, "-u", str(FOLDER / "kill_and_resume.py"), "--side", "12"]
+    command += ["--every", "20", "--steps", "150", "--within", "100", *arguments]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()  # of which it ends, and all that it has started
+
+
+@pytest.mark.parametrize("moment", ["step", "save"])
+def test_a_rank_is_killed_and_two_go_on(tmp_path, moment):
+    with demonstration(tmp_path, "--moment", moment) as process:
+        printed, told = process.communicate()
+    assert (process.returncode, told) == (0, ""), printed
+    assert f"killed agent 2 and its rank in the middle of a {moment}\n" in printed
+    steps = {"step": ["40"], "save": ["40", "60"]}[moment]
+    assert re.search(r"two ranks go on from step (\d+)", printed)[1] in steps
+    assert re.search(r"^  step +one process +3 ranks +2 ranks$", printed, re.MULTILINE)
+    assert float(re.search(r"greatest relative difference: (\S+)", printed)[1]) <= 1e-9
+    assert printed.endswith("\none answer\n")
+    assert naming(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_running_where_it_is_interrupted(tmp_path):
+    with demonstration(tmp_path, "--steps", "100000") as process:
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.glob("*/three.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(naming(str(tmp_path))) == 6, "three agents and their ranks"
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert told == "ended by SIGTERM\n"
+    assert naming(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_for(folder, code, seconds):
+    """Until a process has run some code, or so many seconds are over."""
+    driver = example("kill_and_resume")
+    with driver.Processes(folder, time.monotonic() + seconds) as processes:
+        processes.start("one", "-c", code)
+        try:
+            processes.wait_for_end()
+        except driver.Failure as failure:
+            return processes, str(failure)
+    return processes, ""
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "failure"),
+    [
+        ("raise SystemExit('broken')", 30, "one has ended with 1, after it said\nbroken\n"),
+        ("import time; time.sleep(60)", 0, "time is up"),
+        ("", 30, ""),
+    ],
+)
+def test_waiting(tmp_path, code, seconds, failure):
+    before = signal.getsignal(signal.SIGTERM)
+    processes, told = wait_for(tmp_path, code, seconds)
+    assert told == failure
+    assert processes.running["one"].returncode is not None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_that_has_ended_cannot_be_killed(tmp_path):
+    driver = example("kill_and_resume")
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    with driver.Processes(tmp_path, time.monotonic() + 30) as processes:
+        processes.start("agent", "-c", "import time; time.sleep(60)")
+        run = driver.Run(3, 0, {processes.pid("agent"): ended.pid})
+        with pytest.raises(driver.Failure, match=r"training was over before its time; take more"):
+            driver.kill(processes, "agent", run)
+
+
+def test_a_history_whose_last_line_is_being_written(tmp_path):
+    history = example("history").History(tmp_path / "history.jsonl")
+    assert history.last() is None
+    history.note("start", ranks=3, step=0, processes=[[11, 1], [12, 2], [13, 3]])
+    history.note("step", step=0, loss=0.5)
+    with history.path.open("a") as file:
+        file.write('{"event": "step", "st')
+    (run,) = history.runs()
+    assert (run.ranks, run.start, run.children) == (3, 0, {1: 11, 2: 12, 3: 13})
+    assert run.losses == {0: 0.5}
+
+
+def test_differences():
+    history = example("history")
+    alone = history.Run(1, 0, {}, {0: 2.0, 1: 1.0})
+    run = history.Run(3, 1, {}, {1: 1.25})
+    assert list(history.differences(alone, [alone, run])) == [0.0, 0.0, 0.25]
+    assert history.table(alone, [run]).split("\n")[-1].split() == [
+        *("1", "1.00000000000000", "1.25000000000000")
+    ]
+
+
+def test_too_few_steps_to_be_interrupted(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        example("kill_and_resume").main(["--steps", "60"])
+    assert "--steps: need more than three times --every, got 60" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        example("kill_and_resume").main(["--every", "0"])
+    assert "--every: need a whole number from 1 on, got '0'" in capsys.readouterr().err
