@@ -105,9 +105,9 @@ def save(
     ranks have is written once, by the one that has least to write, and empty parts not at all.
     `varcomm-*.json` beside them tells their sizes and SHA-256.
 
-    Communication: four rounds of small messages, and one more where several ranks have something,
-    whose digests (CRC-32) are compared: each rank reads through all of what it has in common with
-    others. Rows travel once, to the rank that writes them.
+    Communication: three rounds of small messages; one more where ranks have other keys; one more
+    where several have the same, whose digests (CRC-32) are compared: each rank reads through all of
+    what it has in common with others. Rows travel once, to the rank that writes them.
 
     Examples
     --------
