@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import varcomm
 from tests.checkpoint.test_crash import ROOT
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import Rows, load, read, save, writer
 from varcomm.data_parallel import replicate
 from varcomm.sharding import Sharded, ShardSpec
@@ -126,6 +126,16 @@ def fails(rank, folder):
 
 def test_an_error_in_the_thread(worlds, tmp_path):
     assert worlds.run(2, fails, tmp_path) == [({"x": 1}, {"x": 3})] * 2
+
+
+def on_one(rank, folder):
+    with pytest.raises(DisagreementError, match=r"async_: rank 0 has False, ranks \[1\] have not"):
+        save({"x": 1}, folder, async_=rank == 1)
+    return not folder.exists()
+
+
+def test_ranks_that_disagree(worlds, tmp_path):
+    assert worlds.run(2, on_one, tmp_path / "new") == [True, True]
 
 
 def aside_of_part(rank, folder):

@@ -25,7 +25,7 @@ from varcomm.checkpoint.leaves import Leaves, Value, leaves_of
 from varcomm.checkpoint.manifest import new_save
 from varcomm.checkpoint.together import Alone, Ranks, agree, agree_and_share, share, together
 from varcomm.checkpoint.writer import commit, discard, is_committed, write
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_flag
 from varcomm.transport.agree import on_all_ranks
 from varcomm.transport.aside import aside
@@ -130,7 +130,7 @@ def save(
         target = _checked_folder(folder)
         return leaves_of(state, ranks.rank), target, target.exists()
 
-    (leaves, target, there), name, all_told = _told_by_all(collect, ranks)
+    (leaves, target, there), name, all_told = _told_by_all(collect, async_, ranks)
     found = agree(_WHAT, lambda: agreed(all_told), Alone())  # to which all ranks come alike
     check_copies(_WHAT, leaves, found.holders, ranks)
     for key, rows in sorted(leaves.rows.items()):
@@ -150,7 +150,7 @@ Contents: TypeAlias = Mapping[MetadataIndex, torch.Tensor | Value]
 
 
 def _told_by_all(
-    collect: Callable[[], tuple[Leaves, Path, bool]], ranks: Ranks
+    collect: Callable[[], tuple[Leaves, Path, bool]], async_: bool, ranks: Ranks
 ) -> tuple[tuple[Leaves, Path, bool], str, list[Told]]:
     """Return what `collect` gives, the name of this save, and what each rank tells; collective.
 
@@ -158,22 +158,26 @@ def _told_by_all(
     """
     mine = new_save(uuid.uuid4().hex)
 
-    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, int, Told]:
+    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, bool, int, Told]:
         whole, own = told(collected[0]), collected[0].own
         alike = sorted((key, entry) for key, entry in whole.entries.items() if key not in own)
         rest = {key: whole.entries[key] for key in own}
-        return mine, crc32(repr(alike).encode()), replace(whole, entries=rest)
+        return mine, async_, crc32(repr(alike).encode()), replace(whole, entries=rest)
 
     collected, given = agree_and_share(_WHAT, collect, brief, ranks)
+    if others := [rank for rank, (_, other, *_) in enumerate(given) if other != given[0][1]]:
+        raise DisagreementError(
+            f"{_WHAT}: ranks disagree on async_: rank 0 has {given[0][1]}, ranks {others} have not."
+        )
     whole = told(collected[0])
     common = {key: entry for key, entry in whole.entries.items() if key not in collected[0].own}
-    if all(digest == given[0][1] for _, digest, _ in given):
+    if all(digest == given[0][2] for *_, digest, _ in given):
         commons = [common] * ranks.size
     else:
         commons = share(_WHAT, lambda: common, ranks)
     all_told = [
         replace(rest, entries={**every, **rest.entries})
-        for every, (_, _, rest) in zip(commons, given, strict=True)
+        for every, (*_, rest) in zip(commons, given, strict=True)
     ]
     return collected, given[0][0], all_told
 
