@@ -1,0 +1,1 @@
+"""Gradients and optimizer states of which each rank owns an uneven piece."""

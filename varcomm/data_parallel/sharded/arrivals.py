@@ -1,0 +1,319 @@
+"""Gradients as backward brings them: hooks that take them, and start the sums of full buckets."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.graph import Node
+
+from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.leaf import accumulator, notes
+from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
+from varcomm.data_parallel.sharded.shard import Shard
+from varcomm.data_parallel.sharded.side_stream import SideStream
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops.operator import checking
+from varcomm.transport.agree import compare, debugging
+from varcomm.transport.group import Group
+from varcomm.transport.lane import Lane, weakly
+
+__all__ = ["NAME", "Arrivals", "is_taken"]
+
+NAME = "ShardedGradients"
+
+_MARK = "varcomm.sharded"
+
+
+class Arrivals:
+    """Takes the gradients of parameters, and adds their sums over ranks to the shards.
+
+    A hook before the node that adds to a parameter's ``grad`` takes the increment away, so ``grad``
+    holds only what ``no_sync`` has left there.
+
+    Parameters
+    ----------
+    names, parameters : sequence
+        Of all that are trained, in the order of their indices.
+    shards : sequence of Shard
+        In the order in which backward fills them.
+    group : Group
+    lane : Lane or None
+        Where sums run while backward goes on.
+    scaling : Scaling
+    count : callable, optional
+        Returns what this rank adds to the divisor.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        shards: Sequence[Shard],
+        group: Group,
+        lane: Lane | None,
+        scaling: Scaling,
+        count: Callable[[], int] | None,
+    ) -> None:
+        self.names, self.parameters, self.shards = names, parameters, shards
+        self.group, self.lane = weakly(group), lane
+        self.scaling, self.count = scaling, count
+        self.summing = True
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.side = SideStream(shards[0].row.device)
+        self._running: weakref.ref[_Backward] | None = None
+        self._failed = False
+        # parameters may arrive in threads of their own
+        self._lock = threading.Lock()
+        self._removals: list[Callable[[], object]] = []
+        # autograd itself keeps neither the nodes nor, with them, their hooks
+        self._nodes = [self._watch(self.anchor, None)]
+        self._nodes += [self._watch(value, index) for index, value in enumerate(parameters)]
+        self._end = weakref.finalize(self, _call_all, self._removals)
+        self._end.atexit = False
+
+    def _watch(self, leaf: torch.Tensor, index: int | None) -> Node:
+        # weakly: a node is nothing that the garbage collector could see through
+        me = weakref.ref(self)
+        node = accumulator(leaf)
+        notes(node)[_MARK] = me
+        hook = node.register_prehook(partial(_arrived, me, index))
+        self._removals += [hook.remove, partial(notes(node).pop, _MARK)]
+        return node
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        self._end()
+
+    def sums_over(self) -> Group:
+        """Return the group on which sums are made."""
+        return self.group() if self.lane is None else self.lane.group()
+
+    def arrived(self, index: int | None, gradient: torch.Tensor | None) -> tuple[None] | None:
+        """Take what backward brings to a parameter, or its coming by the anchor."""
+        if index is not None and not self.parameters[index].requires_grad:
+            return None  # frozen since forward; torch leaves its gradient alone
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            backward = self._running() if self._running is not None else None
+            if backward is None or self._failed:
+                self.check_sound()
+                self._check_backward()
+                backward = _Backward(self, task)
+                self._running = weakref.ref(backward)
+                # which keeps it, until backward has ended in one way or the other
+                torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+            if index is not None and gradient is not None:
+                try:
+                    self._check_gradient(index, gradient)
+                    if not backward.sums:
+                        return None
+                    backward.add(index, gradient, nested=task != backward.task)
+                except BaseException:
+                    self._failed = True
+                    raise
+        return (None,)
+
+    def ended(self, failed: bool) -> None:
+        """Be ready for the next backward, or refuse it."""
+        self._running, self._failed = None, failed
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ArgumentError; inside :func:`varcomm.debug` on all ranks."""
+        with checking(NAME, self.group()) as where:
+            raise ArgumentError(where + reason)
+
+    def check_sound(self) -> None:
+        """Raise if an earlier backward has failed, or is not done."""
+        died = self._running is not None and self._running() is None
+        if self._failed or died:
+            raise DisagreementError(
+                f"{NAME} on {self.group()}: an earlier backward ended in an error on this rank, "
+                "and what other ranks have summed since is not known. Call close() and make "
+                "another, on all ranks; state_dict() has what the optimizer knows."
+            )
+
+    def _check_backward(self) -> None:
+        if torch.is_grad_enabled():
+            self.refuse(
+                "backward(create_graph=True) would need derivatives of what has been summed. Take "
+                "torch.autograd.grad(..., create_graph=True) for forces and penalties, and "
+                "backward() from the loss that is made of them."
+            )
+        for shard in self.shards:
+            if (index := shard.moved()) is not None:
+                self.refuse(moved(self.names[index]))
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter._post_accumulate_grad_hooks:
+                self.refuse(
+                    f"parameter {name!r} has a hook of register_post_accumulate_grad_hook, which "
+                    "would run before the gradient is summed. Do its work after backward()."
+                )
+
+    def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad:
+            self.refuse(
+                f"the gradient of parameter {self.names[index]!r} requires a gradient itself, "
+                "which its sum over ranks would not. Take torch.autograd.grad for it."
+            )
+        dtype = gradient_dtype(self.parameters[index])
+        if gradient.dtype != dtype:
+            self.refuse(
+                f"the gradient of parameter {self.names[index]!r} is of {gradient.dtype}, and not "
+                f"of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
+            )
+
+
+class _Backward:
+    """One backward: what has arrived, and the sums that are under way."""
+
+    def __init__(self, arrivals: Arrivals, task: int) -> None:
+        self.arrivals, self.task, self.sums = arrivals, task, arrivals.summing
+        self._parameters, self._shards = arrivals.parameters, arrivals.shards
+        self._over = arrivals.sums_over()
+        self._bucket_of = {
+            index: n for n, shard in enumerate(self._shards) for index in shard.split.members
+        }
+        self._missing = [
+            sum(parameter.requires_grad for parameter in shard.parameters)
+            for shard in self._shards
+        ]
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._started = 0
+        self._under_way: deque[Reduction] = deque()
+        self._divisor = arrivals.scaling.divisor
+        # Comparing blocks, and ranks are not at the same place of their backward. On a group that
+        # is used for other things, they would not even make their calls in the same order.
+        self._overlaps = arrivals.lane is not None and not debugging()
+
+    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> None:
+        """Take an increment; start the sum of what is complete.
+
+        A `nested` one comes from a backward that runs within this one (reentrant checkpoints), and
+        may be followed by others of the same parameter.
+        """
+        bucket = self._bucket_of[index]
+        if bucket < self._started:
+            self.arrivals.refuse(
+                f"parameter {self.arrivals.names[index]!r} gets another gradient, from within a "
+                "checkpoint, after its sum was started. Use checkpoint(..., use_reentrant=False)."
+            )
+        held = self._gradients.get(index)
+        gradient = _dense(gradient)
+        self._gradients[index] = gradient if held is None else held + gradient
+        self._missing[bucket] -= not nested
+        while self._overlaps and self._next_is_complete():
+            self._start()
+            self._sum_what_is_there()
+
+    def _next_is_complete(self) -> bool:
+        return self._started < len(self._shards) and self._missing[self._started] == 0
+
+    def _start(self) -> None:
+        arrivals, shard = self.arrivals, self._shards[self._started]
+        split = shard.split
+        count = self._count() if self._started == 0 and arrivals.count is not None else None
+        gradients = {}
+        for index in split.members:
+            # of backwards in no_sync
+            before, now = self._parameters[index].grad, self._gradients.pop(index, None)
+            self._parameters[index].grad = None
+            if before is not None:
+                before = _dense(before)
+                now = before if now is None else before + now
+            if now is not None:
+                gradients[index] = now
+        example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
+        if arrivals.lane is not None:
+            arrivals.lane.under_way = True
+        with arrivals.side.after_current():
+            arrivals.side.reads(gradients.values())
+            self._under_way.append(
+                Reduction(split, self._over, gradients, example, arrivals.scaling, count)
+            )
+        self._started += 1
+
+    def _count(self) -> int:
+        assert self.arrivals.count is not None
+        count = self.arrivals.count()
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            self.arrivals.refuse(f"the count of this rank must be an int of 0 or more; got {count!r}.")
+        return count
+
+    def _sum_what_is_there(self) -> None:
+        """Sum what has arrived, and so free it; never wait, since others may wait for this rank."""
+        while self._under_way and self._under_way[0].done():
+            self._sum_next()
+
+    def _sum_next(self) -> None:
+        shard = self._shards[self._started - len(self._under_way)]
+        reduction = self._under_way.popleft()
+        with self.arrivals.side.after_current():
+            reduction.wait()
+            if self._divisor is None:
+                self._divisor = reduction.count()
+            if self._divisor:
+                shard.add(reduction.total(self._divisor), reduction.used())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum what is left; at the end of backward."""
+        arrivals, failed = self.arrivals, True
+        try:
+            if debugging():
+                trained = [parameter.requires_grad for parameter in self._parameters]
+                frozen = [n for n, is_trained in zip(arrivals.names, trained) if not is_trained]
+                call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
+                compare(arrivals.group(), call | {"frozen parameters": frozen})
+            if self.sums:
+                while self._started < len(self._shards):
+                    self._start()
+                    self._sum_what_is_there()
+                while self._under_way:
+                    self._sum_next()
+                arrivals.side.join()
+                if arrivals.lane is not None:
+                    arrivals.lane.under_way = False
+            failed = False
+        finally:
+            arrivals.ended(failed)
+        if self.sums and self._divisor == 0:
+            raise ArgumentError(
+                f"{NAME} on {arrivals.group()}: the counts of all ranks are 0, and a mean over "
+                "nothing is not defined. Count what the loss is a sum of, before backward()."
+            )
+
+
+def is_taken(parameter: torch.Tensor) -> bool:
+    """Tell whether a ShardedGradients sums the gradient of a parameter."""
+    mark = notes(accumulator(parameter)).get(_MARK)
+    return mark is not None and mark() is not None
+
+
+def moved(name: str) -> str:
+    """Return what is wrong with a parameter that is elsewhere now."""
+    return (
+        f"parameter {name!r} has been moved, converted or replaced since {NAME} was made, which "
+        "holds its values. Do so before; or call close() and make another, on all ranks."
+    )
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _arrived(
+    me: weakref.ref[Arrivals], index: int | None, gradients: tuple[torch.Tensor | None, ...]
+) -> tuple[None] | None:
+    arrivals = me()
+    return None if arrivals is None else arrivals.arrived(index, gradients[0])
+
+
+def _call_all(removals: Sequence[Callable[[], object]]) -> None:
+    for remove in removals:
+        remove()

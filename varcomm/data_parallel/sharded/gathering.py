@@ -1,0 +1,131 @@
+"""The updated pieces of all ranks, gathered at once or while the next forward goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from varcomm.data_parallel.sharded.shard import Shard
+from varcomm.ops.autograd import kept_from_compilation
+from varcomm.transport.group import Group
+from varcomm.transport.lane import Lane
+
+__all__ = ["Gathering", "Nothing"]
+
+_CONTAINERS = {
+    torch.nn.Module,
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+}
+
+
+class Gathering:
+    """Gathers all buckets after a step.
+
+    Parameters
+    ----------
+    shards : sequence of Shard
+        In the order of backward; they are gathered the other way round.
+    over : callable
+        Returns the group.
+    lane : Lane or None
+        Whose group that is.
+    module : torch.nn.Module, optional
+        If gathers are to overlap with its forward: modules in it wait for what they use.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        over: Callable[[], Group],
+        lane: Lane | None,
+        module: torch.nn.Module | None,
+    ) -> None:
+        self._shards, self._over, self._lane = shards, over, lane
+        self._overlaps = module is not None
+        self._removals: list[Callable[[], object]] = []
+        if module is not None:
+            where = {id(p): shard for shard in shards for p in shard.parameters}
+            for part in module.modules():
+                used = [where[id(p)] for p in _read_by(part) if id(p) in where]
+                self._watch(part, list(dict.fromkeys(used)))
+        weakref.finalize(self, _call_all, self._removals).atexit = False
+
+    def _watch(self, part: torch.nn.Module, used: list[Shard]) -> None:
+        me = weakref.ref(self)
+        if used:
+            handle = part.register_forward_pre_hook(_Wait(me, used))
+            self._removals.append(handle.remove)
+        for register in (part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook):
+            self._removals.append(register(_Wait(me, None)).remove)
+
+    def close(self) -> None:
+        """Wait, and leave the modules as they were."""
+        self.wait()
+        _call_all(self._removals)
+
+    def start(self) -> None:
+        """Begin to gather; wait for it, unless forward is to do so."""
+        group = self._over()
+        if self._lane is not None:
+            self._lane.under_way = True
+        for shard in reversed(self._shards):
+            shard.start_gather(group, self._overlaps)
+        if not self._overlaps:
+            self.wait()
+
+    def wait(self, shards: Sequence[Shard] | None = None) -> None:
+        """Wait for some buckets, or for all."""
+        for shard in self._shards if shards is None else shards:
+            shard.wait()
+        if self._lane is not None and self._lane.under_way:
+            self._lane.under_way = any(shard.waiting for shard in self._shards)
+
+
+class _Wait:
+    """A hook that waits; in a copy of the module it does nothing."""
+
+    def __init__(self, me: weakref.ref[Gathering], shards: Sequence[Shard] | None) -> None:
+        self._me, self._shards = me, shards
+
+    @kept_from_compilation
+    def __call__(self, *_: Any) -> None:
+        gathering = self._me()
+        if gathering is not None:
+            gathering.wait(self._shards)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Nothing, ()
+
+
+class Nothing:
+    """What a copied or loaded module has in the place of a hook."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+def _read_by(part: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters that a module's forward reads, rather than those in it do."""
+    whole = any(
+        kind.__module__.startswith("torch.nn.") and kind not in _CONTAINERS
+        for kind in type(part).__mro__
+    )
+    if whole:  # MultiheadAttention reads out_proj.weight, and does not call out_proj
+        yield from part.parameters()
+        return
+    yield from part.parameters(recurse=False)
+    for child in part.children():
+        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+            yield from _read_by(child)
+
+
+def _call_all(removals: Sequence[Callable[[], object]]) -> None:
+    for remove in removals:
+        remove()
