@@ -66,7 +66,17 @@ __all__ = [
 ]
 
 # Rooms that are loaded when they are first used: importing PyTorch Geometric takes seconds a rank.
-_ROOMS = frozenset({"data_parallel", "graph", "models", "tensor_parallel", "testing"})
+_ROOMS = frozenset(
+    {
+        "checkpoint",
+        "data_parallel",
+        "graph",
+        "models",
+        "sharding",
+        "tensor_parallel",
+        "testing",
+    }
+)
 
 
 class _MissingRoomError(MissingPackageError, AttributeError):

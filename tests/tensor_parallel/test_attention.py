@@ -22,8 +22,8 @@ from tests.tensor_parallel.twins import (
     split,
 )
 from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
-from varcomm.tensor_parallel.sharding import shard_spec
 
 
 def plain(query, key, value, causal=True, scale=None):

@@ -7,8 +7,8 @@ import torch
 
 from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids
 from varcomm import ShardSizes
+from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
-from varcomm.tensor_parallel.sharding import shard_spec
 
 LAYERS = [VocabParallelEmbedding, FeatureParallelEmbedding]
 WIDTHS = (150, 300)  # of several tiles in both dimensions

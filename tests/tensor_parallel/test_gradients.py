@@ -9,9 +9,9 @@ from torch import nn
 
 import varcomm
 from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
-from varcomm.tensor_parallel.sharding import ShardSpec, mark
 
 WORLDS = (1, 2, 3, 5)
 DOUBLE = torch.float64

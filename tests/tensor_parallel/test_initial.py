@@ -7,9 +7,9 @@ import torch
 
 from varcomm import ArgumentError, DisagreementError, VarcommError
 from varcomm.ops.digest import digest
+from varcomm.sharding import ShardSpec
 from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.initial import initialised
-from varcomm.tensor_parallel.sharding import ShardSpec
 from varcomm.transport.group import resolve
 
 

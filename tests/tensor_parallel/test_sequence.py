@@ -21,8 +21,8 @@ from tests.tensor_parallel.twins import (
     split,
 )
 from varcomm import ArgumentError, DisagreementError
+from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.sequence import sequence_parallel
-from varcomm.tensor_parallel.sharding import shard_spec
 
 WIDTH = 5
 KINDS = {

@@ -11,13 +11,8 @@ import torch.distributed as dist
 
 import varcomm
 from varcomm import ArgumentError, GroupError, ShardSizes
-from varcomm.tensor_parallel.sharding import (
-    ShardedModule,
-    ShardSpec,
-    mark,
-    param_is_not_tensor_parallel_duplicate,
-    shard_spec,
-)
+from varcomm.sharding import ShardSpec, mark, shard_spec
+from varcomm.tensor_parallel.sharding import ShardedModule, param_is_not_tensor_parallel_duplicate
 from varcomm.tensor_parallel.splitting import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

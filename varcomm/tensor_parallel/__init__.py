@@ -1,5 +1,6 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
+from varcomm.sharding import ShardSpec, shard_spec
 from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
 from varcomm.tensor_parallel.buffers import Buffers
 from varcomm.tensor_parallel.checkpoint import checkpoint
@@ -40,11 +41,7 @@ from varcomm.tensor_parallel.mappings import (
 from varcomm.tensor_parallel.parallelize import parallelize
 from varcomm.tensor_parallel.random import RandomStreams
 from varcomm.tensor_parallel.sequence import sequence_parallel
-from varcomm.tensor_parallel.sharding import (
-    ShardSpec,
-    param_is_not_tensor_parallel_duplicate,
-    shard_spec,
-)
+from varcomm.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
 from varcomm.tensor_parallel.splitting import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

@@ -12,7 +12,7 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
-from varcomm.tensor_parallel.sharding import shard_spec
+from varcomm.sharding import shard_spec
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -68,7 +68,7 @@ def grad_norm(
     --------
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import grad_norm
-    >>> from varcomm.tensor_parallel.sharding import ShardSpec, mark
+    >>> from varcomm.sharding import ShardSpec, mark
     >>> def fn(rank):
     ...     bias, weight = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(rank))
     ...     mark(weight, ShardSpec.of([0, 1]))
@@ -117,7 +117,7 @@ def clip_grad_norm_(
     --------
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import clip_grad_norm_
-    >>> from varcomm.tensor_parallel.sharding import ShardSpec, mark
+    >>> from varcomm.sharding import ShardSpec, mark
     >>> def fn(rank):
     ...     weight = mark(torch.nn.Parameter(torch.zeros(1)), ShardSpec.of([1, 1]))
     ...     weight.grad = torch.tensor([3.0 + rank])

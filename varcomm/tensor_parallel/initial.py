@@ -11,7 +11,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
-from varcomm.tensor_parallel.sharding import ShardSpec
+from varcomm.sharding import ShardSpec
 
 __all__ = ["Fill", "check_fill", "initialised"]
 
@@ -60,7 +60,7 @@ def initialised(
     --------
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel.initial import initialised
-    >>> from varcomm.tensor_parallel.sharding import ShardSpec
+    >>> from varcomm.sharding import ShardSpec
     >>> normal = lambda tensor, generator: tensor.normal_(generator=generator)
     >>> def fn(rank):
     ...     spec = ShardSpec.of([1, 2])

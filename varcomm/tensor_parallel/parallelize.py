@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from varcomm.errors import ArgumentError
+from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.sequence import agreed_parameters, change
-from varcomm.tensor_parallel.sharding import shard_spec
 from varcomm.transport.agree import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 

@@ -1,232 +1,18 @@
-"""How a parameter is sharded, written down at the parameter."""
+"""Modules whose parameters are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 
-from varcomm.errors import ArgumentError, GroupError
-from varcomm.layout import ShardSizes, checked_dim, checked_sizes
-from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import checking
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.sharding import ShardSpec, mark, shard_spec
+from varcomm.transport.group import GroupLike, resolve
 
-__all__ = [
-    "ShardSpec",
-    "ShardedModule",
-    "mark",
-    "param_is_not_tensor_parallel_duplicate",
-    "shard_spec",
-]
+__all__ = ["ShardedModule", "param_is_not_tensor_parallel_duplicate"]
 
-T = TypeVar("T", bound=torch.Tensor)
-
-_NAME = "_varcomm_shard_spec"
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """How a tensor is sharded: along one dimension, in one block or several fused ones.
-
-    Of queries, keys and values in one weight, or of gate and up, each rank has a part of each
-    block, one part after the other.
-
-    Attributes
-    ----------
-    group : Group
-        The ranks that share the tensor, as :meth:`of` resolves them.
-    dim : int
-        The sharded dimension, not negative.
-    blocks : tuple of ShardSizes
-        For each block the rows of each rank, zeros allowed.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.sharding import ShardSpec
-    >>> def fn(rank):
-    ...     spec = ShardSpec.of([[2, 1], [1, 1]])  # rows 0, 1, 2 and rows 3, 4
-    ...     own = spec.shard(torch.arange(5))
-    ...     return spec.ranges(rank), own.tolist(), spec.gather(own).tolist()
-    >>> varcomm.launch(fn, 2)[0]
-    ([(0, 2), (3, 4)], [0, 1, 3], [0, 1, 2, 3, 4])
-    >>> varcomm.launch(fn, 2)[1]
-    ([(2, 3), (4, 5)], [2, 4], [0, 1, 2, 3, 4])
-    """
-
-    group: Group = field(repr=False)
-    dim: int
-    blocks: tuple[ShardSizes, ...]
-
-    @classmethod
-    def of(
-        cls,
-        sizes: Sequence[int] | Sequence[Sequence[int]],
-        dim: int = 0,
-        group: GroupLike = None,
-    ) -> Self:
-        """Make a spec of the sizes of one block, or of a list of those of several.
-
-        Raises
-        ------
-        ArgumentError
-            If sizes are not one int a rank, or `dim` is negative.
-        """
-        ranks = resolve(group)
-        given = list(sizes) if isinstance(sizes, Sequence) else sizes
-        several = isinstance(given, list) and any(isinstance(block, Sequence) for block in given)
-        blocks = given if several else [given]
-        return cls(
-            ranks,
-            dim,
-            tuple(
-                ShardSizes(checked_sizes(block, "sizes", ranks.size))  # type: ignore[arg-type]
-                for block in blocks
-            ),
-        )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
-            raise ArgumentError(
-                f"dim of a ShardSpec must be an int that is not negative; got {self.dim!r}."
-            )
-
-    @property
-    def sizes(self) -> ShardSizes:
-        """Rows of each rank, of all blocks together."""
-        return ShardSizes(sum(rows) for rows in zip(*self.blocks, strict=True))
-
-    @property
-    def local(self) -> int:
-        """Rows of this rank."""
-        return self.sizes[self.group.rank]
-
-    @property
-    def total(self) -> int:
-        """Rows of all ranks."""
-        return sum(block.total for block in self.blocks)
-
-    def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return which rows of the whole a rank has: ``(start, stop)`` for each block."""
-        first, found = 0, []
-        for block in self.blocks:
-            rows = block.range(rank)
-            found.append((first + rows.start, first + rows.stop))
-            first += block.total
-        return found
-
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's part of the whole; no communication.
-
-        Raises
-        ------
-        ArgumentError
-            If `whole` has another number of rows.
-        """
-        self._check_rows(whole, self.total, "whole")
-        parts = [
-            whole.narrow(self.dim, start, stop - start)
-            for start, stop in self.ranges(self.group.rank)
-        ]
-        return torch.cat(parts, self.dim)
-
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole on every rank; collective, and differentiable as an all-gather is.
-
-        One all-gather; several blocks are put in order by one copy more.
-
-        Raises
-        ------
-        ArgumentError
-            If `local` has not this rank's number of rows.
-        """
-        with checking("ShardSpec.gather", self.group):
-            self._check_rows(local, self.local, f"part of {self.group}")
-        whole = all_gather_v(local, self.sizes, self.dim, group=self.group.process_group)
-        return self.ordered(whole, self.dim)
-
-    def ordered(self, by_rank: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return what stands rank by rank along `dim` in the order of the whole, block by block."""
-        if len(self.blocks) == 1:
-            return by_rank
-        parts = by_rank.split([n for rows in zip(*self.blocks, strict=True) for n in rows], dim)
-        count = len(self.blocks)
-        return torch.cat([part for block in range(count) for part in parts[block::count]], dim)
-
-    def by_rank(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
-        """Undo :meth:`ordered`: what each rank has stands together."""
-        if len(self.blocks) == 1:
-            return ordered
-        parts = ordered.split([n for block in self.blocks for n in block], dim)
-        count = self.group.size
-        return torch.cat([part for rank in range(count) for part in parts[rank::count]], dim)
-
-    def _check_rows(self, tensor: torch.Tensor, rows: int, which: str) -> None:
-        checked_tensor(tensor, f"{self}: ", which.split(" ", maxsplit=1)[0])
-        checked_dim(self.dim, tensor.shape, f"{self}: ")
-        if tensor.shape[self.dim] != rows:
-            raise ArgumentError(
-                f"{self}: the {which} has {rows} rows along dim {self.dim}; got a tensor of shape "
-                f"{tuple(tensor.shape)}."
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the spec itself, which is frozen: copies of a layer are of the same ranks."""
-        return self
-
-    def __reduce__(self) -> str:
-        raise GroupError(
-            "a sharded layer is tied to the ranks of its group and cannot be pickled. Keep "
-            "state_dict()."
-        )
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What stands at a parameter; where that is pickled, it becomes an empty tuple."""
-
-    spec: ShardSpec
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return torch.Size, ()
-
-
-def mark(param: T, spec: ShardSpec) -> T:
-    """Write down at a parameter how it is sharded, and return it.
-
-    The mark stays with the parameter. torch copies a parameter without what stands at it, and makes
-    a new one where a module leaves the meta device: in a :class:`ShardedModule` those are marked as
-    well. State dicts know nothing of marks.
-
-    Raises
-    ------
-    ArgumentError
-        If `param` has not this rank's number of rows.
-    """
-    spec._check_rows(param, spec.local, f"part of {spec.group}")
-    setattr(param, _NAME, _Mark(spec))
-    return param
-
-
-def shard_spec(param: torch.Tensor) -> ShardSpec | None:
-    """Return how a parameter is sharded, or None if it is replicated.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.sharding import ShardSpec, mark, shard_spec
-    >>> def fn(rank):
-    ...     weight = mark(torch.nn.Parameter(torch.zeros(rank + 1, 4)), ShardSpec.of([1, 2]))
-    ...     return shard_spec(weight), shard_spec(torch.nn.Parameter(torch.zeros(4)))
-    >>> varcomm.launch(lambda rank: str(fn(rank)), 2)[0]
-    '(ShardSpec(dim=0, blocks=(ShardSizes(1, 2),)), None)'
-    """
-    found = getattr(param, _NAME, None)
-    return found.spec if isinstance(found, _Mark) else None
+_MARKS = "_varcomm_shard_specs"
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, group: GroupLike = None) -> bool:
@@ -264,10 +50,10 @@ class ShardedModule(torch.nn.Module):
                 mark(param, spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, _NAME: self._marks()}
+        return {**self.__dict__, _MARKS: self._marks()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        marks = state.pop(_NAME)
+        marks = state.pop(_MARKS)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark(marks)
 

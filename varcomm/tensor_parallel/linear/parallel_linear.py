@@ -14,10 +14,11 @@ from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, at_least, checked_sizes
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
+from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.initial import Fill, check_fill, initialised
 from varcomm.tensor_parallel.replaced import check_plain
-from varcomm.tensor_parallel.sharding import ShardedModule, ShardSpec, mark
+from varcomm.tensor_parallel.sharding import ShardedModule
 from varcomm.transport.agree import agree
 from varcomm.transport.group import Group, GroupLike, resolve
 

@@ -1,0 +1,181 @@
+"""States of an optimizer by the names of parameters, whatever part of them a rank has.
+
+torch numbers parameters in the order in which an optimizer was given them. That order, and even how
+many there are, differs where ranks share them out. Names do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.sharding.sharded import Sharded
+
+__all__ = ["Part", "load_optimizer_state", "optimizer_state", "optimizer_state_for"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a parameter of an optimizer is.
+
+    Attributes
+    ----------
+    name : str
+        What the parameter, of which it may be a part, is called.
+    wrap : callable
+        Returns a tensor of the same shape as that part of the whole: itself, or
+        :class:`~varcomm.sharding.Sharded`.
+    """
+
+    name: str
+    wrap: Callable[[torch.Tensor], torch.Tensor]
+
+
+Parts = Mapping[torch.Tensor, Part]
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parts: Parts, names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Return the states of an optimizer by name, and the options of its groups of parameters.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    parts : mapping of Parameter to Part
+        Of all the optimizer's parameters that are part of something.
+    names : sequence of sequence of str
+        For each group the names of all parameters in it, on whatever rank.
+
+    Returns
+    -------
+    dict
+        ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ..., ...}]}``.
+        Tensors are the optimizer's own.
+    """
+    state = {
+        part.name: {key: _wrapped(value, param, part) for key, value in own.items()}
+        for param, part in parts.items()
+        if (own := optimizer.state.get(param))
+    }
+    return {"state": state, "param_groups": _groups(optimizer, names)}
+
+
+def optimizer_state_for(
+    optimizer: torch.optim.Optimizer,
+    parts: Parts,
+    names: Sequence[Sequence[str]],
+    saved: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what :func:`optimizer_state` would, had the optimizer the states that are `saved`.
+
+    Optimizers make their states in the first step; before it, they are made here, to be loaded
+    into. What the optimizer has and `saved` has not is left out.
+
+    Parameters
+    ----------
+    optimizer, parts, names
+        As of :func:`optimizer_state`.
+    saved : mapping
+        The structure of a saved state, with a tensor on the meta device for each tensor.
+    """
+    found: dict[str, Any] = {}
+    states = saved.get("state", {})
+    for param, part in parts.items():
+        if part.name not in states:
+            continue
+        own = optimizer.state.get(param, {})
+        whole = part.wrap(param.detach()).shape
+        found[part.name] = {
+            key: _wrapped(own[key] if key in own else _made(value, param, whole), param, part)
+            for key, value in states[part.name].items()
+        }
+    return {"state": found, "param_groups": _groups(optimizer, names)}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    parts: Parts,
+    names: Sequence[Sequence[str]],
+    state: Mapping[str, Any],
+) -> None:
+    """Give an optimizer the states in `state`, as of :func:`optimizer_state`.
+
+    Tensors that it has already are written into; those of :func:`optimizer_state_for` become its
+    own.
+
+    Raises
+    ------
+    ArgumentError
+        If `state` has other groups, or other parameters in them. Then nothing is changed.
+    """
+    groups = state["param_groups"]
+    given = [list(group["params"]) for group in groups]
+    if given != [list(group) for group in names]:
+        raise ArgumentError(
+            f"the saved optimizer has {len(given)} groups of {[len(group) for group in given]} "
+            f"parameters, and this one {len(names)} of {[len(group) for group in names]}, or they "
+            f"differ in names: {_first_difference(given, names)}."
+        )
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    for group in optimizer.param_groups:
+        on_device = group.get("capturable") or group.get("fused")
+        for param in group["params"]:
+            part = parts.get(param)
+            own = state["state"].get(part.name) if part is not None else None
+            if own is None:
+                optimizer.state.pop(param, None)
+                continue
+            optimizer.state[param] = {
+                key: _unwrapped(value, param, optimizer.state.get(param, {}).get(key), on_device)
+                for key, value in own.items()
+            }
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": list(own)}
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+
+def _wrapped(value: Any, param: torch.Tensor, part: Part) -> Any:
+    same = isinstance(value, torch.Tensor) and value.shape == param.shape
+    return part.wrap(value) if same and value.dim() else value
+
+
+def _made(saved: Any, param: torch.Tensor, whole: torch.Size) -> Any:
+    """Return what to load a saved state into; None for what is no tensor."""
+    if not isinstance(saved, torch.Tensor):
+        return None
+    if saved.dim() and saved.shape == whole:
+        return torch.zeros_like(param, dtype=saved.dtype, requires_grad=False)
+    # optimizers keep their counters of steps on the CPU, where reading them costs nothing
+    return torch.zeros(
+        saved.shape, dtype=saved.dtype, device=param.device if saved.dim() else "cpu"
+    )
+
+
+def _unwrapped(value: Any, param: torch.Tensor, own: Any, on_device: Any) -> Any:
+    local = value.local if isinstance(value, Sharded) else value
+    if not isinstance(local, torch.Tensor):
+        return local
+    if isinstance(own, torch.Tensor) and own.shape == local.shape and own.dtype == local.dtype:
+        return own if own is local else own.copy_(local)
+    return local.to(param.device) if local.dim() or on_device else local
+
+
+def _first_difference(given: list[list[str]], names: Sequence[Sequence[str]]) -> str:
+    for number, (theirs, ours) in enumerate(zip(given, names, strict=False)):
+        only = [name for name in theirs if name not in ours]
+        lacks = [name for name in ours if name not in theirs]
+        if only or lacks:
+            return f"in group {number} it has {only[:3]}, which are not here, and lacks {lacks[:3]}"
+    return "the same names in another order or other groups"

@@ -1,0 +1,299 @@
+"""``Sharded``: a tensor of which this rank has some boxes, for files that any ranks can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import exact_int
+from varcomm.ops.checks import checked_tensor
+from varcomm.sharding.spec import ShardSpec
+
+__all__ = ["Box", "Sharded"]
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a larger tensor: where it begins, and what is in it.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        The first index of the block, one a dimension.
+    tensor : torch.Tensor
+        The block itself, with as many dimensions.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+class Sharded(torch.Tensor):
+    """A tensor of which this rank has some boxes: none, one, or several.
+
+    Its ``shape`` is that of the whole. It is something to save and to load, and nothing to compute
+    with: :mod:`torch.distributed.checkpoint` writes the boxes, and loads into them in place. Boxes
+    of all ranks together cover the whole; the same box on several ranks is a copy, and is written
+    once. Those that are empty are left out.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the whole.
+    boxes : iterable of Box
+        What this rank has, in tensors of one dtype.
+    dtype : torch.dtype, optional
+        Of the whole, where this rank has nothing that would tell.
+    local : torch.Tensor, optional
+        The tensor of which the boxes are views, if there is one.
+
+    Attributes
+    ----------
+    boxes : tuple of Box
+        Those that are not empty.
+    local : torch.Tensor or None
+        What was wrapped.
+
+    Raises
+    ------
+    ArgumentError
+        If a box is not of the whole's dimensions, reaches beyond it, or is of another dtype.
+
+    Notes
+    -----
+    The protocol by which torch asks a tensor for its boxes has three methods [1]_, those that
+    DTensor has too.
+
+    References
+    ----------
+    .. [1] https://pytorch.org/docs/stable/distributed.checkpoint.html
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.sharding import Sharded, ShardSpec
+    >>> def fn(rank):
+    ...     field = Sharded.of(torch.zeros(rank + 1, 4), ShardSpec.of([1, 2]))
+    ...     return tuple(field.shape), [box.offsets for box in field.boxes]
+    >>> varcomm.launch(fn, 2)
+    [((3, 4), [(0, 0)]), ((3, 4), [(1, 0)])]
+    """
+
+    boxes: tuple[Box, ...]
+    local: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        boxes: Iterable[Box],
+        dtype: torch.dtype | None = None,
+        local: torch.Tensor | None = None,
+    ) -> Self:
+        """Make what torch takes for a tensor, without memory of its own."""
+        given = list(boxes)
+        dtypes = {box.tensor.dtype for box in given} | ({dtype} if dtype is not None else set())
+        if len(dtypes) > 1:
+            raise ArgumentError(
+                f"boxes of one tensor must be of one dtype; got {sorted(map(str, dtypes))}."
+            )
+        for box in given:
+            _check_inside(box, shape)
+        device = given[0].tensor.device if given else torch.device("cpu")
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=next(iter(dtypes), None), device=device
+        )
+        made.boxes = tuple(
+            Box(tuple(box.offsets), box.tensor.detach()) for box in given if box.tensor.numel()
+        )
+        made.local = local
+        return made
+
+    @classmethod
+    def of(cls, local: torch.Tensor, spec: ShardSpec) -> Self:
+        """Wrap this rank's part of what `spec` shards; a box for each block that is fused.
+
+        Raises
+        ------
+        ArgumentError
+            If `local` has not this rank's number of rows.
+        """
+        spec.check_local(local)
+        whole: Place = ((0,) * local.dim(), tuple(local.shape))
+        boxes = _translated(local, whole, spec)
+        return cls(_global_shape(local.shape, spec), boxes, local.dtype, local)
+
+    @classmethod
+    def elements(
+        cls,
+        flat: torch.Tensor,
+        shape: Sequence[int],
+        start: int,
+        spec: ShardSpec | None = None,
+    ) -> Self:
+        """Wrap elements ``start, start + 1, ...`` of a tensor, in the order of its rows.
+
+        Optimizers that share out flat parameters have such pieces. One is made of at most
+        ``2 ndim - 1`` boxes, views of `flat`.
+
+        Parameters
+        ----------
+        flat : torch.Tensor
+            Shape (n,), the elements.
+        shape : sequence of int
+            Of the tensor that they are part of.
+        start : int
+            Where in it they begin.
+        spec : ShardSpec, optional
+            If that tensor is itself one rank's part of a sharded one, how that is sharded.
+
+        Raises
+        ------
+        ArgumentError
+            If `flat` is not of one dimension, or there are not that many elements from `start` on;
+            if `shape` is not this rank's part of `spec`.
+
+        Examples
+        --------
+        >>> piece = Sharded.elements(torch.arange(5), (3, 4), start=3)
+        >>> [(box.offsets, box.tensor.tolist()) for box in piece.boxes]
+        [((0, 3), [[0]]), ((1, 0), [[1, 2, 3, 4]])]
+        """
+        checked_tensor(flat, "Sharded.elements: ", "flat")
+        first = exact_int(start)
+        if flat.dim() != 1 or first is None or not 0 <= first <= prod(shape) - len(flat):
+            raise ArgumentError(
+                "Sharded.elements: flat must be of one dimension and lie within a tensor of shape "
+                f"{tuple(shape)}; got shape {tuple(flat.shape)} from element {start!r} on."
+            )
+        boxes, taken = [], 0
+        for offsets, sizes in _places(tuple(shape), first, first + len(flat)):
+            part = flat[taken : taken + prod(sizes)].view(sizes)
+            taken += prod(sizes)
+            if spec is None:
+                boxes.append(Box(offsets, part))
+            else:
+                boxes += _translated(part, (offsets, sizes), spec)
+        whole = tuple(shape) if spec is None else _global_shape(shape, spec)
+        return cls(whole, boxes, flat.dtype, flat)
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return a tensor of the same boxes, with `fn` applied to what is in each: a copy, say."""
+        boxes = [Box(box.offsets, fn(box.tensor)) for box in self.boxes]
+        return type(self)(self.shape, boxes, None if boxes else self.dtype)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        """Return shape, dtype and where the boxes are."""
+        places = [(box.offsets, tuple(box.tensor.shape)) for box in self.boxes]
+        return f"Sharded(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={places})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        """Refuse to compute: no rank has the whole."""
+        raise ArgumentError(
+            f"{func} cannot be applied to a Sharded tensor, which is there to be saved and loaded. "
+            "Take the tensors in its boxes."
+        )
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Tell torch.distributed.checkpoint which boxes this rank wants to load."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape) for box in self.boxes
+        ]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        """Tell torch.distributed.checkpoint which boxes this rank has to save."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(box.tensor), self.shape
+                ),
+            )
+            for chunk, box in zip(self.__create_chunk_list__(), self.boxes, strict=True)
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Give torch.distributed.checkpoint the box that begins at an index."""
+        return next(box.tensor for box in self.boxes if box.offsets == tuple(index.offset))
+
+
+def _check_inside(box: Box, shape: Sequence[int]) -> None:
+    sizes = box.tensor.shape
+    inside = len(box.offsets) == len(sizes) == len(shape) and all(
+        0 <= first <= n - size for first, size, n in zip(box.offsets, sizes, shape, strict=True)
+    )
+    if not inside:
+        raise ArgumentError(
+            f"a box of shape {tuple(sizes)} at {tuple(box.offsets)} does not lie within a tensor "
+            f"of shape {tuple(shape)}."
+        )
+
+
+def _global_shape(shape: Sequence[int], spec: ShardSpec) -> tuple[int, ...]:
+    return (*shape[: spec.dim], spec.total, *shape[spec.dim + 1 :])
+
+
+def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
+    """Return a box of this rank's part as boxes of the whole: one for each fused block it meets."""
+    offsets, sizes = place
+    if len(offsets) <= spec.dim:
+        raise ArgumentError(
+            f"{spec}: a tensor of {len(offsets)} dimensions has no dimension {spec.dim}."
+        )
+    first, stop = offsets[spec.dim], offsets[spec.dim] + sizes[spec.dim]
+    boxes, begin = [], 0
+    for start, end in spec.ranges(spec.group.rank):
+        low, high = max(first, begin), min(stop, begin + end - start)
+        if low < high:
+            at = (*offsets[: spec.dim], start + low - begin, *offsets[spec.dim + 1 :])
+            boxes.append(Box(at, part.narrow(spec.dim, low - first, high - low)))
+        begin += end - start
+    if stop > begin:
+        raise ArgumentError(
+            f"{spec}: this rank's part has {begin} rows along dim {spec.dim}; got {stop}."
+        )
+    return boxes
+
+
+def _places(shape: tuple[int, ...], start: int, stop: int) -> list[Place]:
+    """Return offsets and sizes of the boxes that elements ``start ... stop - 1`` make up.
+
+    What begins within a row ends that row first; then whole rows; then the beginning of one.
+    """
+    if start == stop:
+        return []
+    if not shape:
+        return [((), ())]
+    rest = shape[1:]
+    row = prod(rest)
+    found: list[Place] = []
+
+    def within(number: int, low: int, high: int) -> None:
+        for offsets, sizes in _places(rest, low, high):
+            found.append(((number, *offsets), (1, *sizes)))
+
+    first, last = -(-start // row), stop // row
+    if first > last:  # all within one row
+        within(last, start - last * row, stop - last * row)
+        return found
+    if start < first * row:
+        within(first - 1, start - (first - 1) * row, row)
+    if first < last:
+        found.append(((first, *(0,) * len(rest)), (last - first, *rest)))
+    if last * row < stop:
+        within(last, 0, stop - last * row)
+    return found
