@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch.autograd.graph import Node
@@ -23,11 +23,18 @@ from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group
 from varcomm.transport.lane import Lane, weakly
 
-__all__ = ["NAME", "Arrivals", "is_taken"]
+__all__ = ["NAME", "Arrivals", "Counts", "is_taken", "moved"]
 
 NAME = "ShardedGradients"
 
 _MARK = "varcomm.sharded"
+
+
+class Counts(Protocol):
+    """What a :class:`varcomm.data_parallel.GlobalCount` is asked for."""
+
+    def take(self) -> torch.Tensor:
+        """Return two int64, what this rank has counted and whether it has, and begin anew."""
 
 
 class Arrivals:
@@ -46,8 +53,8 @@ class Arrivals:
     lane : Lane or None
         Where sums run while backward goes on.
     scaling : Scaling
-    count : callable, optional
-        Returns what this rank adds to the divisor.
+    counts : Counts, optional
+        What sums are divided by.
     """
 
     def __init__(
@@ -58,11 +65,11 @@ class Arrivals:
         group: Group,
         lane: Lane | None,
         scaling: Scaling,
-        count: Callable[[], int] | None,
+        counts: Counts | None,
     ) -> None:
         self.names, self.parameters, self.shards = names, parameters, shards
         self.group, self.lane = weakly(group), lane
-        self.scaling, self.count = scaling, count
+        self.scaling, self.counts = scaling, counts
         self.summing = True
         self.anchor = torch.empty(0, requires_grad=True)
         self.side = SideStream(shards[0].row.device)
@@ -180,13 +187,13 @@ class _Backward:
             index: n for n, shard in enumerate(self._shards) for index in shard.split.members
         }
         self._missing = [
-            sum(parameter.requires_grad for parameter in shard.parameters)
-            for shard in self._shards
+            sum(parameter.requires_grad for parameter in shard.parameters) for shard in self._shards
         ]
         self._gradients: dict[int, torch.Tensor] = {}
         self._started = 0
         self._under_way: deque[Reduction] = deque()
         self._divisor = arrivals.scaling.divisor
+        self._counted = self._over.size  # ranks that have counted, if only 0
         # Comparing blocks, and ranks are not at the same place of their backward. On a group that
         # is used for other things, they would not even make their calls in the same order.
         self._overlaps = arrivals.lane is not None and not debugging()
@@ -217,7 +224,8 @@ class _Backward:
     def _start(self) -> None:
         arrivals, shard = self.arrivals, self._shards[self._started]
         split = shard.split
-        count = self._count() if self._started == 0 and arrivals.count is not None else None
+        counts = arrivals.counts
+        count = counts.take() if self._started == 0 and counts is not None else None
         gradients = {}
         for index in split.members:
             # of backwards in no_sync
@@ -238,13 +246,6 @@ class _Backward:
             )
         self._started += 1
 
-    def _count(self) -> int:
-        assert self.arrivals.count is not None
-        count = self.arrivals.count()
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            self.arrivals.refuse(f"the count of this rank must be an int of 0 or more; got {count!r}.")
-        return count
-
     def _sum_what_is_there(self) -> None:
         """Sum what has arrived, and so free it; never wait, since others may wait for this rank."""
         while self._under_way and self._under_way[0].done():
@@ -256,8 +257,8 @@ class _Backward:
         with self.arrivals.side.after_current():
             reduction.wait()
             if self._divisor is None:
-                self._divisor = reduction.count()
-            if self._divisor:
+                self._divisor, self._counted = reduction.count()
+            if self._divisor and self._counted == self._over.size:
                 shard.add(reduction.total(self._divisor), reduction.used())
 
     @torch.no_grad()
@@ -282,10 +283,22 @@ class _Backward:
             failed = False
         finally:
             arrivals.ended(failed)
-        if self.sums and self._divisor == 0:
+        if self.sums:
+            self._check_count()
+
+    def _check_count(self) -> None:
+        """Raise on all ranks alike, where there is nothing to divide by."""
+        where, ranks = f"{NAME} on {self.arrivals.group()}: ", self._over.size
+        if self._counted < ranks:
             raise ArgumentError(
-                f"{NAME} on {arrivals.group()}: the counts of all ranks are 0, and a mean over "
-                "nothing is not defined. Count what the loss is a sum of, before backward()."
+                f"{where}on {ranks - self._counted} of {ranks} ranks nothing was added to the "
+                "count since the last sum. Call count.add(rows) on every rank before backward(), "
+                "with 0 where a rank has no rows."
+            )
+        if self._divisor == 0:
+            raise ArgumentError(
+                f"{where}all ranks have counted 0 rows, and a mean over nothing is not defined. "
+                "Leave out this backward on all ranks."
             )
 
 

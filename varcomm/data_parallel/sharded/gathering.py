@@ -107,7 +107,7 @@ class _Wait:
 class Nothing:
     """What a copied or loaded module has in the place of a hook."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
 

@@ -28,24 +28,8 @@ _ALLOWED = {
         "stride",
     )
 }
-_ATTRIBUTES = {
-    "_version",
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cuda",
-    "is_leaf",
-    "is_meta",
-    "is_sparse",
-    "itemsize",
-    "layout",
-    "names",
-    "nbytes",
-    "ndim",
-    "requires_grad",
-    "shape",
-}
+# Attributes that give values; others tell of shape, dtype, gradient or hooks.
+_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}
 
 
 class _Pending:
@@ -55,8 +39,8 @@ class _Pending:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if func in _ALLOWED or attribute in _ATTRIBUTES:
+        of_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+        if func in _ALLOWED or (of_attribute and func.__self__.__name__ not in _VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ArgumentError(

@@ -17,8 +17,8 @@ __all__ = ["Reduction", "Scaling", "predivide_factor"]
 
 _NAME = "reduce_scatter_v"
 
-# Bytes of a count.
-_COUNT = 8
+# Bytes of a count, and of whether there was one.
+_COUNT = 16
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Reduction:
     example : torch.Tensor
         Of which dtype and device the gradients are.
     scaling : Scaling
-    count : int, optional
-        What this rank adds to the divisor; travels with one of the buckets.
+    count : torch.Tensor, optional
+        Two int64, which are summed exactly; they travel with one of the buckets, to all ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Reduction:
         gradients: Mapping[int, torch.Tensor],
         example: torch.Tensor,
         scaling: Scaling,
-        count: int | None,
+        count: torch.Tensor | None,
     ) -> None:
         self._scaling, self._ranks = scaling, group.size
         self._own = split.segments[group.rank]
@@ -104,7 +104,7 @@ class Reduction:
         split: Split,
         gradients: Mapping[int, torch.Tensor],
         example: torch.Tensor,
-        count: int | None,
+        count: torch.Tensor | None,
         rows: list[int],
     ) -> torch.Tensor:
         """Return what is sent to all ranks, one after the other."""
@@ -127,7 +127,7 @@ class Reduction:
         if not self._scaling.in_fp32 and self._scaling.before != 1:
             torch._foreach_div_(values, self._scaling.before)
         if count is not None:
-            bits = torch.tensor([count], device=packed.device).view(torch.uint8)
+            bits = count.to(packed.device).view(torch.uint8)
             for row in packed.split(rows):
                 row[len(row) - self._slots :].view(torch.uint8)[:_COUNT].copy_(bits)
         return packed
@@ -142,11 +142,12 @@ class Reduction:
             work.wait()
         self._works, self._sent = [], None
 
-    def count(self) -> int:
+    def count(self) -> list[int]:
         """Return the sum of the counts of all ranks; after :meth:`wait`."""
         rows = self._received.view(self._ranks, -1)
         bits = rows[:, rows.shape[1] - self._slots :].contiguous().view(torch.uint8)
-        return int(bits[:, :_COUNT].contiguous().view(torch.int64).sum())
+        counts: list[int] = bits[:, :_COUNT].contiguous().view(torch.int64).sum(0).tolist()
+        return counts
 
     def total(self, divisor: float) -> torch.Tensor:
         """Return this rank's piece of the sum, divided; after :meth:`wait`."""

@@ -145,13 +145,17 @@ class Shard:
                 value.grad.zero_()
 
     def take_over(self) -> None:
-        """Take over what somebody has written into the parameters since the last step."""
-        if self._masters is not self._own and self._versions != self._seen():
-            self._masters.copy_(self._own)
+        """Take over what somebody has written into the parameters since the last step.
+
+        A master that would be rounded to what is there stays as precise as it is.
+        """
+        if self.has_masters and self._versions != self._seen():
+            own = self._own.to(self._masters.device)
+            self._masters.copy_(own.where(self._masters.to(own.dtype) != own, self._masters))
 
     def start_gather(self, group: Group, hidden: bool) -> None:
         """Begin to send this rank's piece to all others; `hidden` until it is waited for."""
-        if self._masters is not self._own:
+        if self.has_masters:
             self._own.copy_(self._masters, non_blocking=True)
         # who has saved a parameter for backward must not find other values there
         increment_version(self.parameters)
@@ -175,6 +179,11 @@ class Shard:
             show(parameter, view)
 
     @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer works on values of their own."""
+        return self._masters is not self._own
+
+    @property
     def waiting(self) -> bool:
         """Whether pieces are on their way."""
         return self._gathers is not None
@@ -182,8 +191,10 @@ class Shard:
     def moved(self) -> int | None:
         """Return the index of a parameter that is elsewhere than in the row now, if there is one.
 
-        Not while pieces are on their way.
+        While pieces are on their way nobody can tell.
         """
+        if self.waiting:
+            return None
         for index, parameter, view in zip(
             self.split.members, self.parameters, self._views, strict=True
         ):
