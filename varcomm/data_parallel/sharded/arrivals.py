@@ -17,11 +17,10 @@ from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.data_parallel.sharded.side_stream import SideStream
+from varcomm.data_parallel.sharded.traffic import Traffic
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import compare, debugging
-from varcomm.transport.group import Group
-from varcomm.transport.lane import Lane, weakly
 
 __all__ = ["NAME", "Arrivals", "Counts", "is_taken", "moved"]
 
@@ -49,9 +48,7 @@ class Arrivals:
         Of all that are trained, in the order of their indices.
     shards : sequence of Shard
         In the order in which backward fills them.
-    group : Group
-    lane : Lane or None
-        Where sums run while backward goes on.
+    traffic : Traffic
     scaling : Scaling
     counts : Counts, optional
         What sums are divided by.
@@ -62,13 +59,12 @@ class Arrivals:
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
         shards: Sequence[Shard],
-        group: Group,
-        lane: Lane | None,
+        traffic: Traffic,
         scaling: Scaling,
         counts: Counts | None,
     ) -> None:
         self.names, self.parameters, self.shards = names, parameters, shards
-        self.group, self.lane = weakly(group), lane
+        self.group, self.traffic = traffic.group, traffic
         self.scaling, self.counts = scaling, counts
         self.summing = True
         self.anchor = torch.empty(0, requires_grad=True)
@@ -96,10 +92,6 @@ class Arrivals:
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         self._end()
-
-    def sums_over(self) -> Group:
-        """Return the group on which sums are made."""
-        return self.group() if self.lane is None else self.lane.group()
 
     def arrived(self, index: int | None, gradient: torch.Tensor | None) -> tuple[None] | None:
         """Take what backward brings to a parameter, or its coming by the anchor."""
@@ -182,7 +174,7 @@ class _Backward:
     def __init__(self, arrivals: Arrivals, task: int) -> None:
         self.arrivals, self.task, self.sums = arrivals, task, arrivals.summing
         self._parameters, self._shards = arrivals.parameters, arrivals.shards
-        self._over = arrivals.sums_over()
+        self._over = arrivals.traffic.over()
         self._bucket_of = {
             index: n for n, shard in enumerate(self._shards) for index in shard.split.members
         }
@@ -196,7 +188,7 @@ class _Backward:
         self._counted = self._over.size  # ranks that have counted, if only 0
         # Comparing blocks, and ranks are not at the same place of their backward. On a group that
         # is used for other things, they would not even make their calls in the same order.
-        self._overlaps = arrivals.lane is not None and not debugging()
+        self._overlaps = arrivals.traffic.lane is not None and not debugging()
 
     def add(self, index: int, gradient: torch.Tensor, nested: bool) -> None:
         """Take an increment; start the sum of what is complete.
@@ -237,8 +229,7 @@ class _Backward:
             if now is not None:
                 gradients[index] = now
         example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
-        if arrivals.lane is not None:
-            arrivals.lane.under_way = True
+        arrivals.traffic.begin()
         with arrivals.side.after_current():
             arrivals.side.reads(gradients.values())
             self._under_way.append(
@@ -256,6 +247,7 @@ class _Backward:
         reduction = self._under_way.popleft()
         with self.arrivals.side.after_current():
             reduction.wait()
+            self.arrivals.traffic.end()
             if self._divisor is None:
                 self._divisor, self._counted = reduction.count()
             if self._divisor and self._counted == self._over.size:
@@ -278,8 +270,6 @@ class _Backward:
                 while self._under_way:
                     self._sum_next()
                 arrivals.side.join()
-                if arrivals.lane is not None:
-                    arrivals.lane.under_way = False
             failed = False
         finally:
             arrivals.ended(failed)

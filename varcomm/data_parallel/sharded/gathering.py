@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from varcomm.data_parallel.sharded.shard import Shard
+from varcomm.data_parallel.sharded.traffic import Traffic
 from varcomm.ops.autograd import kept_from_compilation
-from varcomm.transport.group import Group
-from varcomm.transport.lane import Lane
 
 __all__ = ["Gathering", "Nothing"]
 
@@ -32,10 +31,7 @@ class Gathering:
     ----------
     shards : sequence of Shard
         In the order of backward; they are gathered the other way round.
-    over : callable
-        Returns the group.
-    lane : Lane or None
-        Whose group that is.
+    traffic : Traffic
     module : torch.nn.Module, optional
         If gathers are to overlap with its forward: modules in it wait for what they use.
     """
@@ -43,11 +39,10 @@ class Gathering:
     def __init__(
         self,
         shards: Sequence[Shard],
-        over: Callable[[], Group],
-        lane: Lane | None,
+        traffic: Traffic,
         module: torch.nn.Module | None,
     ) -> None:
-        self._shards, self._over, self._lane = shards, over, lane
+        self._shards, self._traffic = shards, traffic
         self._overlaps = module is not None
         self._removals: list[Callable[[], object]] = []
         if module is not None:
@@ -55,37 +50,34 @@ class Gathering:
             for part in module.modules():
                 used = [where[id(p)] for p in _read_by(part) if id(p) in where]
                 self._watch(part, list(dict.fromkeys(used)))
-        weakref.finalize(self, _call_all, self._removals).atexit = False
+        self._end = weakref.finalize(self, _leave, shards, traffic, self._removals)
+        self._end.atexit = False
 
     def _watch(self, part: torch.nn.Module, used: list[Shard]) -> None:
         me = weakref.ref(self)
         if used:
             handle = part.register_forward_pre_hook(_Wait(me, used))
             self._removals.append(handle.remove)
-        for register in (part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook):
-            self._removals.append(register(_Wait(me, None)).remove)
+        before_state = part.register_state_dict_pre_hook(_Wait(me, None))  # type: ignore[no-untyped-call]
+        before_load = part.register_load_state_dict_pre_hook(_Wait(me, None))
+        self._removals += [before_state.remove, before_load.remove]
 
     def close(self) -> None:
         """Wait, and leave the modules as they were."""
-        self.wait()
-        _call_all(self._removals)
+        self._end()
 
     def start(self) -> None:
         """Begin to gather; wait for it, unless forward is to do so."""
-        group = self._over()
-        if self._lane is not None:
-            self._lane.under_way = True
+        group = self._traffic.over()
         for shard in reversed(self._shards):
+            self._traffic.begin()
             shard.start_gather(group, self._overlaps)
         if not self._overlaps:
             self.wait()
 
     def wait(self, shards: Sequence[Shard] | None = None) -> None:
         """Wait for some buckets, or for all."""
-        for shard in self._shards if shards is None else shards:
-            shard.wait()
-        if self._lane is not None and self._lane.under_way:
-            self._lane.under_way = any(shard.waiting for shard in self._shards)
+        _wait(self._shards if shards is None else shards, self._traffic)
 
 
 class _Wait:
@@ -126,6 +118,17 @@ def _read_by(part: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
             yield from _read_by(child)
 
 
-def _call_all(removals: Sequence[Callable[[], object]]) -> None:
+def _wait(shards: Sequence[Shard], traffic: Traffic) -> None:
+    for shard in shards:
+        if shard.waiting:
+            shard.wait()
+            traffic.end()
+
+
+def _leave(
+    shards: Sequence[Shard], traffic: Traffic, removals: Sequence[Callable[[], object]]
+) -> None:
+    """Leave modules and parameters as they were."""
+    _wait(shards, traffic)
     for remove in removals:
         remove()

@@ -46,14 +46,20 @@ class Given:
 
     def check(self, group: Group, taken: Callable[[torch.Tensor], bool]) -> None:
         """Raise unless all can be sent, and nobody else sums the gradients."""
-        trained = {f"parameter {name!r}": value for name, value in self.parameters.items()}
-        others = {f"parameter {name!r}": value for name, value in self.frozen.items()}
+        trained: dict[str, torch.Tensor] = {
+            f"parameter {name!r}": value for name, value in self.parameters.items()
+        }
+        others: dict[str, torch.Tensor] = {
+            f"parameter {name!r}": value for name, value in self.frozen.items()
+        }
         others |= {f"buffer {name!r}": value for name, value in self.buffers().items()}
         if not trained:
             frozen = f"all {len(self.frozen)} are frozen" if self.frozen else "there are none"
             raise ArgumentError(f"no parameter is trained: {frozen}.")
         for what, value in {**trained, **others}.items():
             _check_value(value, what)
+        for what, value in others.items():
+            _check_writable(value, what)
         devices = list(dict.fromkeys(str(value.device) for value in trained.values()))
         if len(devices) > 1:
             first = next(w for w, value in trained.items() if str(value.device) == devices[1])
@@ -77,14 +83,15 @@ class Given:
     def describe(self) -> dict[str, dict[str, str]]:
         """Return what must be the same on all ranks."""
         values = {}
-        for name, value in {**self.parameters, **self.frozen}.items():
+        for name, parameter in {**self.parameters, **self.frozen}.items():
             learns = "trained" if name in self.parameters else "frozen"
             values[name] = (
-                f"a {learns} parameter of {value.dtype} with gradients of {gradient_dtype(value)}, "
-                f"shape {tuple(value.shape)}, on {value.device.type}"
+                f"a {learns} parameter of {parameter.dtype} with gradients of "
+                f"{gradient_dtype(parameter)}, shape {tuple(parameter.shape)}, on "
+                f"{parameter.device.type}"
             )
-        for name, value in self.buffers().items():
-            values[f"buffer {name}"] = f"{value.dtype}, shape {tuple(value.shape)}"
+        for name, buffer in self.buffers().items():
+            values[f"buffer {name}"] = f"{buffer.dtype}, shape {tuple(buffer.shape)}"
         groups = {str(number): str(names) for number, (names, _) in enumerate(self.groups)}
         return {"parameters and buffers": values, "groups of parameters": groups}
 
@@ -183,6 +190,13 @@ def _check_value(value: torch.Tensor, what: str) -> None:
     if value.is_inference():
         raise ArgumentError(
             f"{what} was made in inference mode, and cannot be written to. Register its clone()."
+        )
+
+
+def _check_writable(value: torch.Tensor, what: str) -> None:
+    if any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
+        raise ArgumentError(
+            f"{what} is an expanded view, and cannot be written to. Register its clone()."
         )
 
 

@@ -15,11 +15,12 @@ from varcomm.data_parallel.sharded.inner_optimizer import Factory, made, options
 from varcomm.data_parallel.sharded.settings import Settings
 from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.data_parallel.sharded.split import splits
+from varcomm.data_parallel.sharded.traffic import Traffic
 from varcomm.ops import wire
 from varcomm.ops.broadcast import broadcast
 from varcomm.transport.agree import agree_and_share
 from varcomm.transport.group import Group
-from varcomm.transport.lane import Lane, free_lanes, take_lane
+from varcomm.transport.lane import free_lanes, take_lane
 
 __all__ = ["Made", "make"]
 
@@ -35,7 +36,6 @@ class Made:
     pieces: dict[str, Piece]
     optimizer: torch.optim.Optimizer
     arrivals: Arrivals
-    lane: Lane | None
 
 
 def make(
@@ -65,7 +65,7 @@ def make(
     optimizer, same = agree_and_share(
         f"{_WHAT}: optimizer_factory",
         lambda: made(factory, given, pieces, settings.whole),
-        lambda one: {"kind of optimizer": {"": type(one).__name__}, "options": options(one)},
+        lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
         group,
     )
     compare(_WHAT, same)
@@ -74,14 +74,13 @@ def make(
         names,
         list(given.parameters.values()),
         shards,
-        group,
-        lane,
+        Traffic(group, lane),
         settings.scaling(group.size),
         settings.counts,
     )
     if lane is not None:
         weakref.finalize(arrivals, lane.give_back).atexit = False
-    return Made(given, shards, pieces, optimizer, arrivals, lane)
+    return Made(given, shards, pieces, optimizer, arrivals)
 
 
 def _make_equal(given: Given, shards: list[Shard], group: Group, bucket_bytes: int) -> None:

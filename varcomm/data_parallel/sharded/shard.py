@@ -169,10 +169,8 @@ class Shard:
                 hide(parameter, self._nothing)
 
     def wait(self) -> None:
-        """Wait for the pieces of all ranks, where they are on their way."""
-        if self._gathers is None:
-            return
-        for work in self._gathers:
+        """Wait for the pieces of all ranks, which are on their way."""
+        for work in self._gathers or []:
             work.wait()
         self._gathers = None
         for parameter, view in zip(self.parameters, self._views, strict=True):

@@ -23,6 +23,7 @@ from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
 from varcomm.sharding.optimizer_state import (
+    Part,
     load_optimizer_state,
     optimizer_state,
     optimizer_state_for,
@@ -34,7 +35,140 @@ __all__ = ["ShardedGradients"]
 
 
 class ShardedGradients:
-    """DOC"""
+    """An optimizer of which each rank runs a part: its piece of the parameters, and their states.
+
+    Every rank has the whole model. Backward sums the gradients over ranks, and leaves each rank
+    those of its own piece; :meth:`step` updates the piece and gathers the pieces of all. So
+    gradients, states and fp32 masters take ``n`` elements a rank rather than all ``N``, and both
+    together send no more than an all-reduce of gradients would. Pieces may be of any sizes.
+
+    Collective: every rank makes it of a model with the same parameters, and all raise if one has
+    to. Parameters and buffers get the values of rank 0. Parameters become views of rows, a row a
+    bucket, contiguous; they stay the same objects.
+
+    Parameters
+    ----------
+    params : Module or iterable
+        A Module; or an iterable of parameters, of ``(name, parameter)``, or of dicts with
+        ``"params"`` and options, as torch's optimizers take them. Those that are frozen are only
+        made equal. Shared ones count once.
+    optimizer_factory : callable
+        Is called as ``optimizer_factory(groups)`` and makes the optimizer of this rank's pieces:
+        ``lambda groups: torch.optim.AdamW(groups, lr=1e-3)``. The groups are those of `params`,
+        with the pieces in place of parameters, and may be empty on a rank. Updates of an element
+        must depend on nothing else in its parameter, unless `sizes` is ``"whole-parameters"``.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+    sizes : "balanced", "whole-parameters" or sequence of int
+        How many elements each rank owns. ``"balanced"``: as many as any other. A list: one int a
+        rank, zeros allowed, that sum to the number of trained elements; more where there is more
+        memory. Of each bucket a rank gets its share, so that every message is spread over all.
+        ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
+        shape, as Muon needs it.
+    module : torch.nn.Module, optional
+        The module in which the parameters are, where `params` is not that module itself. A
+        backward from its output takes part in the sums on every rank, even if the loss reaches no
+        parameter there. Without it, each backward must reach one of the parameters on every rank.
+    reduce : "mean", "sum" or GlobalCount
+        ``"mean"`` divides by the number of ranks; ``"sum"`` does not; a
+        :class:`varcomm.data_parallel.GlobalCount` divides by what all ranks have counted since the
+        last sum.
+    fp32_reduce_scatter : bool
+        Sum and divide gradients narrower than 4 bytes in fp32. They travel narrow, and the
+        receiver casts them: the numbers are those of a cast before, at half the bytes. If False,
+        they are divided before they are sent, in their own dtype, to which the sum (in fp32) is
+        rounded before it is divided by the rest. Wider ones keep their dtype.
+    gradient_predivide_factor : float, optional
+        What each rank's part is divided by before it is added; the sum is divided by the rest. By
+        default a power of two near ``sqrt(P)`` for a mean, else 1.
+    fp32_masters : bool
+        Let the optimizer work on fp32 copies of the pieces of parameters narrower than 4 bytes,
+        which are rounded for the model after each step. What is written into the model's
+        parameters in place between steps (``load_state_dict``) is taken over.
+    cpu_offload : bool
+        Keep gradients, masters and states of the pieces on the CPU. Gradients move there through
+        pinned memory, beside backward.
+    overlap_forward : bool
+        Let :meth:`step` return while pieces are being gathered; each module in `module` waits in
+        its forward for the parameters that it holds itself, modules of torch.nn for all in them.
+        Until then it is an error to use a parameter otherwise; :meth:`wait` waits for all, and so
+        does ``state_dict()`` of a module.
+    bucket_bytes : int
+        Gradients travel in messages of about so many bytes.
+
+    Attributes
+    ----------
+    optimizer : torch.optim.Optimizer
+        What the factory has made. Learning rate schedulers take it, and its hooks may be used; its
+        ``step`` may not.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if `params` holds no trained parameter, or one that is lazy, sparse, sharded
+        as a DTensor, on another device than the others, replicated by
+        :func:`varcomm.data_parallel.replicate` or in another ShardedGradients; if `sizes` do not
+        fit; if the optimizer holds other tensors than it was given; if another argument is wrong.
+        In backward, on the rank where it happens, for ``create_graph=True``, for gradients that
+        require a gradient, for hooks after accumulation, and for parameters that have been moved;
+        inside :func:`varcomm.debug` on all. On every rank at the end of backward, if all have
+        counted 0.
+    DisagreementError
+        On every rank, if parameters, arguments or options of the optimizer differ. After a backward
+        that has failed.
+    GroupError
+        If this rank is not in `group`; on every rank, if a parameter is where the group has no
+        engine.
+
+    Notes
+    -----
+    Every rank calls ``backward()`` equally often. Each one that is not within :meth:`no_sync` sums
+    what it brings, and adds it to the gradients of the pieces, which :meth:`zero_grad` drops:
+    micro-batches accumulate there. Their storage is all that gradients take between backward and
+    step; the ``grad`` of a parameter stays None. What no rank has used keeps no gradient, as in one
+    process.
+
+    Buckets are filled from the last parameters to the first. As soon as the gradients of one are
+    there, and of all before it, they are packed, freed, and sent while backward goes on, on a group
+    of its own; where there can be none, and inside :func:`varcomm.debug`, when backward is done.
+    What was sent is freed when it has arrived.
+
+    Communication: of ``N`` elements this rank owns ``n``. A backward sends ``N - n`` elements of
+    the gradients' dtype, and one value for each parameter in each peer's piece of a bucket; it
+    receives ``(P - 1) n``, and a value for each parameter in its own from each peer. A GlobalCount
+    adds 16 bytes to each peer. :meth:`step` sends ``(P - 1) n`` elements of the parameters' dtype
+    and receives ``N - n``. Nothing is padded. Sums are in rank order, the same at every run, and
+    parameters are equal on all ranks bit for bit.
+
+    Accuracy: sums in fp32 of gradients ``g_r`` that are narrow are within ``(P + 1) 2**-24 sum_r
+    |g_r|`` of the exact sum, divided.
+
+    Sharding of optimizer states is that of ZeRO, of gradients its second stage [1]_.
+
+    References
+    ----------
+    .. [1] S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, ZeRO: memory optimizations toward training
+       trillion parameter models, SC20, 2020, https://arxiv.org/abs/1910.02054
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.data_parallel.sharded import ShardedGradients
+    >>> def fn(rank):
+    ...     model = torch.nn.Linear(2, 3, bias=False)
+    ...     torch.nn.init.ones_(model.weight)
+    ...     optimizer = ShardedGradients(
+    ...         model, lambda groups: torch.optim.SGD(groups, lr=0.5), sizes=[4, 2]
+    ...     )
+    ...     model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    ...     own = optimizer.pieces["weight"]
+    ...     optimizer.step()
+    ...     return (own.start, own.stop), own.value.grad.tolist(), model.weight.tolist()[0]
+    >>> varcomm.launch(fn, 2)[0]
+    ((0, 4), [1.5, 1.5, 1.5, 1.5], [0.25, 0.25])
+    >>> varcomm.launch(fn, 2)[1]
+    ((4, 6), [1.5, 1.5], [0.25, 0.25])
+    """
 
     def __init__(
         self,
@@ -69,12 +203,12 @@ class ShardedGradients:
         self._arrivals = arrivals = made.arrivals
         whole = made.given.module
         self._gathering = Gathering(
-            made.shards, arrivals.sums_over, made.lane, whole if overlap_forward else None
+            made.shards, arrivals.traffic, whole if overlap_forward else None
         )
         self._stepping = self._closed = False
         self.optimizer = made.optimizer
         self.optimizer.register_step_pre_hook(_OnlyWithin(self))
-        self._parts = {
+        self._parts: dict[torch.Tensor, Part] = {
             piece.value: part_of(
                 piece, self._settings.whole, shard_spec(self._given.parameters[name])
             )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
-from varcomm.data_parallel.buckets import cut, gradient_dtype
+from varcomm.data_parallel.buckets import cut
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes
 
@@ -66,7 +66,7 @@ class Split:
         """
         places = list(accumulate(lengths, initial=0))[:-1]
         rows = list(zip(members, lengths, places, strict=True))
-        pieces = [range(start, start + n) for start, n in zip(ShardSizes(sizes).offsets, sizes)]
+        pieces = [ShardSizes(sizes).range(rank) for rank in range(len(sizes))]
         segments = (
             tuple(
                 Segment(index, max(piece.start - place, 0), min(piece.stop - place, length))
@@ -104,15 +104,18 @@ def splits(
         owner = owners(numbers, ranks)
         found = []
         for members in lists:
-            members = sorted(members, key=lambda index: owner[index])  # a stable sort
-            own = [sum(numbers[i] for i in members if owner[i] == rank) for rank in range(ranks)]
-            found.append(Split.of(members, [numbers[i] for i in members], own))
+            own = [[index for index in members if owner[index] == rank] for rank in range(ranks)]
+            lengths = [[numbers[index] for index in some] for some in own]
+            shares = [sum(row) for row in lengths]
+            found.append(Split.of([*chain(*own)], [*chain(*lengths)], shares))
         return found
     total = sum(numbers)
     wanted = _checked(sizes, total, ranks)
     rows = [[numbers[i] for i in members] for members in lists]
-    shares = apportion([sum(row) for row in rows], wanted)
-    return [Split.of(*both, share) for *both, share in zip(lists, rows, shares, strict=True)]
+    each = apportion([sum(row) for row in rows], wanted)
+    return [
+        Split.of(members, row, share) for members, row, share in zip(lists, rows, each, strict=True)
+    ]
 
 
 def apportion(lengths: Iterable[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
