@@ -89,6 +89,10 @@ class Arrivals:
         self._removals += [hook.remove, partial(notes(node).pop, _MARK)]
         return node
 
+    def on_close(self, remove: Callable[[], object]) -> None:
+        """Call `remove` when this is closed, or gone."""
+        self._removals.append(remove)
+
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         self._end()
@@ -259,8 +263,8 @@ class _Backward:
         arrivals, failed = self.arrivals, True
         try:
             if debugging():
-                trained = [parameter.requires_grad for parameter in self._parameters]
-                frozen = [n for n, is_trained in zip(arrivals.names, trained) if not is_trained]
+                both = zip(arrivals.names, self._parameters, strict=True)
+                frozen = [name for name, parameter in both if not parameter.requires_grad]
                 call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
                 compare(arrivals.group(), call | {"frozen parameters": frozen})
             if self.sums:

@@ -58,7 +58,7 @@ class Gathering:
         if used:
             handle = part.register_forward_pre_hook(_Wait(me, used))
             self._removals.append(handle.remove)
-        before_state = part.register_state_dict_pre_hook(_Wait(me, None))  # type: ignore[no-untyped-call]
+        before_state = part.register_state_dict_pre_hook(_Wait(me, None))
         before_load = part.register_load_state_dict_pre_hook(_Wait(me, None))
         self._removals += [before_state.remove, before_load.remove]
 

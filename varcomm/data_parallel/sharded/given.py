@@ -44,6 +44,11 @@ class Given:
         """Return the module's buffers by name."""
         return {} if self.module is None else dict(self.module.named_buffers())
 
+    def unsummed(self) -> str | None:
+        """Return the name of a parameter that has a gradient of its own, if there is one."""
+        own = (name for name, value in self.parameters.items() if value.grad is not None)
+        return next(own, None)
+
     def check(self, group: Group, taken: Callable[[torch.Tensor], bool]) -> None:
         """Raise unless all can be sent, and nobody else sums the gradients."""
         trained: dict[str, torch.Tensor] = {
@@ -67,7 +72,7 @@ class Given:
                 f"parameters are on several devices, {' and '.join(devices)}: {first} is on the "
                 "second. Make a ShardedGradients for those of each device."
             )
-        for what, value in {**trained, **others}.items():
+        for value in {**trained, **others}.values():
             engine_for(group, value.device)
         for what, value in trained.items():
             if replica_of(value) is not None:

@@ -11,10 +11,8 @@ from varcomm.data_parallel.sharded.given import Given
 from varcomm.data_parallel.sharded.shard import Piece
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
-from varcomm.sharding import Box, Sharded, ShardSpec
-from varcomm.sharding.optimizer_state import Part
 
-__all__ = ["Factory", "made", "options", "part_of"]
+__all__ = ["Factory", "made", "options"]
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -95,16 +93,3 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
         for key, value in group.items()
         if key != "params"
     }
-
-
-def part_of(piece: Piece, whole: bool, spec: ShardSpec | None) -> Part:
-    """Return how a tensor like a piece belongs to the whole."""
-
-    def wrap(value: torch.Tensor) -> torch.Tensor:
-        if not whole:
-            return Sharded.elements(value, piece.shape, piece.start, spec)
-        if spec is not None:
-            return Sharded.of(value, spec)
-        return Sharded(piece.shape, [Box((0,) * value.dim(), value)], local=value)
-
-    return Part(piece.name, wrap)
