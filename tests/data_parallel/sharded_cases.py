@@ -87,3 +87,21 @@ def sharded(model, kind, ranks, optimizer="AdamW", **options):
 def assert_equal(model, twin, tolerance):
     for (name, own), one in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(own, one, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def assert_gradients(own, twin, tolerance=1e-12):
+    """Compare what this rank has with the gradients of one process; return how much that is."""
+    one = dict(twin.named_parameters())
+    for name, piece in own.pieces.items():
+        gradient, whole = piece.value.grad, one[name].grad
+        assert (gradient is None) == (whole is None), name
+        if whole is not None:
+            part = whole.contiguous().view(-1)[piece.start : piece.stop]
+            torch.testing.assert_close(
+                gradient.reshape(-1), part, rtol=tolerance, atol=tolerance, msg=name
+            )
+    return sum(piece.stop - piece.start for piece in own.pieces.values())
+
+
+def plain(groups):
+    return torch.optim.SGD(groups, lr=0.01)

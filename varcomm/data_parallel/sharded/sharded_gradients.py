@@ -35,8 +35,8 @@ class ShardedGradients:
     together send no more than an all-reduce of gradients would. Pieces may be of any sizes.
 
     Collective: every rank makes it of a model with the same parameters, and all raise if one has
-    to. Parameters and buffers get the values of rank 0. Parameters become views of rows, a row a
-    bucket, contiguous; they stay the same objects.
+    to. Parameters and buffers get the values of rank 0. Parameters become contiguous views of one
+    row a bucket; they stay the same objects.
 
     Parameters
     ----------
@@ -349,20 +349,14 @@ class ShardedGradients:
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what to load a saved state into, where the optimizer has made none of its own yet.
 
-        Parameters
-        ----------
-        saved : mapping
-            The structure of what :meth:`state_dict` returned, with any tensors.
+        `saved` has the structure of what :meth:`state_dict` returned, with any tensors.
         """
         return self._states.get_for(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned for the same pieces; collective.
 
-        Raises
-        ------
-        ArgumentError
-            On every rank, if groups or names are others.
+        All raise an ArgumentError, if groups or names are others.
         """
         self._settle("load_state_dict")
         agree(f"{NAME}.load_state_dict", lambda: self._states.load(state), self._group())
