@@ -31,7 +31,7 @@ class Piece:
         Which elements of it, in row-major order.
     value : torch.nn.Parameter
         What the optimizer works on, and its ``grad``: of one dimension, or of the whole's shape
-        where parameters have one owner.
+        where parameters have one owner, as scalars always do.
     """
 
     name: str
@@ -91,7 +91,8 @@ class Shard:
         for segment in self._segments:
             values = self._masters[first : first + len(segment)]
             shape = by_index[segment.index].shape
-            value = torch.nn.Parameter(values.view(shape) if whole else values)
+            # a scalar has one owner in any case, and states like those of one process
+            value = torch.nn.Parameter(values.view(shape) if whole or not shape else values)
             piece = Piece(names[segment.index], shape, segment.start, segment.stop, value)
             self.pieces.append(piece)
             first += len(segment)

@@ -84,6 +84,8 @@ def _part_of(piece: Piece, whole: bool, spec: ShardSpec | None) -> Part:
     """Return how a tensor like a piece belongs to the whole."""
 
     def wrap(value: torch.Tensor) -> torch.Tensor:
+        if not piece.shape:
+            return value
         if not whole:
             return Sharded.elements(value, piece.shape, piece.start, spec)
         if spec is not None:
