@@ -48,6 +48,21 @@ def test_as_in_one_process_in_debug(worlds, name):
     assert owned + others == total
 
 
+def without_elements(rank):
+    """Parameters without elements, first, last, and alone of their dtype."""
+    model = nn.ParameterList([torch.zeros(0), torch.ones(3), torch.zeros(0, 2)])
+    model.append(nn.Parameter(torch.zeros(0).double()))
+    own = ShardedGradients(model, plain, module=model, sizes=[1, 2], reduce="sum", bucket_bytes=8)
+    sum(p.sum() for p in model).backward()
+    own.step()
+    return [p.grad for p in model], {n: p.value.grad.tolist() for n, p in own.pieces.items()}
+
+
+def test_parameters_without_elements(worlds):
+    none = [None] * 4
+    assert worlds.run(2, without_elements) == [(none, {"1": [2.0]}), (none, {"1": [2.0, 2.0]})]
+
+
 def more_ranks_than_elements(rank):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -194,9 +209,7 @@ def counted(rank, dtype, bucket_bytes):
     """A slope of 1 in no_sync, with a count of 100,000, and one of the rank's number."""
     model = Slope(dtype)
     counts = Counts()
-    own = ShardedGradients(
-        model, plain, sizes=[3, 0, 5], reduce=counts, bucket_bytes=bucket_bytes
-    )
+    own = ShardedGradients(model, plain, sizes=[3, 0, 5], reduce=counts, bucket_bytes=bucket_bytes)
     for _ in range(2):
         with own.no_sync():
             counts.add(100_000)

@@ -182,7 +182,9 @@ def states_on_a_mesh(own, one, whole):
                 continue
             assert value.shape == expected.shape
             for box in value.boxes:
-                place = [slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True)]
+                place = [
+                    slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True)
+                ]
                 torch.testing.assert_close(box.tensor, expected[tuple(place)], rtol=1e-9, atol=1e-9)
                 elements += box.tensor.numel()
     return elements

@@ -41,7 +41,8 @@ def within_bounds(rank, ranks):
             model, lambda groups: torch.optim.SGD(groups, 0.1), fp32_reduce_scatter=in_fp32
         )
         model(data(0, rank)).square().sum().backward()
-        of_ranks = dict(zip(dict(twin.named_parameters()), gradients_of(twin, 0, ranks)))
+        names = [name for name, _ in twin.named_parameters()]
+        of_ranks = dict(zip(names, gradients_of(twin, 0, ranks), strict=True))
         errors = []
         for name, piece in own.pieces.items():
             parts = [g.double().view(-1)[piece.start : piece.stop] for g in of_ranks[name]]

@@ -106,7 +106,10 @@ REFUSED = {
     "expanded": (expanded, "buffer 'more' is an expanded view, and cannot be written to."),
     "frozen": (frozen, "no parameter is trained: all 2 are frozen."),
     "nothing": (list, "no parameter is trained: there are none."),
-    "a tensor": (lambda: torch.ones(2), "params must be a Module, or an iterable of parameters, of"),
+    "a tensor": (
+        lambda: torch.ones(2),
+        "params must be a Module, or an iterable of parameters, of",
+    ),
     "a number": (lambda: 3, "params must be a Module, or an iterable of parameters, of (name, "),
     "a string in it": (lambda: ["weight"], "params must hold parameters; '0.0' is str. Pass "),
     "computed": (
@@ -152,7 +155,10 @@ def test_parameters_that_are_refused_on_one_rank_are_refused_on_all(worlds, what
 
 # what rank 1 asks for
 ARGUMENTS = {
-    "sum": ({"sizes": [3, 4]}, "sizes sum to 7 ([3, 4]), but the parameters that are trained have "),
+    "sum": (
+        {"sizes": [3, 4]},
+        "sizes sum to 7 ([3, 4]), but the parameters that are trained have ",
+    ),
     "length": ({"sizes": [8]}, "sizes must have one entry a rank, 2; got 1: [8]."),
     "negative": ({"sizes": [9, -1]}, "sizes must not be negative; got [9, -1]."),
     "kind": ({"sizes": "even"}, 'sizes must be "balanced", "whole-parameters" or a list of ints'),
@@ -215,7 +221,10 @@ FACTORIES = {
         "the optimizer holds 2 tensors that it was not given, the first of shape (2, 3).",
     ),
     "lacking": (lacking, "the optimizer lacks 1 of the tensors that it was given: pieces of "),
-    "groups": (in_two_groups, "the optimizer has 2 groups of parameters, and the factory was given"),
+    "groups": (
+        in_two_groups,
+        "the optimizer has 2 groups of parameters, and the factory was given",
+    ),
     "none": (lambda groups: None, "optimizer_factory must return a torch.optim.Optimizer; got Non"),
     "not callable": (3, "optimizer_factory must be callable as optimizer_factory(groups), as in "),
     "raising": (raising, "no memory, say"),
@@ -240,7 +249,9 @@ def factory(rank, what):
 def test_optimizers_of_something_else_are_refused_on_all(worlds, what):
     told, sums = zip(*worlds.run(2, factory, what), strict=True)
     said = re.escape(FACTORIES[what][1])
-    start = rf"data_parallel\.ShardedGradients: optimizer_factory: refused on rank [01] of 2.*: {said}"
+    start = (
+        rf"data_parallel\.ShardedGradients: optimizer_factory: refused on rank [01] of 2.*: {said}"
+    )
     assert all(re.match(start, text) for text in told)
     assert told[0] == told[1]
     assert sum(sums) == 16.0
@@ -325,14 +336,18 @@ def test_one_after_the_other(worlds):
 def equal(rank):
     """All get the values of rank 0; parameters stay the same objects."""
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.BatchNorm2d(3))
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.BatchNorm2d(3)
+    )
     model[0].bias.requires_grad_(False)
     model[1].running_mean.fill_(rank + 1.0)
     parameters = list(model.parameters())
     ShardedGradients(model, plain)
     torch.manual_seed(0)
     first = nn.Conv2d(2, 3, 2)
-    same = [torch.equal(a, b) for a, b in zip(model[0].parameters(), first.parameters(), strict=True)]
+    same = [
+        torch.equal(a, b) for a, b in zip(model[0].parameters(), first.parameters(), strict=True)
+    ]
     kept = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     return same, kept, model[1].running_mean.tolist()
 

@@ -166,7 +166,9 @@ def refused(rank):
     state = own.state_dict()
     if rank:
         state["param_groups"] = [{**state["param_groups"][0], "params": ["others"]}]
-    said = "ShardedGradients.load_state_dict: refused on rank 1 of 2: the saved optimizer has 1 grou"
+    said = (
+        "ShardedGradients.load_state_dict: refused on rank 1 of 2: the saved optimizer has 1 grou"
+    )
     with pytest.raises(ArgumentError, match=re.escape(said)):
         own.load_state_dict(state)
     return len(own.state_dict()["state"]) == len(own.pieces)

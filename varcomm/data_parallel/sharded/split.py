@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from varcomm.data_parallel.buckets import cut
+from varcomm.data_parallel.buckets import cut, gradient_dtype
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes
 
@@ -158,12 +158,15 @@ def owners(numbers: Sequence[int], ranks: int) -> list[int]:
 
 
 def _rows(values: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    order = list(reversed(range(len(values))))
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index in reversed(range(len(values))):
+        kinds.setdefault((values[index].dtype, gradient_dtype(values[index])), []).append(index)
     lists = []
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        alike = [index for index in order if values[index].dtype == dtype]
-        lists += cut(values, alike, bucket_bytes)
-    return sorted(lists, key=lambda members: -members[-1])
+    for alike in kinds.values():
+        # those without elements last: they go along in any message
+        order = sorted(alike, key=lambda index: values[index].numel() == 0)
+        lists += cut(values, order, bucket_bytes) or [order]
+    return sorted(lists, key=lambda members: -min(members))
 
 
 def _checked(sizes: object, total: int, ranks: int) -> tuple[int, ...]:
