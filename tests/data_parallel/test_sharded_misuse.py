@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import varcomm
 from tests.data_parallel.cases import Energy, rows, square

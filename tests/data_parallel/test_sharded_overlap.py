@@ -13,9 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import varcomm
 from tests.data_parallel.cases import DOUBLE, square
 from tests.data_parallel.sharded_cases import plain, twins
-from tests.data_parallel.test_replicate_overlap import Exchanging, Looking
+from tests.data_parallel.test_replicate_overlap import Exchanging, Graphs, Looking
+from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.data_parallel.sharded import ShardedGradients
+from varcomm.graph import distribute, partition
 from varcomm.ops import wire
 
 
@@ -223,6 +225,34 @@ def among_exchanges(rank, ranks):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages_do_not_meet_the_exchanges_of_a_model(worlds, ranks):
     assert len(set(worlds.run(ranks, among_exchanges, ranks))) == 1
+
+
+def on_a_graph(rank, method):
+    """A partitioned graph, of which one of the ranks owns nothing."""
+    data = wild()
+    graph = partition(data, method=method)
+    model, twin = twins(Graphs)
+    model = distribute(model, graph)
+    own = ShardedGradients(
+        model, plain, module=model, reduce="sum", bucket_bytes=100, overlap_forward=True
+    )
+    one = plain(twin.parameters())
+    for _ in range(3):
+        square(model(graph.x, graph.edge_index) - graph.y).backward()
+        square(twin(data.x, data.edge_index) - data.y).backward()
+        for optimizer in (own, one):
+            optimizer.step()
+            optimizer.zero_grad()
+    own.wait()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    return graph.num_owned
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_distributed_model(worlds, ranks):
+    owned = worlds.run(ranks, on_a_graph, split_by("a rank owns nothing", 24, ranks))
+    assert (sum(owned), min(owned)) == (24, 0)
 
 
 class Noting(torch.autograd.Function):

@@ -356,6 +356,18 @@ def test_all_get_the_values_of_rank_0(worlds):
     assert worlds.run(3, equal) == [([True, True], True, [1.0] * 3)] * 3
 
 
+def nowhere(rank):
+    model = nn.Linear(3, 2, device="meta") if rank else linear()
+    with pytest.raises(GroupError) as caught:
+        ShardedGradients(model, plain)
+    return str(caught.value)
+
+
+def test_parameters_where_the_group_has_no_engine(worlds):
+    start = "data_parallel.ShardedGradients: refused on rank 1 of 2: rank 1 of 2: the tensor is on "
+    assert all(text.startswith(start + "meta") for text in worlds.run(2, nowhere))
+
+
 def test_without_ranks():
     with pytest.raises(GroupError, match=r"torch\.distributed is not initialised"):
         ShardedGradients(linear(), plain)

@@ -60,7 +60,8 @@ class ShardedGradients:
     module : torch.nn.Module, optional
         The module in which the parameters are, where `params` is not that module itself. A
         backward from its output takes part in the sums on every rank, even if the loss reaches no
-        parameter there. Without it, each backward must reach one of the parameters on every rank.
+        parameter there. Without it, each must reach one of the parameters on every rank, and those
+        of reentrant checkpoints sum by themselves.
     reduce : "mean", "sum" or GlobalCount
         ``"mean"`` divides by the number of ranks; ``"sum"`` does not; a
         :class:`varcomm.data_parallel.GlobalCount` divides by what all ranks have counted since the
@@ -313,7 +314,7 @@ class ShardedGradients:
         Returns
         -------
         torch.Tensor
-            The norm before: a scalar of float64, the same on all ranks, bit for bit.
+            The norm before: a scalar of float64, the same on all ranks.
 
         Raises
         ------
@@ -362,10 +363,7 @@ class ShardedGradients:
         agree(f"{NAME}.load_state_dict", lambda: self._states.load(state), self._group())
 
     def close(self) -> None:
-        """Sum no gradients any more, and leave the parameters to whoever comes next.
-
-        Another may be made of them then, as has to be done on all ranks after a failed backward.
-        """
+        """Sum no gradients any more, and leave the parameters to another that is made then."""
         self._gathering.close()
         self._arrivals.close()
         self._closed = True
