@@ -24,4 +24,9 @@ def assert_same_gradients(model, twin, tolerance=1e-12):
         assert (own.grad is None) == (one.grad is None), name
         if own.grad is not None:
             torch.testing.assert_close(own.grad, one.grad, rtol=tolerance, atol=tolerance)
-            assert own.grad.stride() == own.stride(), name
+            assert strides(own.grad) == strides(own), name
+
+
+def strides(x):
+    """Return those that matter."""
+    return [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1]

@@ -150,17 +150,6 @@ def made_in_inference_mode():
     return with_buffer(value)
 
 
-def partly_replicated_alone():
-    """A module of which a part is summed by itself; a group of one rank needs no others."""
-    model = nn.Sequential(linear(), nn.Linear(2, 2))
-    replicate(model[1], alone())
-    return model
-
-
-def replicated_elsewhere():
-    return replicate(linear(), alone())
-
-
 def alone():
     return next(group for group in GROUPS if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
@@ -195,16 +184,6 @@ REFUSED = {
         lambda: DistributedDataParallel(linear(), process_group=alone()),
         ArgumentError,
         "DistributedDataParallel communicates gradients itself. Take either it, with ",
-    ),
-    "twice": (
-        partly_replicated_alone,
-        ArgumentError,
-        "parameter '1.weight' is in another module that is replicated already, and would be summed",
-    ),
-    "another group": (
-        replicated_elsewhere,
-        ArgumentError,
-        "parameter 'weight' is replicated over another group already. Take a deepcopy.",
     ),
 }
 

@@ -12,6 +12,7 @@ import varcomm
 from tests.data_parallel.cases import CASES, Layers, rows, square
 from tests.data_parallel.sharded_cases import assert_gradients, plain, twins
 from varcomm import ArgumentError
+from varcomm.data_parallel import GlobalCount
 from varcomm.data_parallel.sharded import ShardedGradients
 
 
@@ -180,21 +181,6 @@ def test_mean_and_sum(worlds, factor, dtype, in_fp32):
         assert torch.tensor([*first[0], *third[0]]).allclose(torch.tensor(each), rtol=bound)
 
 
-class Counts:
-    """As GlobalCount has it."""
-
-    def __init__(self):
-        self.count, self.added = 0, 0
-
-    def add(self, n):
-        self.count, self.added = self.count + n, 1
-
-    def take(self):
-        told = torch.tensor([self.count, self.added])
-        self.count, self.added = 0, 0
-        return told
-
-
 class Slope(nn.Module):
     def __init__(self, dtype):
         super().__init__()
@@ -208,7 +194,7 @@ class Slope(nn.Module):
 def counted(rank, dtype, bucket_bytes):
     """A slope of 1 in no_sync, with a count of 100,000, and one of the rank's number."""
     model = Slope(dtype)
-    counts = Counts()
+    counts = GlobalCount()
     own = ShardedGradients(model, plain, sizes=[3, 0, 5], reduce=counts, bucket_bytes=bucket_bytes)
     for _ in range(2):
         with own.no_sync():
@@ -232,11 +218,11 @@ def test_mean_over_a_global_count(worlds, dtype):
 
 def nothing_counted(rank, forgets):
     model = nn.Linear(1, 1)
-    counts = Counts()
+    counts = GlobalCount()
     own = ShardedGradients(model, plain, sizes=[2, 0], reduce=counts)
     if not (forgets and rank):
         counts.add(1 if forgets else 0)
-    said = "on 1 of 2 ranks nothing was added" if forgets else "all ranks have counted 0 rows"
+    said = "on 1 of 2 ranks GlobalCount.add was not" if forgets else "all ranks have counted 0 rows"
     with pytest.raises(ArgumentError, match=f"^ShardedGradients on rank {rank} of 2: {said}"):
         model(torch.ones(1, 1)).sum().backward()
     nothing = all(piece.value.grad is None for piece in own.pieces.values())
@@ -251,6 +237,27 @@ def test_a_mean_over_nothing_is_refused_on_all_ranks(worlds, forgets):
     first, second = worlds.run(2, nothing_counted, forgets)
     assert first == (True, [0.5, 0.5])
     assert second == (True, [])
+
+
+def in_any_order(rank, in_debug):
+    """Ranks come to two of them in opposite orders, with one count for both."""
+    count = GlobalCount()
+    modules = [twins(lambda: nn.Linear(3, 3).double()) for _ in range(2)]
+    owns = [ShardedGradients(m, plain, reduce=count, bucket_bytes=1) for m, _ in modules]
+    x = torch.ones(1, 3).double()
+    first, last = [model for model, _ in modules][:: 1 if rank else -1]
+    count.add(rank + 1)
+    with varcomm.debug() if in_debug else nullcontext():
+        # nobody reaches all of both, so that sums are left for the end
+        square(last(first.weight.sum(0)) @ x[0]).backward()
+    a, b = (twin for _, twin in modules)
+    ((square(b(a.weight.sum(0)) @ x[0]) + square(a(b.weight.sum(0)) @ x[0])) / 3).backward()
+    return sum(assert_gradients(own, twin) for own, (_, twin) in zip(owns, modules, strict=True))
+
+
+@pytest.mark.parametrize("in_debug", [False, True])
+def test_two_of_them_in_another_order_on_another_rank(worlds, in_debug):
+    assert sum(worlds.run(2, in_any_order, in_debug)) == 24
 
 
 def sparse(rank):

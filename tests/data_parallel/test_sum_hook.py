@@ -16,7 +16,7 @@ from tests.data_parallel.cases import Branches, Types, rows, square
 from tests.data_parallel.comparing import assert_same_gradients, seeded
 from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError, DisagreementError
-from varcomm.data_parallel import sum_hook
+from varcomm.data_parallel import GlobalCount, sum_hook
 from varcomm.graph import distribute, partition
 
 
@@ -93,6 +93,57 @@ def slope(rank):
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     ddp.register_comm_hook(None, sum_hook)
     return ddp, torch.ones(1, 1)
+
+
+def divided(rank, ranks, settings, reduce):
+    """Divide by the number of ranks, or by what is counted in all micro-batches of a step."""
+    count = GlobalCount()
+    ddp = DistributedDataParallel(seeded(layers), **settings)
+    ddp.register_comm_hook((None, count if reduce == "count" else reduce), sum_hook)
+    twin = seeded(layers)
+    for step in range(3):
+        ddp.zero_grad()
+        twin.zero_grad()
+        number = ranks
+        # in its first backward a static graph is summed at the end, and takes no micro-batches
+        for micro in range(2 if step else 1):
+            last = micro == (1 if step else 0)
+            count.add(rank + step)
+            with (
+                nullcontext() if last else ddp.no_sync(),
+                varcomm.debug() if micro else nullcontext(),
+            ):
+                square(ddp(rows(rank, ranks) + step + micro)).backward()
+        for micro in range(2 if step else 1):
+            sum(square(twin(rows(part, ranks) + step + micro)) for part in range(ranks)).backward()
+        if reduce == "count":
+            number = sum(part + step for part in range(ranks)) * (2 if step else 1) or 1
+        for parameter in twin.parameters():
+            parameter.grad /= number
+        assert_same_gradients(ddp.module, twin)
+    return twin[0].weight.grad.abs().sum().item() > 0
+
+
+@pytest.mark.parametrize("settings", ["plain", "buckets", "views", "static"])
+@pytest.mark.parametrize("reduce", ["mean", "count"])
+def test_means_and_global_counts(worlds, settings, reduce):
+    for ranks in (2, 3):
+        done = worlds.run(ranks, divided, ranks, SETTINGS[settings], reduce)
+        assert done == [True] * ranks
+
+
+def wrong_state(rank, state, said):
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(state, sum_hook)
+    with pytest.raises(ArgumentError, match=said):
+        ddp(torch.ones(1, 1)).sum().backward()
+
+
+def test_wrong_reductions(worlds):
+    said = r"^sum_hook on rank . of 2: reduce must be .* got 'max'\.$"
+    assert worlds.run(2, wrong_state, (None, "max"), said) == [None, None]
+    said = r"^sum_hook on rank . of 2: on 2 of 2 ranks GlobalCount\.add was not called before this"
+    assert worlds.run(2, wrong_state, (None, GlobalCount()), said) == [None, None]
 
 
 def micro_batches(rank, set_to_none):

@@ -1,6 +1,7 @@
-"""Second groups of all ranks: used again when they are free everywhere, and not kept alive."""
+"""Second groups of the same ranks: used again when they are free everywhere, and not kept alive."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,18 +44,65 @@ def test_lanes_are_used_again_when_they_are_free_on_all_ranks(worlds):
     assert worlds.run(3, used_again) == [(True, True, 2, 3)] * 3
 
 
-def none_for(rank):
-    group = dist.new_group([0, 1])
-    return take_lane(resolve(group), []) if rank < 2 else None
+def in_parts(rank):
+    """Ranks are in different numbers of groups; each lane is made by its members alone."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1])]
+    found = []
+    for place in (0, 1, 0, 2):
+        if groups[place] == dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        group = resolve(groups[place])
+        told = [None] * 2
+        dist.all_gather_object(told, free_lanes(group), group.process_group)
+        lane = take_lane(group, told)
+        made = lane.group()
+        assert (made.ranks, made.rank) == (group.ranks, group.rank)
+        assert made.process_group is not group.process_group
+        total = varcomm.all_reduce(torch.tensor([10**rank]), group=made.process_group)
+        found.append((lane.number, total.item()))
+        if place == 0:
+            lane.give_back()
+    return found
 
 
-def test_there_is_none_for_a_part_of_the_world_nor_for_one_rank(worlds):
-    assert worlds.run(3, none_for) == [None] * 3
+def test_lanes_of_parts_of_the_world(worlds):
+    """Those of the same ranks are numbered together, and used again for another group of them."""
+    of_first, of_last = (0, 11), (0, 110)
+    assert worlds.run(3, in_parts) == [
+        [of_first] * 3,
+        [of_first, of_last, of_first, of_first],
+        [of_last],
+    ]
+
+
+def test_there_is_none_for_one_rank(worlds):
     assert worlds.run(1, alone) == [None]
 
 
 def alone(rank):
-    return take_lane(resolve(None), [[]])
+    world = resolve(None)
+    return take_lane(world, [free_lanes(world)])
+
+
+class Bound:
+    """A process group of a world that is bound to GPUs."""
+
+    bound_device_id = torch.device("cuda:0")
+
+
+def on_gpus(rank):
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return None
+    part = resolve(group)
+    with pytest.MonkeyPatch.context() as patched:
+        world = replace(resolve(None), process_group=Bound())
+        patched.setattr("varcomm.transport.lane.resolve", lambda _: world)
+        return take_lane(part, [])
+
+
+def test_there_is_none_for_a_part_of_a_world_that_is_bound_to_gpus(worlds):
+    assert worlds.run(3, on_gpus) == [None] * 3
 
 
 def gone(rank):

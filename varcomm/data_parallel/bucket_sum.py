@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from varcomm.layout import ShardSizes
-from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.handle import Handle
-from varcomm.ops.reduce_scatter_v import reduce_scatter_v
-from varcomm.ops.reduction import SMALL
+from varcomm.ops import wire
+from varcomm.ops.reduction import SMALL, accumulated
+from varcomm.transport.agree import compare, debugging
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
+from varcomm.transport.trace import span
 
 __all__ = ["BucketSum"]
 
@@ -18,10 +18,11 @@ __all__ = ["BucketSum"]
 class BucketSum:
     """A sum that is begun now; the same on all ranks, bit for bit.
 
-    Each rank sums a piece of ``1 / P``, and then sends it to the others. An asynchronous
-    :func:`varcomm.all_reduce` cannot do so, since nobody would begin its second round, and takes
-    ``P - 1`` times the bytes in place of ``2 (P - 1) / P``; here the caller begins it. On two
-    ranks that is the same, but each adds half as much. Up to 16 KiB one round is less time.
+    Each rank sums a piece of ``1 / P`` in rank order, divides it, and then sends it to the others.
+    An asynchronous :func:`varcomm.all_reduce` cannot do so, since nobody would begin its second
+    round, and takes ``P - 1`` times the bytes in place of ``2 (P - 1) / P``; here the caller begins
+    it. On two ranks that is the same, but each adds half as much. Up to 16 KiB one round is less
+    time. By what it is divided need not be known before the second round.
 
     Parameters
     ----------
@@ -29,24 +30,56 @@ class BucketSum:
         Shape (N,), the same on all ranks. It must not change before the sum is there.
     group : Group
         The ranks that sum. All make the same calls in the same order.
+    use_fp32 : bool
+        Sum and divide floats narrower than 4 bytes in fp32, and round once.
     """
 
-    def __init__(self, flat: torch.Tensor, group: Group) -> None:
-        self._group = group.process_group
+    def __init__(self, flat: torch.Tensor, group: Group, use_fp32: bool = True) -> None:
+        self._group, self._use_fp32 = group, use_fp32
         self._pieces: ShardSizes | None = None
-        self._handle: Handle
-        if group.size == 1 or flat.nbytes <= SMALL:
-            self._handle = all_reduce(flat, group=self._group, async_op=True)
-        else:
-            self._pieces = ShardSizes.balanced(flat.numel(), group.size)
-            self._handle = reduce_scatter_v(flat, self._pieces, group=self._group, async_op=True)
+        ranks, self._numbers = group.size, flat.numel()
+        self._mine = range(self._numbers)
+        if ranks > 1 and flat.nbytes > SMALL:
+            self._pieces = ShardSizes.balanced(self._numbers, ranks)
+            self._mine = self._pieces.range(group.rank)
+        counts = [len(self._mine)] * ranks
+        name = "all_reduce" if self._pieces is None else "reduce_scatter_v"
+        self._compare(name, flat)
+        with span(name):
+            if self._pieces is None:
+                works, parts = wire.all_gather(name, group, flat, counts)
+            else:
+                works, parts = wire.exchange(name, group, flat, self._pieces, counts)
+        self._pending = Pending(works, lambda: parts.view(ranks, len(self._mine)))
 
-    def begin_second_round(self) -> None:
-        """Wait for this rank's piece and begin to send it, where there are pieces."""
-        if self._pieces is not None:
-            piece = self._handle.wait()
-            self._handle = all_gather_v(piece, self._pieces, group=self._group, async_op=True)
+    def begin_second_round(self, divisor: int = 1, undivided: int = 0) -> None:
+        """Wait for this rank's piece and begin to send it, where there are pieces.
+
+        The sum is divided by `divisor`, but for its last `undivided` numbers.
+        """
+        parts = self._pending.wait()
+        total = accumulated(parts, self._use_fp32)
+        if divisor != 1:
+            total[: max(0, self._numbers - undivided - self._mine.start)] /= divisor
+        total = total.to(parts.dtype)
+        if self._pieces is None:
+            self._pending = Pending([], lambda: total)
+            return
+        name = "all_gather_v"
+        self._compare(name, total)
+        with span(name):
+            works, out = wire.all_gather(name, self._group, total, self._pieces)
+        self._pending = Pending(works, lambda: out)
 
     def wait(self) -> torch.Tensor:
         """Return the sum; after :meth:`begin_second_round`."""
-        return self._handle.wait()
+        return self._pending.wait()
+
+    def give_up(self) -> None:
+        """Wait for what has been begun, and begin nothing; in place of the second round."""
+        self._pending.wait()
+
+    def _compare(self, name: str, values: torch.Tensor) -> None:
+        if debugging():
+            how = {"dtype": str(values.dtype), "use_fp32": self._use_fp32}
+            compare(self._group, {"operation": name, "numbers": self._numbers, **how})

@@ -41,6 +41,9 @@ def cut(values: Sequence[torch.Tensor], order: Sequence[int], nbytes: int) -> li
     return sorted(lists, key=lambda members: place[members[-1]])
 
 
+_NONE: Mapping[int, torch.Tensor] = {}
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Parameters whose gradients are summed together.
@@ -57,30 +60,47 @@ class Bucket:
 
     parameters: Mapping[int, torch.nn.Parameter]
 
-    def flatten(self, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return what this rank adds to the sum; without a gradient that is zeros."""
-        parts = []
+    def flatten(
+        self, gradients: Mapping[int, torch.Tensor], more: Mapping[int, torch.Tensor] = _NONE
+    ) -> torch.Tensor:
+        """Return what this rank adds to the sum; without a gradient that is zeros.
+
+        What is in `more` is added to what is in `gradients`.
+        """
+        parts, used = [], []
         for index, parameter in self.parameters.items():
-            gradient = gradients.get(index)
+            gradient = gradients.get(index, more.get(index))
+            used.append(gradient is not None)
             if gradient is None:
                 gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             parts.append(gradient.reshape(-1))
-        used = parts[0].new_ones(len(parts))
-        for place, index in enumerate(self.parameters):
-            if index not in gradients:
-                used[place] = 0
-        return torch.cat([*parts, used])
+        flags = parts[0].new_ones(len(parts))
+        for place, is_used in enumerate(used):
+            if not is_used:
+                flags[place] = 0
+        flat = torch.cat([*parts, flags])
+        for index, part in zip(self.parameters, self._split(flat)[:-1], strict=True):
+            if index in gradients and index in more:
+                part.add_(more[index].reshape(-1))
+        return flat
 
-    def deliver(self, total: torch.Tensor, own: Container[int]) -> None:
+    def deliver(
+        self, total: torch.Tensor, own: Container[int], replaced: Container[int] = ()
+    ) -> None:
         """Add the sum over ranks to ``grad`` of each parameter that some rank has used.
 
-        `own` holds those that this rank has used. Without a ``grad`` so far, it gets a part of
-        `total` itself.
+        `own` holds those that this rank has used. Without a ``grad`` so far, a parameter gets a
+        part of `total` itself. It takes the place of what those in `replaced` have.
         """
-        *parts, used = total.split([*(p.numel() for p in self.parameters.values()), len(self)])
+        *parts, used = self._split(total)
         anywhere: list[bool] | None = None
         for place, (index, parameter) in enumerate(self.parameters.items()):
             part = parts[place].view(parameter.shape)
+            if index in replaced and parameter.grad is not None:
+                if parameter.grad.layout == torch.strided:
+                    parameter.grad.copy_(part)
+                    continue
+                parameter.grad = None  # sparse
             if parameter.grad is not None:
                 parameter.grad.add_(part)
                 continue
@@ -93,6 +113,10 @@ class Bucket:
                 parameter.grad = part.data  # no view, which could not be detached in place
             else:
                 parameter.grad = torch.empty_like(parameter, dtype=part.dtype).copy_(part)
+
+    def _split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        sizes = [*(p.numel() for p in self.parameters.values()), len(self)]
+        return list(flat.split(sizes))
 
     def __len__(self) -> int:
         return len(self.parameters)

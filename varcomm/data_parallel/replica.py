@@ -1,35 +1,67 @@
-"""The copy of a module that one rank has: hooks that sum gradients while backward goes on."""
+"""The copy of a module that one rank has: hooks by which its gradients come to be summed."""
 
 from __future__ import annotations
 
-import threading
+import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.bucket_sum import BucketSum
-from varcomm.data_parallel.buckets import Bucket, cut, gradient_dtype
+from varcomm.data_parallel.backward import LOCK, Backward, Part
+from varcomm.data_parallel.global_count import GlobalCount, Reduce
 from varcomm.data_parallel.leaf import accumulator, notes
+from varcomm.data_parallel.routes import Route, alive, routes
 from varcomm.data_parallel.tie import tie
+from varcomm.data_parallel.unsummed import Unsummed
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group, resolve
 from varcomm.transport.lane import Lane, weakly
 
-__all__ = ["CopyOfReplica", "Replica", "replica_of"]
+__all__ = ["CopyOfReplica", "Options", "Replica", "replicas_in", "replicas_of"]
 
 _MARK = "varcomm.replicate"
 
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the gradients of a module are summed.
+
+    Attributes
+    ----------
+    reduce : "sum", "mean" or GlobalCount
+        What is made of the gradients of all ranks.
+    use_fp32 : bool
+        Whether narrow floats are summed in fp32.
+    bucket_bytes : int
+        How much travels in a message.
+    recurse : bool
+        Whether parameters of modules within the module belong to it.
+    marked : bool
+        Whether :func:`mark_module_as_shared` was called, and not :func:`replicate`.
+    dimension : str, optional
+        The name of the dimension of a mesh that the group is.
+    """
+
+    reduce: Reduce
+    use_fp32: bool
+    bucket_bytes: int
+    recurse: bool = True
+    marked: bool = False
+    dimension: str | None = None
+
 
 class Replica:
-    """Sums the gradients of a module's parameters over ranks; the module's forward hook.
+    """Sums the gradients of a module's parameters over a group; the module's forward hook.
 
     The node of the graph that adds to a parameter's ``grad`` runs once in a backward, when all that
     the parameter gets is there, and never in ``torch.autograd.grad``. A hook before it takes the
@@ -37,58 +69,123 @@ class Replica:
     a backward that fails leaves nothing behind in it.
 
     Nothing keeps it but the module, and graphs through which backward may still go.
+
+    Parameters
+    ----------
+    number : int, optional
+        Its place among those that sum the same parameters; None is after all that there are.
     """
 
+    # How often one has come or gone: as long as it stays, so does who sums what.
+    changes: ClassVar[int] = 0
+
     def __init__(
-        self, module: torch.nn.Module, group: Group, lane: Lane | None, bucket_bytes: int
+        self,
+        module: torch.nn.Module,
+        group: Group,
+        lane: Lane | None,
+        options: Options,
+        number: int | None = None,
     ) -> None:
-        self.group, self.lane = weakly(group), lane
+        self.group, self.ranks, self.lane, self.options = weakly(group), group.ranks, lane, options
+        self.number = next(_numbers) if number is None else number
         self.module = weakref.ref(module)
-        self.names = [name for name, _ in module.named_parameters()]
-        self.parameters = list(module.parameters())
-        self._identities = _identities(module)
-        self._bucket_bytes = bucket_bytes
-        self._buckets: tuple[list[bool], list[Bucket]] | None = None
+        self.names = [name for name, _ in module.named_parameters(recurse=options.recurse)]
+        self.parameters = list(module.parameters(recurse=options.recurse))
+        self.left_out: set[int] = set()
+        self.unsummed = Unsummed(self.parameters, partial(_refuse_gradient, weakref.ref(self)))
+        self.paused = 0
+        self._identities = _identities(module, options.recurse)
+        self._routes: tuple[object, list[Route]] | None = None
+        self._connected: tuple[int, list[weakref.ref[Replica]]] | None = None
         self._anchor = torch.empty(0, requires_grad=True)
-        self._running: weakref.ref[_Backward] | None = None
+        self._running: weakref.ref[Part] | None = None
         self._failed = False
-        # parameters on CPU and GPU arrive in threads of their own
-        self._lock = threading.Lock()
         self._removals: list[Callable[[], object]] = []
         # autograd itself keeps neither the nodes nor, with them, their hooks
-        self._nodes = [self._watch(self._anchor, None)]
+        self._nodes: dict[int | None, Node] = {}
+        self._unwatch: dict[int | None, Callable[[], None]] = {}
+        self._watch(self._anchor, None)
         for index, parameter in enumerate(self.parameters):
             if parameter.is_floating_point() or parameter.is_complex():
-                self._nodes.append(self._watch(parameter, index))
+                self._watch(parameter, index)
         handle = module.register_forward_hook(self, with_kwargs=True)
         self._removals.append(handle.remove)
         if lane is not None:
             self._removals.append(weakref.finalize(self, lane.give_back))
+        if isinstance(options.reduce, GlobalCount):
+            options.reduce.users.add(self)
+        Replica.changes += 1
 
-    def _watch(self, leaf: torch.Tensor, index: int | None) -> Node:
+    def _watch(self, leaf: torch.Tensor, index: int | None) -> None:
         # weakly: a node is nothing that the garbage collector could see through
         me = weakref.ref(self)
         node = accumulator(leaf)
-        notes(node)[_MARK] = me
+        marks = notes(node).setdefault(_MARK, [])
+        marks.append(me)
         hook = node.register_prehook(partial(_arrived, me, index))
-        self._removals += [hook.remove, partial(notes(node).pop, _MARK)]
-        return node
+
+        def unwatch() -> None:
+            hook.remove()
+            marks.remove(me)
+
+        self._nodes[index], self._unwatch[index] = node, unwatch
 
     def close(self) -> None:
         """Leave the module as it was."""
-        for remove in self._removals:
+        for remove in (*self._unwatch.values(), *self._removals):
             remove()
+        if isinstance(self.options.reduce, GlobalCount):
+            self.options.reduce.users.discard(self)
+        Replica.changes += 1
+
+    def leave_out(self, indices: set[int]) -> None:
+        """Sum the gradients of some parameters no longer."""
+        for index in indices:
+            self._unwatch.pop(index, lambda: None)()
+            self._nodes.pop(index, None)
+        self.left_out |= indices
+        Replica.changes += 1
+        if len(self.left_out) == len(self.parameters):
+            self.close()
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """What is summed, in the order in which it is: the last parameters come first."""
-        trained = [parameter.requires_grad for parameter in self.parameters]
-        if self._buckets is None or self._buckets[0] != trained:
-            order = [i for i in reversed(range(len(trained))) if trained[i]]
-            lists = cut(self.parameters, order, self._bucket_bytes)
-            buckets = [Bucket({i: self.parameters[i] for i in members}) for members in lists]
-            self._buckets = trained, buckets
-        return self._buckets[1]
+    def routes(self) -> list[Route]:
+        """What it sums first of all, in the order in which it does: the last parameters first."""
+        key = Replica.changes, [parameter.requires_grad for parameter in self.parameters]
+        if self._routes is None or self._routes[0] != key:
+            self._routes = key, routes(self)
+        return self._routes[1]
+
+    def summing(self, index: int) -> list[Replica]:
+        """Return who sums the gradient of a parameter, in their order."""
+        return _alive(self._nodes[index]) if index in self._nodes else []
+
+    def connected(self) -> list[Replica]:
+        """Return all that share parameters with it, or with one that does; in their order."""
+        if self._connected is None or self._connected[0] != Replica.changes:
+            found, new = {self.number: self}, [self]
+            while new:
+                for node in new.pop()._nodes.values():
+                    for other in _alive(node):
+                        if other.number not in found:
+                            found[other.number] = other
+                            new.append(other)
+            references = [weakref.ref(found[number]) for number in sorted(found)]
+            self._connected = Replica.changes, references
+        return alive(self._connected[1])
+
+    def counting(self) -> list[Replica]:
+        """Return those over whose groups its count is summed, one for each group."""
+        of_groups: dict[tuple[int, ...], Replica] = {}
+        for replica in self.connected():
+            if replica.options.reduce is self.options.reduce:
+                of_groups.setdefault(replica.ranks, replica)
+        return list(of_groups.values())
+
+    def over(self) -> Group:
+        """Return the group on which sums travel."""
+        return self.group() if self.lane is None else self.lane.group()
 
     @property
     def frozen(self) -> list[str]:
@@ -101,7 +198,7 @@ class Replica:
         """Tie the module's output to the sums."""
         if not torch.is_grad_enabled():
             return output
-        self._check_sound()
+        self.check_sound()
         self._check_parameters(module)
         if DistributedDataParallel._active_ddp_module is not None:
             self.refuse(
@@ -112,27 +209,39 @@ class Replica:
             return output
         return tie(output, (args, kwargs), self._anchor, self, self.refuse)
 
-    def arrived(self, index: int | None, gradient: torch.Tensor | None) -> tuple[None] | None:
-        """Take what backward brings to a parameter, or its coming by the anchor."""
+    def arrived(
+        self, index: int | None, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None] | None:
+        """Take what backward brings to a parameter, or its coming by the anchor.
+
+        Returns what goes on in its place; None is the gradient itself.
+        """
         if index is not None and not self.parameters[index].requires_grad:
             return None  # frozen since forward; torch leaves its gradient alone
-        with self._lock:
+        # parameters on CPU and GPU arrive in threads of their own
+        with LOCK:
             task = torch._C._current_graph_task_id()
-            backward = self._running() if self._running is not None else None
-            if backward is None or self._failed:
-                self._check_sound()
-                self._check_backward()
-                backward = _Backward(self, task)
-                self._running = weakref.ref(backward)
-                # which keeps it, until backward has ended in one way or the other
-                torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
-            if index is not None and gradient is not None:
-                try:
-                    backward.add(index, gradient, nested=task != backward.task)
-                except BaseException:
-                    self._failed = True
-                    raise
-        return (None,)
+            part = self.part
+            if part is None or self._failed:
+                part = Backward.of(task).enter(self)
+            if index is None:
+                return (None,)
+            if gradient is None or not part.takes(index):
+                return None
+            try:
+                return part.add(index, gradient, nested=task != part.task)
+            except BaseException:
+                self._failed = True
+                raise
+
+    @property
+    def part(self) -> Part | None:
+        """What it has in the backward that runs."""
+        return self._running() if self._running is not None else None
+
+    def started(self, part: Part) -> None:
+        """Take part in a backward."""
+        self._running = weakref.ref(part)
 
     def ended(self, failed: bool) -> None:
         """Be ready for the next backward, or refuse it."""
@@ -143,7 +252,8 @@ class Replica:
         with checking("replicate", self.group()) as where:
             raise ArgumentError(where + reason)
 
-    def _check_sound(self) -> None:
+    def check_sound(self) -> None:
+        """Raise if this rank may be elsewhere than others."""
         died = self._running is not None and self._running() is None
         if self._failed or died:
             raise DisagreementError(
@@ -153,10 +263,10 @@ class Replica:
             )
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
-        now = _identities(module)
+        now = _identities(module, self.options.recurse)
         if now == self._identities:
             return
-        names = [name for name, _ in module.named_parameters()]
+        names = [name for name, _ in module.named_parameters(recurse=self.options.recurse)]
         before = dict(zip(self.names, self._identities, strict=True))
         after = dict(zip(names, now, strict=True))
         name = next(n for n in [*self.names, *names] if before.get(n) != after.get(n))
@@ -165,7 +275,8 @@ class Replica:
             "replicate(module) was called. Call it again, on all ranks."
         )
 
-    def _check_backward(self) -> None:
+    def check_backward(self) -> None:
+        """Raise if what this backward brings cannot be summed."""
         if torch.is_grad_enabled():
             self.refuse(
                 "backward(create_graph=True) would need derivatives of what has been summed. Take "
@@ -181,86 +292,6 @@ class Replica:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopyOfReplica, ()
-
-
-class _Backward:
-    """One backward: what has arrived, and the sums that are under way."""
-
-    def __init__(self, replica: Replica, task: int) -> None:
-        self.replica = replica
-        self.task = task
-        self.group = replica.group()
-        self.lane = replica.lane
-        self._sum_over = self.group if self.lane is None else self.lane.group()
-        self.buckets = replica.buckets
-        self._bucket_of = {i: n for n, bucket in enumerate(self.buckets) for i in bucket.parameters}
-        self._missing = [len(bucket) for bucket in self.buckets]
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._own: set[int] = set()
-        self._sums: list[BucketSum] = []
-        # Comparing blocks, and ranks are not at the same place of their backward. On a group that
-        # is used for other things, they would not even make their calls in the same order.
-        self._overlaps = self.lane is not None and not debugging()
-
-    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> None:
-        """Take an increment; start the sum of what is complete.
-
-        A `nested` one comes from a backward that runs within this one (reentrant checkpoints), and
-        may be followed by others of the same parameter.
-        """
-        bucket, name = self._bucket_of[index], self.replica.names[index]
-        if bucket < len(self._sums):
-            self.replica.refuse(
-                f"parameter {name!r} gets another gradient, from within a checkpoint, after "
-                "its sum was started. Use checkpoint(..., use_reentrant=False)."
-            )
-        dtype = gradient_dtype(self.replica.parameters[index])
-        if gradient.dtype != dtype:
-            self.replica.refuse(
-                f"the gradient of parameter {name!r} is of {gradient.dtype}, and not of "
-                f"{dtype} as on the other ranks. Set its grad_dtype before replicate(module)."
-            )
-        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        held = self._gradients.get(index)
-        self._gradients[index] = dense if held is None else held + dense
-        self._own.add(index)
-        self._missing[bucket] -= not nested
-        while self._overlaps and self._next_is_complete():
-            self._start()
-
-    def _next_is_complete(self) -> bool:
-        number = len(self._sums)
-        return number < len(self.buckets) and self._missing[number] == 0
-
-    def _start(self) -> None:
-        bucket = self.buckets[len(self._sums)]
-        flat = bucket.flatten(self._gradients)
-        for index in bucket.parameters:
-            self._gradients.pop(index, None)
-        if self.lane is not None:
-            self.lane.under_way = True
-        self._sums.append(BucketSum(flat, self._sum_over))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Sum what is left, and add the sums to the gradients; at the end of backward."""
-        replica, failed = self.replica, True
-        try:
-            if debugging():
-                call = {"operation": "replicate, at the end of backward"}
-                compare(self.group, call | {"frozen parameters": replica.frozen})
-            while len(self._sums) < len(self.buckets):
-                self._start()
-            for pending in self._sums:
-                pending.begin_second_round()
-            totals = [pending.wait() for pending in self._sums]
-            for bucket, total in zip(self.buckets, totals, strict=True):
-                bucket.deliver(total, self._own)
-            if self.lane is not None:
-                self.lane.under_way = False
-            failed = False
-        finally:
-            replica.ended(failed)
 
 
 class CopyOfReplica:
@@ -285,25 +316,35 @@ class CopyOfReplica:
             )
 
 
-def replica_of(parameter: torch.Tensor) -> Replica | None:
-    """Return who sums the gradient of a parameter, if anybody does."""
+def replicas_of(parameter: torch.Tensor) -> list[Replica]:
+    """Return who sums the gradient of a parameter, over one group each, in their order."""
     if not (parameter.is_floating_point() or parameter.is_complex()):
-        return None
-    mark = notes(accumulator(parameter)).get(_MARK)
-    return mark() if mark is not None else None
+        return []
+    return _alive(accumulator(parameter))
+
+
+def replicas_in(module: torch.nn.Module) -> list[Replica]:
+    """Return those of a module and of all modules within it."""
+    hooks = (hook for part in module.modules() for hook in part._forward_hooks.values())
+    return [hook for hook in hooks if isinstance(hook, Replica)]
+
+
+def _alive(node: Node) -> list[Replica]:
+    found = (mark() for mark in notes(node).get(_MARK, ()))
+    return sorted((r for r in found if r is not None), key=lambda replica: replica.number)
 
 
 def _arrived(
     me: weakref.ref[Replica], index: int | None, gradients: tuple[torch.Tensor | None, ...]
-) -> tuple[None] | None:
-    replica = me()
-    if replica is None:
-        raise ArgumentError(
-            "replicate: the module that was replicated has been deleted before backward, and its "
-            "gradients are not summed. Keep it."
-        )
+) -> tuple[torch.Tensor | None] | None:
+    (replica,) = alive([me])
     return replica.arrived(index, gradients[0])
 
 
-def _identities(module: torch.nn.Module) -> list[tuple[object, ...]]:
-    return [(id(p), p.dtype, p.device, p.shape) for p in module.parameters()]
+def _refuse_gradient(me: weakref.ref[Replica], index: int, reason: str) -> NoReturn:
+    (replica,) = alive([me])
+    replica.refuse(f"the gradient of parameter {replica.names[index]!r} {reason}")
+
+
+def _identities(module: torch.nn.Module, recurse: bool) -> list[tuple[object, ...]]:
+    return [(id(p), p.dtype, p.device, p.shape) for p in module.parameters(recurse=recurse)]

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.buckets import cut, gradient_dtype
-from varcomm.data_parallel.replica import CopyOfReplica, Replica, replica_of
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.layout import exact_int
-from varcomm.ops.broadcast import broadcast
-from varcomm.ops.checks import checked_tensor
-from varcomm.transport.agree import share
-from varcomm.transport.engines import engine_for
-from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.lane import free_lanes, take_lane
+from varcomm.data_parallel.global_count import Reduce
+from varcomm.data_parallel.set_up import BUCKET_BYTES, set_up
+from varcomm.transport.group import GroupLike
 
 __all__ = ["replicate"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_WHAT = "data_parallel.replicate"
 
-
-def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 * 2**20) -> Model:
+def replicate(
+    model: Model,
+    group: GroupLike = None,
+    *,
+    reduce: Reduce = "sum",
+    initial: Literal["broadcast", "check"] = "broadcast",
+    bucket_bytes: int = BUCKET_BYTES,
+    use_fp32: bool = True,
+) -> Model:
     """Make a module equal on all ranks, and sum its gradients over ranks in every backward.
 
     Collective: every rank calls it with a module of the same parameters and buffers, and all raise
@@ -34,9 +31,10 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
 
     From then on each rank computes its part of the loss and calls ``backward()``, which adds to
     each parameter's ``grad`` what it would in one process with the whole loss: the sum over ranks
-    of what this backward brings. Micro-batches may be accumulated, parameters may be unused on some
-    ranks; one that is unused on all gets no gradient, as in one process. Nothing else in the module
-    changes, nor does its ``state_dict``. Calling it again, for the same group, starts anew.
+    of what this backward brings, or a mean of it. Micro-batches may be accumulated, parameters may
+    be unused on some ranks; one that is unused on all gets no gradient, as in one process. Nothing
+    else in the module changes, nor does its ``state_dict``. Calling it again, for the same group,
+    starts anew.
 
     Parameters
     ----------
@@ -45,8 +43,16 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
         which ones are frozen may change later, on all ranks alike.
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
+    reduce : "sum", "mean" or GlobalCount
+        What gradients become: their sum over ranks, that divided by the number of ranks, or divided
+        by what a :class:`GlobalCount` has counted on all ranks.
+    initial : "broadcast" or "check"
+        Parameters and buffers get the values of rank 0, or must have them: then ranks compare
+        checksums of 4 bytes a tensor, and no value travels.
     bucket_bytes : int
         Gradients travel in messages of about so many bytes.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
 
     Returns
     -------
@@ -58,11 +64,13 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
     ArgumentError
         On every rank, if `model` is no module, is wrapped by ``DistributedDataParallel``, has
         parameters or buffers that are lazy, sparse or sharded, or shares parameters with another
-        module that is replicated; or if `bucket_bytes` is not positive.
+        module that is replicated over the same ranks or over some of them; if gradients of
+        backwards in :func:`no_sync` are yet to be summed; or if another argument is wrong.
     DisagreementError
         On every rank, if names, shapes, dtypes or ``requires_grad`` of parameters or buffers
-        differ, or `bucket_bytes` do. Inside :func:`varcomm.debug` also in backward, if ranks have
-        frozen other parameters, or one of them is not in this backward.
+        differ, other arguments do, or values where they are checked. Inside :func:`varcomm.debug`
+        also in backward, if ranks have frozen other parameters, one of them is not in this
+        backward, or only some are in :func:`no_sync`.
     GroupError
         If this rank is not in `group`; on every rank, if a parameter is where the group has no
         engine.
@@ -74,19 +82,31 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
     empty shard takes part though it depends on no parameter. It therefore requires a gradient, even
     if the module only hands on an input. ``torch.autograd.grad`` sums nothing. For
     ``backward(create_graph=True)`` and hooks by ``register_post_accumulate_grad_hook`` there is an
-    error.
+    error. To sum once after many micro-batches, run the others in :func:`no_sync`.
+
+    Several groups: on a mesh, a module may be replicated over one dimension and over another, and a
+    module within it over other dimensions than the whole is. Each parameter's gradient is then
+    summed over each of its groups once, over the first while backward goes on, and over the others
+    at its end, in the order of the calls; each sum is divided as its call says. All ranks make
+    these calls in the same order, before they train. Where groups overlap otherwise than dimensions
+    of a mesh do, somebody would be counted twice; a rank that can tell so raises.
 
     Communication: reduce-scatter and all-gather of each bucket, ``2 (P - 1) / P`` times the bytes
-    of the parameters that are trained and one value more for each; up to 16 KiB, a single round
-    with ``P - 1`` times the bytes. Floats narrower than 4 bytes travel narrow and are summed in
-    fp32. The sums are in rank order, the same on all ranks bit for bit.
+    of the parameters that are trained and one value more for each, for each group; up to 16 KiB, a
+    single round with ``P - 1`` times the bytes. A :class:`GlobalCount` adds a message of 16 bytes.
+    The sums are in rank order, the same on all ranks bit for bit.
+
+    Rounding: floats narrower than 4 bytes travel narrow, and are summed in fp32 and divided there,
+    before they are rounded, once for each group; so a mean overflows only if a gradient does. With
+    the unit roundoff ``u`` of the dtype that sums and ``v`` of a narrow one, a result is off by at
+    most ``(P + 2) u`` times the sum of magnitudes, divided as it is, and ``v`` times its own.
 
     Buckets are filled from the last parameters to the first, and the sum of each is begun as soon
     as its gradients are there, while backward goes on, on a group of its own; so it may overlap
-    with exchanges of the model. A group that is only a part of the world has no such second one:
-    its sums are begun when backward is done. So they are in :func:`varcomm.debug`.
-
-    Each backward sums. To sum once after many micro-batches, take :func:`sum_gradients` alone.
+    with exchanges of the model. That group is made by the ranks of `group` alone. In a world that
+    is bound to GPUs (as :func:`varcomm.init` does for NCCL) only all ranks could make one: there,
+    sums over a part of the world are begun when backward is done. So they are in
+    :func:`varcomm.debug`.
 
     If backward ends in an error, ``grad`` is as it was before. Further ones on that rank refuse to
     run, since other ranks may be elsewhere; call ``replicate`` again on all of them.
@@ -111,110 +131,13 @@ def replicate(model: Model, group: GroupLike = None, *, bucket_bytes: int = 25 *
     >>> varcomm.launch(fn, 2)
     [6.0, 6.0]
     """
-    ranks = resolve(group)
-    given = share(_WHAT, lambda: _described(model, ranks, bucket_bytes), ranks)
-    for word in ("bucket_bytes", "parameters and buffers"):
-        _compare(word, [described[word] for described in given])
-    _make_equal(model, ranks, bucket_bytes)
-    lane = take_lane(ranks, [described["free lanes"] for described in given])
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, CopyOfReplica):
-                del module._forward_hooks[key]
-            elif isinstance(hook, Replica):  # of an earlier call
-                hook.close()
-    Replica(model, ranks, lane, bucket_bytes)  # which the model keeps
-    return model
-
-
-def _described(model: object, group: Group, bucket_bytes: object) -> dict[str, Any]:
-    """Return what must be the same on all ranks, if it will do."""
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    size = exact_int(bucket_bytes)
-    if size is None or size < 1:
-        raise ArgumentError(f"bucket_bytes must be a positive integer; got {bucket_bytes!r}.")
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ArgumentError(
-            "DistributedDataParallel communicates gradients itself. Take either it, with "
-            "data_parallel.sum_hook, or replicate of the module within."
-        )
-    values: dict[str, str] = {}
-    devices: list[torch.device] = []
-    for kind, name, value in _values(model):
-        what = f"{kind} {name!r}"
-        _check_value(value, what, group)
-        _check_free(value, what, model, group)
-        if value.device not in devices:
-            devices.append(value.device)
-        learns = "trained" if value.requires_grad else "frozen"
-        values[name] = (
-            f"{kind} {len(values)}, {learns}, {value.dtype} with gradients of "
-            f"{gradient_dtype(value)}, shape {tuple(value.shape)}, on {value.device.type} "
-            f"{devices.index(value.device)}"
-        )
-    return {
-        "bucket_bytes": {"bucket_bytes": size},
-        "parameters and buffers": values,
-        "free lanes": free_lanes(group),
-    }
-
-
-def _check_value(value: torch.Tensor, what: str, group: Group) -> None:
-    """Raise unless a parameter or buffer can be sent, and written to."""
-    if torch.nn.parameter.is_lazy(value):
-        raise ArgumentError(f"{what} is not initialised yet. Call the model once before.")
-    checked_tensor(value, "", what)
-    engine_for(group, value.device)
-    expanded = any(
-        stride == 0 and n > 1 for n, stride in zip(value.shape, value.stride(), strict=True)
+    set_up(
+        "data_parallel.replicate",
+        model,
+        group,
+        reduce=reduce,
+        initial=initial,
+        bucket_bytes=bucket_bytes,
+        use_fp32=use_fp32,
     )
-    if expanded or value.is_inference():
-        how = "an expanded view" if expanded else "made in inference mode"
-        raise ArgumentError(f"{what} is {how}, and cannot be written to. Register its clone().")
-
-
-def _check_free(value: torch.Tensor, what: str, model: torch.nn.Module, group: Group) -> None:
-    """Raise if somebody else sums the gradient of a parameter."""
-    replica = replica_of(value) if isinstance(value, torch.nn.Parameter) else None
-    if replica is None:
-        return
-    if replica.module() is not model:
-        raise ArgumentError(
-            f"{what} is in another module that is replicated already, and would be summed twice. "
-            "Replicate the module that has all parameters, alone."
-        )
-    if replica.group() != group:
-        raise ArgumentError(f"{what} is replicated over another group already. Take a deepcopy.")
-
-
-def _compare(word: str, given: Sequence[Mapping[str, object]]) -> None:
-    """Raise on every rank, if ranks differ; without communication."""
-    for rank, own in enumerate(given):
-        for name in dict.fromkeys([*given[0], *own]):
-            here, there = given[0].get(name, "none"), own.get(name, "none")
-            if here != there:
-                raise DisagreementError(
-                    f"{_WHAT}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
-                    f"{rank} has {there}."
-                )
-
-
-def _make_equal(model: torch.nn.Module, group: Group, bucket_bytes: int) -> None:
-    """Overwrite parameters and buffers by those of rank 0."""
-    values = [value.detach() for _, _, value in _values(model)]
-    for members in cut(values, range(len(values)), bucket_bytes):
-        mine = [values[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in mine]) if group.rank == 0 else None
-        flat = broadcast(flat, group=group.process_group)
-        for value, part in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
-            if group.rank != 0:
-                value.copy_(part.view(value.shape))
-
-
-def _values(model: torch.nn.Module) -> list[tuple[str, str, torch.Tensor]]:
-    """Return kind, name and value of all parameters, then of all buffers."""
-    return [
-        *(("parameter", name, value) for name, value in model.named_parameters()),
-        *(("buffer", name, value) for name, value in model.named_buffers()),
-    ]
+    return model

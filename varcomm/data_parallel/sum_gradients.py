@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 
-from varcomm.data_parallel.replica import replica_of
+from varcomm.data_parallel.replica import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.operator import checking
@@ -77,7 +78,14 @@ def sum_gradients(
                 )
         trained = [parameter for parameter in given if parameter.requires_grad]
         for number, parameter in enumerate(trained):
-            if replica_of(parameter) is not None:
+            replicas = replicas_of(parameter)
+            if any(replica.unsummed.any() for replica in replicas):
+                raise ArgumentError(
+                    f"{where}replicate has yet to sum what backwards in no_sync have brought to "
+                    f"the module of parameter {number}, of shape {tuple(parameter.shape)}: the "
+                    "next backward() outside of no_sync does. Leave this call out."
+                )
+            if replicas:
                 raise ArgumentError(
                     f"{where}replicate has summed the gradient of parameter {number}, of shape "
                     f"{tuple(parameter.shape)}, in backward already. Leave this call out."
@@ -90,6 +98,8 @@ def sum_gradients(
     if debugging():
         shapes = [list(parameter.shape) for parameter in trained]
         compare(ranks, {"operation": "sum_gradients", "shapes of parameters": shapes})
+    # autograd may have made views of what came in the gradients of two parameters
+    places = Counter(p.grad.data_ptr() for p in set(trained) if p.grad is not None)
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in trained:
         buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -98,7 +108,7 @@ def sum_gradients(
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
             parts = all_reduce(flat, group=group).split([p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
-                if parameter.grad is None:
+                if parameter.grad is None or places[parameter.grad.data_ptr()] > 1:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view(parameter.shape))
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from varcomm.data_parallel.bucket_sum import BucketSum
+from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
 from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.errors import ArgumentError
 from varcomm.ops.operator import checking
@@ -21,17 +22,24 @@ __all__ = ["sum_hook"]
 
 _MARK = "varcomm.sum_hook"
 
+# Of the backward in which each is used.
+_totals: weakref.WeakKeyDictionary[GlobalCount, CountSum] = weakref.WeakKeyDictionary()
 
-def sum_hook(group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+
+def sum_hook(
+    state: GroupLike | tuple[GroupLike, Reduce], bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over ranks, for ``DistributedDataParallel``.
 
     ``ddp.register_comm_hook(group, sum_hook)`` makes it leave the sum over ranks in each ``grad``,
     where it would leave the average: the gradient of a loss of which each rank computes a part.
+    ``ddp.register_comm_hook((group, count), sum_hook)`` divides the sum by what a
+    :class:`GlobalCount` has counted, and ``(group, "mean")`` by the number of ranks.
 
     Parameters
     ----------
-    group : ProcessGroup or DeviceMesh, optional
-        The ranks of the ``DistributedDataParallel``; None is the whole world.
+    state : ProcessGroup, DeviceMesh or None, or a pair of that and what `reduce` is in `replicate`
+        The ranks of the ``DistributedDataParallel``, None for the whole world; alone it is a sum.
     bucket : torch.distributed.GradBucket
         What ``DistributedDataParallel`` passes.
 
@@ -43,7 +51,9 @@ def sum_hook(group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Raises
     ------
     ArgumentError
-        In backward, if a parameter has a gradient that has been summed before and is not zero.
+        In backward, if a parameter has a gradient that has been summed before and is not zero, if
+        `state` is something else, or as :class:`GlobalCount` says where too little was counted.
+        ``DistributedDataParallel`` cannot be used after an error in backward.
 
     Notes
     -----
@@ -73,20 +83,31 @@ def sum_hook(group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     >>> varcomm.launch(fn, 2)
     [3.0, 3.0]
     """
+    group, reduce = state if isinstance(state, tuple) else (state, "sum")
     ranks = resolve(group)
+    with checking("sum_hook", ranks) as where:
+        described(reduce, where)
     for parameter in bucket.parameters():
         _watch(parameter, ranks)
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
-    with torch.no_grad():
-        # comparing blocks, and ranks may be at other places of their backward
-        begun = None if debugging() else BucketSum(values, ranks)
+
+    @torch.no_grad()
+    def begin() -> BucketSum:
+        if isinstance(reduce, GlobalCount) and bucket.index() == 0:  # which comes first
+            _totals[reduce] = CountSum(reduce.take(), [ranks])
+        return BucketSum(values, ranks)
+
+    # comparing blocks, and ranks may be at other places of their backward
+    begun = None if debugging() else begin()
 
     @torch.no_grad()
     def finish() -> None:
-        total = begun or BucketSum(values, ranks)
-        total.begin_second_round()
+        total, divisor = begun or begin(), ranks.size if reduce == "mean" else 1
+        if isinstance(reduce, GlobalCount):
+            divisor = _totals[reduce].wait(where)
+        total.begin_second_round(divisor)
         future.set_result(total.wait())
 
     if torch._C._current_autograd_node() is None:

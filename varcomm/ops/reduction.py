@@ -13,11 +13,11 @@ from varcomm.transport.group import Group
 
 __all__ = [
     "SMALL",
+    "accumulated",
     "accumulation_dtype",
     "checked_summable",
     "pieces",
     "sum_in_rank_order",
-    "total_in_rank_order",
 ]
 
 # Up to here a second round of messages costs more than the bytes that it saves.
@@ -33,28 +33,24 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     summed. Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
     """
     first, *others = parts
-    total = total_in_rank_order([first, *others], accumulation_dtype(first.dtype, use_fp32))
-    return total.to(first.dtype)
+    return accumulated((first, *others), use_fp32).to(first.dtype)
 
 
-def total_in_rank_order(
-    parts: Iterable[torch.Tensor], dtype: torch.dtype, factor: float = 1.0
-) -> torch.Tensor:
-    """Return ``((p0 f + p1 f) + p2 f) + ...`` as a new tensor of `dtype`, in which it is computed.
+def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1.0) -> torch.Tensor:
+    """Return that sum before it is rounded to the parts' dtype, as a new tensor.
 
-    Not differentiable. `factor` is for values whose sum would be too large: parts are multiplied
-    before they are added.
+    Parts are multiplied by `factor` before they are added, where their sum could be too large.
 
-    >>> total_in_rank_order([torch.ones(2), torch.ones(2)], torch.float64, 0.5)
-    tensor([1., 1.], dtype=torch.float64)
+    >>> accumulated([torch.ones(2).half(), torch.ones(2).half()], True, 0.5)
+    tensor([1., 1.])
     """
     first, *others = parts
-    total = first.to(dtype, copy=True)
+    total = first.to(accumulation_dtype(first.dtype, use_fp32), copy=True)
     if factor != 1:
         total *= factor
     for part in others:
         # torch promotes all but floats of one byte
-        wide = part.to(dtype) if part.dtype.itemsize == 1 else part
+        wide = part.to(total.dtype) if part.dtype.itemsize == 1 else part
         if factor == 1:
             total += wide
         else:

@@ -35,6 +35,11 @@ class Group:
         """Return how messages name this rank."""
         return f"rank {self.rank} of {self.size}"
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the world that are in the group, in its order."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
     def backends(self) -> dict[str, str]:
         """Return which of torch.distributed's backends serves which kind of device."""
         config = dist.get_backend_config(self.process_group)

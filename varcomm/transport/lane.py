@@ -1,4 +1,4 @@
-"""A second group of all ranks, for calls whose order does not depend on any other's.
+"""A second group of the same ranks, for calls whose order does not depend on any other's.
 
 Ranks match the calls on a group by their order. What starts in the middle of a backward comes
 before some exchange of the model on one rank and after it on another; on a group of its own it
@@ -7,12 +7,15 @@ meets nothing but its own kind.
 
 from __future__ import annotations
 
+import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from varcomm.errors import GroupError
 from varcomm.transport.group import Group, resolve
@@ -27,9 +30,9 @@ class Lane:
     Attributes
     ----------
     number : int
-        The same on all ranks.
+        The same on all its ranks.
     group : callable
-        Returns the group, of all ranks of the world.
+        Returns the group.
     kind : tuple
         Backends and time limit, which are those of the group that it was made for.
     under_way : bool
@@ -50,41 +53,81 @@ class Lane:
         self.taken = self.under_way
 
 
-# Of each world, which is gone when its process group is destroyed. torch.distributed keeps a group
-# and its threads until then, so lanes are used again rather than made for each user.
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Lane]] = weakref.WeakKeyDictionary()
+# Of each world, which is gone when its process group is destroyed, and of each list of its ranks.
+# torch.distributed keeps a group and its threads until then, so lanes are used again rather than
+# made for each user.
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[Lane]]]
+_lanes = weakref.WeakKeyDictionary()
 
 
-def free_lanes(group: Group) -> list[int]:
-    """Return the numbers of the lanes of this rank that could serve in the place of `group`."""
-    made = _lanes.get(resolve(None).process_group, [])
-    return [lane.number for lane in made if not lane.taken and lane.kind == _kind(group)]
+def free_lanes(group: Group) -> dict[str, Any]:
+    """Return what this rank tells of lanes that could serve in the place of `group`.
+
+    Those that are free, by number; and a name for a new one, if this is the group's first rank.
+    """
+    free = [lane.number for lane in _made(group) if not lane.taken and lane.kind == _kind(group)]
+    return {"free": free, "name": f"varcomm.{uuid.uuid4().hex}" if group.rank == 0 else ""}
 
 
-def take_lane(group: Group, free: list[list[int]]) -> Lane | None:
+def take_lane(group: Group, told: Sequence[dict[str, Any]]) -> Lane | None:
     """Return a lane with the ranks of `group`, or None where there can be none; collective.
 
-    There is none for one rank, which has nobody to get out of step with, nor for a part of the
-    world: torch.distributed makes a group only if all ranks of the world take part.
+    There is none for one rank, which has nobody to get out of step with. Nor is there for a part of
+    a world that torch.distributed has bound to GPUs from the start: it would split the world's
+    communicator then, which only all ranks together can do.
 
-    `free` is what :func:`free_lanes` gave on each rank. Users leave when the garbage collector
+    `told` is what :func:`free_lanes` gave on each rank. Users leave when the garbage collector
     finds them, at other times on other ranks; a lane is free when it is so everywhere.
     """
     world = resolve(None)
-    if not 1 < group.size == world.size:
+    part = group.size < world.size
+    if group.size == 1 or (part and world.process_group.bound_device_id is not None):
         return None
-    made = _lanes.setdefault(world.process_group, [])
-    common = set.intersection(*map(set, free))
+    made = _made(group)
+    common: set[int] = set.intersection(*(set(lanes["free"]) for lanes in told))
     if common:
         lane = made[min(common)]
         lane.taken = True
         return lane
     backends, timeout = kind = _kind(group)
-    ranks = dist.get_process_group_ranks(group.process_group)
-    process_group = dist.new_group(ranks, timeout=timeout, backend=backends)
+    ranks = group.ranks
+    process_group = (
+        _group_of_members(ranks, backends, timeout, told[0]["name"])
+        if part
+        else dist.new_group(list(ranks), timeout=timeout, backend=backends)
+    )
     lane = Lane(len(made), weakly(resolve(process_group)), kind)
     made.append(lane)
     return lane
+
+
+def _group_of_members(
+    ranks: Sequence[int], backends: str, timeout: timedelta, name: Any
+) -> dist.ProcessGroup:
+    """Make a group of some ranks of the world, by a call that only these make.
+
+    With ``use_local_synchronization``, ``new_group`` would do so too, but it derives the name, by
+    which ranks find each other, from how many groups a rank is in. Ranks that are in more groups
+    than others would never meet, and a group made after another has been destroyed could meet what
+    that one has left behind. So the first rank has drawn the name.
+    """
+    _, store = c10d._world.pg_map[resolve(None).process_group]
+    process_group: dist.ProcessGroup
+    process_group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        c10d.Backend(backends),
+        store,
+        name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[process_group] = {rank: i for i, rank in enumerate(ranks)}
+    return process_group
+
+
+def _made(group: Group) -> list[Lane]:
+    return _lanes.setdefault(resolve(None).process_group, {}).setdefault(group.ranks, [])
 
 
 def weakly(group: Group) -> Callable[[], Group]:

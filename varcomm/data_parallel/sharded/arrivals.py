@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch.autograd.graph import Node
 
+from varcomm.data_parallel.backward import LOCK
 from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.global_count import GlobalCount
 from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
 from varcomm.data_parallel.sharded.shard import Shard
@@ -22,18 +24,17 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import compare, debugging
 
-__all__ = ["NAME", "Arrivals", "Counts", "is_taken", "moved"]
+__all__ = ["NAME", "Arrivals", "is_taken", "moved"]
 
 NAME = "ShardedGradients"
 
 _MARK = "varcomm.sharded"
 
+# The same order on all ranks, as all make each together.
+_numbers = itertools.count()
 
-class Counts(Protocol):
-    """What a :class:`varcomm.data_parallel.GlobalCount` is asked for."""
-
-    def take(self) -> torch.Tensor:
-        """Return two int64, what this rank has counted and whether it has, and begin anew."""
+# All backwards of this process, as long as they run.
+_running: weakref.WeakSet[_Backward] = weakref.WeakSet()
 
 
 class Arrivals:
@@ -50,7 +51,7 @@ class Arrivals:
         In the order in which backward fills them.
     traffic : Traffic
     scaling : Scaling
-    counts : Counts, optional
+    count : GlobalCount, optional
         What sums are divided by.
     """
 
@@ -61,18 +62,17 @@ class Arrivals:
         shards: Sequence[Shard],
         traffic: Traffic,
         scaling: Scaling,
-        counts: Counts | None,
+        count: GlobalCount | None,
     ) -> None:
         self.names, self.parameters, self.shards = names, parameters, shards
         self.group, self.traffic = traffic.group, traffic
-        self.scaling, self.counts = scaling, counts
+        self.scaling, self.count = scaling, count
+        self.number = next(_numbers)
         self.summing = True
         self.anchor = torch.empty(0, requires_grad=True)
         self.side = SideStream(shards[0].row.device)
         self._running: weakref.ref[_Backward] | None = None
         self._failed = False
-        # parameters may arrive in threads of their own
-        self._lock = threading.Lock()
         self._removals: list[Callable[[], object]] = []
         # autograd itself keeps neither the nodes nor, with them, their hooks
         self._nodes = [self._watch(self.anchor, None)]
@@ -101,13 +101,14 @@ class Arrivals:
         """Take what backward brings to a parameter, or its coming by the anchor."""
         if index is not None and not self.parameters[index].requires_grad:
             return None  # frozen since forward; torch leaves its gradient alone
-        with self._lock:
+        with LOCK:
             task = torch._C._current_graph_task_id()
             backward = self._running() if self._running is not None else None
             if backward is None or self._failed:
                 self.check_sound()
                 self._check_backward()
                 backward = _Backward(self, task)
+                _running.add(backward)
                 self._running = weakref.ref(backward)
                 # which keeps it, until backward has ended in one way or the other
                 torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
@@ -185,6 +186,8 @@ class _Backward:
         self._missing = [
             sum(parameter.requires_grad for parameter in shard.parameters) for shard in self._shards
         ]
+        self.told: torch.Tensor | None = None
+        self.ended = False
         self._gradients: dict[int, torch.Tensor] = {}
         self._started = 0
         self._under_way: deque[Reduction] = deque()
@@ -220,8 +223,7 @@ class _Backward:
     def _start(self) -> None:
         arrivals, shard = self.arrivals, self._shards[self._started]
         split = shard.split
-        counts = arrivals.counts
-        count = counts.take() if self._started == 0 and counts is not None else None
+        count = self._told() if self._started == 0 else None
         gradients = {}
         for index in split.members:
             # of backwards in no_sync
@@ -257,41 +259,75 @@ class _Backward:
             if self._divisor and self._counted == self._over.size:
                 shard.add(reduction.total(self._divisor), reduction.used())
 
+    def _told(self) -> torch.Tensor | None:
+        """Return what this rank has counted for this backward, whoever has asked first."""
+        count = self.arrivals.count
+        if count is not None and self.told is None:
+            alike = (other.told for other in self._together() if other.arrivals.count is count)
+            told = next((told for told in alike if told is not None), None)
+            self.told = count.take() if told is None else told
+        return self.told
+
+    def _together(self) -> list[_Backward]:
+        """Return what runs in the same backward, in the same order on all ranks."""
+        with LOCK:
+            same = [one for one in _running if one.task == self.task and not one.ended]
+        return sorted(same, key=lambda one: one.arrivals.number)
+
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum what is left; at the end of backward."""
-        arrivals, failed = self.arrivals, True
+        """Sum what is left; at the end of backward.
+
+        Ranks may have come to several ShardedGradients in other orders. So the first that is called
+        does it for all, and begins all before it waits for any.
+        """
+        if self.ended:
+            return
+        together, failed = self._together(), True
         try:
-            if debugging():
-                both = zip(arrivals.names, self._parameters, strict=True)
-                frozen = [name for name, parameter in both if not parameter.requires_grad]
-                call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
-                compare(arrivals.group(), call | {"frozen parameters": frozen})
-            if self.sums:
-                while self._started < len(self._shards):
-                    self._start()
-                    self._sum_what_is_there()
-                while self._under_way:
-                    self._sum_next()
-                arrivals.side.join()
+            for one in together:
+                one._compare()
+            for one in together:
+                one._start_rest()
+            for one in together:
+                one._sum_rest()
             failed = False
         finally:
-            arrivals.ended(failed)
-        if self.sums:
-            self._check_count()
+            for one in together:
+                one.ended = True
+                one.arrivals.ended(failed)
+        for one in together:
+            one._check_count()
+
+    def _compare(self) -> None:
+        if debugging():
+            both = zip(self.arrivals.names, self._parameters, strict=True)
+            frozen = [name for name, parameter in both if not parameter.requires_grad]
+            call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
+            compare(self.arrivals.group(), call | {"frozen parameters": frozen})
+
+    def _start_rest(self) -> None:
+        while self.sums and self._started < len(self._shards):
+            self._start()
+            self._sum_what_is_there()
+
+    def _sum_rest(self) -> None:
+        while self._under_way:
+            self._sum_next()
+        self.arrivals.side.join()
 
     def _check_count(self) -> None:
         """Raise on all ranks alike, where there is nothing to divide by."""
         where, ranks = f"{NAME} on {self.arrivals.group()}: ", self._over.size
         if self._counted < ranks:
             raise ArgumentError(
-                f"{where}on {ranks - self._counted} of {ranks} ranks nothing was added to the "
-                "count since the last sum. Call count.add(rows) on every rank before backward(), "
-                "with 0 where a rank has no rows."
+                f"{where}on {ranks - self._counted} of {ranks} ranks GlobalCount.add was not "
+                "called before this backward, by which gradients are to be divided. Call "
+                "count.add(rows) on every rank before backward(), with 0 where a rank has no rows."
             )
         if self._divisor == 0:
             raise ArgumentError(
-                f"{where}all ranks have counted 0 rows, and a mean over nothing is not defined. "
+                f"{where}all ranks have counted 0 rows, and gradients cannot be divided by that. "
                 "Leave out this backward on all ranks."
             )
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.buckets import gradient_dtype
-from varcomm.data_parallel.replica import replica_of
+from varcomm.data_parallel.replica import replicas_of
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_tensor
 from varcomm.transport.engines import engine_for
@@ -75,7 +75,7 @@ class Given:
         for value in {**trained, **others}.values():
             engine_for(group, value.device)
         for what, value in trained.items():
-            if replica_of(value) is not None:
+            if replicas_of(value):
                 raise ArgumentError(
                     f"{what} is replicated: its gradients would be summed twice. Take either "
                     "replicate, with any optimizer, or ShardedGradients."

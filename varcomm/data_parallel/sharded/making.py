@@ -76,7 +76,7 @@ def make(
         shards,
         Traffic(group, lane),
         settings.scaling(group.size),
-        settings.counts,
+        settings.count,
     )
     if lane is not None:
         weakref.finalize(arrivals, lane.give_back).atexit = False

@@ -9,7 +9,7 @@ import torch
 
 from varcomm.data_parallel.sharded.split import Split
 from varcomm.ops import wire
-from varcomm.ops.reduction import accumulation_dtype, total_in_rank_order
+from varcomm.ops.reduction import accumulated
 from varcomm.transport.group import Group
 from varcomm.transport.trace import span
 
@@ -153,11 +153,10 @@ class Reduction:
         """Return this rank's piece of the sum, divided; after :meth:`wait`."""
         scaling, size = self._scaling, sum(map(len, self._own))
         parts = [row[:size] for row in self._received.view(self._ranks, -1)]
-        wide = accumulation_dtype(self._received.dtype, use_fp32=True)
         if scaling.in_fp32:
-            total = total_in_rank_order(parts, wide, 1 / scaling.before)
+            total = accumulated(parts, True, 1 / scaling.before)
         else:
-            total = total_in_rank_order(parts, wide).to(self._received.dtype)
+            total = accumulated(parts, True).to(self._received.dtype)
         rest = divisor / scaling.before
         return total if rest == 1 else total.div_(rest)
 

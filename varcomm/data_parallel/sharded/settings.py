@@ -7,7 +7,7 @@ from math import isfinite
 
 import torch
 
-from varcomm.data_parallel.sharded.arrivals import Counts
+from varcomm.data_parallel.global_count import GlobalCount, described
 from varcomm.data_parallel.sharded.reduction import Scaling, predivide_factor
 from varcomm.data_parallel.sharded.split import WHOLE
 from varcomm.errors import ArgumentError
@@ -40,11 +40,7 @@ class Settings:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}.")
         at_least(1, self.bucket_bytes, "bucket_bytes")
-        counts = callable(getattr(self.reduce, "take", None))
-        if not counts and (not isinstance(self.reduce, str) or self.reduce not in ("sum", "mean")):
-            raise ArgumentError(
-                f'reduce must be "sum", "mean" or a data_parallel.GlobalCount; got {self.reduce!r}.'
-            )
+        described(self.reduce)
         factor = self.gradient_predivide_factor
         if factor is not None:
             number = isinstance(factor, int | float) and not isinstance(factor, bool)
@@ -63,8 +59,7 @@ class Settings:
         told = {name: repr(value) for name, value in vars(self).items()}
         sizes = self.sizes
         told["sizes"] = repr(sizes) if isinstance(sizes, str) else repr(list(sizes))  # type: ignore[call-overload]
-        if not isinstance(self.reduce, str):
-            told["reduce"] = "a global count"
+        told["reduce"] = described(self.reduce)
         return told
 
     def scaling(self, ranks: int) -> Scaling:
@@ -76,9 +71,9 @@ class Settings:
         return Scaling(self.fp32_reduce_scatter, float(before), divisor)
 
     @property
-    def counts(self) -> Counts | None:
+    def count(self) -> GlobalCount | None:
         """What sums are divided by, where that is a count."""
-        return None if isinstance(self.reduce, str) else self.reduce  # type: ignore[return-value]
+        return self.reduce if isinstance(self.reduce, GlobalCount) else None
 
     def of_pieces(self, parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
         """Return of which dtype and where the optimizer works on a piece of a parameter."""

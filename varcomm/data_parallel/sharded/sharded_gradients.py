@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from varcomm.data_parallel.sharded.arrivals import NAME, Counts
+from varcomm.data_parallel.global_count import Reduce
+from varcomm.data_parallel.sharded.arrivals import NAME
 from varcomm.data_parallel.sharded.gathering import Gathering
 from varcomm.data_parallel.sharded.guards import AfterForward, OnlyWithinStep, what_is_wrong
 from varcomm.data_parallel.sharded.inner_optimizer import Factory, options
@@ -171,7 +172,7 @@ class ShardedGradients:
         sizes: str | Sequence[int] = "balanced",
         *,
         module: torch.nn.Module | None = None,
-        reduce: str | Counts = "mean",
+        reduce: Reduce = "mean",
         fp32_reduce_scatter: bool = True,
         gradient_predivide_factor: float | None = None,
         fp32_masters: bool = True,

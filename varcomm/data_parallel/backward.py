@@ -1,0 +1,287 @@
+"""One backward: what has arrived on this rank, the sums that are under way, and its end."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from varcomm.data_parallel.bucket_sum import BucketSum
+from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.global_count import CountSum, GlobalCount
+from varcomm.data_parallel.routes import Route
+from varcomm.errors import ArgumentError
+from varcomm.transport.agree import compare, debugging
+
+if TYPE_CHECKING:
+    from varcomm.data_parallel.replica import Replica
+
+__all__ = ["LOCK", "Backward", "Part"]
+
+# Of what arrives, in threads of their own for each device.
+LOCK = threading.RLock()
+
+# By autograd's number for them, as long as they run.
+_running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+
+
+class Backward:
+    """What all replicated modules have to do in one backward.
+
+    They come to it in any order, which may be another one on other ranks; at its end they do the
+    same things in the same order.
+    """
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+        self._parts: dict[int, Part] = {}
+        self._told: dict[GlobalCount, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, task: int) -> Backward:
+        """Return the one that runs, or a new one."""
+        return _running.get(task) or cls(task)
+
+    def enter(self, replica: Replica) -> Part:
+        """Let a replica take part, and all that sum parameters with it."""
+        entering = [r for r in replica.connected() if r.part is None or r is replica]
+        for each in entering:
+            each.check_sound()
+            each.check_backward()
+        if len({each.paused > 0 for each in entering}) > 1:
+            replica.refuse(
+                "a parameter is summed over several groups, of which only some are in no_sync. "
+                "Call no_sync with the module that holds all that were replicated."
+            )
+        if self._task not in _running:
+            _running[self._task] = self
+            # which keeps it, until backward has ended in one way or the other
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        for each in entering:
+            self._parts[each.number] = Part(each, self._told, self._task)
+            each.started(self._parts[each.number])
+        return self._parts[replica.number]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum what is left, and add the sums to the gradients; at the end of backward."""
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        failed, refused = True, None
+        try:
+            if debugging():
+                for part in parts:
+                    part.compare()
+            summed = [part for part in parts if part.sums]
+            _check_counts([part.replica for part in summed])
+            for part in summed:
+                part.begin_rest()
+            refused = _finish(summed)
+            for part in parts:
+                part.replica.unsummed.backward_ended()
+                if part.replica.lane is not None:
+                    part.replica.lane.under_way = False
+            failed = False
+        finally:
+            for part in parts:
+                part.replica.ended(failed)
+        if refused is not None:
+            raise refused
+
+
+class Part:
+    """What one replica has in a backward: gradients, and the sums that it begins."""
+
+    def __init__(self, replica: Replica, told: dict[GlobalCount, torch.Tensor], task: int) -> None:
+        self.replica, self.task = replica, task
+        self.sums = replica.paused == 0
+        self.routes = replica.routes
+        self.own: set[int] = set()
+        self.replaced: set[int] = set()
+        self.begun: list[BucketSum] = []
+        self.count: CountSum | None = None
+        self._told = told
+        self._group = replica.group()
+        self._route_of = {
+            i: n for n, route in enumerate(self.routes) for i in route.bucket.parameters
+        }
+        self._missing = [len(route.bucket) for route in self.routes]
+        self._gradients: dict[int, torch.Tensor] = {}
+        # Comparing blocks, and ranks are not at the same place of their backward. On a group that
+        # is used for other things, they would not even make their calls in the same order.
+        self._overlaps = replica.lane is not None and not debugging()
+
+    def takes(self, index: int) -> bool:
+        """Return whether it is the first to sum a parameter."""
+        return index in self._route_of
+
+    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> tuple[torch.Tensor | None]:
+        """Take an increment; start the sum of what is complete.
+
+        A `nested` one comes from a backward that runs within this one (reentrant checkpoints), and
+        may be followed by others of the same parameter. Returns what goes on in its place.
+        """
+        route, replica = self._route_of[index], self.replica
+        name, dtype = replica.names[index], gradient_dtype(replica.parameters[index])
+        if gradient.dtype != dtype:
+            replica.refuse(
+                f"the gradient of parameter {name!r} is of {gradient.dtype}, and not of "
+                f"{dtype} as on the other ranks. Set its grad_dtype before replicate(module)."
+            )
+        if not self.sums:
+            return (replica.unsummed.add(index, gradient),)
+        if route < len(self.begun):
+            replica.refuse(
+                f"parameter {name!r} gets another gradient, from within a checkpoint, after "
+                "its sum was started. Use checkpoint(..., use_reentrant=False)."
+            )
+        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        held = self._gradients.get(index)
+        self._gradients[index] = dense if held is None else held + dense
+        self._missing[route] -= not nested
+        while self._overlaps and self._next_is_complete():
+            self._begin()
+        return (None,)
+
+    def _next_is_complete(self) -> bool:
+        number = len(self.begun)
+        return number < len(self.routes) and self._missing[number] == 0
+
+    def _begin(self) -> None:
+        """Begin the sum of the next bucket; before the first one, that of the count."""
+        self._begin_count()
+        bucket, unsummed = self.routes[len(self.begun)].bucket, self.replica.unsummed
+        parts = {i: part for i in bucket.parameters if (part := unsummed.get(i)) is not None}
+        self.replaced.update(i for i in parts if unsummed.is_grad(i))
+        flat = bucket.flatten(self._gradients, parts)
+        for index in bucket.parameters:
+            if self._gradients.pop(index, None) is not None or index in parts:
+                self.own.add(index)
+        self.begun.append(begin(self.replica, flat))
+
+    def _begin_count(self) -> None:
+        reduce = self.replica.options.reduce
+        if isinstance(reduce, GlobalCount) and self.count is None:
+            first, *others = self.replica.counting()
+            if first is self.replica:
+                groups = [first.over(), *(other.over() for other in others)]
+                if first.lane is not None:
+                    first.lane.under_way = True
+                if reduce not in self._told:  # by another module in this backward
+                    self._told[reduce] = reduce.take()
+                self.count = CountSum(self._told[reduce], groups)
+
+    def begin_rest(self) -> None:
+        """Begin all sums that are not begun yet."""
+        self._begin_count()
+        while len(self.begun) < len(self.routes):
+            self._begin()
+
+    def compare(self) -> None:
+        """Raise on every rank, if they end different backwards."""
+        others = [[len(r.ranks) for r in route.after()] for route in self.routes]
+        call = {
+            "operation": "replicate, at the end of backward",
+            "frozen parameters": self.replica.frozen,
+            "whether it sums": self.sums,
+            "sizes of further groups": others,
+        }
+        compare(self._group, call)
+
+
+@dataclass
+class _Flow:
+    """A bucket on its way over groups, and by what each of its sums is divided."""
+
+    part: Part
+    route: Route
+    way: list[Replica]
+    divisors: list[int]
+    sum: BucketSum
+    total: torch.Tensor | None = None
+
+
+def _finish(parts: list[Part]) -> ArgumentError | None:
+    """End all sums and deliver them, or return the error that all ranks of a group make.
+
+    Whatever is waited for here, all ranks have begun before they wait for anything; so it is for
+    each further group as well.
+    """
+    totals: dict[int, int] = {}
+    refused = None
+    for part in parts:
+        if part.count is not None:
+            try:
+                where = f"replicate on {part.replica.group()}: "
+                totals[part.replica.number] = part.count.wait(where)
+            except ArgumentError as error:
+                refused = error
+    flows = []
+    for part in parts:
+        for route, pending in zip(part.routes, part.begun, strict=True):
+            way = [part.replica, *route.after()]
+            divisors = _divisors(way, totals)
+            if divisors is None:
+                pending.give_up()
+            else:
+                flows.append(_Flow(part, route, way, divisors, pending))
+    step, going = 0, flows
+    while going:
+        for flow in going:
+            flow.sum.begin_second_round(flow.divisors[step], len(flow.route.bucket))
+        for flow in going:
+            flow.total = flow.sum.wait()
+        step += 1
+        going = [flow for flow in going if step < len(flow.way)]
+        for flow in going:
+            assert flow.total is not None
+            flow.sum = begin(flow.way[step], flow.total)
+    for flow in flows:
+        assert flow.total is not None
+        flow.route.bucket.deliver(flow.total, flow.part.own, flow.part.replaced)
+        for index in flow.route.bucket.parameters:
+            flow.part.replica.unsummed.drop(index)
+    return refused
+
+
+def _check_counts(summed: list[Replica]) -> None:
+    """Raise if what has been counted belongs to gradients that are not summed now as well."""
+    for replica in summed:
+        reduce = replica.options.reduce
+        if isinstance(reduce, GlobalCount):
+            for other in reduce.users:
+                if other not in summed and (other.part is not None or other.unsummed.any()):
+                    replica.refuse(
+                        "another module with the same GlobalCount has gradients that this backward "
+                        "does not sum, and would miss what was counted for them. Give each module "
+                        "a GlobalCount of its own."
+                    )
+
+
+def _divisors(way: list[Replica], totals: dict[int, int]) -> list[int] | None:
+    """Return by what the sum over each group is divided; None if nothing has been counted.
+
+    A count that several of them have is of all their groups, and divides once.
+    """
+    divisors, counted = [], set()
+    for replica in way:
+        reduce, divisor = replica.options.reduce, 1
+        if reduce == "mean":
+            divisor = len(replica.ranks)
+        elif isinstance(reduce, GlobalCount) and reduce not in counted:
+            first = replica.counting()[0].number
+            if first not in totals:
+                return None
+            counted.add(reduce)
+            divisor = totals[first]
+        divisors.append(divisor)
+    return divisors
+
+
+def begin(replica: Replica, flat: torch.Tensor) -> BucketSum:
+    """Begin a sum over the group of a replica."""
+    if replica.lane is not None:
+        replica.lane.under_way = True
+    return BucketSum(flat, replica.over(), replica.options.use_fp32)
