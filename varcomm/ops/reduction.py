@@ -36,13 +36,25 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     return accumulated((first, *others), use_fp32).to(first.dtype)
 
 
-def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
-    """Return that sum before it is rounded to the parts' dtype, as a new tensor."""
+def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1.0) -> torch.Tensor:
+    """Return that sum before it is rounded to the parts' dtype, as a new tensor.
+
+    Parts are multiplied by `factor` before they are added, where their sum could be too large.
+
+    >>> accumulated([torch.ones(2).half(), torch.ones(2).half()], True, 0.5)
+    tensor([1., 1.])
+    """
     first, *others = parts
     total = first.to(accumulation_dtype(first.dtype, use_fp32), copy=True)
+    if factor != 1:
+        total *= factor
     for part in others:
         # torch promotes all but floats of one byte
-        total += part.to(total.dtype) if part.dtype.itemsize == 1 else part
+        wide = part.to(total.dtype) if part.dtype.itemsize == 1 else part
+        if factor == 1:
+            total += wide
+        else:
+            total.add_(wide, alpha=factor)
     return total
 
 

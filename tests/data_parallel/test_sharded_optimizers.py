@@ -1,0 +1,197 @@
+"""Optimizers of pieces and of whole parameters, their schedulers, and what a step costs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import varcomm
+from tests.data_parallel.cases import DOUBLE, square
+from tests.data_parallel.sharded_cases import assert_equal, plain, twins
+from varcomm.data_parallel.sharded import ShardedGradients
+from varcomm.sharding import shard_spec
+from varcomm.tensor_parallel import parallelize
+
+
+def layers():
+    return nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 4), nn.Linear(4, 2)).double()
+
+
+def rows_of(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(rank, 3, dtype=DOUBLE, generator=generator)
+
+
+def muon(groups):
+    return torch.optim.Muon(groups, lr=0.02)
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def two_optimizers(rank, ranks):
+    """Muon for the matrices, which need one owner, and AdamW for the rest, by any pieces."""
+    model, twin = twins(layers)
+    parts = [[p for p in m.parameters() if p.dim() == n] for m in (model, twin) for n in (2, 1)]
+    owns = [
+        ShardedGradients(parts[0], muon, sizes="whole-parameters", module=model, reduce="sum"),
+        ShardedGradients(parts[1], adamw, module=model, reduce="sum"),
+    ]
+    ones = [muon(parts[2]), adamw(parts[3])]
+    for step in range(5):
+        square(model(rows_of(rank, step))).backward()
+        sum(square(twin(rows_of(r, step))) for r in range(ranks)).backward()
+        for optimizer in (*owns, *ones):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(model, twin, 1e-9)
+    shapes = [tuple(piece.value.shape) for piece in owns[0].pieces.values()]
+    return shapes, set(owns[0].pieces) | set(owns[1].pieces)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_muon_on_whole_parameters_beside_adamw_on_pieces(worlds, ranks):
+    results = worlds.run(ranks, two_optimizers, ranks)
+    assert sorted(shape for shapes, _ in results for shape in shapes) == [(2, 4), (4, 9), (9, 3)]
+    assert set().union(*(names for _, names in results)) == set(layers().state_dict())
+
+
+def scheduled(rank):
+    """A scheduler takes the inner optimizer; a closure computes the loss."""
+    model, twin = twins(layers)
+    own = ShardedGradients(model, adamw, reduce="sum")
+    one = adamw(twin.parameters())
+    assert own.param_groups is own.optimizer.param_groups
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (own.optimizer, one)]
+    losses = []
+
+    def closure(optimizer, module, parts, step):
+        optimizer.zero_grad()
+        loss = sum(square(module(rows_of(r + 1, step))) for r in parts)
+        loss.backward()
+        return loss.detach()
+
+    for step in range(4):
+        losses.append(own.step(lambda step=step: closure(own, model, [rank], step)))
+        one.step(lambda step=step: closure(one, twin, range(2), step))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_equal(model, twin, 1e-10)
+    return own.param_groups[0]["lr"], len(losses), losses[0].item() > 0
+
+
+def test_schedulers_and_closures(worlds):
+    assert worlds.run(2, scheduled) == [(0.01 / 16, 4, True)] * 2
+
+
+def norms(rank, order):
+    """The norm is that of one process, also on ranks without a piece; 0 clips all away."""
+    model, twin = twins(layers)
+    own = ShardedGradients(model, adamw, sizes=[0, 60, 26], reduce="sum")
+    square(model(rows_of(rank, 0))).backward()
+    sum(square(twin(rows_of(r, 0))) for r in range(3)).backward()
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, order)
+    with varcomm.trace() as calls:
+        norm = own.clip_grad_norm_(0.1, order)
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    one = dict(twin.named_parameters())
+    for name, piece in own.pieces.items():
+        part = one[name].grad.view(-1)[piece.start : piece.stop]
+        torch.testing.assert_close(piece.value.grad, part, rtol=1e-12, atol=0)
+    own.clip_grad_norm_(0.0, order)
+    empty = not any(piece.value.grad.any() for piece in own.pieces.values())
+    with torch.no_grad():
+        for piece in own.pieces.values():
+            piece.value.grad.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        own.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    return norm.item(), empty, [(call.sent, call.received) for call in calls]
+
+
+@pytest.mark.parametrize("order", [2.0, 1, torch.inf])
+def test_clip_grad_norm(worlds, order):
+    results = worlds.run(3, norms, order)
+    assert results == [(results[0][0], True, [(16, 16)])] * 3
+
+
+def cost(rank, ranks, sizes, bucket_bytes, dtype):
+    """Rows of 9 on any number of ranks, which padding would make more of."""
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5)).to(dtype)
+    own = ShardedGradients(model, plain, sizes=sizes, bucket_bytes=bucket_bytes)
+    loss = model(torch.ones(1, 7, dtype=dtype)).sum()
+    with varcomm.trace() as summing:
+        loss.backward()
+    with varcomm.trace() as gathering:
+        own.step()
+    # one value beside a piece of a parameter, in each bucket
+    return (
+        [sum(call.sent for call in calls) for calls in (summing, gathering)],
+        [sum(call.received for call in calls) for calls in (summing, gathering)],
+        [piece.stop - piece.start for piece in own.pieces.values()],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ["balanced", "whole-parameters"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_bytes_are_those_of_the_bound(worlds, ranks, sizes, dtype):
+    numbers, width = 7 * 9 + 9 + 9 * 5 + 5, dtype.itemsize
+    for bucket_bytes in (1, 2**20):
+        results = worlds.run(ranks, cost, ranks, sizes, bucket_bytes, dtype)
+        flags = [len(pieces) for _, _, pieces in results]
+        for (sent, received, pieces), own_flags in zip(results, flags, strict=True):
+            n, others = sum(pieces), ranks - 1
+            assert sent == [(numbers - n + sum(flags) - own_flags) * width, others * n * width]
+            assert received == [others * (n + own_flags) * width, (numbers - n) * width]
+
+
+def on_a_mesh(rank, sizes):
+    """Pieces along the data axis of what is sharded, unevenly, along the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data = mesh["data"].get_local_rank()
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3)).double())
+    parallelize(model, {"0": "column", "2": "row"}, group=mesh["tensor"])
+    own = ShardedGradients(model, adamw, mesh["data"], sizes=sizes)
+    one = adamw(twin.parameters())
+    for step in range(4):
+        square(model(rows_of(data + 1, step))).backward()
+        (sum(square(twin(rows_of(d + 1, step))) for d in range(2)) / 2).backward()
+        norm = own.clip_grad_norm_(0.3)
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+        for optimizer in (own, one):
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        spec = shard_spec(parameter)
+        part = whole[name] if spec is None else spec.shard(whole[name])
+        torch.testing.assert_close(parameter, part, rtol=1e-9, atol=1e-9)
+    return states_on_a_mesh(own, one, whole)
+
+
+def states_on_a_mesh(own, one, whole):
+    """What a state holds of the whole is what the optimizer of one process has there."""
+    elements = 0
+    for name, states in own.state_dict()["state"].items():
+        for key, value in states.items():
+            expected = one.state[whole[name]][key]
+            if key == "step":
+                assert torch.equal(value, expected)
+                continue
+            assert value.shape == expected.shape
+            for box in value.boxes:
+                place = [
+                    slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True)
+                ]
+                torch.testing.assert_close(box.tensor, expected[tuple(place)], rtol=1e-9, atol=1e-9)
+                elements += box.tensor.numel()
+    return elements
+
+
+@pytest.mark.parametrize("sizes", ["balanced", "whole-parameters"])
+def test_data_x_tensor_mesh(worlds, sizes):
+    """Two states for each element, and for the last bias, which is replicated, on both."""
+    numbers = 3 * 7 + 7 + 7 * 3 + 3
+    assert sum(worlds.run(4, on_a_mesh, sizes)) == 2 * (numbers + 3)

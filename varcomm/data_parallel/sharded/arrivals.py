@@ -1,0 +1,362 @@
+"""Gradients as backward brings them: hooks that take them, and start the sums of full buckets."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+from torch.autograd.graph import Node
+
+from varcomm.data_parallel.backward import LOCK
+from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.global_count import GlobalCount
+from varcomm.data_parallel.leaf import accumulator, notes
+from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
+from varcomm.data_parallel.sharded.shard import Shard
+from varcomm.data_parallel.sharded.side_stream import SideStream
+from varcomm.data_parallel.sharded.traffic import Traffic
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops.operator import checking
+from varcomm.transport.agree import compare, debugging
+
+__all__ = ["NAME", "Arrivals", "is_taken", "moved"]
+
+NAME = "ShardedGradients"
+
+_MARK = "varcomm.sharded"
+
+# The same order on all ranks, as all make each together.
+_numbers = itertools.count()
+
+# All backwards of this process, as long as they run.
+_running: weakref.WeakSet[_Backward] = weakref.WeakSet()
+
+
+class Arrivals:
+    """Takes the gradients of parameters, and adds their sums over ranks to the shards.
+
+    A hook before the node that adds to a parameter's ``grad`` takes the increment away, so ``grad``
+    holds only what ``no_sync`` has left there.
+
+    Parameters
+    ----------
+    names, parameters : sequence
+        Of all that are trained, in the order of their indices.
+    shards : sequence of Shard
+        In the order in which backward fills them.
+    traffic : Traffic
+    scaling : Scaling
+    count : GlobalCount, optional
+        What sums are divided by.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        shards: Sequence[Shard],
+        traffic: Traffic,
+        scaling: Scaling,
+        count: GlobalCount | None,
+    ) -> None:
+        self.names, self.parameters, self.shards = names, parameters, shards
+        self.group, self.traffic = traffic.group, traffic
+        self.scaling, self.count = scaling, count
+        self.number = next(_numbers)
+        self.summing = True
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.side = SideStream(shards[0].row.device)
+        self._running: weakref.ref[_Backward] | None = None
+        self._failed = False
+        self._removals: list[Callable[[], object]] = []
+        # autograd itself keeps neither the nodes nor, with them, their hooks
+        self._nodes = [self._watch(self.anchor, None)]
+        self._nodes += [self._watch(value, index) for index, value in enumerate(parameters)]
+        self._end = weakref.finalize(self, _call_all, self._removals)
+        self._end.atexit = False
+
+    def _watch(self, leaf: torch.Tensor, index: int | None) -> Node:
+        # weakly: a node is nothing that the garbage collector could see through
+        me = weakref.ref(self)
+        node = accumulator(leaf)
+        notes(node)[_MARK] = me
+        hook = node.register_prehook(partial(_arrived, me, index))
+        self._removals += [hook.remove, partial(notes(node).pop, _MARK)]
+        return node
+
+    def on_close(self, remove: Callable[[], object]) -> None:
+        """Call `remove` when this is closed, or gone."""
+        self._removals.append(remove)
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        self._end()
+
+    def arrived(self, index: int | None, gradient: torch.Tensor | None) -> tuple[None] | None:
+        """Take what backward brings to a parameter, or its coming by the anchor."""
+        if index is not None and not self.parameters[index].requires_grad:
+            return None  # frozen since forward; torch leaves its gradient alone
+        with LOCK:
+            task = torch._C._current_graph_task_id()
+            backward = self._running() if self._running is not None else None
+            if backward is None or self._failed:
+                self.check_sound()
+                self._check_backward()
+                backward = _Backward(self, task)
+                _running.add(backward)
+                self._running = weakref.ref(backward)
+                # which keeps it, until backward has ended in one way or the other
+                torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+            if index is not None and gradient is not None:
+                try:
+                    self._check_gradient(index, gradient)
+                    if not backward.sums:
+                        return None
+                    backward.add(index, gradient, nested=task != backward.task)
+                except BaseException:
+                    self._failed = True
+                    raise
+        return (None,)
+
+    def ended(self, failed: bool) -> None:
+        """Be ready for the next backward, or refuse it."""
+        self._running, self._failed = None, failed
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ArgumentError; inside :func:`varcomm.debug` on all ranks."""
+        with checking(NAME, self.group()) as where:
+            raise ArgumentError(where + reason)
+
+    def check_sound(self) -> None:
+        """Raise if an earlier backward has failed, or is not done."""
+        died = self._running is not None and self._running() is None
+        if self._failed or died:
+            raise DisagreementError(
+                f"{NAME} on {self.group()}: an earlier backward ended in an error on this rank, "
+                "and what other ranks have summed since is not known. Call close() and make "
+                "another, on all ranks; state_dict() has what the optimizer knows."
+            )
+
+    def _check_backward(self) -> None:
+        if torch.is_grad_enabled():
+            self.refuse(
+                "backward(create_graph=True) would need derivatives of what has been summed. Take "
+                "torch.autograd.grad(..., create_graph=True) for forces and penalties, and "
+                "backward() from the loss that is made of them."
+            )
+        for shard in self.shards:
+            if (index := shard.moved()) is not None:
+                self.refuse(moved(self.names[index]))
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter._post_accumulate_grad_hooks:
+                self.refuse(
+                    f"parameter {name!r} has a hook of register_post_accumulate_grad_hook, which "
+                    "would run before the gradient is summed. Do its work after backward()."
+                )
+
+    def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad:
+            self.refuse(
+                f"the gradient of parameter {self.names[index]!r} requires a gradient itself, "
+                "which its sum over ranks would not. Take torch.autograd.grad for it."
+            )
+        dtype = gradient_dtype(self.parameters[index])
+        if gradient.dtype != dtype:
+            self.refuse(
+                f"the gradient of parameter {self.names[index]!r} is of {gradient.dtype}, and not "
+                f"of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
+            )
+
+
+class _Backward:
+    """One backward: what has arrived, and the sums that are under way."""
+
+    def __init__(self, arrivals: Arrivals, task: int) -> None:
+        self.arrivals, self.task, self.sums = arrivals, task, arrivals.summing
+        self._parameters, self._shards = arrivals.parameters, arrivals.shards
+        self._over = arrivals.traffic.over()
+        self._bucket_of = {
+            index: n for n, shard in enumerate(self._shards) for index in shard.split.members
+        }
+        self._missing = [
+            sum(parameter.requires_grad for parameter in shard.parameters) for shard in self._shards
+        ]
+        self.told: torch.Tensor | None = None
+        self.ended = False
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._started = 0
+        self._under_way: deque[Reduction] = deque()
+        self._divisor = arrivals.scaling.divisor
+        self._counted = self._over.size  # ranks that have counted, if only 0
+        # Comparing blocks, and ranks are not at the same place of their backward. On a group that
+        # is used for other things, they would not even make their calls in the same order.
+        self._overlaps = arrivals.traffic.lane is not None and not debugging()
+
+    def add(self, index: int, gradient: torch.Tensor, nested: bool) -> None:
+        """Take an increment; start the sum of what is complete.
+
+        A `nested` one comes from a backward that runs within this one (reentrant checkpoints), and
+        may be followed by others of the same parameter.
+        """
+        bucket = self._bucket_of[index]
+        if bucket < self._started:
+            self.arrivals.refuse(
+                f"parameter {self.arrivals.names[index]!r} gets another gradient, from within a "
+                "checkpoint, after its sum was started. Use checkpoint(..., use_reentrant=False)."
+            )
+        held = self._gradients.get(index)
+        gradient = _dense(gradient)
+        self._gradients[index] = gradient if held is None else held + gradient
+        self._missing[bucket] -= not nested
+        while self._overlaps and self._next_is_complete():
+            self._start()
+            self._sum_what_is_there()
+
+    def _next_is_complete(self) -> bool:
+        return self._started < len(self._shards) and self._missing[self._started] == 0
+
+    def _start(self) -> None:
+        arrivals, shard = self.arrivals, self._shards[self._started]
+        split = shard.split
+        count = self._told() if self._started == 0 else None
+        gradients = {}
+        for index in split.members:
+            # of backwards in no_sync
+            before, now = self._parameters[index].grad, self._gradients.pop(index, None)
+            self._parameters[index].grad = None
+            if before is not None:
+                before = _dense(before)
+                now = before if now is None else before + now
+            if now is not None:
+                gradients[index] = now
+        example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
+        arrivals.traffic.begin()
+        with arrivals.side.after_current():
+            arrivals.side.reads(gradients.values())
+            self._under_way.append(
+                Reduction(split, self._over, gradients, example, arrivals.scaling, count)
+            )
+        self._started += 1
+
+    def _sum_what_is_there(self) -> None:
+        """Sum what has arrived, and so free it; never wait, since others may wait for this rank."""
+        while self._under_way and self._under_way[0].done():
+            self._sum_next()
+
+    def _sum_next(self) -> None:
+        shard = self._shards[self._started - len(self._under_way)]
+        reduction = self._under_way.popleft()
+        with self.arrivals.side.after_current():
+            reduction.wait()
+            self.arrivals.traffic.end()
+            if self._divisor is None:
+                self._divisor, self._counted = reduction.count()
+            if self._divisor and self._counted == self._over.size:
+                shard.add(reduction.total(self._divisor), reduction.used())
+
+    def _told(self) -> torch.Tensor | None:
+        """Return what this rank has counted for this backward, whoever has asked first."""
+        count = self.arrivals.count
+        if count is not None and self.told is None:
+            alike = (other.told for other in self._together() if other.arrivals.count is count)
+            told = next((told for told in alike if told is not None), None)
+            self.told = count.take() if told is None else told
+        return self.told
+
+    def _together(self) -> list[_Backward]:
+        """Return what runs in the same backward, in the same order on all ranks."""
+        with LOCK:
+            same = [one for one in _running if one.task == self.task and not one.ended]
+        return sorted(same, key=lambda one: one.arrivals.number)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum what is left; at the end of backward.
+
+        Ranks may have come to several ShardedGradients in other orders. So the first that is called
+        does it for all, and begins all before it waits for any.
+        """
+        if self.ended:
+            return
+        together, failed = self._together(), True
+        try:
+            for one in together:
+                one._compare()
+            for one in together:
+                one._start_rest()
+            for one in together:
+                one._sum_rest()
+            failed = False
+        finally:
+            for one in together:
+                one.ended = True
+                one.arrivals.ended(failed)
+        for one in together:
+            one._check_count()
+
+    def _compare(self) -> None:
+        if debugging():
+            both = zip(self.arrivals.names, self._parameters, strict=True)
+            frozen = [name for name, parameter in both if not parameter.requires_grad]
+            call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
+            compare(self.arrivals.group(), call | {"frozen parameters": frozen})
+
+    def _start_rest(self) -> None:
+        while self.sums and self._started < len(self._shards):
+            self._start()
+            self._sum_what_is_there()
+
+    def _sum_rest(self) -> None:
+        while self._under_way:
+            self._sum_next()
+        self.arrivals.side.join()
+
+    def _check_count(self) -> None:
+        """Raise on all ranks alike, where there is nothing to divide by."""
+        where, ranks = f"{NAME} on {self.arrivals.group()}: ", self._over.size
+        if self._counted < ranks:
+            raise ArgumentError(
+                f"{where}on {ranks - self._counted} of {ranks} ranks GlobalCount.add was not "
+                "called before this backward, by which gradients are to be divided. Call "
+                "count.add(rows) on every rank before backward(), with 0 where a rank has no rows."
+            )
+        if self._divisor == 0:
+            raise ArgumentError(
+                f"{where}all ranks have counted 0 rows, and gradients cannot be divided by that. "
+                "Leave out this backward on all ranks."
+            )
+
+
+def is_taken(parameter: torch.Tensor) -> bool:
+    """Tell whether a ShardedGradients sums the gradient of a parameter."""
+    mark = notes(accumulator(parameter)).get(_MARK)
+    return mark is not None and mark() is not None
+
+
+def moved(name: str) -> str:
+    """Return what is wrong with a parameter that is elsewhere now."""
+    return (
+        f"parameter {name!r} has been moved, converted or replaced since {NAME} was made, which "
+        "holds its values. Do so before; or call close() and make another, on all ranks."
+    )
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _arrived(
+    me: weakref.ref[Arrivals], index: int | None, gradients: tuple[torch.Tensor | None, ...]
+) -> tuple[None] | None:
+    arrivals = me()
+    return None if arrivals is None else arrivals.arrived(index, gradients[0])
+
+
+def _call_all(removals: Sequence[Callable[[], object]]) -> None:
+    for remove in removals:
+        remove()

@@ -1,0 +1,218 @@
+"""What a user passes as parameters, read and checked, and what ranks must have alike of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.replica import replicas_of
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops.checks import checked_tensor
+from varcomm.transport.engines import engine_for
+from varcomm.transport.group import Group
+
+__all__ = ["Given", "compare", "read"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Parameters by name, in groups with options as torch's optimizers take them.
+
+    Attributes
+    ----------
+    module : torch.nn.Module or None
+        Whose output is tied to the sums.
+    parameters : dict
+        From name to parameter: those that are trained.
+    frozen : dict
+        The same of those that are not.
+    groups : list of (list of str, dict)
+        Names of the trained ones in each group, and the group's options.
+    """
+
+    module: torch.nn.Module | None
+    parameters: dict[str, torch.nn.Parameter]
+    frozen: dict[str, torch.nn.Parameter]
+    groups: list[tuple[list[str], dict[str, Any]]]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the module's buffers by name."""
+        return {} if self.module is None else dict(self.module.named_buffers())
+
+    def unsummed(self) -> str | None:
+        """Return the name of a parameter that has a gradient of its own, if there is one."""
+        own = (name for name, value in self.parameters.items() if value.grad is not None)
+        return next(own, None)
+
+    def check(self, group: Group, taken: Callable[[torch.Tensor], bool]) -> None:
+        """Raise unless all can be sent, and nobody else sums the gradients."""
+        trained: dict[str, torch.Tensor] = {
+            f"parameter {name!r}": value for name, value in self.parameters.items()
+        }
+        others: dict[str, torch.Tensor] = {
+            f"parameter {name!r}": value for name, value in self.frozen.items()
+        }
+        others |= {f"buffer {name!r}": value for name, value in self.buffers().items()}
+        if not trained:
+            frozen = f"all {len(self.frozen)} are frozen" if self.frozen else "there are none"
+            raise ArgumentError(f"no parameter is trained: {frozen}.")
+        for what, value in {**trained, **others}.items():
+            _check_value(value, what)
+        for what, value in others.items():
+            _check_writable(value, what)
+        devices = list(dict.fromkeys(str(value.device) for value in trained.values()))
+        if len(devices) > 1:
+            first = next(w for w, value in trained.items() if str(value.device) == devices[1])
+            raise ArgumentError(
+                f"parameters are on several devices, {' and '.join(devices)}: {first} is on the "
+                "second. Make a ShardedGradients for those of each device."
+            )
+        for value in {**trained, **others}.values():
+            engine_for(group, value.device)
+        for what, value in trained.items():
+            if replicas_of(value):
+                raise ArgumentError(
+                    f"{what} is replicated: its gradients would be summed twice. Take either "
+                    "replicate, with any optimizer, or ShardedGradients."
+                )
+            if taken(value):
+                raise ArgumentError(
+                    f"{what} belongs to another ShardedGradients. Call its close() first."
+                )
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """Return what must be the same on all ranks."""
+        values = {}
+        for name, parameter in {**self.parameters, **self.frozen}.items():
+            learns = "trained" if name in self.parameters else "frozen"
+            values[name] = (
+                f"a {learns} parameter of {parameter.dtype} with gradients of "
+                f"{gradient_dtype(parameter)}, shape {tuple(parameter.shape)}, on "
+                f"{parameter.device.type}"
+            )
+        for name, buffer in self.buffers().items():
+            values[f"buffer {name}"] = f"{buffer.dtype}, shape {tuple(buffer.shape)}"
+        groups = {str(number): str(names) for number, (names, _) in enumerate(self.groups)}
+        return {"parameters and buffers": values, "groups of parameters": groups}
+
+
+def read(params: object, module: object) -> Given:
+    """Return what `params` holds, by name.
+
+    Raises
+    ------
+    ArgumentError
+        If it holds anything else than ``ShardedGradients`` takes, or something twice.
+    """
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
+    if isinstance(params, torch.nn.Module):
+        if module is not None and module is not params:
+            raise ArgumentError("params is a Module, and module is another one. Leave out module.")
+        module = params
+        params = params.named_parameters()
+    if module is not None and any(isinstance(m, DistributedDataParallel) for m in module.modules()):
+        raise ArgumentError(
+            "DistributedDataParallel communicates gradients itself. Pass the module within."
+        )
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            "params must be a Module, or an iterable of parameters, of (name, parameter) or of "
+            f"dicts of them; got {type(params).__name__}."
+        )
+    known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+    trained: dict[str, torch.nn.Parameter] = {}
+    frozen: dict[str, torch.nn.Parameter] = {}
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    seen: dict[int, str] = {}
+    for number, (members, options) in enumerate(_groups(list(params))):
+        names = []
+        for place, member in enumerate(members):
+            name, parameter = _named(member, f"{number}.{place}", module, known)
+            if id(parameter) in seen:
+                raise ArgumentError(
+                    f"parameter {name!r} is given twice, first as {seen[id(parameter)]!r}."
+                )
+            if name in trained or name in frozen:
+                raise ArgumentError(f"two parameters have the name {name!r}.")
+            seen[id(parameter)] = name
+            if parameter.requires_grad:
+                trained[name] = parameter
+                names.append(name)
+            else:
+                frozen[name] = parameter
+        groups.append((names, options))
+    return Given(module, trained, frozen, groups)
+
+
+def _groups(items: Sequence[object]) -> list[tuple[list[object], dict[str, Any]]]:
+    if not any(isinstance(item, Mapping) for item in items):
+        return [(list(items), {})]
+    found = []
+    for number, item in enumerate(items):
+        members = item.get("params") if isinstance(item, Mapping) else None
+        if isinstance(members, torch.Tensor):
+            members = [members]
+        if not isinstance(item, Mapping) or not isinstance(members, Iterable):
+            raise ArgumentError(
+                'params holds dicts, and each must have its parameters under "params"; entry '
+                f"{number} is {type(item).__name__}."
+            )
+        options = {key: value for key, value in item.items() if key != "params"}
+        found.append((list(members), options))
+    return found
+
+
+def _named(
+    member: object, name: str, module: torch.nn.Module | None, known: Mapping[int, str]
+) -> tuple[str, torch.nn.Parameter]:
+    """Return the name and the parameter; in a module, the name that it has there."""
+    own = isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
+    if isinstance(member, tuple) and own:
+        name, member = member
+    if not isinstance(member, torch.Tensor) or not member.is_leaf:
+        kind = "a computed tensor" if isinstance(member, torch.Tensor) else type(member).__name__
+        raise ArgumentError(
+            f"params must hold parameters; {name!r} is {kind}. Pass the model, or "
+            "model.named_parameters()."
+        )
+    if module is not None:
+        if id(member) not in known:
+            raise ArgumentError(f"parameter {name!r} is not in the module.")
+        name = known[id(member)]
+    return name, member  # type: ignore[return-value]
+
+
+def _check_value(value: torch.Tensor, what: str) -> None:
+    if torch.nn.parameter.is_lazy(value):
+        raise ArgumentError(f"{what} is not initialised yet. Call the model once before.")
+    checked_tensor(value, "", what)
+    if value.is_inference():
+        raise ArgumentError(
+            f"{what} was made in inference mode, and cannot be written to. Register its clone()."
+        )
+
+
+def _check_writable(value: torch.Tensor, what: str) -> None:
+    if any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
+        raise ArgumentError(
+            f"{what} is an expanded view, and cannot be written to. Register its clone()."
+        )
+
+
+def compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
+    """Raise on every rank, if what ranks have told differs; without communication."""
+    for word in given[0]:
+        for rank, own in enumerate(given):
+            for name in dict.fromkeys([*given[0][word], *own[word]]):
+                here, there = given[0][word].get(name, "none"), own[word].get(name, "none")
+                if here != there:
+                    raise DisagreementError(
+                        f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
+                        f"{rank} has {there}."
+                    )

@@ -1,0 +1,79 @@
+"""Hooks that tie a module to the sums, and keep it and the inner optimizer from being misused."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals, moved
+from varcomm.data_parallel.sharded.gathering import Nothing
+from varcomm.data_parallel.sharded.given import Given
+from varcomm.data_parallel.tie import tie
+from varcomm.errors import ArgumentError
+from varcomm.ops.autograd import kept_from_compilation
+
+__all__ = ["AfterForward", "OnlyWithinStep", "what_is_wrong"]
+
+
+def what_is_wrong(given: Given, arrivals: Arrivals) -> str | None:
+    """Return what has been done to the parameters that they cannot be trained any more."""
+    for name, parameter in given.frozen.items():
+        if parameter.requires_grad:
+            return (
+                f"parameter {name!r} was frozen when {NAME} was made, and nobody owns it. Call "
+                "close() and make another, on all ranks."
+            )
+    for shard in arrivals.shards:
+        if (index := shard.moved()) is not None:
+            return moved(arrivals.names[index])
+    return None
+
+
+class AfterForward:
+    """The forward hook of the module: ties its output to the sums. In a copy of it, none."""
+
+    def __init__(self, given: Given, arrivals: Arrivals) -> None:
+        self._given, self._arrivals = given, weakref.ref(arrivals)
+
+    @kept_from_compilation
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return `output`, tied, if gradients are wanted and the module is as it was."""
+        arrivals = self._arrivals()
+        if arrivals is None or not torch.is_grad_enabled():
+            return output
+        arrivals.check_sound()
+        now = dict(module.named_parameters())
+        for name, parameter in self._given.parameters.items():
+            if now.get(name) is not parameter:
+                arrivals.refuse(moved(name))
+        if (wrong := what_is_wrong(self._given, arrivals)) is not None:
+            arrivals.refuse(wrong)
+        if DistributedDataParallel._active_ddp_module is not None:
+            arrivals.refuse(
+                "DistributedDataParallel around this module would wait for gradients that are "
+                "taken away. Leave it out."
+            )
+        if not any(parameter.requires_grad for parameter in arrivals.parameters):
+            return output
+        return tie(output, (args, kwargs), arrivals.anchor, arrivals, arrivals.refuse)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Nothing, ()
+
+
+class OnlyWithinStep:
+    """Keeps the inner optimizer from making a step of which other ranks would not know."""
+
+    def __init__(self) -> None:
+        self.stepping = False
+
+    def __call__(self, *_: Any) -> None:
+        """Raise outside of ``ShardedGradients.step``; before each step of the inner optimizer."""
+        if not self.stepping:
+            raise ArgumentError(
+                f"{NAME}: the inner optimizer updates pieces, and nobody would gather them. Call "
+                f"step() of the {NAME}."
+            )

@@ -1,0 +1,98 @@
+"""What all ranks do together before the first step: agree, make rows and pieces, and be equal."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from varcomm.data_parallel.buckets import cut
+from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals, is_taken
+from varcomm.data_parallel.sharded.given import Given, compare, read
+from varcomm.data_parallel.sharded.inner_optimizer import Factory, made, options
+from varcomm.data_parallel.sharded.settings import Settings
+from varcomm.data_parallel.sharded.shard import Piece, Shard
+from varcomm.data_parallel.sharded.split import splits
+from varcomm.data_parallel.sharded.traffic import Traffic
+from varcomm.ops import wire
+from varcomm.ops.broadcast import broadcast
+from varcomm.transport.agree import agree_and_share
+from varcomm.transport.group import Group
+from varcomm.transport.lane import free_lanes, take_lane
+
+__all__ = ["Made", "make"]
+
+_WHAT = f"data_parallel.{NAME}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a ShardedGradients is made of."""
+
+    given: Given
+    shards: list[Shard]
+    pieces: dict[str, Piece]
+    optimizer: torch.optim.Optimizer
+    arrivals: Arrivals
+
+
+def make(
+    params: object, factory: Factory, group: Group, module: object, settings: Settings
+) -> Made:
+    """Make it on all ranks, or raise on all; collective."""
+
+    def begin() -> tuple[Given, list[Shard]]:
+        given = read(params, module)
+        settings.check(given.module)
+        given.check(group, is_taken)
+        values = list(given.parameters.values())
+        found = splits(values, settings.sizes, group.size, settings.bucket_bytes)
+        return given, [Shard(split, dict(enumerate(values)), group.rank) for split in found]
+
+    def tell(begun: tuple[Given, list[Shard]]) -> dict[str, Any]:
+        words = {"arguments": settings.describe(), **begun[0].describe()}
+        return {"words": words, "free lanes": free_lanes(group)}
+
+    (given, shards), told = agree_and_share(_WHAT, begin, tell, group)
+    compare(_WHAT, [rank["words"] for rank in told])
+    _make_equal(given, shards, group, settings.bucket_bytes)
+    names = list(given.parameters)
+    for shard in shards:
+        shard.cut_pieces(names, settings.whole, *settings.of_pieces(shard.row))
+    pieces = {piece.name: piece for shard in shards for piece in shard.pieces}
+    optimizer, same = agree_and_share(
+        f"{_WHAT}: optimizer_factory",
+        lambda: made(factory, given, pieces, settings.whole),
+        lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
+        group,
+    )
+    compare(_WHAT, same)
+    lane = take_lane(group, [rank["free lanes"] for rank in told])
+    arrivals = Arrivals(
+        names,
+        list(given.parameters.values()),
+        shards,
+        Traffic(group, lane),
+        settings.scaling(group.size),
+        settings.count,
+    )
+    if lane is not None:
+        weakref.finalize(arrivals, lane.give_back).atexit = False
+    return Made(given, shards, pieces, optimizer, arrivals)
+
+
+def _make_equal(given: Given, shards: list[Shard], group: Group, bucket_bytes: int) -> None:
+    """Overwrite parameters and buffers by those of rank 0."""
+    for shard in shards:
+        for work in wire.broadcast("broadcast", group, shard.row, 0):
+            work.wait()
+    others = [value.detach() for value in (*given.frozen.values(), *given.buffers().values())]
+    for members in cut(others, range(len(others)), bucket_bytes):
+        mine = [others[index] for index in members]
+        flat = torch.cat([value.reshape(-1) for value in mine]) if group.rank == 0 else None
+        flat = broadcast(flat, group=group.process_group)
+        for value, part in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
+            if group.rank != 0:
+                value.copy_(part.view(value.shape))
