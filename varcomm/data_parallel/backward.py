@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.ending import End, Ending
 from varcomm.data_parallel.global_count import CountSum, GlobalCount
 from varcomm.data_parallel.routes import Route
 from varcomm.errors import ArgumentError
@@ -19,31 +19,27 @@ from varcomm.transport.agree import compare, debugging
 if TYPE_CHECKING:
     from varcomm.data_parallel.replica import Replica
 
-__all__ = ["LOCK", "Backward", "Part"]
-
-# Of what arrives, in threads of their own for each device.
-LOCK = threading.RLock()
-
-# By autograd's number for them, as long as they run.
-_running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+__all__ = ["Backward", "Part"]
 
 
-class Backward:
-    """What all replicated modules have to do in one backward.
+class Backward(Ending):
+    """What all replicated modules have to do in one backward."""
 
-    They come to it in any order, which may be another one on other ranks; at its end they do the
-    same things in the same order.
-    """
+    kind = 0
+    number = 0  # there is one
 
-    def __init__(self, task: int) -> None:
-        self._task = task
+    def __init__(self, end: End, task: int) -> None:
+        self._end, self._task = end.join(self), task
         self._parts: dict[int, Part] = {}
-        self._told: dict[GlobalCount, torch.Tensor] = {}
+        self._refused: ArgumentError | None = None
 
     @classmethod
     def of(cls, task: int) -> Backward:
         """Return the one that runs, or a new one."""
-        return _running.get(task) or cls(task)
+        running = _running.get(task)
+        if running is None:
+            running = _running[task] = cls(End.of(task), task)
+        return running
 
     def enter(self, replica: Replica) -> Part:
         """Let a replica take part, and all that sum parameters with it."""
@@ -56,45 +52,57 @@ class Backward:
                 "a parameter is summed over several groups, of which only some are in no_sync. "
                 "Call no_sync with the module that holds all that were replicated."
             )
-        if self._task not in _running:
-            _running[self._task] = self
-            # which keeps it, until backward has ended in one way or the other
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         for each in entering:
-            self._parts[each.number] = Part(each, self._told, self._task)
+            self._parts[each.number] = Part(each, self._end, self._task)
             each.started(self._parts[each.number])
         return self._parts[replica.number]
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Sum what is left, and add the sums to the gradients; at the end of backward."""
-        parts = [self._parts[number] for number in sorted(self._parts)]
-        failed, refused = True, None
-        try:
-            if debugging():
-                for part in parts:
-                    part.compare()
-            summed = [part for part in parts if part.sums]
-            _check_counts([part.replica for part in summed])
-            for part in summed:
-                part.begin_rest()
-            refused = _finish(summed)
-            for part in parts:
-                part.replica.unsummed.backward_ended()
-                if part.replica.lane is not None:
-                    part.replica.lane.under_way = False
-            failed = False
-        finally:
-            for part in parts:
-                part.replica.ended(failed)
-        if refused is not None:
-            raise refused
+    def _in_order(self) -> list[Part]:
+        return [self._parts[number] for number in sorted(self._parts)]
+
+    def _summed(self) -> list[Part]:
+        return [part for part in self._in_order() if part.sums]
+
+    def compare(self) -> None:
+        """Raise on every rank if modules that are replicated differ in what they sum."""
+        if debugging():
+            for part in self._in_order():
+                part.compare()
+
+    def begin_rest(self) -> None:
+        """Begin all sums that are not begun yet."""
+        summed = self._summed()
+        _check_counts([part.replica for part in summed])
+        for part in summed:
+            part.begin_rest()
+
+    def end_sums(self) -> None:
+        """Add the sums to the gradients, or find what keeps all ranks from it."""
+        self._refused = _finish(self._summed())
+        for part in self._in_order():
+            part.replica.unsummed.backward_ended()
+            if part.replica.lane is not None:
+                part.replica.lane.under_way = False
+
+    def ended(self, failed: bool) -> None:
+        """Let modules be ready for the next backward, or refuse it."""
+        for part in self._in_order():
+            part.replica.ended(failed)
+
+    def check(self) -> None:
+        """Raise what that was."""
+        if self._refused is not None:
+            raise self._refused
+
+
+# By autograd's number for them, as long as they run.
+_running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
 
 
 class Part:
     """What one replica has in a backward: gradients, and the sums that it begins."""
 
-    def __init__(self, replica: Replica, told: dict[GlobalCount, torch.Tensor], task: int) -> None:
+    def __init__(self, replica: Replica, end: End, task: int) -> None:
         self.replica, self.task = replica, task
         self.sums = replica.paused == 0
         self.routes = replica.routes
@@ -102,7 +110,7 @@ class Part:
         self.replaced: set[int] = set()
         self.begun: list[BucketSum] = []
         self.count: CountSum | None = None
-        self._told = told
+        self._end = end
         self._group = replica.group()
         self._route_of = {
             i: n for n, route in enumerate(self.routes) for i in route.bucket.parameters
@@ -169,9 +177,7 @@ class Part:
                 groups = [first.over(), *(other.over() for other in others)]
                 if first.lane is not None:
                     first.lane.under_way = True
-                if reduce not in self._told:  # by another module in this backward
-                    self._told[reduce] = reduce.take()
-                self.count = CountSum(self._told[reduce], groups)
+                self.count = CountSum(self._end.told(reduce), groups)
 
     def begin_rest(self) -> None:
         """Begin all sums that are not begun yet."""

@@ -24,6 +24,8 @@ def cut(values: Sequence[torch.Tensor], order: Sequence[int], nbytes: int) -> li
     >>> x, y, z = torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)
     >>> cut([x, y, z], [2, 1, 0], nbytes=28), cut([x, y, z], [2, 1, 0], nbytes=27)
     ([[1], [2, 0]], [[2], [1], [0]])
+    >>> cut([x[:0], x], [0, 1], nbytes=8)
+    [[0], [1]]
     """
     lists: list[list[int]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
@@ -32,7 +34,7 @@ def cut(values: Sequence[torch.Tensor], order: Sequence[int], nbytes: int) -> li
         key = gradient_dtype(value), value.device
         size = value.numel() * key[0].itemsize
         members, room = current.get(key, ([], 0))
-        if size > room:
+        if size > room or not members:  # the first may have no elements
             members, room = [], nbytes
             lists.append(members)
         members.append(index)

@@ -13,7 +13,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.backward import LOCK, Backward, Part
+from varcomm.data_parallel.backward import Backward, Part
+from varcomm.data_parallel.ending import LOCK
 from varcomm.data_parallel.global_count import GlobalCount, Reduce
 from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.data_parallel.routes import Route, alive, routes

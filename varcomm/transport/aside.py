@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from varcomm.transport.agree import share
 from varcomm.transport.group import Group, resolve
 from varcomm.transport.lane import weakly
+from varcomm.transport.members import group_of_members, new_name
 
 __all__ = ["aside"]
 
@@ -29,13 +31,8 @@ def aside(group: Group) -> Group:
     One thread at a time may use it.
     """
     if group.process_group not in _made:
-        ranks = dist.get_process_group_ranks(group.process_group)
-        backend = group.process_group._get_backend(group.device())
-        made = dist.new_group(
-            ranks,
-            timeout=backend.options._timeout,
-            backend="gloo",
-            use_local_synchronization=True,  # others of the world need not take part
-        )
+        name = share("a second group", lambda: new_name() if group.rank == 0 else "", group)[0]
+        timeout = group.process_group._get_backend(group.device()).options._timeout
+        made = group_of_members(group.ranks, "gloo", timeout, name)
         _made[group.process_group] = weakly(resolve(made))
     return _made[group.process_group]()

@@ -7,7 +7,6 @@ meets nothing but its own kind.
 
 from __future__ import annotations
 
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from varcomm.errors import GroupError
 from varcomm.transport.group import Group, resolve
+from varcomm.transport.members import group_of_members, new_name
 
 __all__ = ["Lane", "free_lanes", "take_lane", "weakly"]
 
@@ -66,7 +65,7 @@ def free_lanes(group: Group) -> dict[str, Any]:
     Those that are free, by number; and a name for a new one, if this is the group's first rank.
     """
     free = [lane.number for lane in _made(group) if not lane.taken and lane.kind == _kind(group)]
-    return {"free": free, "name": f"varcomm.{uuid.uuid4().hex}" if group.rank == 0 else ""}
+    return {"free": free, "name": new_name() if group.rank == 0 else ""}
 
 
 def take_lane(group: Group, told: Sequence[dict[str, Any]]) -> Lane | None:
@@ -92,38 +91,13 @@ def take_lane(group: Group, told: Sequence[dict[str, Any]]) -> Lane | None:
     backends, timeout = kind = _kind(group)
     ranks = group.ranks
     process_group = (
-        _group_of_members(ranks, backends, timeout, told[0]["name"])
+        group_of_members(ranks, backends, timeout, told[0]["name"])
         if part
         else dist.new_group(list(ranks), timeout=timeout, backend=backends)
     )
     lane = Lane(len(made), weakly(resolve(process_group)), kind)
     made.append(lane)
     return lane
-
-
-def _group_of_members(
-    ranks: Sequence[int], backends: str, timeout: timedelta, name: Any
-) -> dist.ProcessGroup:
-    """Make a group of some ranks of the world, by a call that only these make.
-
-    With ``use_local_synchronization``, ``new_group`` would do so too, but it derives the name, by
-    which ranks find each other, from how many groups a rank is in. Ranks that are in more groups
-    than others would never meet, and a group made after another has been destroyed could meet what
-    that one has left behind. So the first rank has drawn the name.
-    """
-    _, store = c10d._world.pg_map[resolve(None).process_group]
-    process_group: dist.ProcessGroup
-    process_group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        c10d.Backend(backends),
-        store,
-        name,
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[process_group] = {rank: i for i, rank in enumerate(ranks)}
-    return process_group
 
 
 def _made(group: Group) -> list[Lane]:

@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 from torch.autograd.graph import Node
 
-from varcomm.data_parallel.backward import LOCK
 from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.ending import LOCK, End, Ending
 from varcomm.data_parallel.global_count import GlobalCount
 from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
@@ -32,9 +32,6 @@ _MARK = "varcomm.sharded"
 
 # The same order on all ranks, as all make each together.
 _numbers = itertools.count()
-
-# All backwards of this process, as long as they run.
-_running: weakref.WeakSet[_Backward] = weakref.WeakSet()
 
 
 class Arrivals:
@@ -108,10 +105,7 @@ class Arrivals:
                 self.check_sound()
                 self._check_backward()
                 backward = _Backward(self, task)
-                _running.add(backward)
                 self._running = weakref.ref(backward)
-                # which keeps it, until backward has ended in one way or the other
-                torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
             if index is not None and gradient is not None:
                 try:
                     self._check_gradient(index, gradient)
@@ -173,10 +167,13 @@ class Arrivals:
             )
 
 
-class _Backward:
+class _Backward(Ending):
     """One backward: what has arrived, and the sums that are under way."""
 
+    kind = 1
+
     def __init__(self, arrivals: Arrivals, task: int) -> None:
+        self.number, self._end = arrivals.number, End.of(task).join(self)
         self.arrivals, self.task, self.sums = arrivals, task, arrivals.summing
         self._parameters, self._shards = arrivals.parameters, arrivals.shards
         self._over = arrivals.traffic.over()
@@ -186,8 +183,6 @@ class _Backward:
         self._missing = [
             sum(parameter.requires_grad for parameter in shard.parameters) for shard in self._shards
         ]
-        self.told: torch.Tensor | None = None
-        self.ended = False
         self._gradients: dict[int, torch.Tensor] = {}
         self._started = 0
         self._under_way: deque[Reduction] = deque()
@@ -223,7 +218,9 @@ class _Backward:
     def _start(self) -> None:
         arrivals, shard = self.arrivals, self._shards[self._started]
         split = shard.split
-        count = self._told() if self._started == 0 else None
+        count = None
+        if self._started == 0 and arrivals.count is not None:
+            count = self._end.told(arrivals.count)
         gradients = {}
         for index in split.members:
             # of backwards in no_sync
@@ -259,64 +256,27 @@ class _Backward:
             if self._divisor and self._counted == self._over.size:
                 shard.add(reduction.total(self._divisor), reduction.used())
 
-    def _told(self) -> torch.Tensor | None:
-        """Return what this rank has counted for this backward, whoever has asked first."""
-        count = self.arrivals.count
-        if count is not None and self.told is None:
-            alike = (other.told for other in self._together() if other.arrivals.count is count)
-            told = next((told for told in alike if told is not None), None)
-            self.told = count.take() if told is None else told
-        return self.told
-
-    def _together(self) -> list[_Backward]:
-        """Return what runs in the same backward, in the same order on all ranks."""
-        with LOCK:
-            same = [one for one in _running if one.task == self.task and not one.ended]
-        return sorted(same, key=lambda one: one.arrivals.number)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Sum what is left; at the end of backward.
-
-        Ranks may have come to several ShardedGradients in other orders. So the first that is called
-        does it for all, and begins all before it waits for any.
-        """
-        if self.ended:
-            return
-        together, failed = self._together(), True
-        try:
-            for one in together:
-                one._compare()
-            for one in together:
-                one._start_rest()
-            for one in together:
-                one._sum_rest()
-            failed = False
-        finally:
-            for one in together:
-                one.ended = True
-                one.arrivals.ended(failed)
-        for one in together:
-            one._check_count()
-
-    def _compare(self) -> None:
+    def compare(self) -> None:
         if debugging():
             both = zip(self.arrivals.names, self._parameters, strict=True)
             frozen = [name for name, parameter in both if not parameter.requires_grad]
             call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
             compare(self.arrivals.group(), call | {"frozen parameters": frozen})
 
-    def _start_rest(self) -> None:
+    def begin_rest(self) -> None:
         while self.sums and self._started < len(self._shards):
             self._start()
             self._sum_what_is_there()
 
-    def _sum_rest(self) -> None:
+    def end_sums(self) -> None:
         while self._under_way:
             self._sum_next()
         self.arrivals.side.join()
 
-    def _check_count(self) -> None:
+    def ended(self, failed: bool) -> None:
+        self.arrivals.ended(failed)
+
+    def check(self) -> None:
         """Raise on all ranks alike, where there is nothing to divide by."""
         where, ranks = f"{NAME} on {self.arrivals.group()}: ", self._over.size
         if self._counted < ranks:

@@ -161,11 +161,7 @@ def _rows(values: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index in reversed(range(len(values))):
         kinds.setdefault((values[index].dtype, gradient_dtype(values[index])), []).append(index)
-    lists = []
-    for alike in kinds.values():
-        # those without elements last: they go along in any message
-        order = sorted(alike, key=lambda index: values[index].numel() == 0)
-        lists += cut(values, order, bucket_bytes) or [order]
+    lists = [members for alike in kinds.values() for members in cut(values, alike, bucket_bytes)]
     return sorted(lists, key=lambda members: -min(members))
 
 
