@@ -44,3 +44,14 @@ def test_code_on_checkpoints(worlds, tmp_path):
     assert torch.equal(one["weight"], other["weight"])
     assert one["weight"].any(dim=1).all()
     assert torch.equal(torch.cat([other["again"], one["again"]]), one["whole"])
+
+
+def test_code_on_gradients(worlds, tmp_path):
+    one, other = worlds.run(2, run_page, "gradients.md", tmp_path)
+    for name in ("mean", "weight"):
+        assert torch.equal(one[name], other[name])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    model(torch.arange(12.0).view(4, 3)).square().sum().div(4).backward()
+    torch.testing.assert_close(one["mean"], model[0].weight.grad)
+    assert torch.equal(one["up"], other["up"])  # one of them has computed it
