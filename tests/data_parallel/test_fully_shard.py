@@ -35,7 +35,9 @@ def graphs(sizes, dtype):
     generator = torch.Generator().manual_seed(0)
     made = []
     for n in sizes:
-        x, y = (torch.randn(n, k, generator=generator, dtype=torch.float64).to(dtype) for k in (3, 2))
+        x, y = (
+            torch.randn(n, k, generator=generator, dtype=torch.float64).to(dtype) for k in (3, 2)
+        )
         edge_index = torch.randint(n, (2, 4 * n), generator=generator)
         made.append(Data(x=x, edge_index=edge_index, y=y))
     return made

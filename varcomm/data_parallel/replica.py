@@ -20,6 +20,7 @@ from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.data_parallel.routes import Route, alive, routes
 from varcomm.data_parallel.tie import tie
 from varcomm.data_parallel.unsummed import Unsummed
+from varcomm.data_parallel.values import check_backward
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
@@ -278,18 +279,7 @@ class Replica:
 
     def check_backward(self) -> None:
         """Raise if what this backward brings cannot be summed."""
-        if torch.is_grad_enabled():
-            self.refuse(
-                "backward(create_graph=True) would need derivatives of what has been summed. Take "
-                "torch.autograd.grad(..., create_graph=True) for forces and penalties, and "
-                "backward() from the loss that is made of them."
-            )
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter._post_accumulate_grad_hooks:
-                self.refuse(
-                    f"parameter {name!r} has a hook of register_post_accumulate_grad_hook, which "
-                    "would run before the gradient is summed. Do its work after backward()."
-                )
+        check_backward(zip(self.names, self.parameters, strict=True), self.refuse)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopyOfReplica, ()

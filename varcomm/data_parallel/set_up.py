@@ -9,23 +9,25 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from varcomm.data_parallel.buckets import cut, gradient_dtype
+from varcomm.data_parallel.buckets import gradient_dtype
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described
 from varcomm.data_parallel.replica import CopyOfReplica, Options, Replica, replicas_of
+from varcomm.data_parallel.values import check_value, check_writable, compare, make_equal
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.layout import exact_int
-from varcomm.ops.broadcast import broadcast
-from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import differing, digest
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.agree import share
-from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 from varcomm.transport.lane import free_lanes, take_lane
 
 __all__ = ["BUCKET_BYTES", "set_up"]
 
 BUCKET_BYTES = 25 * 2**20
+
+# What ranks must have alike, of what they tell.
+_COMPARED = ("bucket_bytes", "reduce", "use_fp32", "recurse", "initial", "parameters and buffers")
 
 
 def set_up(
@@ -47,8 +49,7 @@ def set_up(
         reduce, use_fp32, bucket_bytes, recurse, marked, names[0] if names is not None else None
     )
     given = share(what, lambda: _described(model, ranks, options, initial), ranks)
-    for word in ("bucket_bytes", "reduce", "use_fp32", "recurse", "initial", "values"):
-        _compare(what, word, [told[word] for told in given])
+    compare(what, [{word: told[word] for word in _COMPARED} for told in given])
     _check_groups(what, [told["other groups"] for told in given])
     if initial == "check":
         others, differ = differing([told["digests"] for told in given])
@@ -58,7 +59,8 @@ def set_up(
                 'Give all ranks the same values, or take those of rank 0: initial="broadcast".'
             )
     else:
-        _make_equal(_values(model, recurse), ranks, options.bucket_bytes)
+        values = [value for _, _, value in _values(model, recurse)]
+        make_equal(values, ranks, options.bucket_bytes)
     lane = take_lane(ranks, [told["lanes"] for told in given])
     number = None
     for module in model.modules() if recurse else [model]:
@@ -96,7 +98,8 @@ def _described(model: object, group: Group, options: Options, initial: object) -
     given = _values(model, options.recurse)
     for kind, name, value in given:
         what = f"{kind} {name!r}"
-        _check_value(value, what, group)
+        check_value(value, what, group)
+        check_writable(value, what)
         if value.device not in devices:
             devices.append(value.device)
         learns = "trained" if value.requires_grad else "frozen"
@@ -120,25 +123,11 @@ def _described(model: object, group: Group, options: Options, initial: object) -
         "use_fp32": {"use_fp32": options.use_fp32},
         "recurse": {"recurse": options.recurse},
         "initial": {"initial": initial},
-        "values": values,
+        "parameters and buffers": values,
         "digests": digests,
         "other groups": others,
         "lanes": free_lanes(group),
     }
-
-
-def _check_value(value: torch.Tensor, what: str, group: Group) -> None:
-    """Raise unless a parameter or buffer can be sent, and written to."""
-    if torch.nn.parameter.is_lazy(value):
-        raise ArgumentError(f"{what} is not initialised yet. Call the model once before.")
-    checked_tensor(value, "", what)
-    engine_for(group, value.device)
-    expanded = any(
-        stride == 0 and n > 1 for n, stride in zip(value.shape, value.stride(), strict=True)
-    )
-    if expanded or value.is_inference():
-        how = "an expanded view" if expanded else "made in inference mode"
-        raise ArgumentError(f"{what} is {how}, and cannot be written to. Register its clone().")
 
 
 def _check_gradient(value: torch.nn.Parameter, what: str, use_fp32: bool) -> None:
@@ -208,19 +197,6 @@ def _check_count(replica: Replica, group: Group, count: GlobalCount) -> None:
             )
 
 
-def _compare(what: str, word: str, given: Sequence[Mapping[str, object]]) -> None:
-    """Raise on every rank, if ranks differ; without communication."""
-    named = {"values": "parameters and buffers"}.get(word, word)
-    for rank, own in enumerate(given):
-        for name in dict.fromkeys([*given[0], *own]):
-            here, there = given[0].get(name, "none"), own.get(name, "none")
-            if here != there:
-                raise DisagreementError(
-                    f"{what}: ranks disagree on {named}: for {name!r}, rank 0 has {here}; rank "
-                    f"{rank} has {there}."
-                )
-
-
 def _check_groups(what: str, given: Sequence[Mapping[str, Sequence[tuple[int, ...]]]]) -> None:
     """Raise on every rank, if somebody would be counted twice; without communication.
 
@@ -237,20 +213,6 @@ def _check_groups(what: str, given: Sequence[Mapping[str, Sequence[tuple[int, ..
                         "which more than one, or one that others sum with, is in this group: it "
                         "would be counted twice. Groups must cross as dimensions of a mesh do."
                     )
-
-
-def _make_equal(
-    named: Sequence[tuple[str, str, torch.Tensor]], group: Group, bucket_bytes: int
-) -> None:
-    """Overwrite parameters and buffers by those of rank 0."""
-    values = [value.detach() for _, _, value in named]
-    for members in cut(values, range(len(values)), bucket_bytes):
-        mine = [values[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in mine]) if group.rank == 0 else None
-        flat = broadcast(flat, group=group.process_group)
-        for value, part in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
-            if group.rank != 0:
-                value.copy_(part.view(value.shape))
 
 
 def _values(model: torch.nn.Module, recurse: bool) -> list[tuple[str, str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.data_parallel.sharded.side_stream import SideStream
 from varcomm.data_parallel.sharded.traffic import Traffic
+from varcomm.data_parallel.values import check_backward
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import compare, debugging
@@ -137,21 +138,10 @@ class Arrivals:
             )
 
     def _check_backward(self) -> None:
-        if torch.is_grad_enabled():
-            self.refuse(
-                "backward(create_graph=True) would need derivatives of what has been summed. Take "
-                "torch.autograd.grad(..., create_graph=True) for forces and penalties, and "
-                "backward() from the loss that is made of them."
-            )
         for shard in self.shards:
             if (index := shard.moved()) is not None:
                 self.refuse(moved(self.names[index]))
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter._post_accumulate_grad_hooks:
-                self.refuse(
-                    f"parameter {name!r} has a hook of register_post_accumulate_grad_hook, which "
-                    "would run before the gradient is summed. Do its work after backward()."
-                )
+        check_backward(zip(self.names, self.parameters, strict=True), self.refuse)
 
     def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
         if gradient.requires_grad:

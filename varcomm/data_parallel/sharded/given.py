@@ -11,12 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.buckets import gradient_dtype
 from varcomm.data_parallel.replica import replicas_of
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops.checks import checked_tensor
-from varcomm.transport.engines import engine_for
+from varcomm.data_parallel.values import check_value, check_writable
+from varcomm.errors import ArgumentError
 from varcomm.transport.group import Group
 
-__all__ = ["Given", "compare", "read"]
+__all__ = ["Given", "read"]
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,6 @@ class Given:
         if not trained:
             frozen = f"all {len(self.frozen)} are frozen" if self.frozen else "there are none"
             raise ArgumentError(f"no parameter is trained: {frozen}.")
-        for what, value in {**trained, **others}.items():
-            _check_value(value, what)
-        for what, value in others.items():
-            _check_writable(value, what)
         devices = list(dict.fromkeys(str(value.device) for value in trained.values()))
         if len(devices) > 1:
             first = next(w for w, value in trained.items() if str(value.device) == devices[1])
@@ -72,8 +67,10 @@ class Given:
                 f"parameters are on several devices, {' and '.join(devices)}: {first} is on the "
                 "second. Make a ShardedGradients for those of each device."
             )
-        for value in {**trained, **others}.values():
-            engine_for(group, value.device)
+        for what, value in {**trained, **others}.items():
+            check_value(value, what, group)
+        for what, value in others.items():
+            check_writable(value, what)
         for what, value in trained.items():
             if replicas_of(value):
                 raise ArgumentError(
@@ -186,33 +183,3 @@ def _named(
             raise ArgumentError(f"parameter {name!r} is not in the module.")
         name = known[id(member)]
     return name, member  # type: ignore[return-value]
-
-
-def _check_value(value: torch.Tensor, what: str) -> None:
-    if torch.nn.parameter.is_lazy(value):
-        raise ArgumentError(f"{what} is not initialised yet. Call the model once before.")
-    checked_tensor(value, "", what)
-    if value.is_inference():
-        raise ArgumentError(
-            f"{what} was made in inference mode, and cannot be written to. Register its clone()."
-        )
-
-
-def _check_writable(value: torch.Tensor, what: str) -> None:
-    if any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
-        raise ArgumentError(
-            f"{what} is an expanded view, and cannot be written to. Register its clone()."
-        )
-
-
-def compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
-    """Raise on every rank, if what ranks have told differs; without communication."""
-    for word in given[0]:
-        for rank, own in enumerate(given):
-            for name in dict.fromkeys([*given[0][word], *own[word]]):
-                here, there = given[0][word].get(name, "none"), own[word].get(name, "none")
-                if here != there:
-                    raise DisagreementError(
-                        f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
-                        f"{rank} has {there}."
-                    )

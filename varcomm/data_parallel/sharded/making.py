@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from varcomm.data_parallel.buckets import cut
 from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals, is_taken
-from varcomm.data_parallel.sharded.given import Given, compare, read
+from varcomm.data_parallel.sharded.given import Given, read
 from varcomm.data_parallel.sharded.inner_optimizer import Factory, made, options
 from varcomm.data_parallel.sharded.settings import Settings
 from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.data_parallel.sharded.split import splits
 from varcomm.data_parallel.sharded.traffic import Traffic
+from varcomm.data_parallel.values import compare, make_equal
 from varcomm.ops import wire
-from varcomm.ops.broadcast import broadcast
 from varcomm.transport.agree import agree_and_share
 from varcomm.transport.group import Group
 from varcomm.transport.lane import free_lanes, take_lane
@@ -88,11 +87,4 @@ def _make_equal(given: Given, shards: list[Shard], group: Group, bucket_bytes: i
     for shard in shards:
         for work in wire.broadcast("broadcast", group, shard.row, 0):
             work.wait()
-    others = [value.detach() for value in (*given.frozen.values(), *given.buffers().values())]
-    for members in cut(others, range(len(others)), bucket_bytes):
-        mine = [others[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in mine]) if group.rank == 0 else None
-        flat = broadcast(flat, group=group.process_group)
-        for value, part in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
-            if group.rank != 0:
-                value.copy_(part.view(value.shape))
+    make_equal([*given.frozen.values(), *given.buffers().values()], group, bucket_bytes)
