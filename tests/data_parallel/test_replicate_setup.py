@@ -178,7 +178,7 @@ REFUSED = {
     "inference": (
         made_in_inference_mode,
         ArgumentError,
-        "buffer 'scale' was made in inference mode, and cannot be written to. Register its clone().",
+        "buffer 'scale' was made in inference mode, and cannot be written to. Register its",
     ),
     "wrapped": (
         lambda: DistributedDataParallel(linear(), process_group=alone()),
