@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import increment_version
 
 __all__ = ["tie"]
 
@@ -29,6 +30,11 @@ def tie(
     The result is equal to `output`, in the same memory; ``backward()`` from it, or from any of its
     derivatives, reaches `anchor`, a leaf, as well. It brings no gradient there.
 
+    Tensors that the module has computed stay the same objects, so whoever else keeps them sees what
+    is written into them, with its gradients. What is not the module's own result (inputs,
+    parameters, constants) or is one of several that share memory is returned as a view, and torch
+    raises where that is written to.
+
     Parameters
     ----------
     output : tensor, or list, tuple, dict or dataclass of them, nested as one likes
@@ -44,7 +50,7 @@ def tie(
         object that may hold some.
     """
     # Who writes into one of several tensors that share memory changes all, and their gradients.
-    # For a tied one torch would not know, unless it is told that it is a view, which it refuses to
+    # For tied ones torch would not know, unless it is told that they are views, which it refuses to
     # have written to. What is handed on from `given` counts twice.
     shared = Counter(
         _memory(x)
@@ -62,8 +68,14 @@ def tie(
         if not (x.is_floating_point() or x.is_complex()):
             return x
         if id(x) not in tied:
-            alone = shared[_memory(x)] == 1 and not (x.is_leaf and x.requires_grad)
-            tied[id(x)] = _tied(x, anchor, keep, alone)
+            alone = shared[_memory(x)] == 1
+            if alone and not x.is_leaf and not _transforming():
+                # no other values, so no other version for those who have saved it for backward
+                with torch.autograd._unsafe_preserve_version_counter(x):
+                    tied[id(x)] = _TieInPlace.apply(x, anchor, keep)  # type: ignore[no-untyped-call]
+            else:
+                # without elements there is nothing in a constant that could be written to
+                tied[id(x)] = _tied(x, anchor, keep, alone and x.numel() == 0)
         return tied[id(x)]
 
     result = _mapped(visit, output)
@@ -73,6 +85,31 @@ def tie(
             "Return tensors, or lists, tuples, dicts or dataclasses of them."
         )
     return result
+
+
+class _TieInPlace(torch.autograd.Function):
+    """Identity; the tensor itself comes to depend on the anchor, and its views do with it."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, anchor: torch.Tensor, keep: object) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(output)
+        _, ctx.anchor, ctx.keep = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is not None and torch.is_grad_enabled():
+            gradient = _tied(gradient, ctx.anchor, ctx.keep)
+        return gradient, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        increment_version(tangent)  # by which torch knows that this is done in place
+        return tangent
 
 
 class _Tie(torch.autograd.Function):
@@ -105,6 +142,11 @@ class _Tie(torch.autograd.Function):
 
 def _tied(x: torch.Tensor, anchor: torch.Tensor, keep: object, alone: bool = True) -> torch.Tensor:
     return _Tie.apply(x, anchor, keep, alone)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _transforming() -> bool:
+    """Return whether torch.func looks at what is done."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def _memory(x: torch.Tensor) -> int:
