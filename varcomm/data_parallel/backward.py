@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.data_parallel.buckets import gradient_dtype
 from varcomm.data_parallel.ending import End, Ending
-from varcomm.data_parallel.global_count import CountSum, GlobalCount
+from varcomm.data_parallel.global_count import CountSum, GlobalCount, User
 from varcomm.data_parallel.routes import Route
 from varcomm.errors import ArgumentError
 from varcomm.transport.agree import compare, debugging
+from varcomm.transport.group import Group
 
 if TYPE_CHECKING:
     from varcomm.data_parallel.replica import Replica
@@ -53,6 +57,8 @@ class Backward(Ending):
                 "Call no_sync with the module that holds all that were replicated."
             )
         for each in entering:
+            self._end.begins(each.count)
+        for each in entering:
             self._parts[each.number] = Part(each, self._end, self._task)
             each.started(self._parts[each.number])
         return self._parts[replica.number]
@@ -63,17 +69,27 @@ class Backward(Ending):
     def _summed(self) -> list[Part]:
         return [part for part in self._in_order() if part.sums]
 
+    def labels(self) -> Sequence[tuple[Group, str]]:
+        """Return the groups, and the modules that are replicated over them."""
+        return [(part.replica.group(), part.replica.label) for part in self._in_order()]
+
+    def users(self) -> Mapping[User, bool]:
+        """Return the replicas that take part, and whether they sum."""
+        return {part.replica: part.sums for part in self._in_order()}
+
+    def look(self) -> None:
+        """Raise if what has not been summed before cannot be summed."""
+        for part in self._in_order():
+            part.replica.unsummed.check()
+
     def compare(self) -> None:
         """Raise on every rank if modules that are replicated differ in what they sum."""
-        if debugging():
-            for part in self._in_order():
-                part.compare()
+        for part in self._in_order():
+            part.compare()
 
     def begin_rest(self) -> None:
         """Begin all sums that are not begun yet."""
-        summed = self._summed()
-        _check_counts([part.replica for part in summed])
-        for part in summed:
+        for part in self._summed():
             part.begin_rest()
 
     def end_sums(self) -> None:
@@ -81,6 +97,8 @@ class Backward(Ending):
         self._refused = _finish(self._summed())
         for part in self._in_order():
             part.replica.unsummed.backward_ended()
+            if not part.sums:
+                part.hold_count()
             if part.replica.lane is not None:
                 part.replica.lane.under_way = False
 
@@ -103,7 +121,7 @@ class Part:
     """What one replica has in a backward: gradients, and the sums that it begins."""
 
     def __init__(self, replica: Replica, end: End, task: int) -> None:
-        self.replica, self.task = replica, task
+        self.replica, self.task, self.thread = replica, task, threading.get_ident()
         self.sums = replica.paused == 0
         self.routes = replica.routes
         self.own: set[int] = set()
@@ -185,12 +203,29 @@ class Part:
         while len(self.begun) < len(self.routes):
             self._begin()
 
+    def hold_count(self) -> None:
+        """Keep what was counted with the gradients that are not summed, or with a trace of them.
+
+        So it is dropped on all ranks if they are, on one to which this backward brings none too.
+        """
+        counts = {replica.count for replica in self.replica.connected()} - {None}
+        if counts and self._route_of:
+            parameters = self.replica.parameters
+            least = min(self._route_of, key=lambda index: parameters[index].numel())
+            self.replica.unsummed.leave_trace(least)
+        for count in counts:
+            assert count is not None
+            count.hold()
+
     def compare(self) -> None:
         """Raise on every rank, if they end different backwards."""
+        names = [self.replica.names[i] for route in self.routes for i in route.bucket.parameters]
         others = [[len(r.ranks) for r in route.after()] for route in self.routes]
         call = {
             "operation": "replicate, at the end of backward",
             "frozen parameters": self.replica.frozen,
+            "unmarked parameters": self.replica.unmarked,
+            "names of what is summed": f"{len(names)}, crc32 {crc32(repr(names).encode()):08x}",
             "whether it sums": self.sums,
             "sizes of further groups": others,
         }
@@ -246,24 +281,14 @@ def _finish(parts: list[Part]) -> ArgumentError | None:
             flow.sum = begin(flow.way[step], flow.total)
     for flow in flows:
         assert flow.total is not None
-        flow.route.bucket.deliver(flow.total, flow.part.own, flow.part.replaced)
         for index in flow.route.bucket.parameters:
             flow.part.replica.unsummed.drop(index)
+        flow.route.bucket.deliver(flow.total, flow.part.own, flow.part.replaced)
+    for part in parts:
+        if part.count is not None and part.replica.number in totals:
+            assert part.replica.count is not None
+            part.replica.count.summed()
     return refused
-
-
-def _check_counts(summed: list[Replica]) -> None:
-    """Raise if what has been counted belongs to gradients that are not summed now as well."""
-    for replica in summed:
-        reduce = replica.options.reduce
-        if isinstance(reduce, GlobalCount):
-            for other in reduce.users:
-                if other not in summed and (other.part is not None or other.unsummed.any()):
-                    replica.refuse(
-                        "another module with the same GlobalCount has gradients that this backward "
-                        "does not sum, and would miss what was counted for them. Give each module "
-                        "a GlobalCount of its own."
-                    )
 
 
 def _divisors(way: list[Replica], totals: dict[int, int]) -> list[int] | None:

@@ -6,19 +6,32 @@ its own sums when its turn comes, two ranks could wait for each other.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
 import torch
+from torch.autograd.graph import Node
 
-from varcomm.data_parallel.global_count import GlobalCount
+from varcomm.data_parallel.global_count import GlobalCount, User
+from varcomm.transport.agree import compare, debugging
+from varcomm.transport.group import Group
 
-__all__ = ["LOCK", "End", "Ending"]
+__all__ = ["LOCK", "End", "Ending", "is_reached", "tokens"]
 
 # Of what arrives, in threads of their own for each device.
 LOCK = threading.RLock()
+
+# By which all ranks of a group know what sums gradients over it: those of its first rank.
+tokens = itertools.count()
+
+
+def is_reached(anchor: Node) -> bool:
+    """Return whether the backward that runs comes by an anchor, or has done so."""
+    return torch._C._will_engine_execute_node(anchor)
 
 
 class Ending(ABC):
@@ -29,8 +42,20 @@ class Ending(ABC):
     number: int
 
     @abstractmethod
+    def labels(self) -> Sequence[tuple[Group, str]]:
+        """Return the groups over which it sums, and what for: the same words on all ranks."""
+
+    @abstractmethod
+    def users(self) -> Mapping[User, bool]:
+        """Return who takes part, and whether it sums."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Raise if what this rank has cannot be summed."""
+
+    @abstractmethod
     def compare(self) -> None:
-        """Inside :func:`varcomm.debug`, raise on every rank if they end different backwards."""
+        """Raise on every rank if they end different backwards; in :func:`varcomm.debug`."""
 
     @abstractmethod
     def begin_rest(self) -> None:
@@ -55,6 +80,7 @@ class End:
     def __init__(self) -> None:
         self._endings: list[Ending] = []
         self._told: dict[GlobalCount, torch.Tensor] = {}
+        self._counting: set[GlobalCount] = set()
 
     @classmethod
     def of(cls, task: int) -> End:
@@ -71,6 +97,12 @@ class End:
         # weakly: where backward fails all must be gone at once, by which that is known
         return cast(End, weakref.proxy(self))
 
+    def begins(self, count: GlobalCount | None) -> None:
+        """Tell a count of this backward, whoever comes first."""
+        if count is not None and count not in self._counting:
+            self._counting.add(count)
+            count.begin()
+
     def told(self, count: GlobalCount) -> torch.Tensor:
         """Return what this rank has counted for this backward, whoever has asked first."""
         if count not in self._told:
@@ -82,8 +114,13 @@ class End:
         endings = sorted(self._endings, key=lambda ending: (ending.kind, ending.number))
         failed = True
         try:
-            for ending in endings:
-                ending.compare()
+            _check_counts({user: sums for e in endings for user, sums in e.users().items()})
+            if debugging():
+                for ending in endings:
+                    ending.look()
+                _compare(endings)
+                for ending in endings:
+                    ending.compare()
             for ending in endings:
                 ending.begin_rest()
             for ending in endings:
@@ -94,6 +131,30 @@ class End:
                 ending.ended(failed)
         for ending in endings:
             ending.check()
+
+
+def _check_counts(users: Mapping[User, bool]) -> None:
+    """Raise if what has been counted belongs to gradients that are not summed now as well."""
+    for user, sums in users.items():
+        if not sums or user.count is None:
+            continue
+        for other in user.count.users:
+            if not users.get(other, False) and (other in users or other.has_unsummed()):
+                user.refuse(
+                    "another module with the same GlobalCount has gradients that this backward "
+                    "does not sum, and would miss what was counted for them. Give each module "
+                    "a GlobalCount of its own."
+                )
+
+
+def _compare(endings: Sequence[Ending]) -> None:
+    """Raise on every rank of a group if ranks end the backward of other modules."""
+    of_group: dict[tuple[int, ...], tuple[Group, list[str]]] = {}
+    for ending in endings:
+        for group, label in ending.labels():
+            of_group.setdefault(group.ranks, (group, []))[1].append(label)
+    for group, labels in of_group.values():
+        compare(group, {"operation": "the end of backward", "what it is of": labels})
 
 
 _ends: weakref.WeakValueDictionary[int, End] = weakref.WeakValueDictionary()

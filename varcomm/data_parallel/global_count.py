@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -13,10 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.layout import exact_int
 from varcomm.transport.group import Group
 
-if TYPE_CHECKING:
-    from varcomm.data_parallel.replica import Replica
-
-__all__ = ["CountSum", "GlobalCount", "Reduce", "described"]
+__all__ = ["CountSum", "GlobalCount", "Reduce", "User", "described", "missing"]
 
 
 class GlobalCount:
@@ -28,10 +25,19 @@ class GlobalCount:
 
     Notes
     -----
-    Each rank calls :meth:`add` before each ``backward()``, also where it has no row. What was added
-    since the last backward that summed belongs to the next one that does: in
-    :func:`varcomm.data_parallel.no_sync` counts add up as gradients do. Modules that do not always
-    run backward together need a count each.
+    Each rank calls :meth:`add` before each ``backward()``, also where it has no row. In
+    :func:`varcomm.data_parallel.no_sync` counts add up as gradients do, and go with them: where
+    ``zero_grad()`` drops all the gradients that are not summed yet, what was counted for them is
+    dropped too. Modules that do not always run backward together need a count each.
+
+    What was added before a backward that fails stays, if that did not get as far as to the module:
+    then it is counted for the next one as well. ``replicate``, called anew for the same module,
+    forgets it. After a backward that was refused since a rank had not called :meth:`add`, what was
+    added for that one alone is gone.
+
+    A reentrant checkpoint around the module is a backward of its own, of which each needs a count;
+    ``checkpoint(..., use_reentrant=False)`` makes one of all. A copy of a count counts from 0, for
+    nobody as yet.
 
     Parameters in several groups are divided once, by what was counted in all groups to which they
     and the parameters beside them were given with the same count.
@@ -52,9 +58,14 @@ class GlobalCount:
     """
 
     def __init__(self) -> None:
-        self._count, self._added = 0, False
+        self.forget()
+        # of gradients of earlier backwards that are not summed yet
+        self._held, self._held_added = 0, False
         # whose gradients are divided by it
-        self.users: weakref.WeakSet[Replica] = weakref.WeakSet()
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GlobalCount, ()
 
     def add(self, rows: int) -> None:
         """Count the rows of this rank's part of the loss of the next backward; 0 if it has none.
@@ -72,11 +83,44 @@ class GlobalCount:
         self._count += number
         self._added = True
 
-    def take(self) -> torch.Tensor:
-        """Return what this rank has counted and whether it has, and begin anew."""
-        told = torch.tensor([self._count, int(self._added)])
+    def forget(self) -> None:
+        """Forget what was added for the next backward."""
         self._count, self._added = 0, False
+
+    def begin(self) -> None:
+        """Know that a backward begins: what is held for gradients that were dropped is dropped."""
+        if self._held_added and not any(user.has_unsummed() for user in self.users):
+            self._held, self._held_added = 0, False
+
+    def hold(self) -> None:
+        """Keep what was added for a backward that has not summed with its gradients."""
+        self._held += self._count
+        self._held_added |= self._added
+        self.forget()
+
+    def take(self) -> torch.Tensor:
+        """Return what this rank has counted and whether it has; what is held stays so."""
+        told = torch.tensor([self._count + self._held, int(self._added or self._held_added)])
+        self.forget()
         return told
+
+    def summed(self) -> None:
+        """Know that there are no gradients any more for which something is held."""
+        self._held, self._held_added = 0, False
+
+
+class User(Protocol):
+    """Whose gradients are divided by a count."""
+
+    @property
+    def count(self) -> GlobalCount | None:
+        """What that is."""
+
+    def has_unsummed(self) -> bool:
+        """Return whether it has gradients of earlier backwards that are to be summed."""
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ArgumentError."""
 
 
 # What is made of the gradients of all ranks.
@@ -130,15 +174,23 @@ class CountSum:
             self._sum.begin_second_round()
             ranks *= group.size
         total, added = (int(number) for number in self._sum.wait().tolist())
-        if added < ranks:
-            raise ArgumentError(
-                f"{where}on {ranks - added} of {ranks} ranks GlobalCount.add was not called before "
-                "this backward, by which gradients are to be divided. Call count.add(rows) on "
-                "every rank before backward(), with 0 where a rank has no rows."
-            )
-        if total == 0:
-            raise ArgumentError(
-                f"{where}all ranks have counted 0 rows, and gradients cannot be divided by that. "
-                "Leave out this backward on all ranks."
-            )
+        if (wrong := missing(total, added, ranks)) is not None:
+            raise ArgumentError(where + wrong)
         return total
+
+
+def missing(total: int, added: int, ranks: int) -> str | None:
+    """Return why nothing can be divided by what ranks have counted, of which some have added."""
+    if added < ranks:
+        return (
+            f"on {ranks - added} of {ranks} ranks GlobalCount.add was not called before this "
+            "backward, by which gradients are to be divided. Call count.add(rows) on every rank "
+            "before backward(), with 0 where a rank has no rows. A reentrant checkpoint around the "
+            "module has a backward of its own: use checkpoint(..., use_reentrant=False)."
+        )
+    if total == 0:
+        return (
+            "all ranks have counted 0 rows, and gradients cannot be divided by that. Leave out "
+            "this backward on all ranks."
+        )
+    return None

@@ -30,8 +30,10 @@ def accumulators(leaves: Sequence[torch.Tensor]) -> list[Node | None]:
     One of them has to learn, and gradients have to be enabled.
     """
     # torch's own node of many inputs; no operation, so that transforms of torch.func see nothing
-    joined = torch._C._functions.DelayedError("", len(leaves))(*leaves)  # type: ignore[attr-defined]
-    return [node for node, _ in joined[0].grad_fn.next_functions]
+    made = torch._C._functions.DelayedError(b"", len(leaves))(*leaves)
+    joined = made if isinstance(made, torch.Tensor) else made[0]
+    assert joined.grad_fn is not None
+    return [node for node, _ in joined.grad_fn.next_functions]
 
 
 def notes(node: Node) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,22 +15,23 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.backward import Backward, Part
-from varcomm.data_parallel.ending import LOCK
+from varcomm.data_parallel.copied import CopyOfReplica
+from varcomm.data_parallel.ending import LOCK, is_reached
 from varcomm.data_parallel.global_count import GlobalCount, Reduce
-from varcomm.data_parallel.leaf import accumulator, notes
+from varcomm.data_parallel.leaf import accumulator, accumulators
 from varcomm.data_parallel.routes import Route, alive, routes
 from varcomm.data_parallel.tie import tie
 from varcomm.data_parallel.unsummed import Unsummed
 from varcomm.data_parallel.values import check_backward
+from varcomm.data_parallel.watching import bereave, marks_at, replicas_at
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
-from varcomm.transport.group import Group, resolve
+from varcomm.transport.agree import debugging, fail
+from varcomm.transport.group import Group
 from varcomm.transport.lane import Lane, weakly
 
-__all__ = ["CopyOfReplica", "Options", "Replica", "replicas_in", "replicas_of"]
-
-_MARK = "varcomm.replicate"
+__all__ = ["Options", "Replica", "replicas_in"]
 
 _numbers = itertools.count()
 
@@ -70,10 +72,13 @@ class Replica:
     increment away. So ``grad`` stays as it was until the sums are added at the end of backward, and
     a backward that fails leaves nothing behind in it.
 
-    Nothing keeps it but the module, and graphs through which backward may still go.
+    Nothing keeps it but the module, and graphs through which backward may still go. Without it,
+    gradients of the parameters that are left are an error.
 
     Parameters
     ----------
+    token : int
+        By which all ranks of the group know it.
     number : int, optional
         Its place among those that sum the same parameters; None is after all that there are.
     """
@@ -87,14 +92,16 @@ class Replica:
         group: Group,
         lane: Lane | None,
         options: Options,
+        token: int,
         number: int | None = None,
     ) -> None:
         self.group, self.ranks, self.lane, self.options = weakly(group), group.ranks, lane, options
-        self.number = next(_numbers) if number is None else number
+        self.number, self.token = next(_numbers) if number is None else number, token
         self.module = weakref.ref(module)
         self.names = [name for name, _ in module.named_parameters(recurse=options.recurse)]
         self.parameters = list(module.parameters(recurse=options.recurse))
         self.left_out: set[int] = set()
+        self._on_cpu = all(value.device.type == "cpu" for value in self.parameters)
         self.unsummed = Unsummed(self.parameters, partial(_refuse_gradient, weakref.ref(self)))
         self.paused = 0
         self._identities = _identities(module, options.recurse)
@@ -115,15 +122,18 @@ class Replica:
         self._removals.append(handle.remove)
         if lane is not None:
             self._removals.append(weakref.finalize(self, lane.give_back))
-        if isinstance(options.reduce, GlobalCount):
-            options.reduce.users.add(self)
+        if self.count is not None:
+            self.count.users.add(self)
+        self._left = {i: weakref.ref(p) for i, p in enumerate(self.parameters) if i in self._nodes}
+        self._end = weakref.finalize(self, bereave, self._left, self.ranks)
+        self._end.atexit = False
         Replica.changes += 1
 
     def _watch(self, leaf: torch.Tensor, index: int | None) -> None:
         # weakly: a node is nothing that the garbage collector could see through
         me = weakref.ref(self)
         node = accumulator(leaf)
-        marks = notes(node).setdefault(_MARK, [])
+        marks = marks_at(node)
         marks.append(me)
         hook = node.register_prehook(partial(_arrived, me, index))
 
@@ -135,10 +145,10 @@ class Replica:
 
     def close(self) -> None:
         """Leave the module as it was."""
-        for remove in (*self._unwatch.values(), *self._removals):
+        for remove in (*self._unwatch.values(), *self._removals, self._end.detach):
             remove()
-        if isinstance(self.options.reduce, GlobalCount):
-            self.options.reduce.users.discard(self)
+        if self.count is not None:
+            self.count.users.discard(self)
         Replica.changes += 1
 
     def leave_out(self, indices: set[int]) -> None:
@@ -146,10 +156,34 @@ class Replica:
         for index in indices:
             self._unwatch.pop(index, lambda: None)()
             self._nodes.pop(index, None)
+            self._left.pop(index, None)
         self.left_out |= indices
         Replica.changes += 1
         if len(self.left_out) == len(self.parameters):
             self.close()
+
+    @property
+    def count(self) -> GlobalCount | None:
+        """What its sums are divided by, if that is a count."""
+        return self.options.reduce if isinstance(self.options.reduce, GlobalCount) else None
+
+    def has_unsummed(self) -> bool:
+        """Return whether there are gradients to be summed of those that sum with it."""
+        return any(replica.unsummed.any() for replica in self.connected())
+
+    @property
+    def exists(self) -> bool:
+        """Whether its group does."""
+        try:
+            self.group()
+        except GroupError:
+            return False
+        return True
+
+    @property
+    def label(self) -> str:
+        """What it is called among ranks."""
+        return f"module {self.token}, of {len(self.names)} parameters: {', '.join(self.names[:2])}"
 
     @property
     def routes(self) -> list[Route]:
@@ -161,7 +195,7 @@ class Replica:
 
     def summing(self, index: int) -> list[Replica]:
         """Return who sums the gradient of a parameter, in their order."""
-        return _alive(self._nodes[index]) if index in self._nodes else []
+        return replicas_at(self._nodes[index]) if index in self._nodes else []
 
     def connected(self) -> list[Replica]:
         """Return all that share parameters with it, or with one that does; in their order."""
@@ -169,7 +203,7 @@ class Replica:
             found, new = {self.number: self}, [self]
             while new:
                 for node in new.pop()._nodes.values():
-                    for other in _alive(node):
+                    for other in replicas_at(node):
                         if other.number not in found:
                             found[other.number] = other
                             new.append(other)
@@ -186,14 +220,22 @@ class Replica:
         return list(of_groups.values())
 
     def over(self) -> Group:
-        """Return the group on which sums travel."""
-        return self.group() if self.lane is None else self.lane.group()
+        """Return the group on which sums travel.
+
+        Ranks that differ are to find each other there, while they compare.
+        """
+        return self.group() if self.lane is None or debugging() else self.lane.group()
 
     @property
     def frozen(self) -> list[str]:
         """The names of the parameters that do not learn."""
         both = zip(self.names, self.parameters, strict=True)
         return [name for name, parameter in both if not parameter.requires_grad]
+
+    @property
+    def unmarked(self) -> list[str]:
+        """The names of the parameters that it sums no longer."""
+        return [self.names[index] for index in sorted(self.left_out)]
 
     @kept_from_compilation
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -209,6 +251,15 @@ class Replica:
             )
         if not any(parameter.requires_grad for parameter in self.parameters):
             return output
+        self._check_nodes()
+        if self.options.recurse:
+            for part in module.modules():
+                if isinstance(part, DistributedDataParallel):
+                    self.refuse(
+                        "DistributedDataParallel around a part of a replicated module would keep "
+                        "its gradients from the sums. Take either it, with data_parallel.sum_hook, "
+                        "or replicate."
+                    )
         return tie(output, (args, kwargs), self._anchor, self, self.refuse)
 
     def arrived(
@@ -225,7 +276,13 @@ class Replica:
             task = torch._C._current_graph_task_id()
             part = self.part
             if part is None or self._failed:
+                self._check_entry(index)
                 part = Backward.of(task).enter(self)
+            elif part.thread != threading.get_ident() and self._on_cpu:
+                self.refuse(
+                    "two threads run backward through one module at the same time, and nobody "
+                    "knows which of them other ranks are in. Run one after the other."
+                )
             if index is None:
                 return (None,)
             if gradient is None or not part.takes(index):
@@ -258,11 +315,34 @@ class Replica:
         """Raise if this rank may be elsewhere than others."""
         died = self._running is not None and self._running() is None
         if self._failed or died:
-            raise DisagreementError(
-                f"replicate on {self.group()}: an earlier backward ended in an error on this rank, "
+            group = self.group()
+            error = DisagreementError(
+                f"replicate on {group}: an earlier backward ended in an error on this rank, "
                 "and what other ranks have summed since is not known. Call replicate(module) "
                 "again, on all ranks."
             )
+            if debugging():
+                fail(group, "replicate", error)
+            raise error
+
+    def _check_entry(self, index: int | None) -> None:
+        """Raise if a gradient arrives in a backward to which other ranks may not come."""
+        self.check_sound()
+        if index is None or self.paused > 0:
+            return
+        if not any(is_reached(replica._nodes[None]) for replica in self.connected()):
+            self.refuse(
+                f"parameter {self.names[index]!r} gets a gradient in a backward that does not come "
+                "by the module's output, as that of a rank with no rows would not get here. Call "
+                "the module, of which the loss is to depend on a tensor that is returned and seen, "
+                "and backward() without inputs=."
+            )
+
+    def _check_nodes(self) -> None:
+        """Raise if torch has given a parameter another node, which nobody watches."""
+        for index, node in enumerate(accumulators(self.parameters)):
+            if node is not None and self._nodes.get(index, node) is not node:
+                self._refuse_change(self.names[index])
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
         now = _identities(module, self.options.recurse)
@@ -271,7 +351,9 @@ class Replica:
         names = [name for name, _ in module.named_parameters(recurse=self.options.recurse)]
         before = dict(zip(self.names, self._identities, strict=True))
         after = dict(zip(names, now, strict=True))
-        name = next(n for n in [*self.names, *names] if before.get(n) != after.get(n))
+        self._refuse_change(next(n for n in [*self.names, *names] if before.get(n) != after.get(n)))
+
+    def _refuse_change(self, name: str) -> NoReturn:
         self.refuse(
             f"parameter {name!r} has been replaced, converted, added or removed since "
             "replicate(module) was called. Call it again, on all ranks."
@@ -285,44 +367,10 @@ class Replica:
         return CopyOfReplica, ()
 
 
-class CopyOfReplica:
-    """What a copied or loaded module has in the place of its :class:`Replica`.
-
-    Its parameters are its own, and nobody sums their gradients.
-    """
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Refuse to train a copy as if it were replicated; alone, it is like any other module."""
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
-            return
-        try:
-            group = resolve(None)
-        except GroupError:
-            return
-        with checking("replicate", group) as where:
-            raise ArgumentError(
-                f"{where}this module is a copy of one that was replicated, and its gradients are "
-                "not summed. Call replicate on it too, or use it under torch.no_grad() or with "
-                "requires_grad_(False)."
-            )
-
-
-def replicas_of(parameter: torch.Tensor) -> list[Replica]:
-    """Return who sums the gradient of a parameter, over one group each, in their order."""
-    if not (parameter.is_floating_point() or parameter.is_complex()):
-        return []
-    return _alive(accumulator(parameter))
-
-
 def replicas_in(module: torch.nn.Module) -> list[Replica]:
     """Return those of a module and of all modules within it."""
     hooks = (hook for part in module.modules() for hook in part._forward_hooks.values())
     return [hook for hook in hooks if isinstance(hook, Replica)]
-
-
-def _alive(node: Node) -> list[Replica]:
-    found = (mark() for mark in notes(node).get(_MARK, ()))
-    return sorted((r for r in found if r is not None), key=lambda replica: replica.number)
 
 
 def _arrived(

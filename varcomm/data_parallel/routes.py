@@ -13,7 +13,7 @@ from varcomm.errors import ArgumentError
 if TYPE_CHECKING:
     from varcomm.data_parallel.replica import Replica
 
-__all__ = ["Route", "alive", "routes"]
+__all__ = ["Route", "alive", "deleted", "routes"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,16 @@ def alive(references: Sequence[weakref.ref[Replica]]) -> list[Replica]:
     """Return whom they refer to, or raise if one is gone."""
     replicas = [replica for reference in references if (replica := reference()) is not None]
     if len(replicas) < len(references):
-        raise ArgumentError(
-            "replicate: the module that was replicated has been deleted before backward, and its "
-            "gradients are not summed. Keep it."
-        )
+        raise deleted()
     return replicas
+
+
+def deleted() -> ArgumentError:
+    """Return the error of a module that is gone."""
+    return ArgumentError(
+        "replicate: the module that was replicated has been deleted before backward, and its "
+        "gradients are not summed. Keep it, or replicate the module that you call."
+    )
 
 
 def routes(first: Replica) -> list[Route]:

@@ -10,9 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.copied import CopyOfReplica
+from varcomm.data_parallel.ending import tokens
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described
-from varcomm.data_parallel.replica import CopyOfReplica, Options, Replica, replicas_of
-from varcomm.data_parallel.values import check_value, check_writable, compare, make_equal
+from varcomm.data_parallel.replica import Options, Replica
+from varcomm.data_parallel.values import (
+    check_mode,
+    check_module,
+    check_value,
+    check_writable,
+    compare,
+    make_equal,
+)
+from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_flag
@@ -62,6 +72,10 @@ def set_up(
         values = [value for _, _, value in _values(model, recurse)]
         make_equal(values, ranks, options.bucket_bytes)
     lane = take_lane(ranks, [told["lanes"] for told in given])
+    for parameter in model.parameters(recurse=recurse):
+        for replica in replicas_of(parameter):
+            if not replica.exists:
+                replica.close()
     number = None
     for module in model.modules() if recurse else [model]:
         for key, hook in list(module._forward_hooks.items()):
@@ -70,13 +84,18 @@ def set_up(
             elif isinstance(hook, Replica) and _is_of(hook, model, ranks, options):
                 number = hook.number  # of an earlier call
                 hook.close()
-    Replica(model, ranks, lane, options, number)  # which the model keeps
+                if hook.count is not None:
+                    hook.count.forget()
+    # the model keeps it
+    Replica(model, ranks, lane, options, token=given[0]["token"], number=number)
 
 
 def _described(model: object, group: Group, options: Options, initial: object) -> dict[str, Any]:
     """Return what must be the same on all ranks, if it will do."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    check_mode()
+    check_module(model)
     size = exact_int(options.bucket_bytes)
     if size is None or size < 1:
         raise ArgumentError(
@@ -127,6 +146,7 @@ def _described(model: object, group: Group, options: Options, initial: object) -
         "digests": digests,
         "other groups": others,
         "lanes": free_lanes(group),
+        "token": next(tokens),
     }
 
 
@@ -148,6 +168,8 @@ def _others(
     after: list[Replica] = []
     place = None
     for replica in replicas_of(value):
+        if not replica.exists:
+            continue
         if options.marked and replica.options.marked:
             raise ArgumentError(
                 f"{what} has been marked as shared already. Call unmark_module_as_shared before."

@@ -6,8 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from varcomm.data_parallel.replica import Replica, replicas_of
+from varcomm.data_parallel.replica import Replica
 from varcomm.data_parallel.set_up import set_up
+from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.transport.group import GroupLike
 
@@ -100,7 +101,8 @@ def unmark_module_as_shared(module: Model, recurse: bool = True) -> Model:
     Raises
     ------
     ArgumentError
-        If a parameter is not marked. Nothing has changed then.
+        If a parameter is not marked, or gradients of backwards in :func:`no_sync` are yet to be
+        summed. Nothing has changed then.
 
     Notes
     -----
@@ -122,6 +124,12 @@ def unmark_module_as_shared(module: Model, recurse: bool = True) -> Model:
         (replica,) = marks
         index = next(i for i, own in enumerate(replica.parameters) if own is parameter)
         leaving.setdefault(replica, set()).add(index)
+    for replica in leaving:
+        if replica.unsummed.any():
+            raise ArgumentError(
+                "unmark_module_as_shared: gradients of a backward in no_sync have not been summed. "
+                "Call backward() outside of no_sync, or zero_grad(), before."
+            )
     for replica, indices in leaving.items():
         replica.leave_out(indices)
     return module

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from varcomm.data_parallel.replica import replicas_of
+from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.operator import checking

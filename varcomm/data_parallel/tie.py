@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 __all__ = ["tie"]
@@ -71,7 +72,7 @@ def tie(
             alone = shared[_memory(x)] == 1
             if alone and not x.is_leaf and not _transforming():
                 # no other values, so no other version for those who have saved it for backward
-                with torch.autograd._unsafe_preserve_version_counter(x):
+                with _unsafe_preserve_version_counter(x):
                     tied[id(x)] = _TieInPlace.apply(x, anchor, keep)  # type: ignore[no-untyped-call]
             else:
                 # without elements there is nothing in a constant that could be written to

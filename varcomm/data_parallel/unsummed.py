@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+
+from varcomm.data_parallel.buckets import gradient_dtype
 
 __all__ = ["Unsummed"]
 
@@ -17,24 +19,34 @@ class _Own:
     """What is this rank's own of a parameter's gradient.
 
     Where there was no ``grad``, that is ``grad`` itself, and ``value`` is None. Where ``grad`` has
-    been summed already, it is a value beside it, as long as ``grad`` stays the same.
+    been summed already, it is a value beside it, as long as ``grad`` stays what it was ``before``.
+    A trace stands for a backward that has brought no gradient: it is zeros, and counts as unused.
     """
 
     grad: weakref.ref[torch.Tensor]
-    version: int = 0
+    version: int
     value: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+    is_trace: bool = False
 
-    def belongs_to(self, grad: torch.Tensor) -> bool:
-        same = self.grad() is grad
-        return same and (self.value is None or self.version == grad._version)
+    def touched(self, grad: torch.Tensor) -> bool:
+        """Return whether `grad` is another one, or torch knows that it was written to."""
+        return self.grad() is not grad or self.version != grad._version
+
+    def stays(self, grad: torch.Tensor) -> bool:
+        """Return whether the sum of both is still what there is to be."""
+        if self.before is None:
+            return self.grad() is grad  # who scales it scales what will be summed
+        # not all that changes a gradient tells torch so
+        return _equal(self.before, grad)
 
 
 class Unsummed:
     """What this rank has to add to the next sum, of each parameter.
 
     ``zero_grad()`` is to drop it, though nobody tells of that. So it is in ``grad`` where there was
-    none; else it is tied to the ``grad`` beside which it is kept, which is not to change but to
-    zeros or to None.
+    none; else it is kept beside the ``grad`` that there was, with a copy by which it is seen if
+    that changes, which it is not to do but to zeros or to None.
 
     Parameters
     ----------
@@ -64,44 +76,77 @@ class Unsummed:
         if grad is None or index in self._growing or (own is not None and own.value is None):
             self._growing.add(index)
             return gradient.clone() if grad is None else gradient
-        value = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        value = _dense(gradient)
         if own is None or own.value is None:
-            self._own[index] = _Own(weakref.ref(grad), grad._version, value.clone())
+            self._own[index] = _Own(weakref.ref(grad), grad._version, value.clone(), grad.clone())
         else:
             own.value.add_(value)
+            own.is_trace = False
         return None
+
+    def leave_trace(self, index: int) -> None:
+        """Let there be something that ``zero_grad()`` drops, if there is nothing else."""
+        if self.any():
+            return
+        parameter = self._parameters[index]
+        zeros = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+        if parameter.grad is None:
+            parameter.grad = zeros
+            own = _Own(weakref.ref(zeros), zeros._version)
+        else:
+            grad = parameter.grad
+            own = _Own(weakref.ref(grad), grad._version, zeros, grad.clone())
+        own.is_trace = True
+        self._own[index] = own
 
     def backward_ended(self) -> None:
         """Remember each ``grad`` that autograd has made, or added to."""
-        for index in self._growing:
+        self.note(self._growing)
+        self._growing.clear()
+
+    def note(self, indices: Iterable[int]) -> None:
+        """Remember that all that is in ``grad`` of these is this rank's own."""
+        for index in indices:
             grad = self._parameters[index].grad
             if grad is not None:
-                self._own[index] = _Own(weakref.ref(grad))
-        self._growing.clear()
+                self._own[index] = _Own(weakref.ref(grad), grad._version)
 
     def get(self, index: int) -> torch.Tensor | None:
         """Return what is to be summed, and may be ``grad`` itself; it stays until it is dropped."""
         own = self._find(index)
         grad = self._parameters[index].grad
-        if own is None or grad is None:
+        if own is None or grad is None or own.is_trace:
             return None
         value = grad if own.value is None else own.value
-        return value if value.layout == torch.strided else value.to_dense()
+        return _dense(value)
 
     def is_grad(self, index: int) -> bool:
         """Return whether all that is in ``grad`` is this rank's own."""
         own = self._find(index)
         return own is not None and own.value is None
 
+    def drop_trace(self, index: int) -> None:
+        """Forget it, if it stands for no gradient."""
+        if (own := self._own.get(index)) is not None and own.is_trace:
+            self.drop(index)
+
     def drop(self, index: int) -> None:
-        """Forget it, as it has been summed."""
-        self._own.pop(index, None)
+        """Forget it, as it is summed; a trace leaves no ``grad`` where there was none."""
+        own = self._own.pop(index, None)
+        grad = self._parameters[index].grad
+        if own is not None and own.is_trace and own.value is None and own.grad() is grad:
+            self._parameters[index].grad = None
 
     def any(self) -> bool:
         """Return whether there is anything to be summed, were it from a backward that failed."""
         grads = (self._parameters[index].grad for index in self._growing)
         failed = any(grad is not None and _is_nonzero(grad) for grad in grads)
         return failed or any(self._find(index) is not None for index in list(self._own))
+
+    def check(self) -> None:
+        """Raise if it is not known what of a gradient is to be summed."""
+        for index in list(self._own):
+            self._find(index)
 
     def _find(self, index: int) -> _Own | None:
         """Return what there is after all that may have been done to ``grad`` meanwhile."""
@@ -110,18 +155,32 @@ class Unsummed:
             return None
         grad = self._parameters[index].grad
         if grad is not None:
-            if own.belongs_to(grad):
+            if not own.touched(grad) and own.stays(grad):
                 return own
-            if _is_nonzero(grad):
+            if index in self._growing or _is_nonzero(grad):
+                if own.stays(grad):
+                    return own
                 self._refuse(
                     index,
                     "has been changed or replaced since a backward in no_sync, and what of it has "
                     "been summed is not known. Between such a backward and the next one that sums, "
                     "call nothing but zero_grad().",
                 )
-        self.drop(index)  # zeroed
+        del self._own[index]  # zeroed
         return None
 
 
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
 def _is_nonzero(grad: torch.Tensor) -> bool:
-    return bool((grad if grad.layout == torch.strided else grad.to_dense()).any())
+    return bool(_dense(grad).any())
+
+
+def _equal(before: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Return whether all numbers are the same, or none in both."""
+    a, b = _dense(before), _dense(grad)
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

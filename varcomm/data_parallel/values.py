@@ -14,7 +14,33 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 
-__all__ = ["check_backward", "check_value", "check_writable", "compare", "make_equal"]
+__all__ = [
+    "check_backward",
+    "check_mode",
+    "check_module",
+    "check_value",
+    "check_writable",
+    "compare",
+    "make_equal",
+]
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Raise if it cannot be called."""
+    if getattr(getattr(module, "forward", None), "__func__", None) is torch.nn.Module.forward:
+        raise ArgumentError(
+            f"{type(module).__name__} has no forward, and no output by which all ranks would come "
+            "to the sums. Pass the module that calls those in it, or each of them."
+        )
+
+
+def check_mode() -> None:
+    """Raise if no gradients can be taken of what is made now."""
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "in torch.inference_mode(), no gradients can be taken of the parameters. Leave that "
+            "mode, or use torch.no_grad()."
+        )
 
 
 def check_value(value: torch.Tensor, what: str, group: Group) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -13,17 +13,19 @@ import torch
 from torch.autograd.graph import Node
 
 from varcomm.data_parallel.buckets import gradient_dtype
-from varcomm.data_parallel.ending import LOCK, End, Ending
-from varcomm.data_parallel.global_count import GlobalCount
-from varcomm.data_parallel.leaf import accumulator, notes
+from varcomm.data_parallel.ending import LOCK, End, Ending, is_reached
+from varcomm.data_parallel.global_count import GlobalCount, User, missing
+from varcomm.data_parallel.leaf import accumulator, accumulators, notes
 from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.data_parallel.sharded.side_stream import SideStream
 from varcomm.data_parallel.sharded.traffic import Traffic
+from varcomm.data_parallel.unsummed import Unsummed
 from varcomm.data_parallel.values import check_backward
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agree import compare, debugging, fail
+from varcomm.transport.group import Group
 
 __all__ = ["NAME", "Arrivals", "is_taken", "moved"]
 
@@ -51,6 +53,10 @@ class Arrivals:
     scaling : Scaling
     count : GlobalCount, optional
         What sums are divided by.
+    token : int
+        By which all ranks know it.
+    has_module : bool
+        Whether there is a module whose output is tied to the sums.
     """
 
     def __init__(
@@ -61,11 +67,17 @@ class Arrivals:
         traffic: Traffic,
         scaling: Scaling,
         count: GlobalCount | None,
+        token: int,
+        has_module: bool,
     ) -> None:
         self.names, self.parameters, self.shards = names, parameters, shards
         self.group, self.traffic = traffic.group, traffic
         self.scaling, self.count = scaling, count
-        self.number = next(_numbers)
+        self.number, self.token, self._has_module = next(_numbers), token, has_module
+        # which are in grad, each whole
+        self.unsummed = Unsummed(parameters, partial(_refuse_gradient, weakref.ref(self)))
+        if count is not None:
+            count.users.add(self)
         self.summing = True
         self.anchor = torch.empty(0, requires_grad=True)
         self.side = SideStream(shards[0].row.device)
@@ -93,7 +105,34 @@ class Arrivals:
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
+        if self.count is not None:
+            self.count.users.discard(self)
         self._end()
+
+    def has_unsummed(self) -> bool:
+        """Return whether backwards in no_sync have left gradients."""
+        return self.unsummed.any()
+
+    @property
+    def label(self) -> str:
+        """What it is called among ranks."""
+        first = ", ".join(self.names[:2])
+        return f"{NAME} {self.token}, of {len(self.names)} parameters: {first}"
+
+    def converted(self) -> int | None:
+        """Return the index of a parameter to which torch has given another node, if there is one.
+
+        Nobody watches that.
+        """
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            return None
+        with torch.enable_grad():
+            now = accumulators(self.parameters)
+        # the first one is the anchor's
+        for index, (node, own) in enumerate(zip(now, self._nodes[1:], strict=True)):
+            if node is not None and node is not own:
+                return index
+        return None
 
     def arrived(self, index: int | None, gradient: torch.Tensor | None) -> tuple[None] | None:
         """Take what backward brings to a parameter, or its coming by the anchor."""
@@ -105,12 +144,14 @@ class Arrivals:
             if backward is None or self._failed:
                 self.check_sound()
                 self._check_backward()
+                self._check_entry(index)
                 backward = _Backward(self, task)
                 self._running = weakref.ref(backward)
             if index is not None and gradient is not None:
                 try:
                     self._check_gradient(index, gradient)
                     if not backward.sums:
+                        backward.left.add(index)
                         return None
                     backward.add(index, gradient, nested=task != backward.task)
                 except BaseException:
@@ -131,10 +172,25 @@ class Arrivals:
         """Raise if an earlier backward has failed, or is not done."""
         died = self._running is not None and self._running() is None
         if self._failed or died:
-            raise DisagreementError(
+            error = DisagreementError(
                 f"{NAME} on {self.group()}: an earlier backward ended in an error on this rank, "
                 "and what other ranks have summed since is not known. Call close() and make "
                 "another, on all ranks; state_dict() has what the optimizer knows."
+            )
+            if debugging():
+                fail(self.group(), NAME, error)
+            raise error
+
+    def _check_entry(self, index: int | None) -> None:
+        """Raise if a gradient arrives in a backward to which other ranks may not come."""
+        if index is None or not self._has_module or not self.summing:
+            return
+        if not is_reached(self._nodes[0]):
+            self.refuse(
+                f"parameter {self.names[index]!r} gets a gradient in a backward that does not come "
+                "by the module's output, as that of a rank with no rows would not get here. Call "
+                "the module, of which the loss is to depend on a tensor that is returned and seen, "
+                "and backward() without inputs=."
             )
 
     def _check_backward(self) -> None:
@@ -164,7 +220,9 @@ class _Backward(Ending):
 
     def __init__(self, arrivals: Arrivals, task: int) -> None:
         self.number, self._end = arrivals.number, End.of(task).join(self)
+        self._end.begins(arrivals.count)
         self.arrivals, self.task, self.sums = arrivals, task, arrivals.summing
+        self.left: set[int] = set()
         self._parameters, self._shards = arrivals.parameters, arrivals.shards
         self._over = arrivals.traffic.over()
         self._bucket_of = {
@@ -214,8 +272,10 @@ class _Backward(Ending):
         gradients = {}
         for index in split.members:
             # of backwards in no_sync
+            arrivals.unsummed.drop_trace(index)
             before, now = self._parameters[index].grad, self._gradients.pop(index, None)
             self._parameters[index].grad = None
+            arrivals.unsummed.drop(index)
             if before is not None:
                 before = _dense(before)
                 now = before if now is None else before + now
@@ -246,12 +306,20 @@ class _Backward(Ending):
             if self._divisor and self._counted == self._over.size:
                 shard.add(reduction.total(self._divisor), reduction.used())
 
+    def labels(self) -> Sequence[tuple[Group, str]]:
+        return [(self.arrivals.group(), self.arrivals.label)]
+
+    def users(self) -> Mapping[User, bool]:
+        return {self.arrivals: self.sums}
+
+    def look(self) -> None:
+        self.arrivals.unsummed.check()
+
     def compare(self) -> None:
-        if debugging():
-            both = zip(self.arrivals.names, self._parameters, strict=True)
-            frozen = [name for name, parameter in both if not parameter.requires_grad]
-            call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
-            compare(self.arrivals.group(), call | {"frozen parameters": frozen})
+        both = zip(self.arrivals.names, self._parameters, strict=True)
+        frozen = [name for name, parameter in both if not parameter.requires_grad]
+        call = {"operation": f"{NAME}, at the end of backward", "no_sync": not self.sums}
+        compare(self.arrivals.group(), call | {"frozen parameters": frozen})
 
     def begin_rest(self) -> None:
         while self.sums and self._started < len(self._shards):
@@ -262,24 +330,29 @@ class _Backward(Ending):
         while self._under_way:
             self._sum_next()
         self.arrivals.side.join()
+        count = self.arrivals.count
+        if not self.sums:
+            self.arrivals.unsummed.note(self.left)
+        if count is not None and not self.sums:
+            self.arrivals.unsummed.leave_trace(self._least())
+            count.hold()
+        elif count is not None:
+            count.summed()
+
+    def _least(self) -> int:
+        """Return the index of the least of the parameters that learn."""
+        learning = [i for i, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        return min(learning, key=lambda index: self._parameters[index].numel())
 
     def ended(self, failed: bool) -> None:
         self.arrivals.ended(failed)
 
     def check(self) -> None:
         """Raise on all ranks alike, where there is nothing to divide by."""
-        where, ranks = f"{NAME} on {self.arrivals.group()}: ", self._over.size
-        if self._counted < ranks:
-            raise ArgumentError(
-                f"{where}on {ranks - self._counted} of {ranks} ranks GlobalCount.add was not "
-                "called before this backward, by which gradients are to be divided. Call "
-                "count.add(rows) on every rank before backward(), with 0 where a rank has no rows."
-            )
-        if self._divisor == 0:
-            raise ArgumentError(
-                f"{where}all ranks have counted 0 rows, and gradients cannot be divided by that. "
-                "Leave out this backward on all ranks."
-            )
+        if self._divisor is not None:
+            wrong = missing(int(self._divisor), self._counted, self._over.size)
+            if wrong is not None:
+                raise ArgumentError(f"{NAME} on {self.arrivals.group()}: {wrong}")
 
 
 def is_taken(parameter: torch.Tensor) -> bool:
@@ -305,6 +378,12 @@ def _arrived(
 ) -> tuple[None] | None:
     arrivals = me()
     return None if arrivals is None else arrivals.arrived(index, gradients[0])
+
+
+def _refuse_gradient(me: weakref.ref[Arrivals], index: int, reason: str) -> NoReturn:
+    arrivals = me()
+    assert arrivals is not None
+    arrivals.refuse(f"the gradient of parameter {arrivals.names[index]!r} {reason}")
 
 
 def _call_all(removals: Sequence[Callable[[], object]]) -> None:

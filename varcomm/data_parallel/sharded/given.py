@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.buckets import gradient_dtype
-from varcomm.data_parallel.replica import replicas_of
-from varcomm.data_parallel.values import check_value, check_writable
+from varcomm.data_parallel.values import check_mode, check_module, check_value, check_writable
+from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.transport.group import Group
 
@@ -50,6 +50,9 @@ class Given:
 
     def check(self, group: Group, taken: Callable[[torch.Tensor], bool]) -> None:
         """Raise unless all can be sent, and nobody else sums the gradients."""
+        check_mode()
+        if self.module is not None:
+            check_module(self.module)
         trained: dict[str, torch.Tensor] = {
             f"parameter {name!r}": value for name, value in self.parameters.items()
         }

@@ -29,6 +29,8 @@ def what_is_wrong(given: Given, arrivals: Arrivals) -> str | None:
     for shard in arrivals.shards:
         if (index := shard.moved()) is not None:
             return moved(arrivals.names[index])
+    if (index := arrivals.converted()) is not None:
+        return moved(arrivals.names[index])
     return None
 
 
@@ -55,6 +57,11 @@ class AfterForward:
             arrivals.refuse(
                 "DistributedDataParallel around this module would wait for gradients that are "
                 "taken away. Leave it out."
+            )
+        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+            arrivals.refuse(
+                "DistributedDataParallel around a part of this module would keep its gradients "
+                "from the sums. Leave it out."
             )
         if not any(parameter.requires_grad for parameter in arrivals.parameters):
             return output

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from varcomm.data_parallel.ending import tokens
 from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals, is_taken
 from varcomm.data_parallel.sharded.given import Given, read
 from varcomm.data_parallel.sharded.inner_optimizer import Factory, made, options
@@ -52,7 +53,7 @@ def make(
 
     def tell(begun: tuple[Given, list[Shard]]) -> dict[str, Any]:
         words = {"arguments": settings.describe(), **begun[0].describe()}
-        return {"words": words, "free lanes": free_lanes(group)}
+        return {"words": words, "free lanes": free_lanes(group), "token": next(tokens)}
 
     (given, shards), told = agree_and_share(_WHAT, begin, tell, group)
     compare(_WHAT, [rank["words"] for rank in told])
@@ -76,6 +77,8 @@ def make(
         Traffic(group, lane),
         settings.scaling(group.size),
         settings.count,
+        told[0]["token"],
+        given.module is not None,
     )
     if lane is not None:
         weakref.finalize(arrivals, lane.give_back).atexit = False
