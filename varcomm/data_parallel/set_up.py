@@ -14,6 +14,7 @@ from varcomm.data_parallel.copied import CopyOfReplica
 from varcomm.data_parallel.ending import tokens
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described
 from varcomm.data_parallel.replica import Options, Replica
+from varcomm.data_parallel.taken import check_not_taken
 from varcomm.data_parallel.values import (
     check_mode,
     check_module,
@@ -128,6 +129,7 @@ def _described(model: object, group: Group, options: Options, initial: object) -
             f"{devices.index(value.device)}"
         )
         if isinstance(value, torch.nn.Parameter):
+            check_not_taken(value, what)
             _check_gradient(value, what, options.use_fp32)
             before, after = _others(value, what, model, group, options)
             others[name] = [replica.ranks for replica in (*before, *after)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from varcomm.data_parallel.taken import check_not_taken
 from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
@@ -37,7 +38,8 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse, `parameters` is a tensor, or :func:`replicate` sums them already.
+        If a gradient is sparse, `parameters` is a tensor, or :func:`replicate` or a :class:`ShardedGradients` sums
+        them already.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters.
 
@@ -78,6 +80,8 @@ def sum_gradients(
                 )
         trained = [parameter for parameter in given if parameter.requires_grad]
         for number, parameter in enumerate(trained):
+            what = f"{where}parameter {number}, of shape {tuple(parameter.shape)},"
+            check_not_taken(parameter, what)
             replicas = replicas_of(parameter)
             if any(replica.unsummed.any() for replica in replicas):
                 raise ArgumentError(

@@ -15,7 +15,14 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.sharding.sharded import Sharded
 
-__all__ = ["Part", "load_optimizer_state", "optimizer_state", "optimizer_state_for"]
+__all__ = [
+    "Part",
+    "check_optimizer_state",
+    "check_part",
+    "load_optimizer_state",
+    "optimizer_state",
+    "optimizer_state_for",
+]
 
 
 @dataclass(frozen=True)
@@ -111,16 +118,10 @@ def load_optimizer_state(
     Raises
     ------
     ArgumentError
-        If `state` has other groups, or other parameters in them. Then nothing is changed.
+        As of :func:`check_optimizer_state`. Then nothing is changed.
     """
+    check_optimizer_state(optimizer, parts, names, state)
     groups = state["param_groups"]
-    given = [list(group["params"]) for group in groups]
-    if given != [list(group) for group in names]:
-        raise ArgumentError(
-            f"the saved optimizer has {len(given)} groups of {[len(group) for group in given]} "
-            f"parameters, and this one {len(names)} of {[len(group) for group in names]}, or they "
-            f"differ in names: {_first_difference(given, names)}."
-        )
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
     for group in optimizer.param_groups:
@@ -135,6 +136,90 @@ def load_optimizer_state(
                 key: _unwrapped(value, param, optimizer.state.get(param, {}).get(key), on_device)
                 for key, value in own.items()
             }
+
+
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    parts: Parts,
+    names: Sequence[Sequence[str]],
+    state: object,
+) -> None:
+    """Raise unless `state` can be loaded by :func:`load_optimizer_state`.
+
+    Raises
+    ------
+    ArgumentError
+        If `state` is nothing that :func:`optimizer_state` returns; if it has other groups, other
+        parameters in them, or states of other parts of them.
+    """
+    states, groups = _halves(state)
+    given = [list(group["params"]) for group in groups]
+    if given != [list(group) for group in names]:
+        raise ArgumentError(
+            f"the saved optimizer has {len(given)} groups of {[len(group) for group in given]} "
+            f"parameters, and this one {len(names)} of {[len(group) for group in names]}, or they "
+            f"differ in names: {_first_difference(given, names)}."
+        )
+    by_name = {part.name: (param, part) for param, part in parts.items()}
+    for name, values in states.items():
+        if name not in by_name:
+            raise ArgumentError(
+                f"the state holds a part of parameter {name!r}, of which this rank has none. {_MEND}"
+            )
+        param, part = by_name[name]
+        own = optimizer.state.get(param, {})
+        for key, value in values.items():
+            check_part(value, param, part, f"{key} of parameter {name!r}", own.get(key))
+
+
+def check_part(
+    value: object, param: torch.Tensor, part: Part, what: str, own: object = None
+) -> None:
+    """Raise if a saved tensor is of another part than `param` is, or shaped otherwise than `own`.
+
+    Those of other shapes than both the part and the whole are the optimizer's own affair.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    like = part.wrap(param.detach())
+    if isinstance(value, Sharded):
+        fits = isinstance(like, Sharded) and _places(value) == _places(like)
+        fits = fits and value.local is not None and value.local.shape == param.shape
+    elif isinstance(like, Sharded):
+        fits = value.shape not in (like.shape, param.shape)
+    else:
+        fits = not isinstance(own, torch.Tensor) or own.shape == value.shape
+    if not fits:
+        raise ArgumentError(f"{what} is {_told(value)}, and here it is {_told(like)}. {_MEND}")
+
+
+_MEND = (
+    "A state is loaded for the pieces that it was made for; for others, and on other numbers of "
+    "ranks, load it by varcomm.checkpoint."
+)
+
+
+def _halves(state: object) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+    """Return the states and the groups that are in what was saved."""
+    if isinstance(state, Mapping):
+        states, groups = state.get("state"), state.get("param_groups")
+        known = isinstance(states, Mapping) and isinstance(groups, list | tuple)
+        if known and all(isinstance(values, Mapping) for values in states.values()):
+            if all(isinstance(group, Mapping) and "params" in group for group in groups):
+                return states, groups
+    raise ArgumentError(
+        'state must be what state_dict() has returned: a dict with "state", by the names of '
+        f'parameters, and "param_groups"; got {type(state).__name__}'
+        + (f" with {list(state)[:5]}." if isinstance(state, Mapping) else ".")
+    )
+
+
+def _places(value: Sharded) -> tuple[object, ...]:
+    return value.shape, [(box.offsets, box.tensor.shape) for box in value.boxes]
+
+
+def _told(value: torch.Tensor) -> str:
+    return repr(value) if isinstance(value, Sharded) else f"a tensor of shape {tuple(value.shape)}"
 
 
 def _groups(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -188,6 +189,18 @@ class Sharded(torch.Tensor):
         """Return a tensor of the same boxes, with `fn` applied to what is in each: a copy, say."""
         boxes = [Box(box.offsets, fn(box.tensor)) for box in self.boxes]
         return type(self)(self.shape, boxes, None if boxes else self.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a tensor of copies of the boxes."""
+        boxes = [Box(box.offsets, copy.deepcopy(box.tensor, memo)) for box in self.boxes]
+        return type(self)(self.shape, boxes, self.dtype, copy.deepcopy(self.local, memo))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled: a file of it would have this rank's part only."""
+        raise ArgumentError(
+            "a Sharded tensor cannot be pickled, as by torch.save: this rank has only a part of "
+            "it. Save the optimizer or the module itself by varcomm.checkpoint.save, on all ranks."
+        )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         """Return shape, dtype and where the boxes are."""

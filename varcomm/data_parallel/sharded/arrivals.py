@@ -20,6 +20,7 @@ from varcomm.data_parallel.sharded.reduction import Reduction, Scaling
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.data_parallel.sharded.side_stream import SideStream
 from varcomm.data_parallel.sharded.traffic import Traffic
+from varcomm.data_parallel.taken import MARK
 from varcomm.data_parallel.unsummed import Unsummed
 from varcomm.data_parallel.values import check_backward
 from varcomm.errors import ArgumentError, DisagreementError
@@ -27,11 +28,9 @@ from varcomm.ops.operator import checking
 from varcomm.transport.agree import compare, debugging, fail
 from varcomm.transport.group import Group
 
-__all__ = ["NAME", "Arrivals", "is_taken", "moved"]
+__all__ = ["NAME", "Arrivals", "moved"]
 
 NAME = "ShardedGradients"
-
-_MARK = "varcomm.sharded"
 
 # The same order on all ranks, as all make each together.
 _numbers = itertools.count()
@@ -94,9 +93,9 @@ class Arrivals:
         # weakly: a node is nothing that the garbage collector could see through
         me = weakref.ref(self)
         node = accumulator(leaf)
-        notes(node)[_MARK] = me
+        notes(node)[MARK] = me
         hook = node.register_prehook(partial(_arrived, me, index))
-        self._removals += [hook.remove, partial(notes(node).pop, _MARK)]
+        self._removals += [hook.remove, partial(notes(node).pop, MARK)]
         return node
 
     def on_close(self, remove: Callable[[], object]) -> None:
@@ -329,20 +328,21 @@ class _Backward(Ending):
     def end_sums(self) -> None:
         while self._under_way:
             self._sum_next()
+        for shard in self._shards:
+            shard.settle()
         self.arrivals.side.join()
         count = self.arrivals.count
-        if not self.sums:
-            self.arrivals.unsummed.note(self.left)
-        if count is not None and not self.sums:
-            self.arrivals.unsummed.leave_trace(self._least())
-            count.hold()
-        elif count is not None:
-            count.summed()
-
-    def _least(self) -> int:
-        """Return the index of the least of the parameters that learn."""
+        if self.sums:
+            if count is not None:
+                count.summed()
+            return
+        self.arrivals.unsummed.note(self.left)
         learning = [i for i, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        return min(learning, key=lambda index: self._parameters[index].numel())
+        if learning:  # also where nothing has come: a step is to be refused there too
+            least = min(learning, key=lambda index: self._parameters[index].numel())
+            self.arrivals.unsummed.leave_trace(least)
+        if count is not None:
+            count.hold()
 
     def ended(self, failed: bool) -> None:
         self.arrivals.ended(failed)
@@ -353,12 +353,6 @@ class _Backward(Ending):
             wrong = missing(int(self._divisor), self._counted, self._over.size)
             if wrong is not None:
                 raise ArgumentError(f"{NAME} on {self.arrivals.group()}: {wrong}")
-
-
-def is_taken(parameter: torch.Tensor) -> bool:
-    """Tell whether a ShardedGradients sums the gradient of a parameter."""
-    mark = notes(accumulator(parameter)).get(_MARK)
-    return mark is not None and mark() is not None
 
 
 def moved(name: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.sharded.memory import overlapping
+from varcomm.data_parallel.taken import is_taken
 from varcomm.data_parallel.values import check_mode, check_module, check_value, check_writable
 from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError
@@ -30,6 +33,9 @@ class Given:
         From name to parameter: those that are trained.
     frozen : dict
         The same of those that are not.
+    others : dict
+        The same of those that the module has besides: they are made equal, and left alone. Those
+        that somebody else has made equal are not here.
     groups : list of (list of str, dict)
         Names of the trained ones in each group, and the group's options.
     """
@@ -37,18 +43,29 @@ class Given:
     module: torch.nn.Module | None
     parameters: dict[str, torch.nn.Parameter]
     frozen: dict[str, torch.nn.Parameter]
+    others: dict[str, torch.nn.Parameter]
     groups: list[tuple[list[str], dict[str, Any]]]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the module's buffers by name."""
         return {} if self.module is None else dict(self.module.named_buffers())
 
-    def unsummed(self) -> str | None:
-        """Return the name of a parameter that has a gradient of its own, if there is one."""
-        own = (name for name, value in self.parameters.items() if value.grad is not None)
-        return next(own, None)
+    def written(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is overwritten in place by the values of rank 0, and what it is."""
+        for name, value in {**self.frozen, **self.others}.items():
+            yield f"parameter {name!r}", value
+        for name, value in self.buffers().items():
+            yield f"buffer {name!r}", value
 
-    def check(self, group: Group, taken: Callable[[torch.Tensor], bool]) -> None:
+    def with_gradient(self) -> str | None:
+        """Return the name of a parameter that has a gradient other than zeros, if there is one."""
+        for name, value in self.parameters.items():
+            grad = value.grad
+            if grad is not None and bool(_dense(grad).any()):
+                return name
+        return None
+
+    def check(self, group: Group) -> None:
         """Raise unless all can be sent, and nobody else sums the gradients."""
         check_mode()
         if self.module is not None:
@@ -56,10 +73,7 @@ class Given:
         trained: dict[str, torch.Tensor] = {
             f"parameter {name!r}": value for name, value in self.parameters.items()
         }
-        others: dict[str, torch.Tensor] = {
-            f"parameter {name!r}": value for name, value in self.frozen.items()
-        }
-        others |= {f"buffer {name!r}": value for name, value in self.buffers().items()}
+        others = dict(self.written())
         if not trained:
             frozen = f"all {len(self.frozen)} are frozen" if self.frozen else "there are none"
             raise ArgumentError(f"no parameter is trained: {frozen}.")
@@ -80,18 +94,30 @@ class Given:
                     f"{what} is replicated: its gradients would be summed twice. Take either "
                     "replicate, with any optimizer, or ShardedGradients."
                 )
-            if taken(value):
+            if is_taken(value):
                 raise ArgumentError(
                     f"{what} belongs to another ShardedGradients. Call its close() first."
                 )
+        if (both := overlapping(trained, others)) is not None:
+            raise ArgumentError(
+                f"{both[0]} and {both[1]} share memory, and would not when the first of them has "
+                "become part of a row. Register one Parameter in both places, which counts once; "
+                "or clone() one of them."
+            )
+        if (name := self.with_gradient()) is not None:
+            raise ArgumentError(
+                f"parameter {name!r} has a gradient already, which nobody has summed. Call "
+                "zero_grad() of the model before, and backward() after."
+            )
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Return what must be the same on all ranks."""
         values = {}
-        for name, parameter in {**self.parameters, **self.frozen}.items():
-            learns = "trained" if name in self.parameters else "frozen"
+        kinds = {"trained": self.parameters, "frozen": self.frozen, "left out": self.others}
+        both = ((kind, *item) for kind, some in kinds.items() for item in some.items())
+        for kind, name, parameter in both:
             values[name] = (
-                f"a {learns} parameter of {parameter.dtype} with gradients of "
+                f"a {kind} parameter of {parameter.dtype} with gradients of "
                 f"{gradient_dtype(parameter)}, shape {tuple(parameter.shape)}, on "
                 f"{parameter.device.type}"
             )
@@ -120,6 +146,7 @@ def read(params: object, module: object) -> Given:
         raise ArgumentError(
             "DistributedDataParallel communicates gradients itself. Pass the module within."
         )
+    _check_order(params, "params")
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise ArgumentError(
             "params must be a Module, or an iterable of parameters, of (name, parameter) or of "
@@ -147,7 +174,26 @@ def read(params: object, module: object) -> Given:
             else:
                 frozen[name] = parameter
         groups.append((names, options))
-    return Given(module, trained, frozen, groups)
+    others = {} if module is None else _others(module, seen)
+    return Given(module, trained, frozen, others, groups)
+
+
+def _others(module: torch.nn.Module, given: Mapping[int, str]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that were not given, but for those that others make equal."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in given
+        and (is_lazy(parameter) or not (is_taken(parameter) or replicas_of(parameter)))
+    }
+
+
+def _check_order(params: object, what: str) -> None:
+    if isinstance(params, set | frozenset):
+        raise ArgumentError(
+            f"{what} is a set, whose order differs between ranks. Pass a list, in the same order "
+            "on all."
+        )
 
 
 def _groups(items: Sequence[object]) -> list[tuple[list[object], dict[str, Any]]]:
@@ -156,6 +202,7 @@ def _groups(items: Sequence[object]) -> list[tuple[list[object], dict[str, Any]]
     found = []
     for number, item in enumerate(items):
         members = item.get("params") if isinstance(item, Mapping) else None
+        _check_order(members, f'"params" of group {number}')
         if isinstance(members, torch.Tensor):
             members = [members]
         if not isinstance(item, Mapping) or not isinstance(members, Iterable):
@@ -186,3 +233,7 @@ def _named(
             raise ArgumentError(f"parameter {name!r} is not in the module.")
         name = known[id(member)]
     return name, member  # type: ignore[return-value]
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals, moved
-from varcomm.data_parallel.sharded.gathering import Nothing
+from varcomm.data_parallel.sharded.gathering import Gathering, Nothing
 from varcomm.data_parallel.sharded.given import Given
+from varcomm.data_parallel.sharded.inner_optimizer import Held
 from varcomm.data_parallel.tie import tie
 from varcomm.errors import ArgumentError
 from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.operator import checking
 
-__all__ = ["AfterForward", "OnlyWithinStep", "what_is_wrong"]
+__all__ = ["AfterForward", "Guard", "OnlyWithinStep", "what_is_wrong"]
 
 
 def what_is_wrong(given: Given, arrivals: Arrivals) -> str | None:
@@ -32,6 +34,50 @@ def what_is_wrong(given: Given, arrivals: Arrivals) -> str | None:
     if (index := arrivals.converted()) is not None:
         return moved(arrivals.names[index])
     return None
+
+
+class Guard:
+    """Refuses calls of a ShardedGradients that is not as it was made, or may not be used."""
+
+    def __init__(self, given: Given, arrivals: Arrivals, gathering: Gathering, held: Held) -> None:
+        self._given, self._arrivals = given, arrivals
+        self._gathering, self._held = gathering, held
+        self.closed = False
+
+    def check(self, what: str) -> None:
+        """Raise if it has been closed, or a backward has failed."""
+        if self.closed:
+            self.refuse(what, "close() was called before. Make another one, on all ranks.")
+        self._arrivals.check_sound()
+
+    def check_groups(self, what: str) -> None:
+        """Raise if the optimizer has got other groups."""
+        if (wrong := self._held.what_is_wrong()) is not None:
+            self.refuse(what, wrong)
+
+    def settle(self, what: str) -> None:
+        """Check that all is as it was, and wait for whatever is on its way."""
+        self.check(what)
+        self._gathering.wait()
+        if (wrong := what_is_wrong(self._given, self._arrivals)) is not None:
+            self.refuse(what, wrong)
+        self.check_groups(what)
+
+    def check_summed(self, what: str) -> None:
+        """Raise if there are gradients that have not been summed."""
+        name = self._given.with_gradient()
+        if name is not None or self._arrivals.has_unsummed():
+            which = "a parameter" if name is None else f"parameter {name!r}"
+            self.refuse(
+                what,
+                f"{which} has a gradient of no_sync that has not been summed. Run the last "
+                "backward outside of it.",
+            )
+
+    def refuse(self, what: str, reason: str) -> NoReturn:
+        """Raise ArgumentError; inside :func:`varcomm.debug` on all ranks."""
+        with checking(f"{NAME}.{what}", self._arrivals.group()) as where:
+            raise ArgumentError(where + reason)
 
 
 class AfterForward:

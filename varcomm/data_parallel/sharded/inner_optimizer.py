@@ -12,7 +12,7 @@ from varcomm.data_parallel.sharded.shard import Piece
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
 
-__all__ = ["Factory", "made", "options"]
+__all__ = ["Factory", "Held", "made", "options"]
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -43,6 +43,7 @@ def made(
         {**kept, "params": [pieces[name].value for name in names if name in pieces]}
         for names, kept in given.groups
     ]
+    wanted = [{id(value) for value in group["params"]} for group in groups]
     optimizer = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
@@ -56,6 +57,13 @@ def made(
             f"factory was given {len(groups)}. Pass the groups as they are; ranks have pieces of "
             "other parameters in each, or none."
         )
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, wanted, strict=True)):
+        if {id(value) for value in group["params"]} != own:
+            raise ArgumentError(
+                f"group {number} of the optimizer holds other tensors than group {number} that the "
+                "factory was given. Keep the groups in their order, each with its own: states and "
+                "options are saved by it."
+            )
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError(f"{kind} needs products of whole gradients, and a rank has pieces.")
@@ -81,6 +89,27 @@ def _check_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[str, Pie
             f"the optimizer lacks {len(names)} of the tensors that it was given: pieces of "
             f"{names[:3]}. Make it of all groups that the factory is called with."
         )
+
+
+class Held:
+    """What an optimizer holds in each of its groups, by which it is seen if that changes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._groups = optimizer, _held(optimizer)
+
+    def what_is_wrong(self) -> str | None:
+        """Return what somebody has done to the groups, if anything."""
+        if _held(self._optimizer) == self._groups:
+            return None
+        return (
+            "the optimizer has other groups or tensors than it was made with, as by "
+            "add_param_group(), and nobody would sum gradients for them. Make another, on all "
+            "ranks, of all parameters."
+        )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(value) for value in group["params"]] for group in optimizer.param_groups]
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from varcomm.data_parallel.ending import tokens
-from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals, is_taken
+from varcomm.data_parallel.sharded.arrivals import NAME, Arrivals
 from varcomm.data_parallel.sharded.given import Given, read
 from varcomm.data_parallel.sharded.inner_optimizer import Factory, made, options
 from varcomm.data_parallel.sharded.settings import Settings
@@ -31,6 +31,7 @@ _WHAT = f"data_parallel.{NAME}"
 class Made:
     """What a ShardedGradients is made of."""
 
+    settings: Settings
     given: Given
     shards: list[Shard]
     pieces: dict[str, Piece]
@@ -38,24 +39,23 @@ class Made:
     arrivals: Arrivals
 
 
-def make(
-    params: object, factory: Factory, group: Group, module: object, settings: Settings
-) -> Made:
+def make(params: object, factory: Factory, group: Group, module: object, asked: Settings) -> Made:
     """Make it on all ranks, or raise on all; collective."""
 
-    def begin() -> tuple[Given, list[Shard]]:
+    def begin() -> tuple[Settings, Given, list[Shard]]:
         given = read(params, module)
-        settings.check(given.module)
-        given.check(group, is_taken)
+        checked = asked.checked(given.module, group.size)
+        given.check(group)
         values = list(given.parameters.values())
-        found = splits(values, settings.sizes, group.size, settings.bucket_bytes)
-        return given, [Shard(split, dict(enumerate(values)), group.rank) for split in found]
+        found = splits(values, checked.sizes, group.size, checked.bucket_bytes)
+        shards = [Shard(split, dict(enumerate(values)), group.rank) for split in found]
+        return checked, given, shards
 
-    def tell(begun: tuple[Given, list[Shard]]) -> dict[str, Any]:
-        words = {"arguments": settings.describe(), **begun[0].describe()}
+    def tell(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
+        words = {"arguments": begun[0].describe(), **begun[1].describe()}
         return {"words": words, "free lanes": free_lanes(group), "token": next(tokens)}
 
-    (given, shards), told = agree_and_share(_WHAT, begin, tell, group)
+    (settings, given, shards), told = agree_and_share(_WHAT, begin, tell, group)
     compare(_WHAT, [rank["words"] for rank in told])
     _make_equal(given, shards, group, settings.bucket_bytes)
     names = list(given.parameters)
@@ -82,12 +82,12 @@ def make(
     )
     if lane is not None:
         weakref.finalize(arrivals, lane.give_back).atexit = False
-    return Made(given, shards, pieces, optimizer, arrivals)
+    return Made(settings, given, shards, pieces, optimizer, arrivals)
 
 
 def _make_equal(given: Given, shards: list[Shard], group: Group, bucket_bytes: int) -> None:
-    """Overwrite parameters and buffers by those of rank 0."""
+    """Overwrite parameters and buffers by those of rank 0, all that the module has."""
     for shard in shards:
         for work in wire.broadcast("broadcast", group, shard.row, 0):
             work.wait()
-    make_equal([*given.frozen.values(), *given.buffers().values()], group, bucket_bytes)
+    make_equal([value for _, value in given.written()], group, bucket_bytes)

@@ -52,7 +52,11 @@ def clip_(
     if debugging():
         told = {"max_norm": most, "norm_type": order, "error_if_nonfinite": error_if_nonfinite}
         compare(group, {"operation": _WHAT, **told})
-    own = [(name, gradient) for name, gradient in gradients if gradient is not None]
+    own = [
+        (name, gradient)
+        for name, gradient in gradients
+        if gradient is not None and gradient.numel()
+    ]
     total = _total_norm(own, specs, order, group, error_if_nonfinite)
     factor = (most / (total + 1e-6)).clamp(max=1.0)  # as torch has it
     for _, gradient in own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -11,7 +11,7 @@ from varcomm.data_parallel.global_count import GlobalCount, described
 from varcomm.data_parallel.sharded.reduction import Scaling, predivide_factor
 from varcomm.data_parallel.sharded.split import WHOLE
 from varcomm.errors import ArgumentError
-from varcomm.layout import at_least
+from varcomm.layout import at_least, checked_sizes
 
 __all__ = ["Settings"]
 
@@ -34,8 +34,8 @@ class Settings:
         """Whether parameters have one owner."""
         return isinstance(self.sizes, str) and self.sizes == WHOLE
 
-    def check(self, module: torch.nn.Module | None) -> None:
-        """Raise ArgumentError if a setting is none."""
+    def checked(self, module: torch.nn.Module | None, ranks: int) -> Settings:
+        """Return the same with ints as sizes, or raise ArgumentError if a setting is none."""
         for name in ("fp32_reduce_scatter", "fp32_masters", "cpu_offload", "overlap_forward"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}.")
@@ -53,6 +53,10 @@ class Settings:
                 "overlap_forward=True needs the module whose forward waits for its parameters. "
                 "Pass the model as params, or as module=..."
             )
+        if isinstance(self.sizes, str):
+            return self
+        sizes = checked_sizes(self.sizes, "sizes", ranks)  # type: ignore[arg-type]
+        return replace(self, sizes=sizes)
 
     def describe(self) -> dict[str, str]:
         """Return what ranks compare."""

@@ -72,7 +72,6 @@ class Shard:
         self._segments = split.segments[rank]
         self._nothing = example.new_full((1,), torch.nan)
         self._masters = self._own
-        self._versions: list[int] = []
         self._gathers: list[torch.distributed.Work] | None = None
         self._arriving: list[tuple[torch.Tensor, list[bool], torch.cuda.Event]] = []
         self.pieces: list[Piece] = []
@@ -96,12 +95,11 @@ class Shard:
             piece = Piece(names[segment.index], shape, segment.start, segment.stop, value)
             self.pieces.append(piece)
             first += len(segment)
-        self._note_versions()
 
     def add(self, total: torch.Tensor, used: list[bool]) -> None:
         """Add sums to the gradients of the pieces of parameters that were `used`.
 
-        On their way to the CPU they are added when they are there, by :meth:`settle`.
+        Those that go to the CPU are added by :meth:`settle`.
         """
         total = total.to(self._masters.dtype)
         if self._masters.device == total.device:
@@ -114,7 +112,10 @@ class Shard:
         self._arriving.append((host, used, event))
 
     def settle(self) -> None:
-        """Add what was on its way to the CPU."""
+        """Wait for what is on its way to the CPU, and add it; at the end of backward.
+
+        Later, nobody could tell whether the optimizer's own ``zero_grad`` was to drop it.
+        """
         for host, used, event in self._arriving:
             event.synchronize()
             self._add(host, used)
@@ -138,7 +139,6 @@ class Shard:
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Forget the gradients, of the whole parameters too."""
-        self._arriving = []
         for value in [*self.parameters, *(piece.value for piece in self.pieces)]:
             if set_to_none:
                 value.grad = None
@@ -148,9 +148,10 @@ class Shard:
     def take_over(self) -> None:
         """Take over what somebody has written into the parameters since the last step.
 
-        A master that would be rounded to what is there stays as precise as it is.
+        A master that would be rounded to what is there stays as precise as it is. All are looked
+        at, since torch keeps no account of what is written by way of ``.data``.
         """
-        if self.has_masters and self._versions != self._seen():
+        if self.has_masters:
             own = self._own.to(self._masters.device)
             self._masters.copy_(own.where(self._masters.to(own.dtype) != own, self._masters))
 
@@ -160,7 +161,6 @@ class Shard:
             self._own.copy_(self._masters, non_blocking=True)
         # who has saved a parameter for backward must not find other values there
         increment_version(self.parameters)
-        self._note_versions()
         with span("all_gather_v"):
             self._gathers, _ = wire.all_gather(
                 "all_gather_v", group, self._own, self.split.sizes, self.row
@@ -201,9 +201,3 @@ class Shard:
             if not same or not parameter.is_set_to(view):
                 return index
         return None
-
-    def _seen(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
-
-    def _note_versions(self) -> None:
-        self._versions = self._seen()

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from varcomm.data_parallel.global_count import Reduce
 from varcomm.data_parallel.sharded.arrivals import NAME
 from varcomm.data_parallel.sharded.gathering import Gathering
-from varcomm.data_parallel.sharded.guards import AfterForward, OnlyWithinStep, what_is_wrong
-from varcomm.data_parallel.sharded.inner_optimizer import Factory, options
+from varcomm.data_parallel.sharded.guards import AfterForward, Guard, OnlyWithinStep
+from varcomm.data_parallel.sharded.inner_optimizer import Factory, Held, options
 from varcomm.data_parallel.sharded.making import make
 from varcomm.data_parallel.sharded.norm import clip_
 from varcomm.data_parallel.sharded.settings import Settings
 from varcomm.data_parallel.sharded.shard import Piece
 from varcomm.data_parallel.sharded.states import States
 from varcomm.errors import ArgumentError
-from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
 from varcomm.transport.agree import agree, compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -181,7 +180,7 @@ class ShardedGradients:
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
         ranks = resolve(group)
-        self._settings = Settings(
+        asked = Settings(
             sizes,
             reduce,
             fp32_reduce_scatter,
@@ -192,17 +191,17 @@ class ShardedGradients:
             bucket_bytes,
         )
         with torch.no_grad():
-            made = make(params, optimizer_factory, ranks, module, self._settings)
+            made = make(params, optimizer_factory, ranks, module, asked)
         self._given, self._shards, self._pieces = made.given, made.shards, made.pieces
         self._arrivals = arrivals = made.arrivals
         whole = made.given.module
         overlapped = whole if overlap_forward else None
         self._gathering = Gathering(made.shards, arrivals.traffic, overlapped)
-        self._closed = False
         self.optimizer = made.optimizer
-        self._guard = OnlyWithinStep()
-        self.optimizer.register_step_pre_hook(self._guard)
-        self._states = States(self.optimizer, made.given, made.shards, whole=self._settings.whole)
+        self._guard = Guard(made.given, arrivals, self._gathering, Held(self.optimizer))
+        self._within_step = OnlyWithinStep()
+        self.optimizer.register_step_pre_hook(self._within_step)
+        self._states = States(self.optimizer, made.given, made.shards, made.settings.whole)
         if whole is not None:
             hook = AfterForward(made.given, arrivals)
             arrivals.on_close(whole.register_forward_hook(hook, with_kwargs=True).remove)
@@ -214,7 +213,7 @@ class ShardedGradients:
         ``pieces[name].value.grad`` is the reduced gradient, or None. Only those of which the rank
         owns an element are here.
         """
-        self._settle("pieces")
+        self._guard.settle("pieces")
         return dict(self._pieces)
 
     @property
@@ -229,7 +228,7 @@ class ShardedGradients:
         The next backward outside adds its own to them, and what is summed is both. All ranks do so
         for the same backwards.
         """
-        self._check("no_sync")
+        self._guard.check("no_sync")
         before, self._arrivals.summing = self._arrivals.summing, False
         try:
             yield
@@ -266,16 +265,11 @@ class ShardedGradients:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle("step")
-        if (name := self._given.unsummed()) is not None:
-            self._refuse(
-                "step",
-                f"parameter {name!r} has a gradient of no_sync that has not been summed. Run the "
-                "last backward outside of it.",
-            )
+        self._guard.settle("step")
+        self._guard.check_summed("step")
         for shard in self._shards:
             shard.take_over()
-        self._guard.stepping = True
+        self._within_step.stepping = True
         try:
             if debugging():
                 compare(self._group(), {"operation": f"{NAME}.step", **options(self.optimizer)})
@@ -283,7 +277,7 @@ class ShardedGradients:
             else:
                 self.optimizer.step()
         finally:
-            self._guard.stepping = False
+            self._within_step.stepping = False
         self._gathering.start()
         return loss
 
@@ -324,7 +318,7 @@ class ShardedGradients:
         DisagreementError
             Inside :func:`varcomm.debug`, on every rank, if they differ.
         """
-        self._settle("clip_grad_norm_")
+        self._guard.settle("clip_grad_norm_")
         return clip_(
             [(piece.name, piece.value.grad) for piece in self._pieces.values()],
             {name: shard_spec(parameter) for name, parameter in self._given.parameters.items()},
@@ -346,6 +340,7 @@ class ShardedGradients:
             shape, with this rank's elements: for ``varcomm.checkpoint``, which loads them on any
             number of ranks and for other `sizes`. They are the optimizer's own, not copies.
         """
+        self._guard.check_groups("state_dict")
         return self._states.get()
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,21 +348,29 @@ class ShardedGradients:
 
         `saved` has the structure of what :meth:`state_dict` returned, with any tensors.
         """
+        self._guard.check_groups("state_dict_for")
         return self._states.get_for(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned for the same pieces; collective.
 
-        All raise an ArgumentError, if groups or names are others.
+        For other pieces, and on other numbers of ranks, :mod:`varcomm.checkpoint` loads it.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if it is no such state, or one of other groups, names or pieces. Then
+            nothing is changed.
         """
-        self._settle("load_state_dict")
-        agree(f"{NAME}.load_state_dict", lambda: self._states.load(state), self._group())
+        self._guard.settle("load_state_dict")
+        agree(f"{NAME}.load_state_dict", lambda: self._states.check(state), self._group())
+        self._states.load(state)
 
     def close(self) -> None:
         """Sum no gradients any more, and leave the parameters to another that is made then."""
         self._gathering.close()
         self._arrivals.close()
-        self._closed = True
+        self._guard.closed = True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -378,21 +381,3 @@ class ShardedGradients:
 
     def _group(self) -> Group:
         return self._arrivals.group()
-
-    def _check(self, what: str) -> None:
-        if self._closed:
-            self._refuse(what, "close() was called before. Make another one, on all ranks.")
-        self._arrivals.check_sound()
-
-    def _settle(self, what: str) -> None:
-        """Check that all is as it was, and wait for whatever is on its way."""
-        self._check(what)
-        self._gathering.wait()
-        if (wrong := what_is_wrong(self._given, self._arrivals)) is not None:
-            self._refuse(what, wrong)
-        for shard in self._shards:
-            shard.settle()
-
-    def _refuse(self, what: str, reason: str) -> NoReturn:
-        with checking(f"{NAME}.{what}", self._group()) as where:
-            raise ArgumentError(where + reason)

@@ -61,23 +61,24 @@ class Split:
     def of(cls, members: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> Split:
         """Cut the row of `members`, of these `lengths`, where one rank's piece ends.
 
+        One without elements is on the rank that has what comes next, or else on the first.
+
         >>> Split.of([4, 2], [3, 4], [5, 0, 2]).segments[0]
         (Segment(index=4, start=0, stop=3), Segment(index=2, start=0, stop=2))
         """
         places = list(accumulate(lengths, initial=0))[:-1]
         rows = list(zip(members, lengths, places, strict=True))
         pieces = [ShardSizes(sizes).range(rank) for rank in range(len(sizes))]
-        segments = (
-            tuple(
-                Segment(index, max(piece.start - place, 0), min(piece.stop - place, length))
-                for index, length, place in rows
-                if length and place < piece.stop and piece.start < place + length
-            )
-            if piece
-            else ()
-            for piece in pieces
-        )
-        return cls(tuple(members), tuple(places), ShardSizes(sizes), tuple(segments))
+        segments: list[list[Segment]] = [[] for _ in pieces]
+        for index, length, place in rows:
+            if not length:  # optimizers have states of these too, which somebody is to keep
+                home = next((r for r, piece in enumerate(pieces) if place < piece.stop), 0)
+                segments[home].append(Segment(index, 0, 0))
+            for piece, found in zip(pieces, segments, strict=True):
+                start, stop = max(piece.start - place, 0), min(piece.stop - place, length)
+                if start < stop:
+                    found.append(Segment(index, start, stop))
+        return cls(tuple(members), tuple(places), ShardSizes(sizes), tuple(map(tuple, segments)))
 
 
 def splits(

@@ -9,9 +9,12 @@ import torch
 
 from varcomm.data_parallel.sharded.given import Given
 from varcomm.data_parallel.sharded.shard import Piece, Shard
+from varcomm.errors import ArgumentError
 from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
 from varcomm.sharding.optimizer_state import (
     Part,
+    check_optimizer_state,
+    check_part,
     load_optimizer_state,
     optimizer_state,
     optimizer_state_for,
@@ -41,6 +44,10 @@ class States:
     ) -> None:
         self._optimizer, self._shards = optimizer, shards
         self._names = [names for names, _ in given.groups]
+        self._dtypes = {name: value.dtype for name, value in given.parameters.items()}
+        names = list(given.parameters)
+        # of which the optimizers of all ranks work on masters
+        self._kept = {names[i] for s in shards if s.has_masters for i in s.split.members}
         self._parts: dict[torch.Tensor, Part] = {
             piece.value: _part_of(piece, whole, shard_spec(given.parameters[piece.name]))
             for shard in shards
@@ -49,35 +56,97 @@ class States:
 
     def get(self) -> dict[str, Any]:
         """Return what there is."""
-        return optimizer_state(self._optimizer, self._parts, self._names) | self._masters()
+        found = optimizer_state(self._optimizer, self._parts, self._names)
+        return found | ({"masters": self._masters()} if self._kept else {})
 
     def get_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what to load `saved` into."""
+        """Return what to load `saved` into.
+
+        Of masters that were saved and are none here nothing is read: the model has them, rounded.
+        """
         found = optimizer_state_for(self._optimizer, self._parts, self._names, saved)
-        there = saved.get("masters", {})
-        for word, masters in self._masters().items():
-            found[word] = {name: value for name, value in masters.items() if name in there}
+        there, own = saved.get("masters", {}), self._masters()
+        for name, value in there.items():
+            if name in self._dtypes and name not in self._kept:
+                own[name] = Sharded(value.shape, [], value.dtype)
+        if own:
+            found["masters"] = {name: value for name, value in own.items() if name in there}
+        for value, part in self._otherwise(saved):
+            if part.name in found["state"]:
+                like = saved["state"][part.name]
+                found["state"][part.name] = {
+                    key: _converted(one, part, like[key].dtype) if _is_like(one, value) else one
+                    for key, one in found["state"][part.name].items()
+                }
         return found
+
+    def check(self, state: Any) -> None:
+        """Raise ArgumentError unless it can be loaded."""
+        check_optimizer_state(self._optimizer, self._parts, self._names, state)
+        own = {piece.name: piece.value for piece in self._with_masters()}
+        for name, value in state.get("masters", {}).items():
+            if name in own:
+                what = f"the master of parameter {name!r}"
+                check_part(value, own[name], self._parts[own[name]], what, own[name])
+            elif name in self._kept:
+                raise ArgumentError(
+                    f"the state holds a part of the master of parameter {name!r}, of which this "
+                    "rank has none. Load it by varcomm.checkpoint."
+                )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what was got, or made, and loaded into."""
-        load_optimizer_state(self._optimizer, self._parts, self._names, state)
+        states = dict(state["state"])
+        for value, part in self._otherwise(state):
+            if part.name in states:
+                states[part.name] = {
+                    key: _converted(one, part, value.dtype)
+                    if key != "step" and _is_like(one, value)
+                    else one
+                    for key, one in states[part.name].items()
+                }
+        known = {**state, "state": states}
+        load_optimizer_state(self._optimizer, self._parts, self._names, known)
         masters = state.get("masters", {})
-        for shard in self._shards:
-            for piece in shard.pieces:
-                value = masters.get(piece.name)
-                local = value.local if isinstance(value, Sharded) else value
-                if local is not None and shard.has_masters:
-                    piece.value.detach().copy_(local.view(piece.value.shape))
+        for piece in self._with_masters():
+            value = masters.get(piece.name)
+            local = value.local if isinstance(value, Sharded) else value
+            if local is not None:
+                piece.value.detach().copy_(local.view(piece.value.shape))
 
-    def _masters(self) -> dict[str, dict[str, torch.Tensor]]:
-        with_masters = [shard for shard in self._shards if shard.has_masters]
-        own = {
+    def _otherwise(self, saved: Mapping[str, Any]) -> list[tuple[torch.Tensor, Part]]:
+        """Return the pieces that were of another dtype when they were saved.
+
+        They had masters then and have none now, or the other way round.
+        """
+        dtypes = {name: value.dtype for name, value in saved.get("masters", {}).items()}
+        return [
+            (value, part)
+            for value, part in self._parts.items()
+            if dtypes.get(part.name, self._dtypes[part.name]) != value.dtype
+        ]
+
+    def _with_masters(self) -> list[Piece]:
+        return [piece for shard in self._shards if shard.has_masters for piece in shard.pieces]
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        return {
             piece.name: self._parts[piece.value].wrap(piece.value.detach())
-            for shard in with_masters
-            for piece in shard.pieces
+            for piece in self._with_masters()
         }
-        return {"masters": own} if with_masters else {}
+
+
+def _is_like(one: object, value: torch.Tensor) -> bool:
+    """Tell whether a state is one number for each of a piece's."""
+    whole = isinstance(one, torch.Tensor) and one.is_floating_point()
+    return whole and (isinstance(one, Sharded) or one.shape == value.shape)
+
+
+def _converted(one: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    if not isinstance(one, Sharded):
+        return one.to(dtype)
+    assert one.local is not None
+    return part.wrap(one.local.to(dtype))
 
 
 def _part_of(piece: Piece, whole: bool, spec: ShardSpec | None) -> Part:
