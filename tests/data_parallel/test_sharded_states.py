@@ -76,6 +76,8 @@ def structure(dtype):
         step = torch.empty((), device="meta")
         found["state"][name] = {"step": step, "exp_avg": meta, "exp_avg_sq": meta}
         found["masters"][name] = meta
+    if dtype == wide:
+        del found["masters"]  # as there are none
     return found
 
 
