@@ -103,12 +103,12 @@ def sum_hook(
     task = torch._C._current_graph_task_id()
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
-        if isinstance(reduce, GlobalCount) and bucket.index() == 0:
-            if task != -1 and _totals.get(reduce, (-1,))[0] == task:
-                raise ArgumentError(
-                    f"{where}two DistributedDataParallel in one backward have the same "
-                    "GlobalCount, of which the first has taken what was counted. Give each its own."
-                )
+        first = isinstance(reduce, GlobalCount) and bucket.index() == 0
+        if first and task != -1 and _totals.get(reduce, (-1,))[0] == task:
+            raise ArgumentError(
+                f"{where}two DistributedDataParallel in one backward have the same GlobalCount, of "
+                "which the first has taken what was counted. Give each its own."
+            )
     for parameter in bucket.parameters():
         _watch(parameter, ranks)
     values = bucket.buffer()
