@@ -110,7 +110,7 @@ def forgotten(rank):
         model(4 * ONE).sum().backward()
     if rank == 0:
         count.add(100)
-    with pytest.raises(ArgumentError, match="on 1 of 2 ranks GlobalCount.add was not called"):
+    with pytest.raises(ArgumentError, match=r"on 1 of 2 ranks GlobalCount\.add was not called"):
         model(100 * ONE).sum().backward()
     count.add(1)
     model(ONE).sum().backward()
@@ -243,7 +243,7 @@ def copied(rank):
         other.count.add(2)
         other(ONE).sum().backward()
         found.append(other.weight.grad.item())
-    with pytest.raises(ArgumentError, match="on 2 of 2 ranks GlobalCount.add was not called"):
+    with pytest.raises(ArgumentError, match=r"on 2 of 2 ranks GlobalCount\.add was not called"):
         model(ONE).sum().backward()
     return found
 

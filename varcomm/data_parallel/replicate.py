@@ -66,8 +66,9 @@ def replicate(
         ``DistributedDataParallel``, has parameters or buffers that are lazy, sparse or sharded, or
         shares parameters with another module that is replicated over the same ranks or over some of
         them; if gradients of backwards in :func:`no_sync` are yet to be summed; in
-        ``torch.inference_mode()``; or if another argument is wrong. In forward and backward, on the rank where it happens, as the
-        notes say; inside :func:`varcomm.debug` on all.
+        ``torch.inference_mode()``; or if another argument is wrong. In forward
+        and backward, on the rank where it happens, as the notes say; inside :func:`varcomm.debug`
+        on all.
     DisagreementError
         On every rank, if names, shapes, dtypes or ``requires_grad`` of parameters or buffers
         differ, other arguments do, or values where they are checked. Inside :func:`varcomm.debug`
