@@ -103,8 +103,8 @@ def sum_hook(
     task = torch._C._current_graph_task_id()
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
-        first = isinstance(reduce, GlobalCount) and bucket.index() == 0
-        if first and task != -1 and _totals.get(reduce, (-1,))[0] == task:
+        taken = _totals.get(reduce) if isinstance(reduce, GlobalCount) else None
+        if bucket.index() == 0 and taken is not None and taken[0] == task != -1:
             raise ArgumentError(
                 f"{where}two DistributedDataParallel in one backward have the same GlobalCount, of "
                 "which the first has taken what was counted. Give each its own."
