@@ -196,21 +196,6 @@ def test_sparse_gradients_become_dense(worlds):
     assert worlds.run(2, sparse) == [True, True]
 
 
-def by_another_method(rank):
-    """A part of the module is called, and its forward is not."""
-    model, twin = replicated(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double())
-    square(model[0](rows(rank, 2) + 1)).backward()
-    sum(square(twin[0](rows(part, 2) + 1)) for part in range(2)).backward()
-    assert_same_gradients(model, twin)
-    model.zero_grad()
-    square(model(rows(1, 2))).backward(inputs=[model[1].weight])
-    return [p.grad is None for p in model.parameters()]
-
-
-def test_parts_of_the_module_and_backward_to_some_parameters(worlds):
-    assert worlds.run(2, by_another_method) == [[True, True, False, True]] * 2
-
-
 def with_grad(rank):
     """torch.autograd.grad sums nothing, and leaves nothing behind."""
     model = replicate(nn.Linear(2, 1, bias=False))

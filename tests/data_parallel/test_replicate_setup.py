@@ -69,8 +69,9 @@ def with_buffer(value):
 
 
 def turned():
-    model = nn.Module()
-    model.bias, model.weight = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 3))
+    model = nn.Linear(3, 2)
+    del model.weight
+    model.weight = nn.Parameter(torch.ones(2, 3))
     return model
 
 

@@ -53,7 +53,8 @@ def without_elements(rank):
     """Parameters without elements, first, last, and alone of their dtype."""
     model = nn.ParameterList([torch.zeros(0), torch.ones(3), torch.zeros(0, 2)])
     model.append(nn.Parameter(torch.zeros(0).double()))
-    own = ShardedGradients(model, plain, module=model, sizes=[1, 2], reduce="sum", bucket_bytes=8)
+    given = list(model.named_parameters())
+    own = ShardedGradients(given, plain, sizes=[1, 2], reduce="sum", bucket_bytes=8)
     sum(p.sum() for p in model).backward()
     own.step()
     return [p.grad for p in model], {n: p.value.grad.tolist() for n, p in own.pieces.items()}
@@ -111,7 +112,7 @@ def test_orders_of_micro_batches(worlds):
 def left_over(rank):
     """What one backward has used in no_sync, and the next has not, is summed with it."""
     model, twin = twins(lambda: nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 2)]).double())
-    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1)
+    own = ShardedGradients(model.named_parameters(), plain, reduce="sum", bucket_bytes=1)
     x = torch.ones(1, 2).double()
     with own.no_sync():
         square(model[1](model[0](x) * rank)).backward()
@@ -243,7 +244,8 @@ def in_any_order(rank, in_debug):
     """Ranks come to two of them in opposite orders, with one count for both."""
     count = GlobalCount()
     modules = [twins(lambda: nn.Linear(3, 3).double()) for _ in range(2)]
-    owns = [ShardedGradients(m, plain, reduce=count, bucket_bytes=1) for m, _ in modules]
+    named = [list(model.named_parameters()) for model, _ in modules]
+    owns = [ShardedGradients(given, plain, reduce=count, bucket_bytes=1) for given in named]
     x = torch.ones(1, 3).double()
     first, last = [model for model, _ in modules][:: 1 if rank else -1]
     count.add(rank + 1)

@@ -15,7 +15,7 @@ from tests.data_parallel.sharded_cases import assert_gradients, plain, twins
 from tests.data_parallel.test_replicate_misuse import (
     Fragile,
     Late,
-    Upwards,
+    Up,
     accumulate_hook,
     wrapped,
 )
@@ -60,7 +60,8 @@ class Requiring(torch.autograd.Function):
 
 
 def requiring(model):
-    Requiring.apply(model.net[0].weight).sum().backward()
+    # the module is used too, in a way that brings the weight nothing
+    (Requiring.apply(model.net[0].weight).sum() + model(rows(1, 2), alone=True)).backward()
 
 
 def with_graph(loss):
@@ -268,16 +269,15 @@ def test_a_parameter_within_and_beside_a_reentrant_checkpoint(worlds):
 
 def of_another_dtype(rank):
     """At first any is allowed, and the ranks cannot know in which it comes; then it is said."""
-    layer = nn.Linear(1, 1, bias=False).bfloat16()
-    layer.weight.grad_dtype = None
+    layer = Up()
     own = ShardedGradients(layer, plain)
     said = "of parameter 'weight' is of torch.float32, and not of torch.bfloat16 as on the other"
     with pytest.raises(ArgumentError, match=re.escape(said)):
-        Upwards.apply(layer.weight).backward()
+        layer().backward()
     own.close()
     layer.weight.grad_dtype = torch.float32
     own = ShardedGradients(layer, plain, sizes=[1, 0], reduce="sum")
-    (Upwards.apply(layer.weight) * (0.75 if rank else 256.0)).backward()
+    (layer() * (0.75 if rank else 256.0)).backward()
     return [piece.value.grad.item() for piece in own.pieces.values()]
 
 

@@ -283,7 +283,7 @@ def freed(rank):
     """Twelve layers, each a bucket: gradients go when they are sent, messages when they arrive."""
     layers = [nn.Linear(16, 16, bias=False) for _ in range(12)]
     model = nn.Sequential(*layers)
-    own = ShardedGradients(model, plain, bucket_bytes=16 * 16 * 4)
+    own = ShardedGradients(model.named_parameters(), plain, bucket_bytes=16 * 16 * 4)
     gradients, messages, seen = [], [], []
     for layer in layers:
         layer.weight.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))

@@ -60,6 +60,55 @@ def test_outputs_may_be_written_to(worlds, what):
         assert worlds.run(2, written, *WRITTEN[what]) == [True, True]
 
 
+class Keeping(nn.Module):
+    """Keeps what it returns, or a part of it; its caller may have a hook that does."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.layer, self.what = nn.Linear(3, 3).double(), what
+        if what == "in a hook":
+            self.register_forward_hook(self.note)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.what != "in a hook":
+            self.kept = y[0] if self.what == "a part" else y
+        return y.T if self.what == "what it is a part of" else y
+
+    def note(self, module, args, output):
+        self.kept = output
+
+
+def kept(rank, what):
+    """Whoever has the tensor too sees what is written, and its gradients."""
+    model, twin = replicated(lambda: Keeping(what))
+    for module, parts in ((model, [rank]), (twin, [0, 1])):
+        for part in parts:
+            nn.functional.relu(module(X + part), inplace=True)
+            module.kept.square().sum().backward()
+    assert_same_gradients(model, twin)
+    return model.layer.weight.grad.abs().sum().item() > 0
+
+
+@pytest.mark.parametrize("what", ["in itself", "in a hook", "a part", "what it is a part of"])
+def test_outputs_that_others_keep_may_be_written_to(worlds, what):
+    assert worlds.run(2, kept, what) == [True, True]
+
+
+def constant(rank):
+    """Where it is empty, as on a rank without rows, it may be written to."""
+    model = replicate(Out(torch.tanh))
+    model.forward = lambda x: x.new_ones(len(x), 2)
+    nn.functional.relu(model(X[:0]), inplace=True).sum().backward()
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        model(X).mul_(2)
+    return model.layer.weight.grad
+
+
+def test_constants(worlds):
+    assert worlds.run(2, constant) == [None, None]
+
+
 def whole_and_part(y):
     y = y + 1
     return y, y[:, 0]

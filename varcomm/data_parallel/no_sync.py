@@ -39,8 +39,10 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
     used in any of them has been used.
 
     Meanwhile ``grad`` is not what one process would have. A parameter that had none has this rank's
-    part in it; that of one that had a sum is kept beside it, and ``grad`` is still the old sum.
-    ``zero_grad()`` drops both. What else changes a gradient in between (clipping, scaling, a step
+    part in it; that of one that had a sum is kept beside it, with a copy of that, and ``grad`` is
+    still the old sum. ``zero_grad()`` drops all of it, and what a :class:`GlobalCount` has counted
+    for it: where that divides, a rank to which a backward brings nothing has zeros in the smallest
+    ``grad`` until the next sum. What else changes a gradient in between (clipping, scaling, a step
     of the optimizer that writes to it) makes it unknown what has been summed, and is an error where
     the part is kept beside.
 

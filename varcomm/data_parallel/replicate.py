@@ -32,15 +32,15 @@ def replicate(
     From then on each rank computes its part of the loss and calls ``backward()``, which adds to
     each parameter's ``grad`` what it would in one process with the whole loss: the sum over ranks
     of what this backward brings, or a mean of it. Micro-batches may be accumulated, parameters may
-    be unused on some ranks; one that is unused on all gets no gradient, as in one process. Nothing
-    else in the module changes, nor does its ``state_dict``. Calling it again, for the same group,
-    starts anew.
+    be unused on some ranks; one that is unused on all gets no gradient, as in one process. The
+    module has a hook more, and its ``state_dict`` is as it was. Calling it again, for the same
+    group, starts anew, and forgets what a :class:`GlobalCount` has counted.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Any, with parameters of any floating-point or complex dtypes. Frozen ones are left alone;
-        which ones are frozen may change later, on all ranks alike.
+        Any that has a forward, with parameters of any floating-point or complex dtypes. Frozen ones
+        are left alone; which ones are frozen may change later, on all ranks alike.
     group : ProcessGroup or DeviceMesh, optional
         The ranks that take part; None is the whole world.
     reduce : "sum", "mean" or GlobalCount
@@ -62,15 +62,18 @@ def replicate(
     Raises
     ------
     ArgumentError
-        On every rank, if `model` is no module, is wrapped by ``DistributedDataParallel``, has
-        parameters or buffers that are lazy, sparse or sharded, or shares parameters with another
-        module that is replicated over the same ranks or over some of them; if gradients of
-        backwards in :func:`no_sync` are yet to be summed; or if another argument is wrong.
+        On every rank, if `model` is no module, has no forward (as a ``ModuleList``), is or holds a
+        ``DistributedDataParallel``, has parameters or buffers that are lazy, sparse or sharded, or
+        shares parameters with another module that is replicated over the same ranks or over some of
+        them; if gradients of backwards in :func:`no_sync` are yet to be summed; in
+        ``torch.inference_mode()``; or if another argument is wrong. In forward
+        and backward, on the rank where it happens, as the notes say; inside :func:`varcomm.debug`
+        on all.
     DisagreementError
         On every rank, if names, shapes, dtypes or ``requires_grad`` of parameters or buffers
         differ, other arguments do, or values where they are checked. Inside :func:`varcomm.debug`
-        also in backward, if ranks have frozen other parameters, one of them is not in this
-        backward, or only some are in :func:`no_sync`.
+        also in backward, if ranks end the backward of other modules, sum or have frozen other
+        parameters, or if only some are in :func:`no_sync`.
     GroupError
         If this rank is not in `group`; on every rank, if a parameter is where the group has no
         engine.
@@ -80,9 +83,20 @@ def replicate(
     Every rank calls ``backward()`` equally often, from a loss that depends on the module's output
     or on derivatives of it, such as forces. That is enough: the output is tied to the sums, so an
     empty shard takes part though it depends on no parameter. It therefore requires a gradient, even
-    if the module only hands on an input. ``torch.autograd.grad`` sums nothing. For
-    ``backward(create_graph=True)`` and hooks by ``register_post_accumulate_grad_hook`` there is an
-    error. To sum once after many micro-batches, run the others in :func:`no_sync`.
+    if the module only hands on an input. A backward by which parameters get gradients, but which
+    does not come by a tensor of the output, is an error, unless it is in :func:`no_sync`: that of a
+    penalty alone, of a part of the module that was called by itself or by another method, of a
+    tensor in an object that is no container, or ``backward(inputs=...)``. ``torch.autograd.grad``
+    sums nothing. For ``backward(create_graph=True)`` and hooks by
+    ``register_post_accumulate_grad_hook`` there is an error. To sum once after many micro-batches,
+    run the others in :func:`no_sync`. Threads run backward through a module one after the other;
+    where all of it is on the CPU, others are an error.
+
+    The output may be written to as without this call, but for inputs, parameters and constants that
+    are handed on, and for tensors in it that share memory: there torch raises.
+
+    Parameters that are converted, to another dtype and back too, need another call: torch gives
+    them new nodes, and forward raises.
 
     Several groups: on a mesh, a module may be replicated over one dimension and over another, and a
     module within it over other dimensions than the whole is. Each parameter's gradient is then
@@ -108,8 +122,9 @@ def replicate(
     sums over a part of the world are begun when backward is done. So they are in
     :func:`varcomm.debug`.
 
-    If backward ends in an error, ``grad`` is as it was before. Further ones on that rank refuse to
-    run, since other ranks may be elsewhere; call ``replicate`` again on all of them.
+    If backward ends in an error, ``grad`` is as it was before, but for what one in :func:`no_sync`
+    has added to it. If it came as far as to the module, further ones on that rank refuse to run,
+    since other ranks may be elsewhere; call ``replicate`` again on all of them.
 
     Hooks of the parameters (``register_hook``) see what this rank brings, before the sum. Gradients
     that are sparse on a rank become dense. Buffers are made equal once: running statistics of batch
@@ -117,7 +132,8 @@ def replicate(
 
     A copy of the module (``copy.deepcopy``, ``torch.save`` of the whole module) is not replicated,
     and its forward raises where it would be trained on several ranks. Keep `model` itself while
-    parts of it are used: the sums end with it.
+    parts of it are used: the sums end with it, and gradients of what is left of it are an error. So
+    it is where its group is destroyed, until ``replicate`` is called for another.
 
     Examples
     --------

@@ -12,7 +12,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
 from varcomm.data_parallel.leaf import accumulator, notes
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import debugging
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -22,8 +22,8 @@ __all__ = ["sum_hook"]
 
 _MARK = "varcomm.sum_hook"
 
-# Of the backward in which each is used.
-_totals: weakref.WeakKeyDictionary[GlobalCount, CountSum] = weakref.WeakKeyDictionary()
+# Of the backward in which each is used, by autograd's number for it.
+_totals: weakref.WeakKeyDictionary[GlobalCount, tuple[int, CountSum]] = weakref.WeakKeyDictionary()
 
 
 def sum_hook(
@@ -40,6 +40,8 @@ def sum_hook(
     ----------
     state : ProcessGroup, DeviceMesh or None, or a pair of that and what `reduce` is in `replicate`
         The ranks of the ``DistributedDataParallel``, None for the whole world; alone it is a sum.
+        It has to be the group that was given there, which is not told to hooks, so nobody can
+        check it.
     bucket : torch.distributed.GradBucket
         What ``DistributedDataParallel`` passes.
 
@@ -52,7 +54,8 @@ def sum_hook(
     ------
     ArgumentError
         In backward, if a parameter has a gradient that has been summed before and is not zero, if
-        `state` is something else, or as :class:`GlobalCount` says where too little was counted.
+        `state` is something else, as :class:`GlobalCount` says where too little was counted, or if
+        two ``DistributedDataParallel`` in it have the same count.
         ``DistributedDataParallel`` cannot be used after an error in backward.
 
     Notes
@@ -60,7 +63,10 @@ def sum_hook(
     Gradients of micro-batches are accumulated inside of ``ddp.no_sync()``, in all backwards but the
     last one, and ``zero_grad()`` comes before the next: ``DistributedDataParallel`` passes what is
     in ``grad``, and a part that has been summed would be summed again. So it is refused.
-    :func:`replicate` sums what each backward adds, and has no such rule.
+    :func:`replicate` sums what each backward adds, and has no such rule. Nor are counts dropped by
+    ``zero_grad()`` here: what was added since the last sum belongs to the next. Each
+    ``DistributedDataParallel`` needs a :class:`GlobalCount` of its own, which nothing else divides
+    by.
 
     A model that communicates by itself (:func:`varcomm.graph.distribute`, before it is wrapped)
     should have a group to itself: pass ``dist.new_group()`` both to ``DistributedDataParallel`` and
@@ -83,10 +89,26 @@ def sum_hook(
     >>> varcomm.launch(fn, 2)
     [3.0, 3.0]
     """
+    if isinstance(state, tuple) and len(state) != 2:
+        raise ArgumentError(
+            f"sum_hook: state must be a group or a pair (group, reduce); got {state}."
+        )
     group, reduce = state if isinstance(state, tuple) else (state, "sum")
-    ranks = resolve(group)
+    try:
+        ranks = resolve(group)
+    except GroupError as error:
+        raise ArgumentError(
+            f"sum_hook: state must be a group or a pair (group, reduce); got {state!r}. {error}"
+        ) from error
+    task = torch._C._current_graph_task_id()
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
+        taken = _totals.get(reduce) if isinstance(reduce, GlobalCount) else None
+        if bucket.index() == 0 and taken is not None and taken[0] == task != -1:
+            raise ArgumentError(
+                f"{where}two DistributedDataParallel in one backward have the same GlobalCount, of "
+                "which the first has taken what was counted. Give each its own."
+            )
     for parameter in bucket.parameters():
         _watch(parameter, ranks)
     values = bucket.buffer()
@@ -96,7 +118,7 @@ def sum_hook(
     @torch.no_grad()
     def begin() -> BucketSum:
         if isinstance(reduce, GlobalCount) and bucket.index() == 0:  # which comes first
-            _totals[reduce] = CountSum(reduce.take(), [ranks])
+            _totals[reduce] = task, CountSum(reduce.take(), [ranks])
         return BucketSum(values, ranks)
 
     # comparing blocks, and ranks may be at other places of their backward
@@ -106,7 +128,7 @@ def sum_hook(
     def finish() -> None:
         total, divisor = begun or begin(), ranks.size if reduce == "mean" else 1
         if isinstance(reduce, GlobalCount):
-            divisor = _totals[reduce].wait(where)
+            divisor = _totals[reduce][1].wait(where)
         total.begin_second_round(divisor)
         future.set_result(total.wait())
 

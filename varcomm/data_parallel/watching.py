@@ -55,7 +55,9 @@ def bereave(left: Mapping[int, weakref.ref[torch.nn.Parameter]], ranks: tuple[in
             parameter.requires_grad_(wanted)
 
 
-def _refuse(reference: weakref.ref[torch.Tensor], ranks: tuple[int, ...], _: torch.Tensor) -> None:
+def _refuse(
+    reference: weakref.ref[torch.nn.Parameter], ranks: tuple[int, ...], _: torch.Tensor
+) -> None:
     parameter = reference()
     if parameter is None or any(other.ranks == ranks for other in replicas_of(parameter)):
         return

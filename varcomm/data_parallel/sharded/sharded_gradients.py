@@ -60,8 +60,8 @@ class ShardedGradients:
     module : torch.nn.Module, optional
         The module in which the parameters are, where `params` is not that module itself. A
         backward from its output takes part in the sums on every rank, even if the loss reaches no
-        parameter there. Without it, each must reach one of the parameters on every rank, and those
-        of reentrant checkpoints sum by themselves.
+        parameter there; other backwards are an error outside of :meth:`no_sync`. Without it, each
+        must reach one on every rank, and those of reentrant checkpoints sum by themselves.
     reduce : "mean", "sum" or GlobalCount
         ``"mean"`` divides by the number of ranks; ``"sum"`` does not; a
         :class:`varcomm.data_parallel.GlobalCount` divides by what all ranks have counted since the
