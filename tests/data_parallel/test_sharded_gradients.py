@@ -61,8 +61,10 @@ def without_elements(rank):
 
 
 def test_parameters_without_elements(worlds):
-    none = [None] * 4
-    assert worlds.run(2, without_elements) == [(none, {"1": [2.0]}), (none, {"1": [2.0, 2.0]})]
+    """Each is on one rank, with a gradient."""
+    none, empty = [None] * 4, {"0": [], "3": []}
+    first, second = {"1": [2.0], **empty}, {"1": [2.0, 2.0], "2": []}
+    assert worlds.run(2, without_elements) == [(none, first), (none, second)]
 
 
 def more_ranks_than_elements(rank):

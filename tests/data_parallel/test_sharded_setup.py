@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,6 +82,32 @@ def two_names():
     return [("a", linear().weight), ("a", linear().weight)]
 
 
+def a_set():
+    return set(linear().parameters())
+
+
+def a_set_in_it():
+    return [{"params": set(linear().parameters())}]
+
+
+def two_views():
+    model = nn.Sequential(linear(), linear())
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def view_of_a_parameter():
+    model = linear()
+    model.register_buffer("more", model.weight.detach()[:, 1:])
+    return model
+
+
+def with_gradient():
+    model = linear()
+    model(torch.ones(1, 3)).sum().backward()
+    return model
+
+
 def no_params():
     return [{"params": [linear().weight]}, {"lr": 1.0}]
 
@@ -119,6 +146,17 @@ REFUSED = {
     "twice": (twice, "parameter '1.1' is given twice, first as '0.0'."),
     "two names": (two_names, "two parameters have the name 'a'."),
     "no params": (no_params, 'params holds dicts, and each must have its parameters under "par'),
+    "a set": (a_set, "params is a set, whose order differs between ranks. Pass a list, in the "),
+    "a set in it": (a_set_in_it, '"params" of group 0 is a set, whose order differs between ranks'),
+    "two views": (
+        two_views,
+        "parameter '0.weight' and parameter '1.weight' share memory, and would not when the first",
+    ),
+    "a buffer's": (
+        view_of_a_parameter,
+        "parameter 'weight' and buffer 'more' share memory, and would not when the first of them",
+    ),
+    "a gradient": (with_gradient, "parameter 'weight' has a gradient already, which nobody has "),
     "a module": (
         lambda: {"params": linear(), "module": "model"},
         "module must be a torch.nn.Module; got str.",
@@ -177,6 +215,21 @@ ARGUMENTS = {
 }
 
 
+def sizes_in_other_types(rank):
+    """Of each library, and such as can be read once."""
+    for sizes in (np.array([3, 5]), torch.tensor([3, 5]), iter([3, 5]), (np.int64(3), 5)):
+        own = ShardedGradients(linear(), plain, sizes=[3, 5] if rank else sizes)
+        yield sum(piece.stop - piece.start for piece in own.pieces.values())
+
+
+def owned_by(rank):
+    return list(sizes_in_other_types(rank))
+
+
+def test_sizes_are_any_integers_that_can_be_read_once(worlds):
+    assert worlds.run(2, owned_by) == [[3] * 4, [5] * 4]
+
+
 def asked(rank, what):
     arguments = {"params": linear(), **(ARGUMENTS[what][0] if rank == 1 else {})}
     with pytest.raises(ArgumentError) as caught:
@@ -232,6 +285,19 @@ FACTORIES = {
     "Adafactor": (torch.optim.Adafactor, "Adafactor needs whole matrices. Pass sizes="),
     "Muon": (torch.optim.Muon, "Muon only supports 2D parameters"),
 }
+
+
+def reordered(rank):
+    model = linear()
+    groups = [{"params": [p], "lr": 0.1 * p.dim()} for p in model.parameters()]
+    with pytest.raises(ArgumentError) as caught:
+        ShardedGradients(groups, lambda own: torch.optim.SGD(own[:: -1 if rank else 1], lr=0.1))
+    return str(caught.value)
+
+
+def test_groups_in_another_order_are_refused_on_all(worlds):
+    start = "data_parallel.ShardedGradients: optimizer_factory: refused on rank 1 of 2: group 0 of "
+    assert all(text.startswith(start) for text in worlds.run(2, reordered))
 
 
 def factory(rank, what):
@@ -320,8 +386,10 @@ def others(rank):
         own.step()
     model(torch.ones(1, 1)).sum().backward()
     alone = model.weight.grad.item()
+    with pytest.raises(ArgumentError, match="parameter 'weight' has a gradient already, which nob"):
+        ShardedGradients(model, plain)
+    model.zero_grad(set_to_none=False)
     again = ShardedGradients(model, plain, reduce="sum")
-    again.zero_grad()
     model(torch.ones(1, 1)).sum().backward()
     summed = [piece.value.grad.item() for piece in again.pieces.values()]
     del again
@@ -354,6 +422,43 @@ def equal(rank):
 
 def test_all_get_the_values_of_rank_0(worlds):
     assert worlds.run(3, equal) == [([True, True], True, [1.0] * 3)] * 3
+
+
+def all_of_the_module(rank):
+    """What was not given is made equal as well, but for what is another's."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    replicate(model[2])
+    own = ShardedGradients(model[3].parameters(), plain, module=model[3])
+    model[3](torch.ones(1, 2)).sum().backward()
+    own.step()
+    with torch.no_grad():
+        model[3].bias.fill_(rank)  # is left alone
+    other = ShardedGradients(model[1].parameters(), plain, module=model)
+    bias = model[3].bias.item()
+    model[3].bias.detach().zero_()
+    return [p.tolist() for p in model.parameters()], sorted(other.pieces), bias
+
+
+def test_all_that_the_module_has_is_made_equal(worlds):
+    first, second = worlds.run(2, all_of_the_module)
+    assert first[0] == second[0]
+    assert len(first[0]) == 8
+    assert (first[1], second[1]) == (["1.bias", "1.weight"], ["1.weight"])
+    assert (first[2], second[2]) == (0.0, 1.0)
+
+
+def left_out_on_one(rank):
+    model = nn.Sequential(linear(), nn.Linear(2, 1 + rank))
+    with pytest.raises(DisagreementError) as caught:
+        ShardedGradients(model[0].parameters(), plain, module=model)
+    return str(caught.value)
+
+
+def test_what_is_left_out_is_compared(worlds):
+    said = "for '1.weight', rank 0 has a left out parameter of torch.float32 with"
+    assert all(said in text for text in worlds.run(2, left_out_on_one))
 
 
 def nowhere(rank):

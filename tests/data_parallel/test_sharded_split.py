@@ -37,6 +37,12 @@ def test_shares_of_rows_add_up_to_the_sizes(drawn):
         total = max(total - length, 1)
 
 
+def test_what_has_no_elements_is_on_one_rank():
+    split = Split.of([3, 2, 1, 0], [0, 4, 0, 0], [1, 3, 0])
+    assert [[segment.index for segment in own] for own in split.segments] == [[3, 2, 1, 0], [2], []]
+    assert [[len(segment) for segment in own] for own in split.segments] == [[0, 1, 0, 0], [3], []]
+
+
 def test_the_rest_does_not_go_to_the_last_rank():
     """14 // 8 is 1, and the last would get 7."""
     assert apportion([14], ShardSizes.balanced(14, 8)) == [(2, 2, 2, 2, 2, 2, 1, 1)]

@@ -127,6 +127,12 @@ class _Optimizer(Holder):
     def targets(self, saved: Any) -> dict[str, Any]:
         parts, names = self._parts()
         saved = saved or {}
+        if "masters" in saved:
+            raise ArgumentError(
+                "what was saved has masters, wider than the parameters, to which its states "
+                "belong, and a plain optimizer has none. Load it into a ShardedGradients with "
+                "fp32_masters=False, and save that."
+            )
         groups = [list(group.get("params", [])) for group in saved.get("param_groups", [])]
         if groups != names:
             raise ArgumentError(

@@ -19,16 +19,17 @@ __all__ = ["CountSum", "GlobalCount", "Reduce", "User", "described", "missing"]
 class GlobalCount:
     """How many rows (samples, nodes, tokens) the losses of all ranks are sums of.
 
-    Each rank's loss is a *sum* over its rows; with ``replicate(model, reduce=count)`` the gradients
-    are those of the mean over the rows of all ranks, whose number may change with every step. The
-    counts travel with the gradients.
+    Each rank's loss is a *sum* over its rows; with ``replicate(model, reduce=count)``, or with
+    ``ShardedGradients(..., reduce=count)``, the gradients are those of the mean over the rows of
+    all ranks, whose number may change with every step. The counts travel with the gradients.
 
     Notes
     -----
     Each rank calls :meth:`add` before each ``backward()``, also where it has no row. In
-    :func:`varcomm.data_parallel.no_sync` counts add up as gradients do, and go with them: where
-    ``zero_grad()`` drops all the gradients that are not summed yet, what was counted for them is
-    dropped too. Modules that do not always run backward together need a count each.
+    :func:`varcomm.data_parallel.no_sync`, or that of a ``ShardedGradients``, counts add up as
+    gradients do, and go with them: where ``zero_grad()`` drops all the gradients that are not
+    summed yet, what was counted for them is dropped too. Modules that do not always run backward
+    together need a count each.
 
     What was added before a backward that fails stays, if that did not get as far as to the module:
     then it is counted for the next one as well. ``replicate``, called anew for the same module,

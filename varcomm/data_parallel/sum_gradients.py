@@ -38,8 +38,8 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse, `parameters` is a tensor, or :func:`replicate` or a :class:`ShardedGradients` sums
-        them already.
+        If a gradient is sparse, `parameters` is a tensor, or :func:`replicate` or a
+        ``ShardedGradients`` sums them already.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters.
 

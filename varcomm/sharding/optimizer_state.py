@@ -164,7 +164,8 @@ def check_optimizer_state(
     for name, values in states.items():
         if name not in by_name:
             raise ArgumentError(
-                f"the state holds a part of parameter {name!r}, of which this rank has none. {_MEND}"
+                f"the state holds a part of parameter {name!r}, of which this rank has none. "
+                + _MEND
             )
         param, part = by_name[name]
         own = optimizer.state.get(param, {})
@@ -203,10 +204,13 @@ def _halves(state: object) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any
     """Return the states and the groups that are in what was saved."""
     if isinstance(state, Mapping):
         states, groups = state.get("state"), state.get("param_groups")
-        known = isinstance(states, Mapping) and isinstance(groups, list | tuple)
-        if known and all(isinstance(values, Mapping) for values in states.values()):
-            if all(isinstance(group, Mapping) and "params" in group for group in groups):
-                return states, groups
+        if (
+            isinstance(states, Mapping)
+            and isinstance(groups, list | tuple)
+            and all(isinstance(values, Mapping) for values in states.values())
+            and all(isinstance(group, Mapping) and "params" in group for group in groups)
+        ):
+            return states, groups
     raise ArgumentError(
         'state must be what state_dict() has returned: a dict with "state", by the names of '
         f'parameters, and "param_groups"; got {type(state).__name__}'

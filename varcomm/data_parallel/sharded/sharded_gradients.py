@@ -35,15 +35,17 @@ class ShardedGradients:
     together send no more than an all-reduce of gradients would. Pieces may be of any sizes.
 
     Collective: every rank makes it of a model with the same parameters, and all raise if one has
-    to. Parameters and buffers get the values of rank 0. Parameters become contiguous views of one
-    row a bucket; they stay the same objects.
+    to. Parameters and buffers get the values of rank 0; later on, statistics of batch norms are
+    each rank's own. Parameters become contiguous views of one row a bucket; they stay the same
+    objects.
 
     Parameters
     ----------
     params : Module or iterable
         A Module; or an iterable of parameters, of ``(name, parameter)``, or of dicts with
-        ``"params"`` and options, as torch's optimizers take them. Those that are frozen are only
-        made equal. Shared ones count once.
+        ``"params"`` and options, as torch's optimizers take them; no sets. Those that are frozen
+        are only made equal. Shared ones count once. Without a module or names, states are saved by
+        numbers, ``"group.place"``, which no other optimizer knows.
     optimizer_factory : callable
         Is called as ``optimizer_factory(groups)`` and makes the optimizer of this rank's pieces:
         ``lambda groups: torch.optim.AdamW(groups, lr=1e-3)``. The groups are those of `params`,
@@ -58,10 +60,11 @@ class ShardedGradients:
         ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
         shape, as Muon needs it.
     module : torch.nn.Module, optional
-        The module in which the parameters are, where `params` is not that module itself. A
-        backward from its output takes part in the sums on every rank, even if the loss reaches no
-        parameter there; other backwards are an error outside of :meth:`no_sync`. Without it, each
-        must reach one on every rank, and those of reentrant checkpoints sum by themselves.
+        The module in which the parameters are, where `params` is not that module itself. All that
+        it has is made equal, but for what others sum, who have made that equal. A backward from its
+        output takes part in the sums on every rank, even if the loss reaches no parameter there;
+        other backwards are an error outside of :meth:`no_sync`. Without it, each must reach one on
+        every rank, and those of reentrant checkpoints sum by themselves.
     reduce : "mean", "sum" or GlobalCount
         ``"mean"`` divides by the number of ranks; ``"sum"`` does not; a
         :class:`varcomm.data_parallel.GlobalCount` divides by what all ranks have counted since the
@@ -77,10 +80,10 @@ class ShardedGradients:
     fp32_masters : bool
         Let the optimizer work on fp32 copies of the pieces of parameters narrower than 4 bytes,
         which are rounded for the model after each step. What is written into the model's
-        parameters in place between steps (``load_state_dict``) is taken over.
+        parameters between steps, by whatever way, is taken over: a step compares all ``n``.
     cpu_offload : bool
         Keep gradients, masters and states of the pieces on the CPU. Gradients move there through
-        pinned memory, beside backward.
+        pinned memory beside backward, which waits for them at its end.
     overlap_forward : bool
         Let :meth:`step` return while pieces are being gathered; each module in `module` waits in
         its forward for the parameters that it holds itself, modules of torch.nn for all in them.
@@ -100,8 +103,9 @@ class ShardedGradients:
     ArgumentError
         On every rank, if `params` holds no trained parameter, or one that is lazy, sparse, sharded
         as a DTensor, on another device than the others, replicated by
-        :func:`varcomm.data_parallel.replicate` or in another ShardedGradients; if `sizes` do not
-        fit; if the optimizer holds other tensors than it was given; if another argument is wrong.
+        :func:`varcomm.data_parallel.replicate` or in another ShardedGradients; if one shares
+        memory with another parameter or buffer, or has a gradient; if `sizes` do not fit; if a
+        group of the optimizer holds other tensors than it was given; if another argument is wrong.
         In backward, on the rank where it happens, for ``create_graph=True``, for gradients that
         require a gradient, for hooks after accumulation, and for parameters that have been moved;
         inside :func:`varcomm.debug` on all. On every rank at the end of backward, if all have
@@ -120,6 +124,12 @@ class ShardedGradients:
     micro-batches accumulate there. Their storage is all that gradients take between backward and
     step; the ``grad`` of a parameter stays None. What no rank has used keeps no gradient, as in one
     process.
+
+    A batch is skipped on all ranks or on none. A backward that fails after it has come to the
+    module (or the first parameter) is noticed on its rank, which raises from then on, while others
+    wait. One that fails before, in the loss, is not noticed where its error is caught, nor is one
+    that a rank leaves out, in :func:`varcomm.debug` neither: the others wait for the next one of
+    that rank, and sum it with theirs.
 
     Buckets are filled from the last parameters to the first. As soon as the gradients of one are
     there, and of all before it, they are packed, freed, and sent while backward goes on, on a group
@@ -211,7 +221,7 @@ class ShardedGradients:
         """What this rank owns, by the name of the parameter of which it is a part.
 
         ``pieces[name].value.grad`` is the reduced gradient, or None. Only those of which the rank
-        owns an element are here.
+        owns an element are here; and, on one rank each, parameters without elements.
         """
         self._guard.settle("pieces")
         return dict(self._pieces)
@@ -255,8 +265,8 @@ class ShardedGradients:
         Raises
         ------
         ArgumentError
-            If parameters have been moved, converted or unfrozen since this was made, or gradients
-            of ``no_sync`` have not been summed.
+            If parameters have been moved, converted or unfrozen since this was made, the optimizer
+            has other groups, or gradients of ``no_sync`` have not been summed.
         DisagreementError
             After a failed backward. Inside :func:`varcomm.debug`, on every rank, if the options of
             the optimizer differ.
@@ -294,7 +304,8 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
-        As :func:`torch.nn.utils.clip_grad_norm_` does for the whole model in one process.
+        As :func:`torch.nn.utils.clip_grad_norm_` does for the whole model in one process; here that
+        would find no gradient in the parameters, and clip nothing.
         Parameters that are sharded besides, over the other axis of a mesh, count with all their
         shards; then all ranks of the mesh make this call. One number of each rank is gathered.
 
