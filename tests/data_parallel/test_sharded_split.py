@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varcomm import ShardSizes
-from varcomm.data_parallel.sharded.split import WHOLE, apportion, owners, splits
+from varcomm.data_parallel.sharded.split import WHOLE, Split, apportion, owners, splits
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 

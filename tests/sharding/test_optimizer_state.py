@@ -135,3 +135,68 @@ def test_another_optimizer_is_refused(names, message):
 
 def test_boxes_without_a_tensor_behind_them_are_no_state():
     assert Sharded((2,), [Box((0,), torch.zeros(2))]).local is None
+
+
+def with_piece(value):
+    """A state of the second half of a weight of eight, and what is to load it."""
+    piece = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([piece], lr=0.1, momentum=0.9)
+    parts = {piece: Part("weight", lambda tensor: Sharded.elements(tensor, (8,), 4))}
+    state = {
+        "state": {"weight": {"momentum_buffer": value}},
+        "param_groups": [{"params": ["weight"]}],
+    }
+    return optimizer, parts, [["weight"]], state
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (
+            Sharded.elements(torch.ones(4), (8,), 0),
+            "is Sharded(shape=(8,), dtype=torch.float32, box",
+        ),
+        (
+            Sharded.elements(torch.ones(4), (9,), 4),
+            "is Sharded(shape=(9,), dtype=torch.float32, box",
+        ),
+        (
+            Sharded((8,), [Box((4,), torch.ones(4))]),
+            "and here it is Sharded(shape=(8,), dtype=torch.",
+        ),
+        (torch.ones(8), "is a tensor of shape (8,), and here it is Sharded(shape=(8,), "),
+        (torch.ones(4), "is a tensor of shape (4,), and here it is Sharded(shape=(8,), "),
+    ],
+)
+def test_states_of_other_parts_are_refused(value, said):
+    optimizer, *rest = with_piece(value)
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        load_optimizer_state(optimizer, *rest)
+    assert not optimizer.state
+
+
+def test_states_of_the_same_part_or_of_other_shapes_are_loaded():
+    for value in (Sharded.elements(torch.ones(4), (8,), 4), torch.ones(3)):
+        optimizer, *rest = with_piece(value)
+        load_optimizer_state(optimizer, *rest)
+        (state,) = optimizer.state.values()
+        assert state["momentum_buffer"].eq(1).all()
+
+
+def test_states_of_other_shapes_than_the_optimizer_has_are_refused():
+    optimizer, weight, bias = stepped(OPTIMIZERS["sgd"])
+    parts = {weight: whole("weight"), bias: whole("bias")}
+    names = [["weight"], ["bias"]]
+    state = optimizer_state(optimizer, parts, names)
+    state["state"]["weight"]["momentum_buffer"] = torch.ones(4, 3)
+    said = (
+        "momentum_buffer of parameter 'weight' is a tensor of shape (4, 3), and here it is a tensor"
+    )
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        load_optimizer_state(optimizer, parts, names, state)
+    del state["state"]["weight"]
+    state["state"]["others"] = {"momentum_buffer": torch.ones(2)}
+    with pytest.raises(
+        ArgumentError, match="the state holds a part of parameter 'others', of which"
+    ):
+        load_optimizer_state(optimizer, parts, names, state)

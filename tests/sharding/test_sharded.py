@@ -1,6 +1,8 @@
 """Boxes of a tensor: elements of the flat order, fused blocks, and what torch asks of them."""
 
+import copy
 import itertools
+import pickle
 import re
 from math import prod
 
@@ -146,3 +148,15 @@ def test_what_is_no_part_of_the_spec_is_refused(worlds):
     assert "has 2 rows along dim 1; got a tensor of shape (2, 4)" in rows
     assert "this rank's part has 2 rows along dim 1; got 4" in elements
     assert "a tensor of 1 dimensions has no dimension 1" in flat
+
+
+def test_a_deep_copy_has_boxes_of_its_own_and_pickle_is_refused():
+    piece = Sharded.elements(torch.ones(5), (2, 4), 1)
+    again = copy.deepcopy({"piece": piece})["piece"]
+    again.boxes[0].tensor.zero_()
+    assert [box.offsets for box in again.boxes] == [(0, 1), (1, 0)]
+    assert again.local.tolist() == [0, 0, 0, 1, 1]  # of which the boxes are views, as before
+    assert piece.local.eq(1).all()
+    assert copy.deepcopy(Sharded((2,), [], torch.int8)).dtype == torch.int8
+    with pytest.raises(ArgumentError, match="a Sharded tensor cannot be pickled, as by "):
+        pickle.dumps(piece)
