@@ -64,7 +64,7 @@ REFUSED = {
     "dtypes": (on_rank(1, torch.ones(3), torch.ones(3).int()), DisagreementError, ALIKE),
     "kinds": (on_rank(1, torch.ones(3), 5), DisagreementError, f"{ALIKE} a plain value, and on "),
     "part": (
-        on_rank(1, Sharded((3,), [], torch.float32), torch.ones(3)),
+        lambda rank: {"w": Sharded((3,), [], torch.float32) if rank else torch.ones(3)},
         DisagreementError,
         "and on rank 1 parts of a tensor of shape (3,)",
     ),

@@ -62,8 +62,8 @@ def without_elements(rank):
 
 def test_parameters_without_elements(worlds):
     """Each is on one rank, with a gradient."""
-    none, empty = [None] * 4, {"0": [], "3": []}
-    first, second = {"1": [2.0], **empty}, {"1": [2.0, 2.0], "2": []}
+    none, empty = [None] * 4, {"0": [], "2": [], "3": []}
+    first, second = {"1": [2.0], **empty}, {"1": [2.0, 2.0]}
     assert worlds.run(2, without_elements) == [(none, first), (none, second)]
 
 

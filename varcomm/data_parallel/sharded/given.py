@@ -54,8 +54,8 @@ class Given:
         """Yield what is overwritten in place by the values of rank 0, and what it is."""
         for name, value in {**self.frozen, **self.others}.items():
             yield f"parameter {name!r}", value
-        for name, value in self.buffers().items():
-            yield f"buffer {name!r}", value
+        for name, buffer in self.buffers().items():
+            yield f"buffer {name!r}", buffer
 
     def with_gradient(self) -> str | None:
         """Return the name of a parameter that has a gradient other than zeros, if there is one."""

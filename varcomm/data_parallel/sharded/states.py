@@ -138,8 +138,9 @@ class States:
 
 def _is_like(one: object, value: torch.Tensor) -> bool:
     """Tell whether a state is one number for each of a piece's."""
-    whole = isinstance(one, torch.Tensor) and one.is_floating_point()
-    return whole and (isinstance(one, Sharded) or one.shape == value.shape)
+    if not isinstance(one, torch.Tensor) or not one.is_floating_point():
+        return False
+    return isinstance(one, Sharded) or one.shape == value.shape
 
 
 def _converted(one: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
