@@ -65,7 +65,7 @@ def replicate(
         On every rank, if `model` is no module, has no forward (as a ``ModuleList``), is or holds a
         ``DistributedDataParallel``, has parameters or buffers that are lazy, sparse or sharded, or
         shares parameters with another module that is replicated over the same ranks or over some of
-        them; if gradients of backwards in :func:`no_sync` are yet to be summed; in
+        them, or with a :class:`ShardedGradients`; if gradients of backwards in :func:`no_sync` are yet to be summed; in
         ``torch.inference_mode()``; or if another argument is wrong. In forward
         and backward, on the rank where it happens, as the notes say; inside :func:`varcomm.debug`
         on all.
@@ -121,6 +121,11 @@ def replicate(
     is bound to GPUs (as :func:`varcomm.init` does for NCCL) only all ranks could make one: there,
     sums over a part of the world are begun when backward is done. So they are in
     :func:`varcomm.debug`.
+
+    A batch is skipped on all ranks or on none. A backward that fails before it has come to the
+    module, in the loss, is not noticed where its error is caught, nor is one that a rank leaves
+    out, in :func:`varcomm.debug` neither: the others wait for the next one of that rank, and sum it
+    with theirs.
 
     If backward ends in an error, ``grad`` is as it was before, but for what one in :func:`no_sync`
     has added to it. If it came as far as to the module, further ones on that rank refuse to run,
