@@ -65,8 +65,8 @@ def replicate(
         On every rank, if `model` is no module, has no forward (as a ``ModuleList``), is or holds a
         ``DistributedDataParallel``, has parameters or buffers that are lazy, sparse or sharded, or
         shares parameters with another module that is replicated over the same ranks or over some of
-        them, or with a :class:`ShardedGradients`; if gradients of backwards in :func:`no_sync` are yet to be summed; in
-        ``torch.inference_mode()``; or if another argument is wrong. In forward
+        them, or with a :class:`ShardedGradients`; if gradients of backwards in :func:`no_sync` are
+        yet to be summed; in ``torch.inference_mode()``; or if another argument is wrong. In forward
         and backward, on the rank where it happens, as the notes say; inside :func:`varcomm.debug`
         on all.
     DisagreementError
