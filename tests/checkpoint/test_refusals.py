@@ -81,7 +81,11 @@ REFUSED = {
         ArgumentError,
         "refused on rank 1 of 2: 'a.key' is of object and could not be loaded again",
     ),
-    "numpy": (on_rank(0, np.float64(0.5), 5), ArgumentError, "'a.key' is of float64 and could not"),
+    "numpy": (
+        on_rank(0, np.float64(0.5), 5),
+        ArgumentError,
+        "'a.key' is of numpy.float64 and could",
+    ),
     "function": (on_rank(0, lambda: 5, 5), ArgumentError, "'a.key' is of function and could not"),
     "tuple": (on_rank(0, (torch.ones(1),), 5), ArgumentError, "is a tuple with tensors in it"),
     "sparse": (on_rank(0, torch.eye(3).to_sparse(), 5), ArgumentError, "is not a dense tensor"),

@@ -12,7 +12,7 @@ from varcomm.checkpoint.leaves import checked_state
 from varcomm.checkpoint.manifest import Digest
 from varcomm.checkpoint.nested import nested
 from varcomm.checkpoint.reader import Checkpoint
-from varcomm.checkpoint.targets import Targets, check_fit, targets_of
+from varcomm.checkpoint.targets import check_fit, targets_of
 from varcomm.checkpoint.together import Alone, agree, agree_and_share, together
 from varcomm.errors import DisagreementError
 from varcomm.transport.group import GroupLike
@@ -69,11 +69,9 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
     def find() -> Checkpoint:
         finish_earlier()
         checked_state(state)
-        return Checkpoint.open(Path(folder))
-
-    def match() -> Targets:
-        found.verify(ranks.rank, ranks.size)
-        return targets_of(state, found, ranks.rank)
+        opened = Checkpoint.open(Path(folder))
+        opened.verify(ranks.rank, ranks.size)
+        return opened
 
     def read_early() -> None:
         found.read(targets.early)
@@ -89,8 +87,10 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
         raise DisagreementError(
             f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
         )
-    targets, fits = agree_and_share(_WHAT, match, lambda one: one.fit, ranks)
-    agree(_WHAT, lambda: check_fit(state, found, fits), Alone())  # to which all ranks come alike
+    targets, fits = agree_and_share(
+        _WHAT, lambda: targets_of(state, found, ranks.rank), lambda one: one.fit, ranks
+    )
+    agree(_WHAT, lambda: check_fit(found, fits), Alone())  # to which all ranks come alike
     fetches = {key: Fetch(rows, ranks) for key, rows in targets.rows.items()}
     agree(_WHAT, read_early, ranks)
     blocks = {key: fetch.target for key, fetch in fetches.items()}

@@ -130,7 +130,7 @@ def save(
         target = _checked_folder(folder)
         return leaves_of(state, ranks.rank), target, target.exists()
 
-    (leaves, target, there), name, all_told = _told_by_all(collect, async_, ranks)
+    (leaves, target, there), name, all_told = _told_by_all(collect, folder, async_, ranks)
     found = agree(_WHAT, lambda: agreed(all_told), Alone())  # to which all ranks come alike
     check_copies(_WHAT, leaves, found.holders, ranks)
     for key, rows in sorted(leaves.rows.items()):
@@ -139,18 +139,22 @@ def save(
         item.index: _content(leaves, item) for item in found.plans[ranks.rank].items
     }
     if not async_:
-        _finish(target, name, there, found, contents, ranks)
+        _finish(f"{_WHAT} to {Path(folder)}", target, name, there, found, contents, ranks)
         return None
     staged = agree(_WHAT, lambda: _staged(contents), ranks)
     others = aside(ranks) if isinstance(ranks, Group) else ranks
-    return PendingSave(lambda: _finish(target, name, there, found, staged, others))
+    what = f"{_WHAT} to {Path(folder)} with async_=True"
+    return PendingSave(lambda: _finish(what, target, name, there, found, staged, others))
 
 
 Contents: TypeAlias = Mapping[MetadataIndex, torch.Tensor | Value]
 
 
 def _told_by_all(
-    collect: Callable[[], tuple[Leaves, Path, bool]], async_: bool, ranks: Ranks
+    collect: Callable[[], tuple[Leaves, Path, bool]],
+    folder: str | os.PathLike[str],
+    async_: bool,
+    ranks: Ranks,
 ) -> tuple[tuple[Leaves, Path, bool], str, list[Told]]:
     """Return what `collect` gives, the name of this save, and what each rank tells; collective.
 
@@ -158,17 +162,23 @@ def _told_by_all(
     """
     mine = new_save(uuid.uuid4().hex)
 
-    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, bool, int, Told]:
+    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, dict[str, Any], int, Told]:
         whole, own = told(collected[0]), collected[0].own
         alike = sorted((key, entry) for key, entry in whole.entries.items() if key not in own)
         rest = {key: whole.entries[key] for key in own}
-        return mine, async_, crc32(repr(alike).encode()), replace(whole, entries=rest)
+        said = {"folder": str(Path(folder)), "async_": async_}
+        return mine, said, crc32(repr(alike).encode()), replace(whole, entries=rest)
 
     collected, given = agree_and_share(_WHAT, collect, brief, ranks)
-    if others := [rank for rank, (_, other, *_) in enumerate(given) if other != given[0][1]]:
-        raise DisagreementError(
-            f"{_WHAT}: ranks disagree on async_: rank 0 has {given[0][1]}, ranks {others} have not."
-        )
+    first = given[0][1]
+    for word in first:
+        if others := [
+            rank for rank, (_, said, *_) in enumerate(given) if said[word] != first[word]
+        ]:
+            raise DisagreementError(
+                f"{_WHAT}: ranks disagree on {word}: rank 0 has {first[word]}, rank {others[0]} "
+                f"has {given[others[0]][1][word]}."
+            )
     whole = told(collected[0])
     common = {key: entry for key, entry in whole.entries.items() if key not in collected[0].own}
     if all(digest == given[0][2] for *_, digest, _ in given):
@@ -183,13 +193,15 @@ def _told_by_all(
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return where to write, if that seems possible."""
-    target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise ArgumentError(f"{target} is a file; a checkpoint needs a folder.")
-    nearest = next(path for path in (target, *target.absolute().parents) if path.exists())
+    """Return where to write, wherever the process goes meanwhile, if that seems possible."""
+    target = Path(folder).absolute()
+    nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
+    if not nearest.exists():
+        raise ArgumentError(f"{nearest} is a symbolic link to {os.readlink(nearest)}, not there.")
+    if not nearest.is_dir():
+        raise ArgumentError(f"{nearest} is a file; a checkpoint needs a folder.")
     effective = os.access in os.supports_effective_ids
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
+    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
         raise ArgumentError(f"{target} cannot be written to: there is no permission in {nearest}.")
     return target
 
@@ -232,20 +244,26 @@ class _Planner(DefaultSavePlanner):
 
 
 def _finish(
-    folder: Path, name: str, there: bool, found: Agreed, contents: Contents, ranks: Ranks
+    what: str,
+    folder: Path,
+    name: str,
+    there: bool,
+    found: Agreed,
+    contents: Contents,
+    ranks: Ranks,
 ) -> None:
     """Write on all ranks, and make it the checkpoint in the folder; collective."""
     plan = found.plans[ranks.rank]
 
     def finish() -> None:
         if ranks.rank == 0:
-            commit(folder, name, found.metadata, found.plans, written)
+            commit(folder, name, found, written)
 
     try:
         written = share(
-            _WHAT, lambda: write(folder, name, ranks.rank, plan, _Planner(contents)), ranks
+            what, lambda: write(folder, name, ranks.rank, plan, _Planner(contents)), ranks
         )
-        agree(_WHAT, finish, ranks)
+        agree(what, finish, ranks)
     except Exception as error:
         # where a rank is gone, another may be about to commit, and files must stay
         agreed_upon = isinstance(ranks, Alone) or on_all_ranks(error)
