@@ -37,7 +37,7 @@ def meta(state):
         return torch.empty(state.shape, dtype=state.dtype, device="meta")
     if isinstance(state, dict):
         return {key: meta(value) for key, value in state.items()}
-    return None
+    return [meta(value) for value in state] if isinstance(state, list) else state
 
 
 OPTIMIZERS = {

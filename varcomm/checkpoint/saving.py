@@ -70,15 +70,20 @@ def save(
         - tensors, which all ranks have alike; :class:`~varcomm.sharding.Sharded` and DTensor, of
           which each rank has a part; :class:`Rows` of fields whose rows the ranks share out;
         - modules, by the names of their ``state_dict``: parameters that are marked as sharded
-          become parts of the whole;
+          become parts of the whole. What wraps a module (DistributedDataParallel, torch.compile)
+          puts ``module.`` or ``_orig_mod.`` before names: save the module inside;
         - optimizers, whose states go by the names that parameters have in the modules of `state`,
-          and are parts of the whole where the parameters are;
+          and are parts of the whole where the parameters are. Those with a ``state_dict`` of
+          their own (ZeroRedundancyOptimizer) are refused, unless they have ``state_dict_for``;
         - generators, and any other object with ``state_dict`` and ``load_state_dict``;
         - :class:`PerRank` around what each rank has of its own;
         - numbers, texts, None, and lists and dicts of them.
+
+        Keys of dicts that have tensors or objects in them are texts or ints; at the first level,
+        texts.
     folder : str or path
-        Made if it is not there. What is in it of an earlier checkpoint, torch's too, is removed
-        when the new one is complete; other files stay.
+        The same on all ranks. Made if it is not there. What is in it of an earlier checkpoint,
+        torch's too, is removed when the new one is complete; other files stay.
     async_ : bool
         Return as soon as all has been copied to the memory of the CPU, and write in a thread.
     group : ProcessGroup or DeviceMesh, optional
@@ -94,16 +99,26 @@ def save(
     ------
     ArgumentError
         On every rank, if on one of them something can be neither saved nor loaded again without
-        pickle; if parts of a tensor do not cover it; or if the folder cannot be written to. What
-        has been written is removed, and the earlier checkpoint is there.
+        pickle; if parts of a tensor do not cover it, or are of another size than they tell; if a
+        state of an optimizer, of a parameter that is shared out, is neither like it nor a number;
+        or if the folder cannot be written to: with folder and file. What has been written is
+        removed, and the earlier checkpoint is there.
     DisagreementError
         On every rank, if what is to be equal on ranks is not; with the keys and the ranks.
+    GroupError
+        If other ranks are gone, or one writes for longer than the limit of the group
+        (``varcomm.init(timeout=...)``). The folder has the earlier checkpoint or the new one,
+        whole; what else has been written, the next save removes.
+    VarcommError
+        What went wrong in an asynchronous save before, if nobody has waited for it; it names the
+        folder of that save.
 
     Notes
     -----
     The files are those of :mod:`torch.distributed.checkpoint`, which can load them; what several
     ranks have is written once, by the one that has least to write, and empty parts not at all.
-    `varcomm-*.json` beside them tells their sizes and SHA-256.
+    `varcomm-*.json` beside them tells their sizes and SHA-256, and which keys of dicts were ints:
+    torch makes texts of them.
 
     Communication: three rounds of small messages; one more where ranks have other keys; one more
     where several have the same, whose digests (CRC-32) are compared: each rank reads through all of

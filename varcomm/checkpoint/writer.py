@@ -201,7 +201,8 @@ class _Hashed:
 
     def write(self, content: Any) -> int:
         try:
-            self._raw.write(content)
+            with _named(Path(self._raw.name)):
+                self._raw.write(content)
         except OSError as error:
             self._disk.failure = error
             raise
