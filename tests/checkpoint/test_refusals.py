@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,56 +367,3 @@ def test_a_full_disk(worlds, tmp_path, async_):
     names = sorted([*(path.name for path in tmp_path.iterdir()), "other"])
     assert worlds.run(2, full, tmp_path, async_) == [names, names]
     assert read(tmp_path) == {"before": 1}
-
-
-def test_a_folder_that_was_made_in_vain(tmp_path, monkeypatch):
-    def no_space(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("varcomm.checkpoint.writer._sync", no_space)
-    with pytest.raises(ArgumentError) as caught:
-        save({"x": torch.ones(3)}, tmp_path / "new")
-    assert str(caught.value) == (
-        f"checkpoint.save to {tmp_path / 'new'}: [Errno 28] No space left on device"
-    )
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_error_after_the_new_checkpoint_is_there(tmp_path, monkeypatch):
-    """As of a disk that fails when the folder is synced: what it names must stay."""
-    save({"x": 1}, tmp_path)
-    from varcomm.checkpoint import writer
-
-    sync, calls = writer._sync, []
-
-    def failing(folder):
-        calls.append(folder)
-        if len(calls) == 2:
-            raise OSError(5, "Input/output error")
-        sync(folder)
-
-    monkeypatch.setattr(writer, "_sync", failing)
-    with pytest.raises(ArgumentError, match=r"\[Errno 5\]"):
-        save({"x": 2}, tmp_path)
-    assert read(tmp_path) == {"x": 2}
-
-
-def apart(rank, folder):
-    """Different folders; and one name that is another folder on each rank, as on two machines."""
-    state = {f"x{n}": torch.ones(100) for n in range(4)}
-    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0, rank 1 has .*/1\."):
-        save(state, folder / str(rank))
-    before = Path.cwd()
-    (folder / f"machine {rank}").mkdir()
-    os.chdir(folder / f"machine {rank}")
-    try:
-        with pytest.raises(ArgumentError, match=r"which another rank has written, is not there as"):
-            save(state, "here")
-    finally:
-        os.chdir(before)
-    return [path.name for path in (folder / f"machine {rank}").iterdir()]
-
-
-def test_ranks_that_write_to_different_folders(worlds, tmp_path):
-    assert worlds.run(2, apart, tmp_path) == [[], []]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["machine 0", "machine 1"]

@@ -102,11 +102,12 @@ def optimizer_state_for(
     Raises
     ------
     ArgumentError
-        If the saved groups have other parameters or options, such as those of another kind of
-        optimizer; or if a state is neither like its parameter nor one number, and this rank has
-        a part of the parameter.
+        If saved groups are given and have other parameters or options, such as those of another
+        kind of optimizer; or if a state is neither like its parameter nor one number, and this
+        rank has a part of the parameter.
     """
-    _check_groups(optimizer, names, saved.get("param_groups", []))
+    if "param_groups" in saved:
+        _check_groups(optimizer, names, saved["param_groups"])
     found: dict[str, Any] = {}
     states = saved.get("state", {})
     for param, part in parts.items():
