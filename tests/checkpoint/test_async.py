@@ -254,7 +254,7 @@ def slow(rank, folder, timeout):
 
 
 def test_a_rank_that_writes_for_longer_than_the_limit(tmp_path):
-    assert varcomm.launch(slow, 2, tmp_path, 1) == [{"x": 1}, {"x": 1}]
+    assert varcomm.launch(slow, 2, tmp_path, 3) == [{"x": 1}, {"x": 1}]
 
 
 def destroyed(rank, folder):

@@ -55,8 +55,8 @@ def agree_and_share(
         except Exception as error:  # of the transport, which says something else on each rank
             raise GroupError(
                 f"{what}: ranks could not agree. Either a rank is gone, or its process group was "
-                "destroyed, or it has taken longer than the group's limit, to write its files "
-                "say: varcomm.init(timeout=...) sets it. What torch has said here: "
+                "destroyed, or it took longer than the limit of the group, to write its files for "
+                "example; varcomm.init(timeout=...) sets that limit. What torch has said here: "
                 f"{type(error).__name__}: {error}"
             ) from error
     try:
