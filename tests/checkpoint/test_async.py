@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 import varcomm
 from tests.checkpoint.test_crash import ROOT
-from varcomm import ArgumentError, DisagreementError
-from varcomm.checkpoint import Rows, load, read, save, writer
+from varcomm import ArgumentError, DisagreementError, GroupError
+from varcomm.checkpoint import PerRank, Rows, load, read, save, writer
 from varcomm.data_parallel import replicate
 from varcomm.sharding import Sharded, ShardSpec
 
@@ -112,7 +113,10 @@ def fails(rank, folder):
             time.sleep(0.001)
         if rank == 1:
             writer.FileSystemWriter.write_data = write
-        message = r"refused on rank 1 of 2: \[Errno 28\] No space left on device"
+        message = (
+            rf"checkpoint.save to {folder} with async_=True: refused on rank 1 of 2: "
+            r"\[Errno 28\] No space left on device"
+        )
         if seen:
             with pytest.raises(ArgumentError, match=message):
                 pending.wait()
@@ -129,7 +133,7 @@ def test_an_error_in_the_thread(worlds, tmp_path):
 
 
 def on_one(rank, folder):
-    with pytest.raises(DisagreementError, match=r"async_: rank 0 has False, ranks \[1\] have not"):
+    with pytest.raises(DisagreementError, match=r"on async_: rank 0 has False, rank 1 has True"):
         save({"x": 1}, folder, async_=rank == 1)
     return not folder.exists()
 
@@ -179,3 +183,90 @@ def test_alone(tmp_path):
     pending.wait()
     assert read(tmp_path)["x"].eq(1).all()
     assert read(tmp_path)["y"].eq(1).all()
+
+
+UNSEEN = """
+import resource, signal, sys, torch
+from varcomm.checkpoint import save
+save({"x": torch.ones(3)}, sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+save({"x": torch.ones(100_000)}, sys.argv[1], async_=True)
+"""
+
+
+def test_an_error_that_nobody_waits_for_is_told(tmp_path):
+    command = [sys.executable, "-c", UNSEEN, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    said = f"checkpoint.save to {tmp_path} with async_=True: [Errno 27] File too large: '__0_"
+    assert done.stderr.startswith(said)
+    assert done.returncode == 0
+    assert read(tmp_path)["x"].tolist() == [1, 1, 1]
+
+
+def test_a_read_tells_of_it_as_well(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.FileSystemWriter, "write_data", refuse)
+        pending = save({"x": 1}, tmp_path / "new", async_=True)
+        while not pending.done():
+            time.sleep(0.001)
+    save_that_failed = rf"checkpoint.save to {tmp_path / 'new'} with async_=True: \[Errno 28\]"
+    with pytest.raises(ArgumentError, match=f"^checkpoint.read: {save_that_failed}"):
+        read(tmp_path)
+
+
+def test_a_relative_folder_is_that_of_the_call(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Held() as held:
+        pending = save({"x": 1}, "here", async_=True)
+        monkeypatch.chdir(tmp_path / "other")
+        held.go.set()
+        pending.wait()
+    assert read(tmp_path / "here") == {"x": 1}
+    assert not list((tmp_path / "other").iterdir())
+
+
+COULD_NOT = r"save to .* with async_=True: ranks could not agree. Either a rank is gone, or its pro"
+
+
+def slow(rank, folder, timeout):
+    """One rank writes for longer than the group's limit."""
+    dist.destroy_process_group()
+    limit = timedelta(seconds=timeout)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    save({"x": 1}, folder / "c")
+    write = writer.FileSystemWriter.write_data
+
+    def late(*args):
+        time.sleep(2 * timeout if rank == 0 else 0)
+        return write(*args)
+
+    writer.FileSystemWriter.write_data = late
+    pending = save({f"x{n}": torch.ones(4) for n in range(3)}, folder / "c", async_=True)
+    with pytest.raises(GroupError, match=COULD_NOT):
+        pending.wait()
+    return read(folder / "c")
+
+
+def test_a_rank_that_writes_for_longer_than_the_limit(tmp_path):
+    assert varcomm.launch(slow, 2, tmp_path, 3) == [{"x": 1}, {"x": 1}]
+
+
+def destroyed(rank, folder):
+    save({"x": 1}, folder)
+    with Held() as held:
+        pending = save({"x": 2, "y": PerRank(2)}, folder, async_=True)
+        dist.destroy_process_group()
+        held.go.set()
+    with pytest.raises(GroupError, match=COULD_NOT):
+        pending.wait()
+    return read(folder)
+
+
+def test_a_group_that_is_destroyed_meanwhile(tmp_path):
+    assert varcomm.launch(destroyed, 2, tmp_path) == [{"x": 1}, {"x": 1}]

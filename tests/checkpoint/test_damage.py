@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 
 import pytest
 import torch
@@ -298,3 +299,39 @@ def test_what_an_extension_of_torch_has_compressed(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(known))
     with pytest.raises(ArgumentError, match=r"'step' has gone through 'stream.zstd'"):
         read(tmp_path)
+
+
+def saved_texts(rank, folder):
+    texts = {f"t{n}": f"text number {n}" for n in range(9)}
+    save({"texts": texts, "x": torch.ones(100)}, folder)
+
+
+def refused_texts(rank, folders):
+    found = []
+    for folder in folders:
+        state = {"texts": {f"t{n}": "" for n in range(9)}, "x": torch.zeros(100)}
+        with pytest.raises(ArgumentError) as caught:
+            load(state, folder)
+        untouched = not state["x"].any() and not any(state["texts"].values())
+        found.append(str(caught.value) if untouched else "something was loaded")
+    return found
+
+
+def test_no_rank_reads_values_of_a_file_that_another_finds_altered(worlds, tmp_path):
+    """All ranks read all plain values, and each checks some of the files."""
+    worlds.run(3, saved_texts, tmp_path / "good")
+    names = [path.name for path in data_of(tmp_path / "good")]
+    assert len(names) == 3
+    places = [(name, what) for name in names for what in (b"\x80\x02X", b"PK\x01\x02", b"version")]
+    for number, (name, what) in enumerate(places):
+        shutil.copytree(tmp_path / "good", tmp_path / str(number))
+        path = tmp_path / str(number) / name
+        content = path.read_bytes()
+        assert what in content
+        path.write_bytes(content.replace(what, bytes([what[0] ^ 4]) + what[1:], 1))
+    folders = [tmp_path / str(number) for number in range(len(places))]
+    one, *others = worlds.run(3, refused_texts, folders)
+    assert others == [one, one]
+    for number, (name, _) in enumerate(places):
+        expected = f"{folders[number] / name} has been altered: its SHA-256 is not that of what"
+        assert expected in one[number]

@@ -174,3 +174,15 @@ def test_a_module_deep_in_a_torch_checkpoint(tmp_path):
         model.first.weight.zero_()
     load({"a": {"b": model}}, tmp_path)
     assert torch.equal(model.first.weight, twin.first.weight)
+
+
+def test_torch_reads_keys_that_are_numbers(tmp_path):
+    save({"table": {4: torch.ones(1)}}, tmp_path)
+    state = {"table": {4: torch.zeros(1)}}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state == {"table": {4: torch.ones(1)}}
+    state = {"table": {4: torch.zeros(1), 5: "none"}}
+    saved = {"table": {4: torch.ones(1), 5: "x"}}
+    dcp.save(saved, checkpoint_id=tmp_path / "torch", no_dist=True)
+    load(state, tmp_path / "torch")  # where nothing tells that they were numbers
+    assert state == {"table": {4: torch.ones(1), 5: "x"}}

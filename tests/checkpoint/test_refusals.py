@@ -81,7 +81,11 @@ REFUSED = {
         ArgumentError,
         "refused on rank 1 of 2: 'a.key' is of object and could not be loaded again",
     ),
-    "numpy": (on_rank(0, np.float64(0.5), 5), ArgumentError, "'a.key' is of float64 and could not"),
+    "numpy": (
+        on_rank(0, np.float64(0.5), 5),
+        ArgumentError,
+        "'a.key' is of numpy.float64 and could",
+    ),
     "function": (on_rank(0, lambda: 5, 5), ArgumentError, "'a.key' is of function and could not"),
     "tuple": (on_rank(0, (torch.ones(1),), 5), ArgumentError, "is a tuple with tensors in it"),
     "sparse": (on_rank(0, torch.eye(3).to_sparse(), 5), ArgumentError, "is not a dense tensor"),
@@ -265,8 +269,7 @@ def no_folder(rank, folder):
         with pytest.raises(ArgumentError, match=message):
             load({"x": 1}, folder / name)
     for where in (folder / "file", folder / "file" / "in it"):
-        message = "is a file; a checkpoint needs" if where.name == "file" else "cannot be written"
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match=r"file is a file; a checkpoint needs a folder"):
             save({"x": 1}, where)
     with pytest.raises(ArgumentError, match=r"expected str, bytes or os\.PathLike"):
         save({"x": 1}, 5)
@@ -342,8 +345,14 @@ def full(rank, folder, async_):
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
     try:
-        with pytest.raises(ArgumentError, match=r"refused on rank 1 of 2: \[Errno 27\] File too "):
+        with pytest.raises(ArgumentError) as caught:
             saved_at_last({f"x{n}": x for n in range(4)}, folder, async_)
+        how = " with async_=True" if async_ else ""
+        said = re.sub(r"[0-9a-f]{32}", "*", str(caught.value))
+        assert said == (
+            f"checkpoint.save to {folder}{how}: refused on rank 1 of 2: [Errno 27] File too large: "
+            "'__1_*_0.distcp'"
+        )
     finally:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -358,53 +367,3 @@ def test_a_full_disk(worlds, tmp_path, async_):
     names = sorted([*(path.name for path in tmp_path.iterdir()), "other"])
     assert worlds.run(2, full, tmp_path, async_) == [names, names]
     assert read(tmp_path) == {"before": 1}
-
-
-def test_a_folder_that_was_made_in_vain(tmp_path, monkeypatch):
-    def no_space(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("varcomm.checkpoint.writer._sync", no_space)
-    with pytest.raises(ArgumentError, match=r"checkpoint.save: \[Errno 28\] No space left"):
-        save({"x": torch.ones(3)}, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_error_after_the_new_checkpoint_is_there(tmp_path, monkeypatch):
-    """As of a disk that fails when the folder is synced: what it names must stay."""
-    save({"x": 1}, tmp_path)
-    from varcomm.checkpoint import writer
-
-    sync, calls = writer._sync, []
-
-    def failing(folder):
-        calls.append(folder)
-        if len(calls) == 2:
-            raise OSError(5, "Input/output error")
-        sync(folder)
-
-    monkeypatch.setattr(writer, "_sync", failing)
-    with pytest.raises(ArgumentError, match=r"\[Errno 5\]"):
-        save({"x": 2}, tmp_path)
-    assert read(tmp_path) == {"x": 2}
-
-
-def apart(rank, folder):
-    with pytest.raises(ArgumentError, match=r"which another rank has written, is not there as it"):
-        save({f"x{n}": torch.ones(100) for n in range(4)}, folder / str(rank))
-    return not (folder / str(rank)).exists()
-
-
-def test_ranks_that_write_to_different_folders(worlds, tmp_path):
-    assert worlds.run(2, apart, tmp_path) == [True, True]
-
-
-def test_other_files_stay(tmp_path):
-    for name in ("notes.txt", "model.distcp", "__x.json"):
-        (tmp_path / name).touch()
-    (tmp_path / "__0_17.distcp").touch()
-    save({"x": 1}, tmp_path)
-    save({"x": 2}, tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"notes.txt", "model.distcp", "__x.json"} < names
-    assert len(names) == 6

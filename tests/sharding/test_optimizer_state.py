@@ -37,7 +37,7 @@ def meta(state):
         return torch.empty(state.shape, dtype=state.dtype, device="meta")
     if isinstance(state, dict):
         return {key: meta(value) for key, value in state.items()}
-    return None
+    return [meta(value) for value in state] if isinstance(state, list) else state
 
 
 OPTIMIZERS = {
@@ -144,7 +144,7 @@ def with_piece(value):
     parts = {piece: Part("weight", lambda tensor: Sharded.elements(tensor, (8,), 4))}
     state = {
         "state": {"weight": {"momentum_buffer": value}},
-        "param_groups": [{"params": ["weight"]}],
+        "param_groups": [{**optimizer.param_groups[0], "params": ["weight"]}],
     }
     return optimizer, parts, [["weight"]], state
 

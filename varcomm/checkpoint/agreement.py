@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from varcomm.checkpoint.boxes import Piece, in_pieces, is_whole, piece_of
 from varcomm.checkpoint.leaves import Leaves, Value
-from varcomm.checkpoint.nested import Keys
+from varcomm.checkpoint.nested import Keys, Number
 from varcomm.checkpoint.together import Ranks, share
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.layout import ShardSizes
@@ -80,11 +80,14 @@ class Agreed:
         What each rank writes.
     metadata : Metadata
         Of all of it.
+    numbers : mapping of str to list of int
+        By key, where in its path there are keys of dicts that are numbers, which torch makes texts.
     """
 
     holders: Mapping[Piece, list[int]]
     plans: list[SavePlan]
     metadata: Metadata
+    numbers: Mapping[str, list[int]]
 
 
 def told(leaves: Leaves) -> Told:
@@ -129,7 +132,16 @@ def agreed(all_told: Sequence[Told]) -> Agreed:
         width = 1 if entry.dtype is None else entry.dtype.itemsize
         load[writer] += width * prod(piece.sizes or ())
     plans = [SavePlan(own, planner_data={}) for own in items]
-    paths = SavePlan([], planner_data={key: entry.path for key, entry in entries.items()})
+    numbers = {
+        key: places
+        for key, entry in entries.items()
+        if (places := [at for at, name in enumerate(entry.path) if isinstance(name, Number)])
+    }
+    texts = {
+        key: tuple(str(name) if isinstance(name, Number) else name for name in entry.path)
+        for key, entry in entries.items()
+    }
+    paths = SavePlan([], planner_data=texts)
     try:
         found, metadata = DefaultSavePlanner().create_global_plan([*plans, paths])
     except ValueError as error:
@@ -142,7 +154,7 @@ def agreed(all_told: Sequence[Told]) -> Agreed:
             metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), []
             )
-    return Agreed(holders, found[:ranks], metadata)
+    return Agreed(holders, found[:ranks], metadata, numbers)
 
 
 def _common(all_told: Sequence[Told]) -> dict[str, Entry]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 __all__ = ["PendingSave", "finish_earlier"]
 
+logger = logging.getLogger("varcomm")
+
 
 class PendingSave:
     """A save under way, returned by :func:`varcomm.checkpoint.save` with ``async_=True``.
 
-    It ends by itself, on all ranks or on none, and an interpreter that ends waits for it.
+    It ends by itself, on all ranks or on none, and an interpreter that ends waits for it. What
+    goes wrong is logged at once, as an error of the logger ``"varcomm"``, which Python writes to
+    stderr where a program says nothing else: who never calls :meth:`wait` learns of it there. The
+    exit code of the program stays as it is.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -25,6 +31,7 @@ class PendingSave:
             run()
         except BaseException as error:
             self._error = error
+            logger.error("%s", error)
 
     def done(self) -> bool:
         """Return whether it has ended, well or not; no communication."""
@@ -36,7 +43,12 @@ class PendingSave:
         Raises
         ------
         VarcommError
-            The same on every rank, if it could not be written. The earlier checkpoint is there.
+            The same on every rank, if it could not be written; it names the folder. The earlier
+            checkpoint is there.
+        GroupError
+            If ranks could not agree: one is gone, or has written for longer than the limit of the
+            group (``varcomm.init(timeout=...)``), or ``destroy_process_group()`` was called
+            before. The folder has the earlier checkpoint or the new one, whole.
         """
         self._thread.join()
         if self in _under_way:

@@ -16,9 +16,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from varcomm.errors import ArgumentError
 from varcomm.sharding import Sharded, shard_spec
 
-__all__ = ["Piece", "chunks_of", "in_pieces", "is_whole", "piece_of", "wrapped"]
+__all__ = [
+    "Piece",
+    "check_parts",
+    "check_target",
+    "chunks_of",
+    "in_pieces",
+    "is_whole",
+    "piece_of",
+    "wrapped",
+]
 
 
 @dataclass(frozen=True, order=True)
@@ -84,3 +94,43 @@ def in_pieces(key: str, tensor: torch.Tensor) -> list[Piece]:
 def piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return what is in a box."""
     return find_tensor_shard(tensor, piece.index).detach()
+
+
+def check_parts(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what is in all boxes of a tensor that this rank has, or raise ArgumentError.
+
+    A DTensor that was made of whatever each rank has tells of boxes as if they were even.
+    """
+    pieces = in_pieces(key, tensor)
+    parts = [piece_of(tensor, piece) for piece in pieces]
+    told, found = [piece.sizes for piece in pieces], [tuple(part.shape) for part in parts]
+    if isinstance(tensor, DTensor) and not pieces and tensor.to_local().numel():
+        found = [tuple(tensor.to_local().shape)]
+    if told != found:
+        raise ArgumentError(
+            f"{key!r} tells that of a tensor of shape {tuple(tensor.shape)} this rank has boxes of "
+            f"shapes {told}, and has {found}. A DTensor cannot tell of other shards than even "
+            "ones; varcomm.sharding.Sharded can."
+        )
+    return parts
+
+
+def check_target(key: str, tensor: torch.Tensor) -> None:
+    """Raise ArgumentError if a tensor cannot be loaded into."""
+    if tensor.is_meta:
+        raise ArgumentError(
+            f"{key!r} is on the meta device, where nothing can be loaded to. Call "
+            "to_empty(device=...) before."
+        )
+    for part in [tensor] if is_whole(tensor) else check_parts(key, tensor):
+        if part.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                f"{key!r} was made in inference mode, and can be overwritten only there. Load into "
+                "its clone()."
+            )
+        steps = zip(part.shape, part.stride(), strict=True)
+        if part.numel() and any(size > 1 and step == 0 for size, step in steps):
+            raise ArgumentError(
+                f"{key!r} is an expanded tensor, several elements of which are one in memory: "
+                f"shape {tuple(part.shape)}, strides {part.stride()}. Load into its clone()."
+            )

@@ -15,6 +15,9 @@ from varcomm.transport.group import Group
 
 __all__ = ["Fetch", "in_order"]
 
+# torch can neither index the left ones nor send them; the right ones have the same bits.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 def in_order(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
     """Return this rank's block of the whole, in its order; collective.
@@ -25,7 +28,7 @@ def in_order(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
         On every rank, if a row of the whole is on no rank, or on several.
     """
     block = rows_of(rows.total, ranks.rank, ranks.size)
-    ids, tensor = rows.ids, rows.tensor
+    ids, tensor = rows.ids, _movable(rows.tensor)
     if isinstance(ranks, Group):
         sizes = ShardSizes.balanced(rows.total, ranks.size)
         owner = sizes.owner(ids)
@@ -48,7 +51,7 @@ def in_order(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
     agree(what, check, ranks)
     whole = torch.empty_like(tensor)
     whole[ids - block.start] = tensor
-    return _block(rows, block, whole)
+    return _block(rows, block, whole.view(rows.tensor.dtype))
 
 
 class Fetch:
@@ -73,11 +76,16 @@ class Fetch:
 
     def finish(self) -> None:
         """Send what has been read into `target` to where it belongs; collective."""
+        block, target = _movable(self._block), _movable(self._rows.tensor)
         with torch.no_grad():
             if self._plan is None:
-                self._rows.tensor.copy_(self._block[self._rows.ids])
+                target.copy_(block[self._rows.ids])
             else:
-                self._rows.tensor[self._order] = self._plan(self._block)
+                target[self._order] = self._plan(block)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
 
 
 def _block(rows: Rows, block: range, tensor: torch.Tensor) -> Sharded:

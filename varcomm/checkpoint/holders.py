@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from varcomm.checkpoint.boxes import is_whole, wrapped
-from varcomm.checkpoint.nested import Keys, at, joined
+from varcomm.checkpoint.kinds import PerRank
+from varcomm.checkpoint.nested import Keys, at, joined, prefix_hint
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Sharded, shard_spec
 from varcomm.sharding.optimizer_state import (
@@ -25,17 +28,24 @@ from varcomm.sharding.optimizer_state import (
     optimizer_state_for,
 )
 
-__all__ = ["Holder", "Modules", "holder_of", "modules_in"]
+__all__ = ["Early", "Holder", "Modules", "holder_of", "modules_in"]
 
 # The modules in a state, by where they are.
 Modules = Mapping[Keys, torch.nn.Module]
 
 
-class Holder(ABC):
-    """An object that holds state."""
+@dataclass
+class Early:
+    """Targets that are no part of what an object holds, and that it may refuse when it gets them.
 
-    # Whether it may refuse what was saved only when it is given it.
-    may_refuse = False
+    They are loaded first, so that nothing has been overwritten then.
+    """
+
+    value: Any
+
+
+class Holder(ABC):
+    """An object that holds state; made anew for each save and each load."""
 
     @abstractmethod
     def tree(self) -> Any:
@@ -49,21 +59,21 @@ class Holder(ABC):
         return self.tree()
 
     @abstractmethod
-    def put(self, tree: Any) -> None:
-        """Take the targets, which have been loaded."""
+    def take(self, tree: Any, early: bool) -> None:
+        """Take targets: once those that are Early, or refuse them, and again when all are there."""
 
 
 def holder_of(value: Any, modules: Modules) -> Holder | None:
     """Return how the state of an object is told, or None if it is no such object."""
     if isinstance(value, torch.nn.Module):
         return _Module(value)
-    if isinstance(value, torch.optim.Optimizer):
-        return _Optimizer(value, modules)
     if isinstance(value, torch.Generator):
         return _Generator(value)
     if callable(getattr(value, "state_dict", None)):
         if callable(getattr(value, "state_dict_for", None)):
             return _Shaped(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return _Optimizer(value, modules)
         if callable(getattr(value, "load_state_dict", None)):
             return _Object(value)
     return None
@@ -73,6 +83,8 @@ def modules_in(state: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
     """Return the modules in a nested state, by where they are."""
     if isinstance(state, torch.nn.Module):
         return {path: state}
+    if isinstance(state, PerRank):
+        return modules_in(state.value, path)
     if isinstance(state, Mapping):
         items = list(state.items())
     elif isinstance(state, list):
@@ -88,30 +100,54 @@ def modules_in(state: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
 
 @dataclass(frozen=True)
 class _Module(Holder):
-    """A module: parameters and buffers as `state_dict` names them, marked ones as parts."""
+    """A module: parameters and buffers as `state_dict` names them, marked ones as parts.
+
+    What else it tells, its extra state or copies that hooks have made, only it can put back.
+    """
 
     module: torch.nn.Module
 
-    def tree(self) -> dict[str, Any]:
+    @cached_property
+    def _state(self) -> dict[str, Any]:
         # the parameters themselves, since copies of them would have lost their marks
-        found = self.module.state_dict(keep_vars=True)
+        found = dict(self.module.state_dict(keep_vars=True))
         if lazy := [name for name, value in found.items() if is_lazy(value)]:
             raise ArgumentError(
                 f"{lazy[0]!r} of a {type(self.module).__name__} has no shape yet. Run the module "
                 "once before."
             )
+        return found
+
+    @cached_property
+    def _in_place(self) -> set[str]:
+        state = self._state  # first: fully_shard exchanges parameters when it is asked for it
+        held = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        return {name for name, value in state.items() if id(value) in held}
+
+    def tree(self) -> dict[str, Any]:
         return {
             name: wrapped(value) if isinstance(value, torch.Tensor) else value
-            for name, value in found.items()
+            for name, value in self._state.items()
         }
 
-    def put(self, tree: Any) -> None:
-        # the tensors have been loaded already; what else there is, the module takes itself
-        state = self.module.state_dict(keep_vars=True)
-        for name, value in tree.items():
-            if not isinstance(value, torch.Tensor):
-                state[name] = value
-        self.module.load_state_dict(state)
+    def targets(self, saved: Any) -> dict[str, Any]:
+        def copy(name: str, own: Any) -> Any:
+            value = at(saved, (name,), own)
+            # extra state may be of any length; of anything else the module has the shape
+            same = isinstance(own, torch.Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+            return _copied(own if same else value, own)
+
+        return {
+            name: value if name in self._in_place else Early(copy(name, value))
+            for name, value in self.tree().items()
+        }
+
+    def take(self, tree: Any, early: bool) -> None:
+        # where there is both, twice: hooks may make something of the parameters
+        if len(self._in_place) == (len(tree) if early else 0):
+            return
+        told = {name: item.value for name, item in tree.items() if isinstance(item, Early)}
+        self.module.load_state_dict({**self._state, **told})
 
 
 @dataclass(frozen=True)
@@ -126,26 +162,30 @@ class _Optimizer(Holder):
 
     def targets(self, saved: Any) -> dict[str, Any]:
         parts, names = self._parts()
-        saved = saved or {}
+        if not isinstance(at(saved, ("param_groups",)), list):
+            raise ArgumentError("what was saved is not the state of an optimizer.")
         if "masters" in saved:
             raise ArgumentError(
                 "what was saved has masters, wider than the parameters, to which its states "
                 "belong, and a plain optimizer has none. Load it into a ShardedGradients with "
                 "fp32_masters=False, and save that."
             )
-        groups = [list(group.get("params", [])) for group in saved.get("param_groups", [])]
+        groups = [list(group.get("params", [])) for group in saved["param_groups"]]
         if groups != names:
+            hint = prefix_hint((n for g in names for n in g), (n for g in groups for n in g))
             raise ArgumentError(
                 f"the saved optimizer has groups of parameters {_short(groups)}, and this one "
-                f"{_short(names)}."
+                f"{_short(names)}.{hint}"
             )
         found = optimizer_state_for(self.optimizer, parts, names, saved)
         return {"state": found["state"], "param_groups": _filled(found, saved)}
 
-    def put(self, tree: Any) -> None:
-        load_optimizer_state(self.optimizer, *self._parts(), tree)
+    def take(self, tree: Any, early: bool) -> None:
+        if not early:
+            load_optimizer_state(self.optimizer, *self._parts(), tree)
 
     def _parts(self) -> tuple[dict[torch.Tensor, Part], list[list[str]]]:
+        self._check_kind()
         named = self._names()
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):
@@ -163,6 +203,25 @@ class _Optimizer(Holder):
             for param in group["params"]
         }
         return parts, names
+
+    def _check_kind(self) -> None:
+        """Raise ArgumentError if states lie elsewhere than where torch's optimizers have them."""
+        kind = type(self.optimizer)
+        advice = (
+            "What this optimizer has cannot be saved by the names of parameters. To share states "
+            "out over ranks, varcomm.data_parallel.ShardedGradients can; otherwise put an object "
+            "into the state whose state_dict and load_state_dict call those of the optimizer, "
+            "within PerRank where each rank has its own."
+        )
+        for method in ("state_dict", "load_state_dict"):
+            if getattr(kind, method) is not getattr(torch.optim.Optimizer, method):
+                raise ArgumentError(f"{kind.__name__} has a {method} of its own. {advice}")
+        params = {param for group in self.optimizer.param_groups for param in group["params"]}
+        if others := [key for key in self.optimizer.state if key not in params]:
+            raise ArgumentError(
+                f"the states of {kind.__name__} have a key {_short(others[0])}, which is none of "
+                f"the parameters in its groups. {advice}"
+            )
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return what parameters are called, and in which module where there are several."""
@@ -199,8 +258,8 @@ def _filled(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[dict[str
     ]
 
 
-def _short(groups: list[list[str]]) -> str:
-    text = str(groups)
+def _short(value: Any) -> str:
+    text = repr(value)
     return text if len(text) < 200 else f"{text[:200]}..."
 
 
@@ -213,8 +272,12 @@ class _Generator(Holder):
     def tree(self) -> torch.Tensor:
         return self.generator.get_state()
 
-    def put(self, tree: Any) -> None:
-        self.generator.set_state(tree)
+    def targets(self, saved: Any) -> Early:
+        return Early(self.tree())
+
+    def take(self, tree: Any, early: bool) -> None:
+        if early:
+            self.generator.set_state(tree.value)
 
 
 @dataclass(frozen=True)
@@ -222,25 +285,33 @@ class _Object(Holder):
     """An object that is given again what its `state_dict` has told, whatever that has been."""
 
     held: Any
-    may_refuse = True
+
+    def tree(self) -> Any:
+        return self.held.state_dict()
+
+    def targets(self, saved: Any) -> Early:
+        return Early(_copied(saved, self.tree()))
+
+    def take(self, tree: Any, early: bool) -> None:
+        if early:
+            self.held.load_state_dict(tree.value)
+
+
+@dataclass(frozen=True)
+class _Shaped(Holder):
+    """An object that makes, of what was saved, what it wants to be loaded into."""
+
+    held: Any
 
     def tree(self) -> Any:
         return self.held.state_dict()
 
     def targets(self, saved: Any) -> Any:
-        return _copied(saved, self.tree())
-
-    def put(self, tree: Any) -> None:
-        self.held.load_state_dict(tree)
-
-
-class _Shaped(_Object):
-    """An object that makes, of what was saved, what it wants to be loaded into."""
-
-    may_refuse = False
-
-    def targets(self, saved: Any) -> Any:
         return self.held.state_dict_for(saved)
+
+    def take(self, tree: Any, early: bool) -> None:
+        if not early:
+            self.held.load_state_dict(tree)
 
 
 def _copied(saved: Any, own: Any) -> Any:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
 
-from varcomm.checkpoint.boxes import is_whole, wrapped
+from varcomm.checkpoint.boxes import check_parts, is_whole, wrapped
 from varcomm.checkpoint.holders import Modules, holder_of, modules_in
 from varcomm.checkpoint.kinds import PerRank, Rows
-from varcomm.checkpoint.nested import Keys, joined
+from varcomm.checkpoint.nested import Keys, joined, spelled
 from varcomm.errors import ArgumentError
 
 __all__ = ["Leaves", "Value", "checked_rows", "checked_state", "is_bare", "leaves_of"]
@@ -57,6 +58,10 @@ def checked_state(state: Any) -> dict[str, Any]:
             f"{type(state).__name__}"
             + (f" with keys {list(state)[:5]}." if isinstance(state, dict) else ".")
         )
+    try:
+        modules_in(state)  # goes wherever a state can
+    except RecursionError as error:
+        raise ArgumentError("the state has itself in it, or is nested too deep.") from error
     return state
 
 
@@ -101,8 +106,8 @@ def _walk(value: Any, path: Keys, own: bool, leaves: Leaves, modules: Modules, r
     elif holder := holder_of(value, modules):
         further(_told(path, holder.tree))
     elif isinstance(value, dict) and value and _has_names(value, modules):
-        for name, inner in value.items():
-            further(inner, str(name))
+        for name, text in [(name, _told(path, partial(spelled, name))) for name in value]:
+            further(value[name], text)
     elif isinstance(value, list) and not _is_terminal(value, modules):
         for number, inner in enumerate(value):
             further(inner, number)
@@ -172,7 +177,8 @@ def checked_rows(key: str, rows: Rows) -> Rows:
 
 
 def _checked_tensor(key: str, tensor: torch.Tensor, own: bool) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    ragged = tensor.is_nested
+    if ragged or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ArgumentError(f"{key!r} is not a dense tensor with values: it is {_short(tensor)}.")
     if is_whole(tensor) and type(tensor) is not torch.Tensor:
         raise ArgumentError(
@@ -184,6 +190,8 @@ def _checked_tensor(key: str, tensor: torch.Tensor, own: bool) -> torch.Tensor:
             f"{key!r} is part of a tensor of all ranks, and is said to be this rank's own by "
             "PerRank."
         )
+    if not is_whole(tensor):
+        check_parts(key, tensor)
     return tensor
 
 
@@ -194,9 +202,11 @@ def _checked_value(key: str, value: Any) -> Value:
         content.seek(0)
         torch.load(content, weights_only=True)
     except Exception as error:
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
         raise ArgumentError(
-            f"{key!r} is of {type(value).__name__} and could not be loaded again without pickle. "
-            "Save tensors, numbers, texts, and lists and dicts of them."
+            f"{key!r} is of {name} and could not be loaded again without pickle. Save tensors, "
+            "texts, numbers of Python's own, ints below 2**2000, and lists and dicts of them."
         ) from error
     content.seek(0)
     return Value(content, crc32(_canonical(value).encode()), value in ({}, []))
@@ -218,4 +228,6 @@ def _canonical(value: Any) -> str:
 def _short(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
+    if value.is_nested:
+        return f"a nested tensor, {value.dtype}, {value.layout}"
     return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, {value.layout}, {value.device}"

@@ -12,7 +12,7 @@ from varcomm.checkpoint.leaves import checked_state
 from varcomm.checkpoint.manifest import Digest
 from varcomm.checkpoint.nested import nested
 from varcomm.checkpoint.reader import Checkpoint
-from varcomm.checkpoint.targets import Targets, check_fit, targets_of
+from varcomm.checkpoint.targets import check_fit, targets_of
 from varcomm.checkpoint.together import Alone, agree, agree_and_share, together
 from varcomm.errors import DisagreementError
 from varcomm.transport.group import GroupLike
@@ -26,22 +26,30 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
     """Put what was saved into `state`, on as many ranks as there are now, sharded as it is now.
 
     Collective: all ranks of `group` call it. In one process it needs no torch.distributed. Nothing
-    is changed before all files have been found whole, and all of it to fit.
+    is changed before all files have been found whole, all of it to fit, and all tensors to be such
+    as can be overwritten. Then, before any tensor is, generators, objects and modules with extra
+    state take theirs, in the order of the state. Where one of them refuses, those before it have
+    taken theirs, and nothing else has been changed but parts of tensors (Sharded, DTensor) that the
+    ``state_dict`` of such objects has. What may refuse when all has been loaded is the
+    ``load_state_dict`` of objects with ``state_dict_for``, and hooks of modules.
 
     Parameters
     ----------
     state : dict
         As of :func:`save`, or a part of it: names at the first level that are left out are not
-        loaded. Below, all must fit, key by key.
+        loaded, also on some ranks alone. Below, all must fit, key by key, on all ranks together;
+        None in the place of a dict of plain values takes whatever keys were saved.
 
-        Tensors are overwritten in place, be they whole now and were sharded or the other way
-        round; plain values are replaced in their dicts and lists, and a list of plain values by
-        whatever list was saved. Objects get what they have told. Optimizers need not have made a
-        step. An object with a method ``state_dict_for(saved)`` may say what it wants to be loaded
-        into: it gets nested dicts and lists of what was saved, with tensors of the shape of the
-        whole on the meta device, and returns such of tensors to be overwritten, which are then
-        given to its ``load_state_dict``. Of several ranks each may leave out what it has no part
-        of.
+        Tensors are overwritten in place, be they whole now and were sharded or the other way round;
+        plain values are replaced in their dicts and lists, and a list of plain values by whatever
+        list was saved. Objects get what they have told. What a module tells beyond its own
+        parameters and buffers, as extra state or by hooks, its ``load_state_dict`` gets in new
+        tensors: twice where it has parameters, before these are loaded and after. Optimizers need
+        not have made a step, but have groups with the same parameters and options. An object with a
+        method ``state_dict_for(saved)`` may say what it wants to be loaded into: it gets nested
+        dicts and lists of what was saved, with tensors of the shape of the whole on the meta
+        device, and returns such of tensors to be overwritten, which are then given to its
+        ``load_state_dict``. Of several ranks each may leave out what it has no part of.
     folder : str or path
         Where :func:`save` has written, or torch.distributed.checkpoint.
     group : ProcessGroup or DeviceMesh, optional
@@ -51,15 +59,23 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
     ------
     ArgumentError
         On every rank, if there is no checkpoint; if a file is missing, cut or altered, or would
-        have to run code; or if the state is another one: with the keys that are missing or
-        unexpected, and those of other shapes and dtypes. Then nothing has been loaded.
+        have to run code; if the state is another one: with the keys that are missing or
+        unexpected, and those of other shapes and dtypes; if a tensor cannot be overwritten (on the
+        meta device, expanded, of inference mode); or if states of an optimizer that are neither
+        like their parameters nor numbers are to be shared out. Then nothing has been loaded. Also
+        if an object refuses what was saved of it.
     DisagreementError
         On every rank, if ranks find different checkpoints.
+    GroupError
+        If other ranks are gone, or take longer than the limit of the group.
+    VarcommError
+        What went wrong in an asynchronous save before, if nobody has waited for it.
 
     Notes
     -----
     No pickle is run: of ``.metadata`` only what it is made of is taken, and the rest is read with
-    ``weights_only``. Each rank checks the SHA-256 of every P-th file, and reads what it needs.
+    ``weights_only``. Each rank checks the SHA-256 of every P-th file; when all have found theirs
+    whole, each reads what it needs.
     A checkpoint that torch alone has written has no digests; there only sizes are checked.
 
     Communication: five rounds of small messages; rows of :class:`Rows` travel once.
@@ -69,11 +85,9 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
     def find() -> Checkpoint:
         finish_earlier()
         checked_state(state)
-        return Checkpoint.open(Path(folder))
-
-    def match() -> Targets:
-        found.verify(ranks.rank, ranks.size)
-        return targets_of(state, found, ranks.rank)
+        opened = Checkpoint.open(Path(folder))
+        opened.verify(ranks.rank, ranks.size)
+        return opened
 
     def read_early() -> None:
         found.read(targets.early)
@@ -89,8 +103,10 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
         raise DisagreementError(
             f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
         )
-    targets, fits = agree_and_share(_WHAT, match, lambda one: one.fit, ranks)
-    agree(_WHAT, lambda: check_fit(state, found, fits), Alone())  # to which all ranks come alike
+    targets, fits = agree_and_share(
+        _WHAT, lambda: targets_of(state, found, ranks.rank), lambda one: one.fit, ranks
+    )
+    agree(_WHAT, lambda: check_fit(found, fits), Alone())  # to which all ranks come alike
     fetches = {key: Fetch(rows, ranks) for key, rows in targets.rows.items()}
     agree(_WHAT, read_early, ranks)
     blocks = {key: fetch.target for key, fetch in fetches.items()}
@@ -112,13 +128,15 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     -------
     dict
         The state that was saved, nested as it was: modules and other objects as dicts of what they
-        told, sharded tensors and rows as the whole, and of :class:`PerRank` a dict by the number of
-        the rank, as a text.
+        told, sharded tensors and rows as the whole, keys of dicts as they were, and of
+        :class:`PerRank` a dict by the number of the rank, as a text.
 
     Raises
     ------
     ArgumentError
         If there is no checkpoint, or a file is missing, cut or altered, or would have to run code.
+    VarcommError
+        What went wrong in an asynchronous save before, if nobody has waited for it.
 
     Examples
     --------

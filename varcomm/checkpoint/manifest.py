@@ -1,7 +1,8 @@
 """What tells whether the files of a checkpoint are those that were written.
 
 ``.metadata`` is replaced at one stroke and names its save; beside it lies the manifest of that
-save, in JSON, with size and SHA-256 of each data file and of ``.metadata`` itself.
+save, in JSON, with size and SHA-256 of each data file and of ``.metadata`` itself, and with what
+torch's format of keys does not tell.
 """
 
 from __future__ import annotations
@@ -88,10 +89,13 @@ class Manifest:
     metadata : Digest
     files : mapping of str to Digest
         Of the data files, by name.
+    numbers : mapping of str to list of int
+        By key, where in its path there are keys of dicts that are numbers and no texts.
     """
 
     metadata: Digest
     files: Mapping[str, Digest]
+    numbers: Mapping[str, list[int]]
 
     def text(self) -> str:
         """Return it as the text of a file."""
@@ -118,7 +122,7 @@ class Manifest:
                 f"reads version {_VERSION}."
             )
         files = {name: Digest(**digest) for name, digest in content["files"].items()}
-        return cls(Digest(**content["metadata"]), files)
+        return cls(Digest(**content["metadata"]), files, content["numbers"])
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -126,6 +130,7 @@ class Manifest:
             "version": _VERSION,
             "metadata": vars(self.metadata),
             "files": {name: vars(digest) for name, digest in sorted(self.files.items())},
+            "numbers": dict(self.numbers),
         }
 
 

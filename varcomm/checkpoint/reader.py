@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from varcomm.checkpoint.boxes import chunks_of
 from varcomm.checkpoint.manifest import METADATA, Digest, Manifest, manifest_file, save_of
-from varcomm.checkpoint.nested import Keys
+from varcomm.checkpoint.nested import Keys, Number
 from varcomm.checkpoint.unpickle import metadata_of
 from varcomm.errors import ArgumentError
 
@@ -84,7 +84,12 @@ class Checkpoint:
         known: Mapping[str, Keys] = self.metadata.planner_data or {}
         keys = self.metadata.state_dict_metadata
         order = dict.fromkeys([*(key for key in known if key in keys), *keys])
-        return {key: known.get(key, (key,)) for key in order}
+        found = {key: known.get(key, (key,)) for key in order}
+        for key, places in (self.manifest.numbers if self.manifest is not None else {}).items():
+            found[key] = tuple(
+                Number(name) if place in places else name for place, name in enumerate(found[key])
+            )
+        return found
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:

@@ -70,15 +70,20 @@ def save(
         - tensors, which all ranks have alike; :class:`~varcomm.sharding.Sharded` and DTensor, of
           which each rank has a part; :class:`Rows` of fields whose rows the ranks share out;
         - modules, by the names of their ``state_dict``: parameters that are marked as sharded
-          become parts of the whole;
+          become parts of the whole. What wraps a module (DistributedDataParallel, torch.compile)
+          puts ``module.`` or ``_orig_mod.`` before names: save the module inside;
         - optimizers, whose states go by the names that parameters have in the modules of `state`,
-          and are parts of the whole where the parameters are;
+          and are parts of the whole where the parameters are. Those with a ``state_dict`` of
+          their own (ZeroRedundancyOptimizer) are refused, unless they have ``state_dict_for``;
         - generators, and any other object with ``state_dict`` and ``load_state_dict``;
         - :class:`PerRank` around what each rank has of its own;
         - numbers, texts, None, and lists and dicts of them.
+
+        Keys of dicts that have tensors or objects in them are texts or ints; at the first level,
+        texts.
     folder : str or path
-        Made if it is not there. What is in it of an earlier checkpoint, torch's too, is removed
-        when the new one is complete; other files stay.
+        The same on all ranks. Made if it is not there. What is in it of an earlier checkpoint,
+        torch's too, is removed when the new one is complete; other files stay.
     async_ : bool
         Return as soon as all has been copied to the memory of the CPU, and write in a thread.
     group : ProcessGroup or DeviceMesh, optional
@@ -94,16 +99,26 @@ def save(
     ------
     ArgumentError
         On every rank, if on one of them something can be neither saved nor loaded again without
-        pickle; if parts of a tensor do not cover it; or if the folder cannot be written to. What
-        has been written is removed, and the earlier checkpoint is there.
+        pickle; if parts of a tensor do not cover it, or are of another size than they tell; if a
+        state of an optimizer, of a parameter that is shared out, is neither like it nor a number;
+        or if the folder cannot be written to: with folder and file. What has been written is
+        removed, and the earlier checkpoint is there.
     DisagreementError
         On every rank, if what is to be equal on ranks is not; with the keys and the ranks.
+    GroupError
+        If other ranks are gone, or one writes for longer than the limit of the group
+        (``varcomm.init(timeout=...)``). The folder has the earlier checkpoint or the new one,
+        whole; what else has been written, the next save removes.
+    VarcommError
+        What went wrong in an asynchronous save before, if nobody has waited for it; it names the
+        folder of that save.
 
     Notes
     -----
     The files are those of :mod:`torch.distributed.checkpoint`, which can load them; what several
     ranks have is written once, by the one that has least to write, and empty parts not at all.
-    `varcomm-*.json` beside them tells their sizes and SHA-256.
+    `varcomm-*.json` beside them tells their sizes and SHA-256, and which keys of dicts were ints:
+    torch makes texts of them.
 
     Communication: three rounds of small messages; one more where ranks have other keys; one more
     where several have the same, whose digests (CRC-32) are compared: each rank reads through all of
@@ -130,7 +145,7 @@ def save(
         target = _checked_folder(folder)
         return leaves_of(state, ranks.rank), target, target.exists()
 
-    (leaves, target, there), name, all_told = _told_by_all(collect, async_, ranks)
+    (leaves, target, there), name, all_told = _told_by_all(collect, folder, async_, ranks)
     found = agree(_WHAT, lambda: agreed(all_told), Alone())  # to which all ranks come alike
     check_copies(_WHAT, leaves, found.holders, ranks)
     for key, rows in sorted(leaves.rows.items()):
@@ -139,18 +154,22 @@ def save(
         item.index: _content(leaves, item) for item in found.plans[ranks.rank].items
     }
     if not async_:
-        _finish(target, name, there, found, contents, ranks)
+        _finish(f"{_WHAT} to {Path(folder)}", target, name, there, found, contents, ranks)
         return None
     staged = agree(_WHAT, lambda: _staged(contents), ranks)
     others = aside(ranks) if isinstance(ranks, Group) else ranks
-    return PendingSave(lambda: _finish(target, name, there, found, staged, others))
+    what = f"{_WHAT} to {Path(folder)} with async_=True"
+    return PendingSave(lambda: _finish(what, target, name, there, found, staged, others))
 
 
 Contents: TypeAlias = Mapping[MetadataIndex, torch.Tensor | Value]
 
 
 def _told_by_all(
-    collect: Callable[[], tuple[Leaves, Path, bool]], async_: bool, ranks: Ranks
+    collect: Callable[[], tuple[Leaves, Path, bool]],
+    folder: str | os.PathLike[str],
+    async_: bool,
+    ranks: Ranks,
 ) -> tuple[tuple[Leaves, Path, bool], str, list[Told]]:
     """Return what `collect` gives, the name of this save, and what each rank tells; collective.
 
@@ -158,17 +177,23 @@ def _told_by_all(
     """
     mine = new_save(uuid.uuid4().hex)
 
-    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, bool, int, Told]:
+    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, dict[str, Any], int, Told]:
         whole, own = told(collected[0]), collected[0].own
         alike = sorted((key, entry) for key, entry in whole.entries.items() if key not in own)
         rest = {key: whole.entries[key] for key in own}
-        return mine, async_, crc32(repr(alike).encode()), replace(whole, entries=rest)
+        said = {"folder": str(Path(folder)), "async_": async_}
+        return mine, said, crc32(repr(alike).encode()), replace(whole, entries=rest)
 
     collected, given = agree_and_share(_WHAT, collect, brief, ranks)
-    if others := [rank for rank, (_, other, *_) in enumerate(given) if other != given[0][1]]:
-        raise DisagreementError(
-            f"{_WHAT}: ranks disagree on async_: rank 0 has {given[0][1]}, ranks {others} have not."
-        )
+    first = given[0][1]
+    for word in first:
+        if others := [
+            rank for rank, (_, said, *_) in enumerate(given) if said[word] != first[word]
+        ]:
+            raise DisagreementError(
+                f"{_WHAT}: ranks disagree on {word}: rank 0 has {first[word]}, rank {others[0]} "
+                f"has {given[others[0]][1][word]}."
+            )
     whole = told(collected[0])
     common = {key: entry for key, entry in whole.entries.items() if key not in collected[0].own}
     if all(digest == given[0][2] for *_, digest, _ in given):
@@ -183,13 +208,15 @@ def _told_by_all(
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return where to write, if that seems possible."""
-    target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise ArgumentError(f"{target} is a file; a checkpoint needs a folder.")
-    nearest = next(path for path in (target, *target.absolute().parents) if path.exists())
+    """Return where to write, wherever the process goes meanwhile, if that seems possible."""
+    target = Path(folder).absolute()
+    nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
+    if not nearest.exists():
+        raise ArgumentError(f"{nearest} is a symbolic link to {os.readlink(nearest)}, not there.")
+    if not nearest.is_dir():
+        raise ArgumentError(f"{nearest} is a file; a checkpoint needs a folder.")
     effective = os.access in os.supports_effective_ids
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
+    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
         raise ArgumentError(f"{target} cannot be written to: there is no permission in {nearest}.")
     return target
 
@@ -232,20 +259,26 @@ class _Planner(DefaultSavePlanner):
 
 
 def _finish(
-    folder: Path, name: str, there: bool, found: Agreed, contents: Contents, ranks: Ranks
+    what: str,
+    folder: Path,
+    name: str,
+    there: bool,
+    found: Agreed,
+    contents: Contents,
+    ranks: Ranks,
 ) -> None:
     """Write on all ranks, and make it the checkpoint in the folder; collective."""
     plan = found.plans[ranks.rank]
 
     def finish() -> None:
         if ranks.rank == 0:
-            commit(folder, name, found.metadata, found.plans, written)
+            commit(folder, name, found, written)
 
     try:
         written = share(
-            _WHAT, lambda: write(folder, name, ranks.rank, plan, _Planner(contents)), ranks
+            what, lambda: write(folder, name, ranks.rank, plan, _Planner(contents)), ranks
         )
-        agree(_WHAT, finish, ranks)
+        agree(what, finish, ranks)
     except Exception as error:
         # where a rank is gone, another may be about to commit, and files must stay
         agreed_upon = isinstance(ranks, Alone) or on_all_ranks(error)

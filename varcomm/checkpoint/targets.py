@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from varcomm.checkpoint.boxes import wrapped
-from varcomm.checkpoint.holders import Holder, Modules, holder_of, modules_in
+from varcomm.checkpoint.boxes import check_target, wrapped
+from varcomm.checkpoint.holders import Early, Holder, Modules, holder_of, modules_in
 from varcomm.checkpoint.kinds import PerRank, Rows
 from varcomm.checkpoint.leaves import checked_rows, is_bare
-from varcomm.checkpoint.nested import Keys, at, joined, nested
+from varcomm.checkpoint.nested import Keys, at, joined, nested, prefix_hint, spelled
 from varcomm.checkpoint.reader import Checkpoint
 from varcomm.errors import ArgumentError, DisagreementError
 
@@ -29,7 +28,8 @@ Put = Callable[[], None]
 class Fit(NamedTuple):
     """How well a state and a checkpoint fit each other on one rank."""
 
-    asked: int  # a bit for each key of the checkpoint
+    within: int  # a bit for each key of the checkpoint: is it within what the state has by name
+    asked: int  # and is it loaded
     missing: list[str]
     differing: list[str]
     rows: list[str]
@@ -62,14 +62,19 @@ def targets_of(state: dict[str, Any], found: Checkpoint, rank: int) -> Targets:
     for name, value in state.items():
         walk.into(value, (name,), partial(state.__setitem__, name))
     targets = walk.targets
-    asked = sum(1 << number for number, key in enumerate(walk.keys) if key in walk.asked)
     targets.rows = dict(sorted(targets.rows.items()))  # for all ranks in one order
-    targets.fit = targets.fit._replace(asked=asked, rows=list(targets.rows))
+    targets.fit = targets.fit._replace(
+        within=_bits(found, walk.keys), asked=_bits(found, walk.asked), rows=list(targets.rows)
+    )
     return targets
 
 
-def check_fit(state: dict[str, Any], found: Checkpoint, fits: Sequence[Fit]) -> None:
-    """Raise, the same on all ranks, if the state is not what was saved."""
+def _bits(found: Checkpoint, keys: Set[str]) -> int:
+    return int("0" + "".join("01"[key in keys] for key in sorted(found.paths)), 2)
+
+
+def check_fit(found: Checkpoint, fits: Sequence[Fit]) -> None:
+    """Raise, the same on all ranks, if states are not what was saved, whatever each rank loads."""
     for rank, fit in enumerate(fits):
         if fit.rows != fits[0].rows:
             raise DisagreementError(
@@ -78,10 +83,12 @@ def check_fit(state: dict[str, Any], found: Checkpoint, fits: Sequence[Fit]) -> 
             )
     missing = list(dict.fromkeys(key for fit in fits for key in fit.missing))
     differing = list(dict.fromkeys(text for fit in fits for text in fit.differing))
-    keys = _keys_below(state, found)
-    unexpected = [
-        key for number, key in enumerate(keys) if not any(fit.asked >> number & 1 for fit in fits)
-    ]
+    within, asked = 0, 0
+    for fit in fits:
+        within, asked = within | fit.within, asked | fit.asked
+    keys = sorted(found.paths)
+    left = f"{within & ~asked:0{len(keys)}b}"
+    unexpected = [key for key, bit in zip(keys, left, strict=False) if bit == "1"]
     parts = [
         f"{len(items)} {what}: {', '.join(items[:_FEW])}{', ...' if len(items) > _FEW else ''}"
         for what, items in (
@@ -94,48 +101,46 @@ def check_fit(state: dict[str, Any], found: Checkpoint, fits: Sequence[Fit]) -> 
     if parts:
         raise ArgumentError(
             f"{found.folder} is a checkpoint of something else. {'; '.join(parts)}. Nothing has "
-            "been loaded."
+            f"been loaded.{prefix_hint(missing, unexpected)}"
         )
-
-
-def _keys_below(state: Mapping[str, Any], found: Checkpoint) -> list[str]:
-    """Return the keys of the checkpoint that are within what the state has at its first level."""
-    first = tuple(f"{name}." for name in state)
-    return sorted(key for key in found.paths if key in state or key.startswith(first))
 
 
 class _Walk:
     """Goes through a state and what was saved of it together."""
 
     def __init__(self, state: dict[str, Any], found: Checkpoint, rank: int) -> None:
-        self.targets = Targets(Fit(0, [], [], []))
-        self.keys = _keys_below(state, found)
+        self.targets = Targets(Fit(0, 0, [], [], []))
+        within = {key: path for key, path in found.paths.items() if path[:1] and path[0] in state}
+        self.keys = within.keys()
         self.asked: set[str] = set()
         self._found, self._rank = found, rank
         self._modules: Modules = modules_in(state)
         values = found.values(key for key in self.keys if key not in found.tensors)
         self._saved = nested(
             {
-                found.paths[key]: values[key] if key in values else found.like(key, "meta")
-                for key in self.keys
+                path: values[key] if key in values else found.like(key, "meta")
+                for key, path in within.items()
             }
         )
+        self._below: dict[Keys, list[str]] = {}
+        for key, path in within.items():
+            for depth in range(len(path)):
+                self._below.setdefault(path[: depth + 1], []).append(key)
 
     def into(self, value: Any, path: Keys, put: Callable[[Any], None], early: bool = False) -> None:
         """Find what goes into a value; `put` takes what replaces it."""
         if isinstance(value, PerRank):
             self._per_rank(value, path, early)
+        elif isinstance(value, Early):
+            self.into(value.value, path, partial(setattr, value, "value"), True)
         elif isinstance(value, Rows):
             rows = checked_rows(joined(path), value)
+            check_target(joined(path), rows.tensor)
             if self._fits(path, (rows.total, *rows.tensor.shape[1:]), rows.tensor.dtype):
                 self.targets.rows[joined(path)] = rows
         elif isinstance(value, torch.Tensor):
             target = wrapped(value)
-            if target.is_meta:
-                raise ArgumentError(
-                    f"{joined(path)!r} is on the meta device, where nothing can be loaded to. Call "
-                    "to_empty(device=...) before."
-                )
+            check_target(joined(path), target)
             if self._fits(path, tuple(target.shape), target.dtype):
                 (self.targets.early if early else self.targets.tensors)[joined(path)] = target
         elif holder := holder_of(value, self._modules):
@@ -143,7 +148,7 @@ class _Walk:
         elif isinstance(value, dict) and not (value and self._is_plain(value)):
             self._empty(path)
             for name, inner in value.items():
-                self.into(inner, (*path, str(name)), partial(value.__setitem__, name), early)
+                self.into(inner, (*path, spelled(name)), partial(value.__setitem__, name), early)
         elif isinstance(value, list) and not is_bare(value, self._modules):
             for number, inner in enumerate(value):
                 self.into(inner, (*path, number), partial(value.__setitem__, number), early)
@@ -157,7 +162,7 @@ class _Walk:
     def _per_rank(self, value: PerRank, path: Keys, early: bool) -> None:
         saved = at(self._saved, path)
         mine = (*path, str(self._rank))
-        if not isinstance(saved, Mapping) or not all(name.isdecimal() for name in saved):
+        if not isinstance(saved, Mapping) or not all(str(name).isdecimal() for name in saved):
             self.targets.fit.missing.append(joined(mine))
             return
         self._ask_below(path)
@@ -174,10 +179,18 @@ class _Walk:
             box = [holder.targets(saved)]
         except ArgumentError as error:
             raise ArgumentError(f"{joined(path)!r}: {error}") from error
-        early = holder.may_refuse
-        self.into(box[0], path, partial(box.__setitem__, 0), early)
-        puts = self.targets.early_puts if early else self.targets.puts
-        puts.append(lambda: holder.put(box[0]))
+        self.into(box[0], path, partial(box.__setitem__, 0))
+
+        def give(early: bool) -> None:
+            try:
+                holder.take(box[0], early)
+            except Exception as error:
+                raise ArgumentError(
+                    f"{joined(path)!r} refuses what was saved of it: {error}"
+                ) from error
+
+        self.targets.early_puts.append(partial(give, True))
+        self.targets.puts.append(partial(give, False))
 
     def _plain(self, path: Keys, put: Callable[[Any], None], early: bool) -> None:
         saved = at(self._saved, path, _ABSENT)
@@ -194,7 +207,7 @@ class _Walk:
 
     def _fits(self, path: Keys, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         key = joined(path)
-        if key not in self._found.paths:
+        if self._found.paths.get(key) != path:
             self.targets.fit.missing.append(key)
             return False
         self.asked.add(key)
@@ -216,6 +229,4 @@ class _Walk:
             self.asked.add(joined(path))
 
     def _ask_below(self, path: Keys) -> None:
-        key = joined(path)
-        low, high = bisect_left(self.keys, f"{key}."), bisect_left(self.keys, f"{key}/")
-        self.asked.update(self.keys[low:high], [key])
+        self.asked.update(self._below.get(path, ()))

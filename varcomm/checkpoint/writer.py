@@ -20,17 +20,21 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as Planner
 
+from varcomm.checkpoint.agreement import Agreed
 from varcomm.checkpoint.manifest import METADATA, Digest, Manifest, data_file, manifest_file
 from varcomm.errors import ArgumentError
 
 __all__ = ["Written", "commit", "discard", "is_committed", "write"]
 
 # What torch or varcomm leaves in a folder: data, manifests, and what was to become .metadata.
-_OURS = re.compile(r"__\d+_\w*\.distcp|varcomm-[0-9a-f]{32}\.json|\.metadata\.[\w-]+")
+_OURS = re.compile(
+    r"__\d+_(?:[0-9a-f]{32}_)?\d+\.distcp|varcomm-[0-9a-f]{32}\.json"
+    r"|\.metadata\.(?:tmp|varcomm-[0-9a-f]{32})"
+)
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,16 @@ def write(folder: Path, save: str, rank: int, plan: SavePlan, planner: Planner) 
     )
 
 
-def commit(
-    folder: Path,
-    save: str,
-    metadata: Metadata,
-    plans: Sequence[SavePlan],
-    written: Sequence[Written],
-) -> None:
+def commit(folder: Path, save: str, found: Agreed, written: Sequence[Written]) -> None:
     """Make what all ranks have written the checkpoint in the folder; for one rank to call.
 
     If it raises, :func:`is_committed` tells whether the new checkpoint is there all the same.
     """
+    metadata = found.metadata
     metadata.storage_meta = StorageMeta(save_id=save)
     metadata.storage_data = {
         item.index: _StorageInfo(*place)
-        for plan, own in zip(plans, written, strict=True)
+        for plan, own in zip(found.plans, written, strict=True)
         for item, place in zip(plan.items, own.places, strict=True)
     }
     if hasattr(filesystem, "CURRENT_DCP_VERSION"):
@@ -86,7 +85,8 @@ def commit(
     coming = folder / f"{METADATA}.{save}"
     folder.mkdir(parents=True, exist_ok=True)
     _check_there(folder, files)
-    _write(folder / manifest_file(save), Manifest(Digest.of(content), files).text().encode())
+    manifest = Manifest(Digest.of(content), files, found.numbers)
+    _write(folder / manifest_file(save), manifest.text().encode())
     _write(coming, content)
     _sync(folder)
     os.replace(coming, folder / METADATA)
@@ -117,7 +117,7 @@ def _check_there(folder: Path, files: Mapping[str, Digest]) -> None:
         path = folder / name
         if not path.is_file() or path.stat().st_size != digest.size:
             raise ArgumentError(
-                f"{path}, which another rank has written, is not there as it was written. All "
+                f"{name}, which another rank has written, is not there as it was written. All "
                 "ranks must write to one folder: on several machines, one of a file system that "
                 "they share."
             )
@@ -136,8 +136,18 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an error of the system tell of which file it is; the folder is told of by who saves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path.name
+        raise
+
+
 def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
+    with _named(path), path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -145,11 +155,12 @@ def _write(path: Path, content: bytes) -> None:
 
 def _sync(folder: Path) -> None:
     """Let the names in a folder outlast a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with _named(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ class _Disk(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a new file, and take its digest down when it is closed."""
         try:
-            with Path(path).open("xb") as raw:
+            with _named(Path(path)), Path(path).open("xb") as raw:
                 stream = _Hashed(raw, self)
                 yield stream
                 raw.flush()
@@ -190,7 +201,8 @@ class _Hashed:
 
     def write(self, content: Any) -> int:
         try:
-            self._raw.write(content)
+            with _named(Path(self._raw.name)):
+                self._raw.write(content)
         except OSError as error:
             self._disk.failure = error
             raise

@@ -44,6 +44,16 @@ class Part:
 
 Parts = Mapping[torch.Tensor, Part]
 
+# Options of groups that torch's schedulers add, and that one who loads may do without.
+_OF_SCHEDULERS = {
+    "initial_lr",
+    "min_lr",
+    "max_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+}
+
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parts: Parts, names: Sequence[Sequence[str]]
@@ -63,9 +73,15 @@ def optimizer_state(
     dict
         ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ..., ...}]}``.
         Tensors are the optimizer's own.
+
+    Raises
+    ------
+    ArgumentError
+        If this rank has a part of a parameter, and a state of it that is neither like that part nor
+        one number: factors of it, say, of which nothing tells what they are parts of.
     """
     state = {
-        part.name: {key: _wrapped(value, param, part) for key, value in own.items()}
+        part.name: {key: _wrapped(key, value, param, part) for key, value in own.items()}
         for param, part in parts.items()
         if (own := optimizer.state.get(param))
     }
@@ -89,7 +105,16 @@ def optimizer_state_for(
         As of :func:`optimizer_state`.
     saved : mapping
         The structure of a saved state, with a tensor on the meta device for each tensor.
+
+    Raises
+    ------
+    ArgumentError
+        If saved groups are given and have other parameters or options, such as those of another
+        kind of optimizer; or if a state is neither like its parameter nor one number, and this
+        rank has a part of the parameter.
     """
+    if "param_groups" in saved:
+        _check_groups(optimizer, names, saved["param_groups"])
     found: dict[str, Any] = {}
     states = saved.get("state", {})
     for param, part in parts.items():
@@ -98,7 +123,7 @@ def optimizer_state_for(
         own = optimizer.state.get(param, {})
         whole = part.wrap(param.detach()).shape
         found[part.name] = {
-            key: _wrapped(own[key] if key in own else _made(value, param, whole), param, part)
+            key: _wrapped(key, _target(value, own.get(key), param, whole), param, part)
             for key, value in states[part.name].items()
         }
     return {"state": found, "param_groups": _groups(optimizer, names)}
@@ -150,16 +175,10 @@ def check_optimizer_state(
     ------
     ArgumentError
         If `state` is nothing that :func:`optimizer_state` returns; if it has other groups, other
-        parameters in them, or states of other parts of them.
+        parameters or options in them, or states of other parts of them.
     """
     states, groups = _halves(state)
-    given = [list(group["params"]) for group in groups]
-    if given != [list(group) for group in names]:
-        raise ArgumentError(
-            f"the saved optimizer has {len(given)} groups of {[len(group) for group in given]} "
-            f"parameters, and this one {len(names)} of {[len(group) for group in names]}, or they "
-            f"differ in names: {_first_difference(given, names)}."
-        )
+    _check_groups(optimizer, names, groups)
     by_name = {part.name: (param, part) for param, part in parts.items()}
     for name, values in states.items():
         if name not in by_name:
@@ -235,15 +254,65 @@ def _groups(
     ]
 
 
-def _wrapped(value: Any, param: torch.Tensor, part: Part) -> Any:
+def _check_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ArgumentError if saved groups are not those of an optimizer."""
+    given = [list(group["params"]) for group in groups]
+    if given != [list(group) for group in names]:
+        raise ArgumentError(
+            f"the saved optimizer has {len(given)} groups of {[len(group) for group in given]} "
+            f"parameters, and this one {len(names)} of {[len(group) for group in names]}, or they "
+            f"differ in names: {_first_difference(given, names)}."
+        )
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        lacks = sorted(saved.keys() - group.keys() - _OF_SCHEDULERS)
+        only = sorted(group.keys() - saved.keys() - _OF_SCHEDULERS)
+        if lacks or only:
+            raise ArgumentError(
+                f"group {number} of the saved optimizer has options {lacks}, which this "
+                f"{type(optimizer).__name__} has not, and lacks its {only}: it is of another kind. "
+                "Where only versions differ, give param_groups the same options before loading."
+            )
+
+
+def _wrapped(key: str, value: Any, param: torch.Tensor, part: Part) -> Any:
+    for tensor in _tensors(value):
+        wrapped = part.wrap(param.detach())
+        if isinstance(wrapped, Sharded) and tensor.shape != param.shape and tensor.numel() > 1:
+            raise ArgumentError(
+                f"the state {key!r} of {part.name!r} has shape {tuple(tensor.shape)}, and this "
+                f"rank has a part of shape {tuple(param.shape)} of the parameter, of shape "
+                f"{tuple(wrapped.shape)}: nothing tells how such a state is to be shared out. Use "
+                "an optimizer whose states are like the parameters."
+            )
     same = isinstance(value, torch.Tensor) and value.shape == param.shape
     return part.wrap(value) if same and value.dim() else value
 
 
-def _made(saved: Any, param: torch.Tensor, whole: torch.Size) -> Any:
-    """Return what to load a saved state into; None for what is no tensor."""
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value
+    return (
+        [t for item in inner for t in _tensors(item)] if isinstance(value, Mapping | list) else []
+    )
+
+
+def _target(saved: Any, own: Any, param: torch.Tensor, whole: torch.Size) -> Any:
+    """Return what to load a saved state into: the optimizer's own tensors as far as it has any."""
+    if isinstance(saved, Mapping):
+        return {key: _target(value, None, param, whole) for key, value in saved.items()}
+    if isinstance(saved, list):
+        return [_target(value, None, param, whole) for value in saved]
     if not isinstance(saved, torch.Tensor):
-        return None
+        return None if isinstance(own, torch.Tensor) else own
+    return own if isinstance(own, torch.Tensor) else _made(saved, param, whole)
+
+
+def _made(saved: torch.Tensor, param: torch.Tensor, whole: torch.Size) -> torch.Tensor:
     if saved.dim() and saved.shape == whole:
         return torch.zeros_like(param, dtype=saved.dtype, requires_grad=False)
     # optimizers keep their counters of steps on the CPU, where reading them costs nothing
@@ -253,6 +322,10 @@ def _made(saved: Any, param: torch.Tensor, whole: torch.Size) -> Any:
 
 
 def _unwrapped(value: Any, param: torch.Tensor, own: Any, on_device: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _unwrapped(item, param, None, on_device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_unwrapped(item, param, None, on_device) for item in value]
     local = value.local if isinstance(value, Sharded) else value
     if not isinstance(local, torch.Tensor):
         return local
