@@ -27,6 +27,10 @@ RUNS = {
         ["--side", "20", "--width", "4", "--layers", "2", "--repeats", "2"],
         "without / with, turn by turn",
     ),
+    "sharded_gradients.py": (
+        ["--ranks", "2", "--columns", "300", "--layers", "2", "--steps", "1", "--repeats", "1"],
+        "varcomm ShardedGradients",
+    ),
     "linears.py": (
         ["--rows", "21", "--inputs", "8", "--outputs", "6", "--repeats", "2"],
         "MB of the largest",
