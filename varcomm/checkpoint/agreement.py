@@ -24,7 +24,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.layout import ShardSizes
 from varcomm.ops.digest import digest
 
-__all__ = ["Agreed", "Told", "agreed", "check_copies", "told"]
+__all__ = ["Agreed", "Entry", "Told", "agreed", "check_copies", "told"]
 
 _MEND = (
     "A tensor or value that does not say otherwise is one that all ranks have alike. Make it so "

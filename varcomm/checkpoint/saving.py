@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from varcomm.checkpoint.agreement import Agreed, Told, agreed, check_copies, told
+from varcomm.checkpoint.agreement import Agreed, Entry, Told, agreed, check_copies, told
 from varcomm.checkpoint.background import PendingSave, finish_earlier
 from varcomm.checkpoint.boxes import Piece, piece_of
 from varcomm.checkpoint.exchange import in_order
@@ -177,14 +177,23 @@ def _told_by_all(
     """
     mine = new_save(uuid.uuid4().hex)
 
-    def brief(collected: tuple[Leaves, Path, bool]) -> tuple[str, dict[str, Any], int, Told]:
-        whole, own = told(collected[0]), collected[0].own
-        alike = sorted((key, entry) for key, entry in whole.entries.items() if key not in own)
-        rest = {key: whole.entries[key] for key in own}
+    def gather() -> tuple[tuple[Leaves, Path, bool], Told]:
+        collected = collect()
+        return collected, told(collected[0])
+
+    def common_of(own: set[str], whole: Told) -> dict[str, Entry]:
+        return {key: entry for key, entry in whole.entries.items() if key not in own}
+
+    def brief(
+        gathered: tuple[tuple[Leaves, Path, bool], Told],
+    ) -> tuple[str, dict[str, Any], int, Told]:
+        (leaves, *_), whole = gathered
+        alike = sorted(common_of(leaves.own, whole).items())
+        rest = {key: whole.entries[key] for key in leaves.own}
         said = {"folder": str(Path(folder)), "async_": async_}
         return mine, said, crc32(repr(alike).encode()), replace(whole, entries=rest)
 
-    collected, given = agree_and_share(_WHAT, collect, brief, ranks)
+    (collected, whole), given = agree_and_share(_WHAT, gather, brief, ranks)
     first = given[0][1]
     for word in first:
         if others := [
@@ -194,8 +203,7 @@ def _told_by_all(
                 f"{_WHAT}: ranks disagree on {word}: rank 0 has {first[word]}, rank {others[0]} "
                 f"has {given[others[0]][1][word]}."
             )
-    whole = told(collected[0])
-    common = {key: entry for key, entry in whole.entries.items() if key not in collected[0].own}
+    common = common_of(collected[0].own, whole)
     if all(digest == given[0][2] for *_, digest, _ in given):
         commons = [common] * ranks.size
     else:
