@@ -12,10 +12,11 @@ from zlib import crc32
 import torch
 
 from varcomm.data_parallel.bucket_sum import BucketSum
-from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.buckets import dense
 from varcomm.data_parallel.ending import End, Ending
 from varcomm.data_parallel.global_count import CountSum, GlobalCount, User
 from varcomm.data_parallel.routes import Route
+from varcomm.data_parallel.values import check_dtype
 from varcomm.errors import ArgumentError
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group
@@ -150,12 +151,8 @@ class Part:
         may be followed by others of the same parameter. Returns what goes on in its place.
         """
         route, replica = self._route_of[index], self.replica
-        name, dtype = replica.names[index], gradient_dtype(replica.parameters[index])
-        if gradient.dtype != dtype:
-            replica.refuse(
-                f"the gradient of parameter {name!r} is of {gradient.dtype}, and not of "
-                f"{dtype} as on the other ranks. Set its grad_dtype before replicate(module)."
-            )
+        name, parameter = replica.names[index], replica.parameters[index]
+        check_dtype(gradient, parameter, name, "replicate(module)", replica.refuse)
         if not self.sums:
             return (replica.unsummed.add(index, gradient),)
         if route < len(self.begun):
@@ -163,9 +160,8 @@ class Part:
                 f"parameter {name!r} gets another gradient, from within a checkpoint, after "
                 "its sum was started. Use checkpoint(..., use_reentrant=False)."
             )
-        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        held = self._gradients.get(index)
-        self._gradients[index] = dense if held is None else held + dense
+        gradient, held = dense(gradient), self._gradients.get(index)
+        self._gradients[index] = gradient if held is None else held + gradient
         self._missing[route] -= not nested
         while self._overlaps and self._next_is_complete():
             self._begin()

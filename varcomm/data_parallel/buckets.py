@@ -7,12 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Bucket", "cut", "gradient_dtype"]
+__all__ = ["Bucket", "cut", "dense", "gradient_dtype"]
 
 
 def gradient_dtype(value: torch.Tensor) -> torch.dtype:
     """Return in what dtype the gradient of a parameter comes; of a buffer, its own."""
     return getattr(value, "grad_dtype", None) or value.dtype  # of torch 2.9 or newer
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with all its zeros; itself, where it has them."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def cut(values: Sequence[torch.Tensor], order: Sequence[int], nbytes: int) -> list[list[int]]:

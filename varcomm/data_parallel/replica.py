@@ -22,7 +22,7 @@ from varcomm.data_parallel.leaf import accumulator, accumulators
 from varcomm.data_parallel.routes import Route, alive, routes
 from varcomm.data_parallel.tie import tie
 from varcomm.data_parallel.unsummed import Unsummed
-from varcomm.data_parallel.values import check_backward
+from varcomm.data_parallel.values import check_backward, check_entry
 from varcomm.data_parallel.watching import bereave, marks_at, replicas_at
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops.autograd import kept_from_compilation
@@ -330,13 +330,8 @@ class Replica:
         self.check_sound()
         if index is None or self.paused > 0:
             return
-        if not any(is_reached(replica._nodes[None]) for replica in self.connected()):
-            self.refuse(
-                f"parameter {self.names[index]!r} gets a gradient in a backward that does not come "
-                "by the module's output, as that of a rank with no rows would not get here. Call "
-                "the module, of which the loss is to depend on a tensor that is returned and seen, "
-                "and backward() without inputs=."
-            )
+        reached = any(is_reached(replica._nodes[None]) for replica in self.connected())
+        check_entry(reached, self.names[index], self.refuse)
 
     def _check_nodes(self) -> None:
         """Raise if torch has given a parameter another node, which nobody watches."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.buckets import dense, gradient_dtype
 
 __all__ = ["Unsummed"]
 
@@ -76,7 +76,7 @@ class Unsummed:
         if grad is None or index in self._growing or (own is not None and own.value is None):
             self._growing.add(index)
             return gradient.clone() if grad is None else gradient
-        value = _dense(gradient)
+        value = dense(gradient)
         if own is None or own.value is None:
             self._own[index] = _Own(weakref.ref(grad), grad._version, value.clone(), grad.clone())
         else:
@@ -118,7 +118,7 @@ class Unsummed:
         if own is None or grad is None or own.is_trace:
             return None
         value = grad if own.value is None else own.value
-        return _dense(value)
+        return dense(value)
 
     def is_grad(self, index: int) -> bool:
         """Return whether all that is in ``grad`` is this rank's own."""
@@ -170,17 +170,13 @@ class Unsummed:
         return None
 
 
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad if grad.layout == torch.strided else grad.to_dense()
-
-
 def _is_nonzero(grad: torch.Tensor) -> bool:
-    return bool(_dense(grad).any())
+    return bool(dense(grad).any())
 
 
 def _equal(before: torch.Tensor, grad: torch.Tensor) -> bool:
     """Return whether all numbers are the same, or none in both."""
-    a, b = _dense(before), _dense(grad)
+    a, b = dense(before), dense(grad)
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

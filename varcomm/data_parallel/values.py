@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from varcomm.data_parallel.buckets import cut
+from varcomm.data_parallel.buckets import cut, gradient_dtype
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.checks import checked_tensor
@@ -16,6 +16,8 @@ from varcomm.transport.group import Group
 
 __all__ = [
     "check_backward",
+    "check_dtype",
+    "check_entry",
     "check_mode",
     "check_module",
     "check_value",
@@ -107,3 +109,33 @@ def check_backward(
                 f"parameter {name!r} has a hook of register_post_accumulate_grad_hook, which "
                 "would run before the gradient is summed. Do its work after backward()."
             )
+
+
+def check_entry(reached: bool, name: str, refuse: Callable[[str], NoReturn]) -> None:
+    """Raise if a named parameter gets a gradient in a backward to which other ranks may not come.
+
+    `reached` tells whether that backward comes by what the output of the module is tied to.
+    """
+    if not reached:
+        refuse(
+            f"parameter {name!r} gets a gradient in a backward that does not come by the module's "
+            "output, as that of a rank with no rows would not get here. Call the module, of which "
+            "the loss is to depend on a tensor that is returned and seen, and backward() without "
+            "inputs=."
+        )
+
+
+def check_dtype(
+    gradient: torch.Tensor,
+    parameter: torch.Tensor,
+    name: str,
+    before: str,
+    refuse: Callable[[str], NoReturn],
+) -> None:
+    """Raise if the gradient of a named parameter is of another dtype than was agreed `before`."""
+    dtype = gradient_dtype(parameter)
+    if gradient.dtype != dtype:
+        refuse(
+            f"the gradient of parameter {name!r} is of {gradient.dtype}, and not of {dtype} as on "
+            f"the other ranks. Set its grad_dtype before {before}."
+        )

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch.autograd.graph import Node
 
-from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.buckets import dense, gradient_dtype
 from varcomm.data_parallel.ending import LOCK, End, Ending, is_reached
 from varcomm.data_parallel.global_count import GlobalCount, User, missing
 from varcomm.data_parallel.leaf import accumulator, accumulators, notes
@@ -22,7 +22,7 @@ from varcomm.data_parallel.sharded.side_stream import SideStream
 from varcomm.data_parallel.sharded.traffic import Traffic
 from varcomm.data_parallel.taken import MARK
 from varcomm.data_parallel.unsummed import Unsummed
-from varcomm.data_parallel.values import check_backward
+from varcomm.data_parallel.values import check_backward, check_dtype, check_entry
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import compare, debugging, fail
@@ -184,13 +184,7 @@ class Arrivals:
         """Raise if a gradient arrives in a backward to which other ranks may not come."""
         if index is None or not self._has_module or not self.summing:
             return
-        if not is_reached(self._nodes[0]):
-            self.refuse(
-                f"parameter {self.names[index]!r} gets a gradient in a backward that does not come "
-                "by the module's output, as that of a rank with no rows would not get here. Call "
-                "the module, of which the loss is to depend on a tensor that is returned and seen, "
-                "and backward() without inputs=."
-            )
+        check_entry(is_reached(self._nodes[0]), self.names[index], self.refuse)
 
     def _check_backward(self) -> None:
         for shard in self.shards:
@@ -204,12 +198,7 @@ class Arrivals:
                 f"the gradient of parameter {self.names[index]!r} requires a gradient itself, "
                 "which its sum over ranks would not. Take torch.autograd.grad for it."
             )
-        dtype = gradient_dtype(self.parameters[index])
-        if gradient.dtype != dtype:
-            self.refuse(
-                f"the gradient of parameter {self.names[index]!r} is of {gradient.dtype}, and not "
-                f"of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
-            )
+        check_dtype(gradient, self.parameters[index], self.names[index], NAME, self.refuse)
 
 
 class _Backward(Ending):
@@ -252,7 +241,7 @@ class _Backward(Ending):
                 "checkpoint, after its sum was started. Use checkpoint(..., use_reentrant=False)."
             )
         held = self._gradients.get(index)
-        gradient = _dense(gradient)
+        gradient = dense(gradient)
         self._gradients[index] = gradient if held is None else held + gradient
         self._missing[bucket] -= not nested
         while self._overlaps and self._next_is_complete():
@@ -276,7 +265,7 @@ class _Backward(Ending):
             self._parameters[index].grad = None
             arrivals.unsummed.drop(index)
             if before is not None:
-                before = _dense(before)
+                before = dense(before)
                 now = before if now is None else before + now
             if now is not None:
                 gradients[index] = now
@@ -361,10 +350,6 @@ def moved(name: str) -> str:
         f"parameter {name!r} has been moved, converted or replaced since {NAME} was made, which "
         "holds its values. Do so before; or call close() and make another, on all ranks."
     )
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _arrived(

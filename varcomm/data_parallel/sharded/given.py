@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from varcomm.data_parallel.buckets import gradient_dtype
+from varcomm.data_parallel.buckets import dense, gradient_dtype
 from varcomm.data_parallel.sharded.memory import overlapping
 from varcomm.data_parallel.taken import is_taken
 from varcomm.data_parallel.values import check_mode, check_module, check_value, check_writable
@@ -61,7 +61,7 @@ class Given:
         """Return the name of a parameter that has a gradient other than zeros, if there is one."""
         for name, value in self.parameters.items():
             grad = value.grad
-            if grad is not None and bool(_dense(grad).any()):
+            if grad is not None and bool(dense(grad).any()):
                 return name
         return None
 
@@ -233,7 +233,3 @@ def _named(
             raise ArgumentError(f"parameter {name!r} is not in the module.")
         name = known[id(member)]
     return name, member  # type: ignore[return-value]
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad if grad.layout == torch.strided else grad.to_dense()
