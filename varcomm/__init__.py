@@ -33,7 +33,7 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
 from varcomm.transport.agree import debug
 from varcomm.transport.launch import Ranks, World, init, launch
-from varcomm.transport.trace import Call, trace
+from varcomm.transport.trace import Call, Trace, Traffic, trace
 
 __all__ = [
     "ArgumentError",
@@ -46,6 +46,8 @@ __all__ = [
     "MissingPackageError",
     "Ranks",
     "ShardSizes",
+    "Trace",
+    "Traffic",
     "VarcommError",
     "World",
     "all_gather_v",

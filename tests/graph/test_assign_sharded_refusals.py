@@ -56,7 +56,7 @@ WRONG = {
     "infinite": (call(POS / 0), "pos must be finite; row 0 is [nan, inf]."),
     "another device": (
         call(POS.to("meta")),
-        "the tensor is on meta, but this group has an engine for cpu only",
+        "the tensor is on meta, but this group has an engine for cpu and cuda only",
     ),
     "weights of other length": (
         weighted(1, 2, 3),

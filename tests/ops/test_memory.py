@@ -115,21 +115,26 @@ def test_written_sees_copies():
 def allowed(name, s, rank, y, x):
     """Tell how many elements a rank may write: at most one copy of its data, and none for dim 0.
 
-    Beside copies, its own shard must get to its place in the result, and terms must be summed.
+    Beside copies, what it keeps for itself must get to its place in the result, and terms must be
+    summed.
     """
     other_dim, at_root = s.axis != 0, rank == s.root
-    return {
-        "all_gather_v": y.numel() * other_dim + x.numel(),
-        "gather_v": y.numel() * other_dim,
-        "scatter_v": x.numel() * (other_dim and at_root),
-        "reduce_scatter_v": x.numel() * other_dim + s.ranks * y.numel(),
-        "all_to_all_v": x.numel() * other_dim,
-        "transpose_v": x.numel(),
-        "shard_v": 0,
-        "all_reduce": x.numel() + s.ranks * x.numel(),
-        "reduce": s.ranks * x.numel() * at_root,
-        "broadcast": x.numel() * at_root,
-    }[name]
+    kept = messages(name, s, to_itself=True)[rank][rank]
+    return (
+        kept
+        + {
+            "all_gather_v": y.numel() * other_dim,
+            "gather_v": y.numel() * other_dim,
+            "scatter_v": x.numel() * (other_dim and at_root),
+            "reduce_scatter_v": x.numel() * other_dim + s.ranks * y.numel(),
+            "all_to_all_v": x.numel() * other_dim,
+            "transpose_v": x.numel(),
+            "shard_v": 0,
+            "all_reduce": s.ranks * x.numel(),
+            "reduce": s.ranks * x.numel() * at_root,
+            "broadcast": x.numel() * at_root,
+        }[name]
+    )
 
 
 def check_copies(rank, name):
@@ -155,17 +160,17 @@ def test_copies(worlds, name):
 
 
 def check_copies_of_exchange(rank):
-    """An exchange picks rows, which is its one copy, along any dimension."""
+    """An exchange picks rows, which is its one copy but for those that it keeps, along any dim."""
     failures = Failures()
     for dim in (0, 1, -1):
         s = Setting((70, 0, 101), dim, (5, 4))
-        picked = sum(len(index) for index in s.indices[rank]) * 5 * 4
+        to_each = [len(index) * 5 * 4 for index in s.indices[rank]]
         c = PRIMITIVES["plan_from_indices"](s)
         op, x = c.bind(), c.input(rank, torch.float32)
         with Written() as written:
             op(x)
         with failures.named(dim):
-            assert written.bytes == 4 * picked
+            assert written.bytes == 4 * (sum(to_each) + to_each[rank])
     return failures
 
 
@@ -173,7 +178,7 @@ def test_exchange_picks_rows_once(worlds):
     assert_none(worlds.run(3, check_copies_of_exchange))
 
 
-def messages(name, s):
+def messages(name, s, to_itself=False):
     """Elements from i to j that no algorithm can do without; for sums, if each rank sums alone."""
     ranks, row = range(s.ranks), 1
     for n in s.rest:
@@ -196,7 +201,7 @@ def messages(name, s):
     }.get(name, lambda i, j: len(indices[i][j]))
     if name == "transpose_v":  # one of the other dimensions is split in its place
         row //= s.rest[s.axis - 1]
-    return [[rule(i, j) * row * (i != j) for j in ranks] for i in ranks]
+    return [[rule(i, j) * row * (i != j or to_itself) for j in ranks] for i in ranks]
 
 
 def check_bytes(rank, name, ranks):

@@ -6,7 +6,11 @@ import threading
 import torch
 
 import varcomm
-from varcomm import Call
+from varcomm import Call, Trace, Traffic
+
+
+def seen(call):
+    return call.name, call.sent, call.received
 
 
 def nested(rank):
@@ -20,22 +24,22 @@ def nested(rank):
             varcomm.gather_v(x, [2, 1])
             raise KeyError
     varcomm.all_reduce(x[:1])
-    return outer, inner, failed
+    return [[seen(call) for call in calls] for calls in (outer, inner, failed)]
 
 
 def test_nested(worlds):
     first, second = worlds.run(2, nested)
-    gathered, reduced = Call("all_gather_v", 8, 4), Call("all_reduce", 24, 24)
-    assert first == (
-        [gathered, reduced, Call("gather_v", 0, 4)],
+    gathered, reduced = ("all_gather_v", 8, 4), ("all_reduce", 24, 24)
+    assert first == [
+        [gathered, reduced, ("gather_v", 0, 4)],
         [reduced],
-        [Call("gather_v", 0, 4)],
-    )
-    assert second == (
-        [Call("all_gather_v", 4, 8), reduced, Call("gather_v", 4, 0)],
+        [("gather_v", 0, 4)],
+    ]
+    assert second == [
+        [("all_gather_v", 4, 8), reduced, ("gather_v", 4, 0)],
         [reduced],
-        [Call("gather_v", 4, 0)],
-    )
+        [("gather_v", 4, 0)],
+    ]
 
 
 def two_lists_that_are_equal(rank):
@@ -58,7 +62,7 @@ def of_adjoints(rank):
         varcomm.all_gather_v(x, sizes).sum().backward()
         varcomm.broadcast(x[:1] if rank == 0 else None).sum().backward()
         varcomm.gather_v(x, sizes, dst=1).sum().backward()
-    return [(call.name, call.sent, call.received) for call in calls]
+    return [seen(call) for call in calls]
 
 
 def test_backward_is_under_the_name_of_the_adjoint(worlds):
@@ -77,11 +81,11 @@ def from_another_thread(rank):
         thread = threading.Thread(target=y.backward)
         thread.start()
         thread.join()
-    return calls, x.grad.item()
+    return [seen(call) for call in calls], x.grad.item()
 
 
 def test_calls_of_other_threads_count(worlds):
-    assert worlds.run(2, from_another_thread) == [([Call("all_reduce", 4, 4)], 2.0)] * 2
+    assert worlds.run(2, from_another_thread) == [([("all_reduce", 4, 4)], 2.0)] * 2
 
 
 def ranges(rank):
@@ -105,4 +109,46 @@ def alone(rank):
 
 
 def test_what_a_rank_keeps_costs_nothing(worlds):
-    assert worlds.run(1, alone) == [[Call("all_to_all_v", 0, 0)]]
+    assert worlds.run(1, alone) == [Trace([Call("all_to_all_v", {}, {})])]
+
+
+def among_some(rank):
+    """Ranks 2 and 0 of three, in this order; and all of them."""
+    pair = torch.distributed.new_group([2, 0], sort_ranks=False)
+    with varcomm.trace() as t:
+        if rank != 1:
+            place = [2, 0].index(rank)
+            varcomm.all_gather_v(torch.ones(1 + place), [1, 2], group=pair)
+            varcomm.all_gather_v(torch.ones(place), [0, 1], group=pair)
+        varcomm.scatter_v(torch.ones(4, dtype=torch.int64), [1, 0, 3])
+    return t
+
+
+def test_sums_by_operation_and_by_peer_of_the_world(worlds):
+    first, second, third = worlds.run(3, among_some)
+    assert first.calls[:2] == [
+        Call("all_gather_v", {2: 8}, {2: 4}),
+        Call("all_gather_v", {2: 4}, {}),
+    ]
+    assert first.by_operation() == {
+        "all_gather_v": Traffic(2, 2, 1, 12, 4),
+        "scatter_v": Traffic(1, 1, 0, 24, 0),
+    }
+    assert first.by_peer() == {2: Traffic(3, 3, 1, 36, 4)}
+    assert first.total == Traffic(3, 3, 1, 36, 4)
+    assert second.by_operation() == {"scatter_v": Traffic(1)}
+    assert second.by_peer() == {}
+    assert third.by_peer() == {0: Traffic(3, 1, 3, 4, 36)}
+
+
+def test_printed(worlds):
+    table = str(worlds.run(3, among_some)[0]).splitlines()
+    assert table == [
+        "operation                  calls    sent           bytes  received           bytes",
+        "all_gather_v                   2       2              12         1               4",
+        "scatter_v                      1       1              24         0               0",
+        "total                          3       3              36         1               4",
+        "",
+        "peer                       calls    sent           bytes  received           bytes",
+        "rank 2                         3       3              36         1               4",
+    ]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 
+from varcomm.transport.engine import Work
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.trace import note
@@ -32,7 +32,7 @@ __all__ = [
     "unpack",
 ]
 
-Works = list[dist.Work]
+Works = Sequence[Work]
 
 
 def exchange(
@@ -50,7 +50,7 @@ def exchange(
     out = values.new_empty(sum(recv)) if out is None else out
     width = values.element_size()
     sends, receives = [n * width for n in send], [n * width for n in recv]
-    note(name, group.rank, sends, receives)
+    note(name, group, sends, receives)
     engine = engine_for(group, values.device)
     return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends), out
 
@@ -69,7 +69,7 @@ def all_gather(
     out = values.new_empty(sum(counts)) if out is None else out
     width = values.element_size()
     receives = [n * width for n in counts]
-    note(name, group.rank, [receives[group.rank]] * group.size, receives)
+    note(name, group, [receives[group.rank]] * group.size, receives)
     engine = engine_for(group, values.device)
     return engine.all_gather(group, as_bytes(out), as_bytes(values), receives), out
 
@@ -79,7 +79,7 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     size = values.numel() * values.element_size()
     at_src = group.rank == src
     sends = [size if at_src else 0] * group.size
-    note(name, group.rank, sends, [0 if at_src else size * (r == src) for r in range(group.size)])
+    note(name, group, sends, [0 if at_src else size * (r == src) for r in range(group.size)])
     if size == 0 or group.size == 1:
         return []
     return engine_for(group, values.device).broadcast(group, as_bytes(values), src)

@@ -7,22 +7,30 @@ tensors are flat, contiguous and of uint8; all counts are bytes, one a rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from varcomm.transport.group import Group
 
-__all__ = ["Engine", "Pending", "works"]
+__all__ = ["Engine", "Pending", "Work", "pieces"]
+
+
+class Work(Protocol):
+    """Something under way, as torch.distributed's ``Work`` is."""
+
+    def wait(self) -> object:
+        """Return when it is done on this rank; on a GPU, let the current stream wait for it."""
 
 
 @dataclass
 class Pending:
     """Communication under way: what to wait for, and what to make of it then."""
 
-    works: Sequence[dist.Work]
+    works: Sequence[Work]
     finish: Callable[[], torch.Tensor]
     number: int | None = None  # of the call, the same on all ranks, where they compare calls
 
@@ -37,13 +45,13 @@ class Engine(ABC):
     """Uneven collectives on bytes, over one of torch.distributed's backends.
 
     Each starts at once, and is done on this rank when its works have been waited for; inputs stay
-    unchanged until then. Empty messages are ordinary.
+    unchanged until then. Empty messages are ordinary, and are not sent.
     """
 
     @abstractmethod
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> list[dist.Work]:
+    ) -> Sequence[Work]:
         """Fill `out` on every rank with the ``counts[r]`` bytes of each rank r, in order.
 
         `data` may be this rank's place in `out`.
@@ -54,6 +62,7 @@ class Engine(ABC):
         for work in self.all_gather(group, out, data, [len(data)] * group.size):
             work.wait()
 
+    @abstractmethod
     def exchange(
         self,
         group: Group,
@@ -61,19 +70,23 @@ class Engine(ABC):
         data: torch.Tensor,
         recv: Sequence[int],
         send: Sequence[int],
-    ) -> list[dist.Work]:
+    ) -> Sequence[Work]:
         """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
-        return works(
-            dist.all_to_all_single(
-                out, data, list(recv), list(send), group=group.process_group, async_op=True
-            )
-        )
 
-    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> list[dist.Work]:
+    @abstractmethod
+    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Overwrite `data` on every rank by that of `src`."""
-        return works(dist.broadcast(data, group=group.process_group, group_src=src, async_op=True))
 
 
-def works(work: dist.Work | None) -> list[dist.Work]:
-    """Return what torch.distributed gives for an asynchronous call as a list."""
-    return [] if work is None else [work]
+def pieces(
+    data: torch.Tensor, counts: Sequence[int], start: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the piece of each rank that has bytes in `data`, from rank `start` on, cyclically.
+
+    >>> list(pieces(torch.arange(3), [2, 0, 1], 1))
+    [(2, tensor([2])), (0, tensor([0, 1]))]
+    """
+    ends = list(accumulate(counts))
+    for rank in (*range(start, len(ends)), *range(start)):
+        if counts[rank]:
+            yield rank, data[ends[rank] - counts[rank] : ends[rank]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -10,8 +12,20 @@ from varcomm.transport.engine import Engine
 from varcomm.transport.gloo import Gloo
 from varcomm.transport.group import Group
 from varcomm.transport.nccl import NCCL
+from varcomm.transport.staged import Staged
 
 __all__ = ["engine_for"]
+
+# By backend of torch.distributed and kind of device.
+_ENGINES: dict[tuple[str, str], Engine] = {
+    ("gloo", "cpu"): Gloo(),
+    ("gloo", "cuda"): Staged(Gloo()),
+    ("nccl", "cuda"): NCCL(),
+}
+
+# By group and kind of device: a call must not read the group's configuration each time.
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Engine]]
+_found = weakref.WeakKeyDictionary()
 
 
 def engine_for(group: Group, device: torch.device) -> Engine:
@@ -22,15 +36,23 @@ def engine_for(group: Group, device: torch.device) -> Engine:
     GroupError
         If the group has none for it.
     """
-    engines = {("gloo", "cpu"): Gloo, ("nccl", "cuda"): NCCL}
-    backends = group.backends()
-    engine = engines.get((backends.get(device.type, ""), device.type))
+    found = _found.get(group.process_group)
+    engine = None if found is None else found.get(device.type)
     if engine is None:
-        served = [kind for kind, backend in backends.items() if (backend, kind) in engines]
+        engine = _find(group, device)
+        _found.setdefault(group.process_group, {})[device.type] = engine
+    return engine
+
+
+def _find(group: Group, device: torch.device) -> Engine:
+    backends = group.backends()
+    engine = _ENGINES.get((backends.get(device.type, ""), device.type))
+    if engine is None:
+        served = [kind for kind, backend in backends.items() if (backend, kind) in _ENGINES]
         raise GroupError(
             f"{group}: the tensor is on {device}, but this group has an engine for "
             f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "
             f"{dist.get_backend_config(group.process_group)}). Move the tensor, or call "
             "varcomm.init with a backend for its device: gloo for cpu, nccl for cuda."
         )
-    return engine()
+    return engine

@@ -1,6 +1,7 @@
 """Uneven bytes on NCCL, for tensors on GPUs.
 
-NCCL runs ``all_to_all_single`` with split sizes as one group of sends and receives.
+Calls go to NCCL's own stream, which waits for what the current stream has computed; waiting for
+their works lets the current stream wait for them. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from varcomm.transport.engine import Engine, works
+from varcomm.transport.engine import Engine, Work
 from varcomm.transport.group import Group
 
 __all__ = ["NCCL"]
@@ -24,7 +25,7 @@ class NCCL(Engine):
 
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> list[dist.Work]:
+    ) -> Sequence[Work]:
         """Use the schedule that writes straight into `out`.
 
         For a list of uneven tensors that is one group of broadcasts; a list of even ones would
@@ -32,6 +33,22 @@ class NCCL(Engine):
         """
         pg = group.process_group
         if len(set(counts)) == 1:
-            return works(_all_gather_single(out, data, group=pg, async_op=True))
+            return [_all_gather_single(out, data, group=pg, async_op=True)]
         places = list(out.split(list(counts)))
-        return works(dist.all_gather(places, data, group=pg, async_op=True))
+        return [dist.all_gather(places, data, group=pg, async_op=True)]
+
+    def exchange(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[Work]:
+        """Run one group of sends and receives, without those of zero bytes."""
+        pg = group.process_group
+        return [dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)]
+
+    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+        """Through NCCL's own."""
+        return [dist.broadcast(data, group=group.process_group, group_src=src, async_op=True)]

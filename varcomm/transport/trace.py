@@ -1,41 +1,162 @@
-"""What a call costs: a range in the profiler, and bytes counted where somebody asks."""
+"""What a call costs: a range in the profiler, and messages and bytes where somebody asks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 
-__all__ = ["Call", "note", "span", "trace"]
+from varcomm.transport.group import Group
+
+__all__ = ["Call", "Trace", "Traffic", "note", "span", "trace"]
 
 
 @dataclass(frozen=True)
 class Call:
     """What one rank put on the wire and took from it in one step of an operation.
 
+    Peers are ranks of the world. Those with which no byte is exchanged, and what a rank keeps for
+    itself, are not there: each that is there is one message, to it or from it.
+
     Attributes
     ----------
     name : str
-        The operation, or, in a backward, its adjoint.
-    sent, received : int
-        Bytes to and from *other* ranks, as the algorithm needs them; an engine may forward data on
-        behalf of others beyond that.
+        The operation. A step that runs in backward has the name of the adjoint.
+    sent_to, received_from : dict of int to int
+        Bytes to, and from, each peer, as the algorithm needs them; where an engine runs a
+        collective of its own, it may forward data on behalf of others beyond that.
     """
 
     name: str
-    sent: int
-    received: int
+    sent_to: dict[int, int]
+    received_from: dict[int, int]
+
+    @property
+    def sent(self) -> int:
+        """Bytes to all peers."""
+        return sum(self.sent_to.values())
+
+    @property
+    def received(self) -> int:
+        """Bytes from all peers."""
+        return sum(self.received_from.values())
 
 
-# Lists that are being filled. Backward runs in threads of its own, so this is not thread-local.
-_listening: list[list[Call]] = []
+@dataclass
+class Traffic:
+    """Sums over calls, on this rank.
+
+    Attributes
+    ----------
+    calls : int
+        Calls; with a peer, those that exchanged anything with it.
+    messages_sent, messages_received : int
+        Messages, one for each call and peer.
+    sent, received : int
+        Bytes.
+    """
+
+    calls: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, sent: Iterable[int], received: Iterable[int]) -> None:
+        """Count a call by the bytes of its messages."""
+        sent, received = list(sent), list(received)
+        self.calls += 1
+        self.messages_sent += len(sent)
+        self.messages_received += len(received)
+        self.sent += sum(sent)
+        self.received += sum(received)
+
+
+@dataclass
+class Trace(Sequence[Call]):
+    """The calls of a :func:`trace`, in their order; printed, a table by operation and by peer."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    @overload
+    def __getitem__(self, index: int) -> Call: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Call]: ...
+    def __getitem__(self, index: int | slice) -> Call | list[Call]:
+        return self.calls[index]
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    @property
+    def total(self) -> Traffic:
+        """All calls together."""
+        total = Traffic()
+        for call in self.calls:
+            total.add(call.sent_to.values(), call.received_from.values())
+        return total
+
+    def by_operation(self) -> dict[str, Traffic]:
+        """Return sums for each operation, in the order in which they first occur."""
+        sums: dict[str, Traffic] = {}
+        for call in self.calls:
+            traffic = sums.setdefault(call.name, Traffic())
+            traffic.add(call.sent_to.values(), call.received_from.values())
+        return sums
+
+    def by_peer(self) -> dict[int, Traffic]:
+        """Return sums for each rank of the world with which this one exchanged anything."""
+        sums: dict[int, Traffic] = {}
+        for call in self.calls:
+            for peer in sorted({*call.sent_to, *call.received_from}):
+                sent, received = call.sent_to.get(peer), call.received_from.get(peer)
+                sums.setdefault(peer, Traffic()).add(
+                    [] if sent is None else [sent], [] if received is None else [received]
+                )
+        return dict(sorted(sums.items()))
+
+    def __str__(self) -> str:
+        """Return the table."""
+        operations = list(self.by_operation().items())
+        peers = [(f"rank {rank}", traffic) for rank, traffic in self.by_peer().items()]
+        lines = [
+            _line("operation", "calls", "sent", "bytes", "received", "bytes"),
+            *(_traffic_line(name, traffic) for name, traffic in operations),
+            _traffic_line("total", self.total),
+            "",
+            _line("peer", "calls", "sent", "bytes", "received", "bytes"),
+            *(_traffic_line(name, traffic) for name, traffic in peers),
+        ]
+        return "\n".join(lines)
+
+
+def _traffic_line(name: str, traffic: Traffic) -> str:
+    numbers = (
+        traffic.calls,
+        traffic.messages_sent,
+        traffic.sent,
+        traffic.messages_received,
+        traffic.received,
+    )
+    return _line(name, *(f"{number:,}" for number in numbers))
+
+
+def _line(name: str, *cells: str) -> str:
+    return f"{name:<24}" + "".join(
+        cell.rjust(width) for cell, width in zip(cells, (8, 8, 16, 10, 16), strict=True)
+    )
+
+
+# Traces that are being filled. Backward runs in threads of its own, so this is not thread-local.
+_listening: list[Trace] = []
 
 
 @contextmanager
-def trace() -> Iterator[list[Call]]:
-    """Record what each operation sends and receives, in forward and backward, on this rank.
+def trace() -> Iterator[Trace]:
+    """Count what each operation sends and receives, in forward and backward, on this rank.
 
     What ranks tell each other about calls is not counted: the 1 KiB by which the root of
     `broadcast` and `scatter_v` says what comes, the agreement of set-up work, and
@@ -43,36 +164,55 @@ def trace() -> Iterator[list[Call]]:
 
     Yields
     ------
-    list of Call
-        Filled while the ``with`` block runs.
+    Trace
+        A sequence of :class:`Call`, filled while the ``with`` block runs. Printed, it is a table of
+        calls, messages and bytes, by operation and by peer.
 
     Examples
     --------
     >>> import torch, varcomm
     >>> def fn(rank):
-    ...     with varcomm.trace() as calls:
+    ...     with varcomm.trace() as t:
     ...         varcomm.all_gather_v(torch.zeros(rank + 1), [1, 2])
-    ...     return calls
-    >>> varcomm.launch(fn, 2)[0]
-    [Call(name='all_gather_v', sent=4, received=8)]
+    ...     return t
+    >>> t = varcomm.launch(fn, 2)[0]
+    >>> t[0]
+    Call(name='all_gather_v', sent_to={1: 4}, received_from={1: 8})
+    >>> print(t)
+    operation                  calls    sent           bytes  received           bytes
+    all_gather_v                   1       1               4         1               8
+    total                          1       1               4         1               8
+    <BLANKLINE>
+    peer                       calls    sent           bytes  received           bytes
+    rank 1                         1       1               4         1               8
     """
-    calls: list[Call] = []
+    calls = Trace()
     _listening.append(calls)
     try:
         yield calls
     finally:
-        # by identity: two empty lists are equal
+        # by identity: two empty traces are equal
         _listening[:] = [listener for listener in _listening if listener is not calls]
 
 
-def note(name: str, rank: int, send: Sequence[int], recv: Sequence[int]) -> None:
+def note(name: str, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
     """Count bytes a peer for those who listen; what a rank keeps for itself costs nothing."""
     if _listening:
-        call = Call(name, sum(send) - send[rank], sum(recv) - recv[rank])
+        call = Call(name, _by_peer(group, send), _by_peer(group, recv))
         for calls in _listening:
-            calls.append(call)
+            calls.calls.append(call)
+
+
+def _by_peer(group: Group, counts: Sequence[int]) -> dict[int, int]:
+    ranks = group.ranks
+    return {ranks[peer]: count for peer, count in enumerate(counts) if count and peer != group.rank}
+
+
+# What torch.compile's own code is marked with: 0.3 us where nobody profiles, in place of the 4 us
+# of its public sibling.
+_Range = getattr(torch._C._profiler, "_RecordFunctionFast", torch.autograd.profiler.record_function)
 
 
 def span(name: str) -> torch.autograd.profiler.record_function:
     """Return a context that shows up in torch's profiler as ``varcomm::name``."""
-    return torch.autograd.profiler.record_function(f"varcomm::{name}")
+    return _Range(f"varcomm::{name}")

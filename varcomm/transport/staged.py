@@ -1,0 +1,76 @@
+"""An engine for the CPU, for tensors on a GPU: through pinned memory.
+
+Not for speed: it lets several ranks share one GPU, which NCCL refuses, while a program is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from varcomm.transport.engine import Engine, Work
+from varcomm.transport.group import Group
+
+__all__ = ["Staged"]
+
+
+@dataclass(frozen=True)
+class Staged(Engine):
+    """Copies what is sent to the CPU before an engine moves it, and what arrives back after."""
+
+    engine: Engine
+
+    def all_gather(
+        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
+    ) -> Sequence[Work]:
+        """Stage the shard on its way out, and the whole on its way in."""
+        arriving = _empty(out)
+        works = self.engine.all_gather(group, arriving, _fetched(data), counts)
+        return [_Arrival(works, arriving, out)]
+
+    def exchange(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[Work]:
+        """Stage what is sent, and what is received."""
+        arriving = _empty(out)
+        works = self.engine.exchange(group, arriving, _fetched(data), recv, send)
+        return [_Arrival(works, arriving, out)]
+
+    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+        """Stage `data`, which only the root has to fetch."""
+        moving = _fetched(data) if group.rank == src else _empty(data)
+        works = self.engine.broadcast(group, moving, src)
+        return works if group.rank == src else [_Arrival(works, moving, data)]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What arrives on the CPU, and where it goes from there."""
+
+    works: Sequence[Work]
+    arriving: torch.Tensor
+    out: torch.Tensor
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.out.copy_(self.arriving, non_blocking=True)
+
+
+def _empty(data: torch.Tensor) -> torch.Tensor:
+    return torch.empty(len(data), dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
+
+
+def _fetched(data: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU; the engine reads it at once, so the host waits for the copy."""
+    copy = _empty(data).copy_(data, non_blocking=True)
+    if data.is_cuda:
+        torch.cuda.current_stream(data.device).synchronize()
+    return copy
