@@ -81,7 +81,7 @@ class Reduce(_Rooted):
                 return total.contiguous(memory_format=into)
 
             return Pending(works, finish)
-        works, got = wire.exchange(self.name, self.group, values, counts, [counts[rank]] * ranks)
+        works, got = wire.all_to_all(self.name, self.group, values, counts, [counts[rank]] * ranks)
 
         def finish_by_pieces() -> torch.Tensor:
             piece = sum_in_rank_order(got.view(ranks, counts[rank]), self.use_fp32)

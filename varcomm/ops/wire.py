@@ -12,13 +12,14 @@ from math import prod
 
 import torch
 
-from varcomm.transport.engine import Work
+from varcomm.transport.engine import CheckedWork, Work
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.trace import note
 
 __all__ = [
     "all_gather",
+    "all_to_all",
     "as_bytes",
     "back",
     "broadcast",
@@ -35,6 +36,20 @@ __all__ = [
 Works = Sequence[Work]
 
 
+def all_to_all(
+    name: str,
+    group: Group,
+    values: torch.Tensor,
+    send: Sequence[int],
+    recv: Sequence[int],
+) -> tuple[Sequence[CheckedWork], torch.Tensor]:
+    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive."""
+    out = values.new_empty(sum(recv))
+    sends, receives = _noted(name, group, values, send, recv)
+    engine = engine_for(group, values.device)
+    return engine.all_to_all(group, as_bytes(out), as_bytes(values), receives, sends), out
+
+
 def exchange(
     name: str,
     group: Group,
@@ -43,16 +58,24 @@ def exchange(
     recv: Sequence[int],
     out: torch.Tensor | None = None,
 ) -> tuple[Works, torch.Tensor]:
-    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive.
+    """Do the same where few ranks have anything for each other, as the neighbours of a plan.
 
     It arrives in the flat `out`, if there is one.
     """
     out = values.new_empty(sum(recv)) if out is None else out
+    sends, receives = _noted(name, group, values, send, recv)
+    engine = engine_for(group, values.device)
+    return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends), out
+
+
+def _noted(
+    name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return counts as bytes, after they have been counted."""
     width = values.element_size()
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
-    engine = engine_for(group, values.device)
-    return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends), out
+    return sends, receives
 
 
 def all_gather(

@@ -341,5 +341,5 @@ def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group)
     """Tell each rank one count, and return what each tells this one; collective."""
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
+    works, theirs = wire.all_to_all("ExchangePlan", group, mine, ones, ones)
     return tuple(Pending(works, lambda: theirs).wait().tolist())

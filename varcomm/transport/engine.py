@@ -16,7 +16,7 @@ import torch
 
 from varcomm.transport.group import Group
 
-__all__ = ["Engine", "Pending", "Work", "pieces"]
+__all__ = ["CheckedWork", "Engine", "Pending", "Work", "pieces"]
 
 
 class Work(Protocol):
@@ -24,6 +24,13 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Return when it is done on this rank; on a GPU, let the current stream wait for it."""
+
+
+class CheckedWork(Work, Protocol):
+    """One that can also be asked."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it is done, without waiting."""
 
 
 @dataclass
@@ -63,6 +70,17 @@ class Engine(ABC):
             work.wait()
 
     @abstractmethod
+    def all_to_all(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[CheckedWork]:
+        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
+
+    @abstractmethod
     def exchange(
         self,
         group: Group,
@@ -71,7 +89,7 @@ class Engine(ABC):
         recv: Sequence[int],
         send: Sequence[int],
     ) -> Sequence[Work]:
-        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
+        """Do the same where few ranks have anything for each other; all ranks call the same."""
 
     @abstractmethod
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
-from varcomm.transport.engine import Engine, Work, pieces
+from varcomm.transport.engine import CheckedWork, Engine, Work, pieces
 from varcomm.transport.group import Group
 
 __all__ = ["Gloo"]
@@ -40,6 +41,18 @@ class Gloo(Engine):
         parts = list(out.split(len(data))) if group.rank == 0 else None
         dist.gather(data, parts, group_dst=0, group=group.process_group)
         dist.broadcast(out, group_src=0, group=group.process_group)
+
+    def all_to_all(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[CheckedWork]:
+        """Through Gloo's own, which draws with sends and receives and can be asked."""
+        pg = group.process_group
+        return [pg.alltoall_base(out, data, list(recv), list(send), c10d.AllToAllOptions())]
 
     def exchange(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from varcomm.transport.engine import Engine, Work
+from varcomm.transport.engine import CheckedWork, Engine, Work
 from varcomm.transport.group import Group
 
 __all__ = ["Staged"]
@@ -29,6 +29,19 @@ class Staged(Engine):
         arriving = _empty(out)
         works = self.engine.all_gather(group, arriving, _fetched(data), counts)
         return [_Arrival(works, arriving, out)]
+
+    def all_to_all(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[CheckedWork]:
+        """Stage what is sent, and what is received."""
+        arriving = _empty(out)
+        works = self.engine.all_to_all(group, arriving, _fetched(data), recv, send)
+        return [_CheckedArrival(works, arriving, out)]
 
     def exchange(
         self,
@@ -62,6 +75,14 @@ class _Arrival:
         for work in self.works:
             work.wait()
         self.out.copy_(self.arriving, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _CheckedArrival(_Arrival):
+    works: Sequence[CheckedWork]
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def _empty(data: torch.Tensor) -> torch.Tensor:

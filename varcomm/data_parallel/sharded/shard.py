@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from varcomm.data_parallel.sharded.pending import hide, show
 from varcomm.data_parallel.sharded.split import Split
 from varcomm.ops import wire
+from varcomm.transport.engine import Work
 from varcomm.transport.group import Group
 from varcomm.transport.trace import span
 
@@ -72,7 +73,7 @@ class Shard:
         self._segments = split.segments[rank]
         self._nothing = example.new_full((1,), torch.nan)
         self._masters = self._own
-        self._gathers: list[torch.distributed.Work] | None = None
+        self._gathers: Sequence[Work] | None = None
         self._arriving: list[tuple[torch.Tensor, list[bool], torch.cuda.Event]] = []
         self.pieces: list[Piece] = []
 
