@@ -30,8 +30,8 @@ class Routes:
 
     @cached_property
     def row_sum(self) -> RowSum:
-        """The order in which the adjoint sums, fixed when it is first needed."""
-        return RowSum.of(self.send_index)
+        """How the adjoint sums, planned when it is first needed."""
+        return RowSum(self.send_index, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ExchangeAdjoint(_Planned):
         copies, into = values.view(sum(self.plan.send_counts), *row), wire.memory_format(y)
 
         def finish() -> torch.Tensor:
-            total = self.plan.row_sum(copies, self.plan.num_rows, self.use_fp32)
+            total = self.plan.row_sum(copies, self.use_fp32)
             return wire.back(total, self.dim, into)
 
         return Pending(works, finish)
