@@ -85,8 +85,8 @@ class RowSum:
         rows = values.reshape(len(self.index), prod(row))
         if values.is_floating_point() and values.itemsize == 1:  # which torch cannot add
             rows = rows.float()
-        total = self._in_bags(rows) if self._has_bags(rows, use_fp32) else self._in_turn(
-            rows, use_fp32
+        total = (
+            self._in_bags(rows) if self._has_bags(rows, use_fp32) else self._in_turn(rows, use_fp32)
         )
         return total.view(self.num_rows, *row).to(values.dtype)
 
