@@ -165,7 +165,8 @@ def main():
     table(["sent", "rows", "width", "dtype", "bare", "varcomm", "ratio", "planned"], lines)
     lines = []
     world = (given.ranks, exchanges, cases, given.ranks, given.seconds)
-    for case, parts in zip(cases, zip(*vc.launch(measure, *world, timeout=3600)), strict=True):
+    of_ranks = vc.launch(measure, *world, timeout=3600)
+    for case, *parts in zip(cases, *of_ranks, strict=True):
         cost = {key: max(part[key] for part in parts) for key in parts[0]}
         line = [*case]
         for way in ("forward", "backward"):

@@ -56,7 +56,7 @@ class RowSum:
         """Places of the copies, row by row, and where in that list each row begins and ends."""
         fits = max(len(self.index), self.num_rows) < 2**31
         integer = torch.int32 if fits else torch.int64
-        places = torch.sort(self.index, stable=True).indices.to(integer)
+        places = torch.sort(self.index.to(integer), stable=True).indices.to(integer)
         bounds = torch.zeros(self.num_rows + 1, dtype=integer, device=places.device)
         counts = torch.bincount(self.index, minlength=self.num_rows)
         torch.cumsum(counts, 0, dtype=integer, out=bounds[1:])
@@ -85,9 +85,10 @@ class RowSum:
         rows = values.reshape(len(self.index), prod(row))
         if values.is_floating_point() and values.itemsize == 1:  # which torch cannot add
             rows = rows.float()
-        total = (
-            self._in_bags(rows) if self._has_bags(rows, use_fp32) else self._in_turn(rows, use_fp32)
-        )
+        if self._has_bags(rows, use_fp32):
+            total = self._in_bags(rows)
+        else:
+            total = self._in_turn(rows, use_fp32)
         return total.view(self.num_rows, *row).to(values.dtype)
 
     def _has_bags(self, rows: torch.Tensor, use_fp32: bool) -> bool:
