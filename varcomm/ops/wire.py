@@ -162,7 +162,7 @@ def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
     A view, except into the formats of images: strides that are not row-major cost less than a
     second copy.
     """
-    moved = x.movedim(0, dim)
+    moved = x.movedim(0, dim) if dim else x
     return moved if into == torch.contiguous_format else moved.contiguous(memory_format=into)
 
 
