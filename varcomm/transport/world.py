@@ -133,14 +133,12 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     try:
         engine = backend
         if _asks_for_mpi(backend):
-            # they import mpi4py, an optional package
-            from varcomm.transport.mpi.process_group import register
-            from varcomm.transport.mpi.start import start
+            from varcomm.transport import mpi
+            from varcomm.transport.mpi.start import start  # needs mpi4py, an optional package
 
             store = start(place, limit)
-            register()
-            # torch's own "mpi" is one that it was built with
-            engine = re.sub(_MPI, "mpi4py", backend)
+            mpi.register()
+            engine = re.sub(_MPI, mpi.BACKEND, backend)
         else:
             store = meeting_store(place, limit)
         dist.init_process_group(

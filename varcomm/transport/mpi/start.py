@@ -36,6 +36,7 @@ from varcomm.errors import LaunchError, MissingModuleError
 from varcomm.transport.environment import Place
 from varcomm.transport.fresh_store import meeting_store
 from varcomm.transport.mpi import pmi
+from varcomm.transport.mpi.progress import move_on
 
 try:
     from mpi4py import MPI
@@ -237,5 +238,6 @@ def _finish() -> None:
     # MPI would wait as well, but with all of a processor, and without any other thread.
     all_here = MPI.COMM_WORLD.Ibarrier()
     while not all_here.Test():
+        move_on()  # others may wait for what this rank has under way
         time.sleep(_PAUSE)
     MPI.Finalize()
