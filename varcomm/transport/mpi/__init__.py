@@ -5,6 +5,9 @@ The room's modules import mpi4py, which starts MPI; this one does so when it is 
 
 from __future__ import annotations
 
+from varcomm.transport.engines import serve
+from varcomm.transport.staged import Staged
+
 __all__ = ["BACKEND", "register"]
 
 # Torch's own "mpi" is built into no wheel, and its name is taken all the same.
@@ -13,6 +16,10 @@ BACKEND = "mpi4py"
 
 def register() -> None:
     """Make the backend ``"mpi4py"`` known to torch.distributed, and its engine to varcomm; once."""
+    from varcomm.transport.mpi.buffers import gpu_aware
+    from varcomm.transport.mpi.engine import MPIEngine
     from varcomm.transport.mpi.process_group import register_backend
 
     register_backend(BACKEND)
+    serve(BACKEND, "cpu", MPIEngine())
+    serve(BACKEND, "cuda", MPIEngine() if gpu_aware() else Staged(MPIEngine()))

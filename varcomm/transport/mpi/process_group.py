@@ -275,7 +275,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         steps = rounds.receive(self.communicator, tensors, peer, users(tag), status)
         name = "recv from any rank" if peer == MPI.ANY_SOURCE else f"recv from rank {peer}"
         return self._started(
-            Message(name, self._where, self.seconds, steps, tensors, status=status)
+            Message(name, self.where, self.seconds, steps, tensors, status=status)
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
@@ -289,7 +289,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
 
     def _end_coalescing(self, _: torch.device) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Work("calls coalesced", self._where, self.seconds, joint(works))
+        return Work("calls coalesced", self.where, self.seconds, joint(works))
 
     def _reduce(self, tensor: torch.Tensor, op: Any, root: int | None = None) -> Steps:
         self._calls += 1
@@ -301,17 +301,18 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         """Start the collective on each tensor of the list, and return one work for all."""
         own = 0.0 if opts is None else opts.timeout.total_seconds()
         seconds = own if own > 0 else self.seconds
-        works = [Work(name, self._where, seconds, each, result) for each in steps]
+        works = [Work(name, self.where, seconds, each, result) for each in steps]
         if len(works) == 1:
             return self._started(works[0])
-        return self._started(Work(name, self._where, seconds, joint(works), result))
+        return self._started(Work(name, self.where, seconds, joint(works), result))
 
     def _started(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Return what messages say of this rank."""
         return f"rank {self._rank} of {self._size} of group {self._name!r}"
 
 
