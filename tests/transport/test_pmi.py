@@ -99,13 +99,13 @@ def test_rank_that_dies_is_told_to_who_waits_for_it():
         ranks[2].leave()
 
 
-def place(rank):
-    return Place(rank, 2, rank, "file:///nowhere", "varcomm.launch")
+def place(rank, size=2):
+    return Place(rank, size, rank, "file:///nowhere", "varcomm.launch")
 
 
 @pytest.mark.parametrize("limit", [0.3, 20.0])
 def test_rank_that_does_not_come_is_not_waited_for(limit):
-    """With the longer limit it comes, and dies at once."""
+    """With the longer limit, another one comes and dies at once."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
 
@@ -115,8 +115,8 @@ def test_rank_that_does_not_come_is_not_waited_for(limit):
 
     other = threading.Thread(target=come)
     other.start()
-    with pytest.raises(LaunchError, match=r"rank 0 of 2 cannot start MPI: another rank has ended"):
-        _process_manager(place(0), store, timedelta(seconds=limit))
+    with pytest.raises(LaunchError, match=r"rank 0 of 3 cannot start MPI: another rank has ended"):
+        _process_manager(place(0, 3), store, timedelta(seconds=limit))
     other.join()
 
 
