@@ -45,3 +45,11 @@ def worlds(request):
     pools = Worlds(request.config.getoption("--engine"))
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def mpi_worlds():
+    """The same on MPI, whatever `--engine` says."""
+    pools = Worlds("mpi")
+    yield pools
+    pools.close()
