@@ -95,7 +95,7 @@ dist.barrier()
 
 def test_alone_and_what_is_refused_before(start):
     code = """
-import atexit, os, warnings
+import atexit, os
 from datetime import timedelta
 import torch.distributed as dist, varcomm
 def refused(**variables):
@@ -107,9 +107,8 @@ def refused(**variables):
     for name in variables:
         del os.environ[name]
 refused(MPI4PY_LIBMPI="/nowhere/libmpi.so")
-names = ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]
-warnings.simplefilter("ignore")  # mpi4py sees it too
-refused(**{f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, "1414")})
+refused(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="1")
+refused(PMI_RANK="1", PMI_SIZE="4", MPI_LOCALRANKID="1")  # and no PMI_FD
 from varcomm.transport.mpi.start import MPI, _store
 atexit.register(lambda: print(MPI.Is_finalized()))
 print(varcomm.init("mpi"), dist.get_backend())
@@ -121,10 +120,14 @@ except varcomm.LaunchError as error:
 """
     done = start(None, 1, code)
     assert done.returncode == 0, done.stderr
-    missing, other, world, store, ended = done.stdout.splitlines()
+    missing, foreign, other, world, store, ended = done.stdout.splitlines()
     assert re.match(r'MissingModuleError .*pip install "varcomm\[mpi\]".*/nowhere/lib', missing)
     assert re.match(
-        r"LaunchError this is rank 1 of 4 to Open MPI, but rank 0 of 1 to MPI \(MPICH.*\)\. "
+        r"LaunchError this is rank 1 of 4, started by Open MPI, but mpi4py has loaded MPICH\.",
+        foreign,
+    )
+    assert re.match(
+        r"LaunchError this is rank 1 of 4 to MPICH, but rank 0 of 1 to MPI \(MPICH.*\)\. "
         r"Start it by the mpiexec of that library",
         other,
     )
@@ -215,6 +218,6 @@ def test_missing_mpi4py_is_told(monkeypatch):
 
 def test_open_mpi_needs_its_own_launcher(monkeypatch):
     monkeypatch.setattr("varcomm.transport.mpi.start.MPI.get_vendor", lambda: ("Open MPI", (5, 0)))
-    message = r"Open MPI can only be started by its own mpirun.*rank 1 of 2, started by torchrun"
+    message = r"Open MPI can only be started by its mpirun.*rank 1 of 2, started by torchrun"
     with pytest.raises(LaunchError, match=message):
         join(Place(1, 2, 1, "env://", "torchrun"), "mpi", 5)

@@ -81,13 +81,13 @@ def start(place: Place, limit: timedelta) -> Store:
     """
     store: Store | None = None
     if not MPI.Is_initialized():
+        _refuse_launcher(place)
         if place.managed:
             _initialize(limit)
         elif place.size == 1:
             with _variables({}):
                 _initialize(limit)
         else:
-            _refuse_open_mpi(place)
             store = meeting_store(place, limit)
             with _variables(_process_manager(place, store, limit)):
                 _initialize(limit)
@@ -160,13 +160,19 @@ def _store(limit: timedelta) -> Store:
     return store or TCPStore(host, port, world.size, False, limit, wait_for_workers=False)
 
 
-def _refuse_open_mpi(place: Place) -> None:
-    name = MPI.get_vendor()[0]
-    if name == "Open MPI":
+def _refuse_launcher(place: Place) -> None:
+    """Refuse one under which the library would end the process, or be alone."""
+    library = MPI.get_vendor()[0]
+    this = f"rank {place.rank} of {place.size}, started by {place.launcher}"
+    if library == "Open MPI" and place.size > 1 and not place.managed:
         raise LaunchError(
-            f"{name} can only be started by its own mpirun, or by srun --mpi=pmix; this is rank "
-            f"{place.rank} of {place.size}, started by {place.launcher}. Use one of these, or "
-            "MPICH, which any launcher may start: pip install mpich."
+            f"Open MPI can only be started by its mpirun, or by srun --mpi=pmix; this is {this}. "
+            "Use one of these, or MPICH, which any launcher may start: pip install mpich."
+        )
+    if library != "Open MPI" and place.launcher == "Open MPI":
+        raise LaunchError(
+            f"this is {this}, but mpi4py has loaded {library}. Start it by its mpiexec, or "
+            "have mpi4py load Open MPI: MPI4PY_MPIABI=openmpi."
         )
 
 
