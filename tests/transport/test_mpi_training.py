@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.nn.parallel import DistributedDataParallel
 
 import varcomm
-from varcomm import checkpoint
 
 ROWS = 12  # of a batch, which all worlds divide but 5
 
@@ -60,7 +59,7 @@ def parallel(rank, dtype, kind):
         (torch.float32, "hook"),
     ],
 )
-@pytest.mark.parametrize("world", (1, 2, 3))
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_data_parallel_is_one_process(mpi_worlds, world, dtype, kind):
     want = trained(network(dtype), batches(dtype))
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-3, torch.bfloat16: 3e-2}[dtype]
@@ -96,7 +95,7 @@ def functions(rank, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_functional_collectives(mpi_worlds, world, compiled):
     assert mpi_worlds.run(world, functions, compiled) == [[True] * 6] * world
 

@@ -29,14 +29,15 @@ def waits_in_other_orders(rank):
     order = torch.randperm(6, generator=torch.Generator().manual_seed(rank)).tolist()
     for i in order:
         works[i].wait()
-        assert works[i].is_completed() and works[i].is_success()
+        assert works[i].is_completed()
+        assert works[i].is_success()
         assert works[i].exception() is None
         assert works[i].result()[0] is inputs[i]
     dist.destroy_process_group(other)
     return [x.unique().tolist() for x in inputs]
 
 
-@pytest.mark.parametrize("world", (2, 3, 5))
+@pytest.mark.parametrize("world", [2, 3, 5])
 def test_second_rounds_begin_whatever_is_waited_for(mpi_worlds, world):
     want = [[sum(range(world)) + world * i] for i in range(6)]
     assert mpi_worlds.run(world, waits_in_other_orders) == [want] * world
@@ -81,7 +82,7 @@ def dropped(rank):
     return [x.unique().tolist() for x in kept], y.unique().tolist()
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_what_nobody_waits_for_is_not_lost(mpi_worlds, world):
     want = [[float(sum(range(world)) + world * i)] for i in range(30)]
     assert mpi_worlds.run(world, dropped) == [(want, [float(world)])] * world
@@ -187,7 +188,9 @@ def refused_by_mpi(rank):
 
 
 def test_a_message_that_is_too_long(mpi_worlds):
-    with pytest.raises(LaunchError, match="all_gather on rank 1 of 2 .* failed: .*Mostly ranks expect other sizes"):
+    with pytest.raises(
+        LaunchError, match="all_gather on rank 1 of 2 .* failed: .*Mostly ranks expect other sizes"
+    ):
         mpi_worlds.run(2, refused_by_mpi)
 
 
@@ -223,5 +226,6 @@ def futures(rank):
 
 def test_futures_are_done_by_the_end_of_backward(mpi_worlds):
     got = mpi_worlds.run(2, futures)[0]
-    assert got[0] == 1.0 and got[1] == 2.0
+    assert got[0] == 1.0
+    assert got[1] == 2.0
     assert sorted(got[2:]) == [True, 3.0, 5.0]
