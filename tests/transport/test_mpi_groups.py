@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import varcomm
 from varcomm import LaunchError
@@ -53,7 +53,9 @@ def test_subgroups_of_any_ranks(mpi_worlds):
 
 
 def mesh_of_two_dimensions(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("row", "column"))
+    if rank == 4:
+        return None
     x = torch.tensor([float(rank)])
     dist.all_reduce(x, group=mesh.get_group("row"))
     columns = mesh["column"]
@@ -63,8 +65,8 @@ def mesh_of_two_dimensions(rank):
 
 
 def test_mesh_of_two_dimensions(mpi_worlds):
-    got = mpi_worlds.run(4, mesh_of_two_dimensions)
-    assert got == [(2.0, [0, 1]), (4.0, [0, 1]), (2.0, [2, 3]), (4.0, [2, 3])]
+    got = mpi_worlds.run(5, mesh_of_two_dimensions)
+    assert got == [(2.0, [0, 1]), (4.0, [0, 1]), (2.0, [2, 3]), (4.0, [2, 3]), None]
 
 
 def many(rank):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.nn.parallel import DistributedDataParallel
 
 import varcomm
+from varcomm.checkpoint import Rows, load, save
 
 ROWS = 12  # of a batch, which all worlds divide but 5
 
@@ -114,6 +115,22 @@ def sharded(rank, folder):
 
 def test_torch_checkpoint(mpi_worlds, tmp_path):
     assert mpi_worlds.run(3, sharded, str(tmp_path)) == [(True, 3)] * 3
+
+
+def rows(rank, folder):
+    """Varcomm's own, with sizes that differ between ranks."""
+    size = dist.get_world_size()
+    ids = torch.arange(rank, 11, size)
+    whole = torch.arange(22.0).reshape(11, 2).bfloat16()
+    save({"rows": Rows(whole[ids], ids, 11)}, folder)
+    ids = ids.flip(0)
+    state = {"rows": Rows(torch.zeros(len(ids), 2).bfloat16(), ids, 11)}
+    load(state, folder)
+    return torch.equal(state["rows"].tensor, whole[ids])
+
+
+def test_own_checkpoint(mpi_worlds, tmp_path):
+    assert mpi_worlds.run(3, rows, str(tmp_path)) == [True] * 3
 
 
 def reversed_mean(rank):

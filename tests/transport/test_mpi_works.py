@@ -155,11 +155,11 @@ def limits(rank):
     x = torch.ones(1)
     if rank == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
-        with pytest.raises(RuntimeError, match="not done within 0.2 s"):
+        with pytest.raises(RuntimeError, match=r"not done within 0.2 s"):
             work.wait(timedelta(seconds=0.2))
         group.set_timeout(timedelta(seconds=0.3))
         late = dist.barrier(group, async_op=True)
-        with pytest.raises(RuntimeError, match="barrier .* not done within 0.3 s"):
+        with pytest.raises(RuntimeError, match=r"barrier .* not done within 0.3 s"):
             late.wait()
         dist.send(x.clone(), 1)
         work.wait(timedelta(seconds=40))  # still under way
@@ -188,9 +188,8 @@ def refused_by_mpi(rank):
 
 
 def test_a_message_that_is_too_long(mpi_worlds):
-    with pytest.raises(
-        LaunchError, match="all_gather on rank 1 of 2 .* failed: .*Mostly ranks expect other sizes"
-    ):
+    message = "all_gather on rank 1 of 2 .* failed: .*Mostly ranks expect other sizes"
+    with pytest.raises(LaunchError, match=message):
         mpi_worlds.run(2, refused_by_mpi)
 
 
