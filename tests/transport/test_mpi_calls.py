@@ -18,6 +18,10 @@ ODD = (0, 1, 7, 9001)  # the last is reduced by pieces in all dtypes but those o
 
 Op = dist.ReduceOp
 
+# torch 2.13 gave them these names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def draw(dtype, n, rank, salt=0):
     """Values of `rank`, which every rank can draw; small, so that few of them round."""
@@ -61,7 +65,7 @@ def move(rank, dtype):
         dist.all_gather(outs, mine)
         check("all_gather", torch.stack(outs), torch.stack(each))
         out = torch.empty_like(torch.cat(each))
-        dist.all_gather_single(out, mine)
+        all_gather_single(out, mine)
         check("all_gather_single", out, torch.cat(each))
 
         outs = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
@@ -175,7 +179,7 @@ def reductions(rank, dtype):
             table = [draw(dtype, n * size, r) for r in range(size)]
             want = in_rank_order([x.view(size, n)[rank] for x in table], STEPS[name])
             out = torch.empty_like(want)
-            dist.reduce_scatter_single(out, table[rank], op)
+            reduce_scatter_single(out, table[rank], op)
             if not same(out, want):
                 wrong.append((name, "reduce_scatter_single", dtype, n))
     return wrong
@@ -274,6 +278,9 @@ def refusals(rank):
         "AVG of torch.bool is not defined: it has no quotient": lambda group: dist.all_reduce(
             x > 0, Op.AVG, group
         ),
+        "AVG of torch.bool is not defined: it": lambda group: dist.all_reduce_coalesced(
+            [x > 0, x > 1], Op.AVG, group
+        ),
         "PREMUL_SUM of torch.int64 is not defined": lambda group: dist.all_reduce(
             x.long(), dist._make_nccl_premul_sum(2.0), group
         ),
@@ -315,4 +322,4 @@ def send_to_one_who_expects_four(n, rank, group):
 
 
 def test_wrong_use_is_an_error(mpi_worlds):
-    assert mpi_worlds.run(2, refusals) == [11, 11]
+    assert mpi_worlds.run(2, refusals) == [12, 12]

@@ -13,6 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 import varcomm
 from varcomm.checkpoint import Rows, load, save
 
+# torch 2.13 gave them these names
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
+
 ROWS = 12  # of a batch, which all worlds divide but 5
 
 
@@ -74,8 +80,8 @@ def functions(rank, compiled):
 
     def step(x):
         a = functional.all_reduce(x, "sum", world)
-        b = functional.all_gather_single(x, 0, world)
-        c = functional.reduce_scatter_single(b, "sum", 0, world)
+        b = _all_gather(x, 0, world)
+        c = _reduce_scatter(b, "sum", 0, world)
         d = functional.all_to_all_single(b, [len(x)] * size, [len(x)] * size, world)
         return [functional.wait_tensor(y) for y in (a, b, c, d)]
 

@@ -14,6 +14,9 @@ from varcomm import LaunchError
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import resolve
 
+# torch 2.13 gave it this name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 LARGE = 50_001  # elements that are reduced by pieces, in two rounds
 
 
@@ -67,9 +70,7 @@ def dropped(rank):
         x = torch.full((LARGE,), float(rank + i))
         dist.all_reduce(x, async_op=True)
         kept.append(x)
-        dist.all_gather_single(
-            torch.empty(size * LARGE), torch.full((LARGE,), float(i)), async_op=True
-        )
+        _all_gather(torch.empty(size * LARGE), torch.full((LARGE,), float(i)), async_op=True)
         if i % 7 == 0:
             gc.collect()
     varcomm.all_gather_v(torch.ones(LARGE), [LARGE] * size, async_op=True)  # by the engine
