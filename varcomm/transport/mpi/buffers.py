@@ -18,6 +18,7 @@ __all__ = [
     "messages",
     "readable",
     "second_round",
+    "settle",
     "users",
     "view_of",
     "whole",
@@ -90,11 +91,9 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         raise RuntimeError(f"MPI moves dense tensors; got one of layout {tensor.layout}.")
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if not plain.is_cuda:
-        return plain
-    if not gpu_aware():
+    if plain.is_cuda and not gpu_aware():
         plain = torch.empty_like(plain, device="cpu", pin_memory=True).copy_(plain)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    settle(tensor)
     return plain
 
 
@@ -104,8 +103,7 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(f"MPI moves dense tensors; got one of layout {tensor.layout}.")
     direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if direct and (not tensor.is_cuda or gpu_aware()):
-        if tensor.is_cuda:  # what it held may still be read there
-            torch.cuda.current_stream(tensor.device).synchronize()
+        settle(tensor)
         return tensor.detach()
     staged = tensor.is_cuda and not gpu_aware()
     return torch.empty(
@@ -114,6 +112,12 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
         device="cpu" if staged else tensor.device,
         pin_memory=staged,
     )
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Let all be done that the current stream has still to do; MPI knows nothing of streams."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 @cache

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from varcomm.transport.engine import CheckedWork, Engine, Work
 from varcomm.transport.group import Group
-from varcomm.transport.mpi.buffers import COLLECTIVE, Piece, messages
+from varcomm.transport.mpi.buffers import COLLECTIVE, Piece, messages, settle
 from varcomm.transport.mpi.process_group import ProcessGroupMPI4Py
 from varcomm.transport.mpi.progress import failed, keep, keep_for_good, poll, too_late
 
@@ -81,8 +81,7 @@ class MPIEngine(Engine):
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Through MPI's own, which is a tree."""
         pg = cast(ProcessGroupMPI4Py, group.process_group)
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
+        settle(data)
         place = [_at(data.data_ptr(), data.numel()), _BYTE]
         return [_Messages(pg, "broadcast", [pg.communicator.Ibcast(place, src)], (data,))]
 
@@ -95,8 +94,7 @@ class MPIEngine(Engine):
         ends: Sequence[int],
     ) -> Sequence[Work]:
         pg = cast(ProcessGroupMPI4Py, group.process_group)
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
+        settle(data)
         starts = [end - count for end, count in zip(ends, counts, strict=True)]
         mine = counts[group.rank]
         in_place = data.data_ptr() == out.data_ptr() + starts[group.rank]
@@ -153,8 +151,7 @@ def _messages(
     send: Iterable[Piece],
 ) -> list[_Messages]:
     pg = cast(ProcessGroupMPI4Py, group.process_group)
-    if data.is_cuda:  # MPI knows nothing of streams
-        torch.cuda.current_stream(data.device).synchronize()
+    settle(data)
     requests = messages(pg.communicator, receive, send, COLLECTIVE)
     return [_Messages(pg, name, requests, (out, data))] if requests else []
 

@@ -25,7 +25,8 @@ __all__ = ["ProcessGroupMPI4Py", "register_backend"]
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
 # What torch's classes of options say, each a part of it.
-_DEFAULT = SimpleNamespace(rootRank=0, reduceOp=dist.ReduceOp.SUM, timeout=timedelta(-1))
+_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
+_DEFAULT = SimpleNamespace(rootRank=0, reduceOp=_SUM, timeout=timedelta(-1))
 
 if TYPE_CHECKING:
     # whose stub knows other forms of each call as well, which torch.distributed does not use

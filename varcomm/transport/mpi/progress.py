@@ -91,9 +91,9 @@ def too_late(what: str, where: str, seconds: float) -> RuntimeError:
 
 def failed(what: str, where: str, error: MPI.Exception) -> RuntimeError:
     """Return the error of what MPI refused."""
-    said = "a message is none that this rank can take"
-    if error.Get_error_class() != MPI.ERR_IN_STATUS:  # which would only say where to look
-        said = str(error)
+    kind = error.Get_error_class()
+    # of several messages MPI says only that one of them has failed
+    said = "a message failed" if kind == MPI.ERR_IN_STATUS else MPI.Get_error_string(kind)
     return RuntimeError(
         f"{what} on {where} failed: {said}. Mostly ranks expect other sizes than their peers send "
         "(varcomm.debug() names them), or a peer has ended."

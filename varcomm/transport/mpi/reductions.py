@@ -100,5 +100,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _taken_apart(op: Any) -> tuple[Any, Any]:
     """Return the kind of operator, and the factor that PREMUL_SUM has."""
-    state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
-    return state[0], state[1]
+    kind, factor = op.__getstate__()
+    return kind, factor

@@ -17,6 +17,7 @@ from varcomm.transport.mpi.buffers import (
     cut,
     messages,
     readable,
+    settle,
     view_of,
     whole,
     writable,
@@ -189,6 +190,7 @@ def reduce(
         COLLECTIVE,
     )
     combine(op, parts, results[comm.rank])
+    settle(results[comm.rank])
     yield messages(
         comm,
         [whole(rank, results[rank]) for rank in others if has_result],

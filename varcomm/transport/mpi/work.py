@@ -194,3 +194,5 @@ def joint(works: Sequence[Work]) -> Steps:
     """Return the steps of what is done when all of these are."""
     while not all(work.advance() for work in works):
         yield None
+    for work in works:
+        work.wait()  # which raises what it failed with
