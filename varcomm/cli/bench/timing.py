@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.cli.bench.case import COPY, OURS, Answer, Case, Contender, Task, Values
+from varcomm.transport.agree import share
+from varcomm.transport.group import resolve
 
 __all__ = ["Effort", "measure"]
 
@@ -65,11 +68,10 @@ def measure(
     """
     del rank
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    torch.distributed.barrier()
+    warnings.filterwarnings("ignore", category=FutureWarning, message="torch.distributed.nn")
     device = vc.init().device
     task = build(case, effort, device)
-    contenders, cannot = _right(task, device)
+    contenders, cannot = _right(task, case)
     with vc.trace() as trace:
         contenders[0].run()
     copied = torch.ones(max(task.sent, task.received), dtype=torch.uint8, device=device)
@@ -89,24 +91,23 @@ def measure(
     )
 
 
-def _right(task: Task, device: torch.device) -> tuple[list[Contender], dict[str, str]]:
+def _right(task: Task, case: Case) -> tuple[list[Contender], dict[str, str]]:
     """Run each once; return those that are right on all ranks, and what is wrong with others."""
     right, cannot = [], dict(task.cannot)
     for contender in task.contenders:
-        wrong = ""
         try:
             wrong = _difference(contender.run(), task)
         except Exception as error:
             wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        answers = vc.all_gather_v(
-            torch.tensor([bool(wrong)], device=device), [1] * dist.get_world_size()
-        )
-        if not answers.any():
+        # the reason of the first rank that has one
+        wrongs = share("bench", partial(str, wrong), resolve(None))
+        if not any(wrongs):
             right.append(contender)
-        elif contender.kind == OURS:
-            raise AssertionError(f"varcomm is wrong: {wrong or 'on another rank'}")
-        else:
-            cannot[contender.name] = wrong or "fails on another rank"
+            continue
+        wrong = next(filter(None, wrongs))
+        if contender.kind == OURS:
+            raise RuntimeError(f"{case}: varcomm is wrong, which is a bug: {wrong}")
+        cannot[contender.name] = wrong
     return right, cannot
 
 

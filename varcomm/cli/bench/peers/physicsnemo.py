@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from varcomm.cli.bench.case import Case
 from varcomm.cli.bench.layout import ROOT, Layout
@@ -44,7 +45,11 @@ def way(case: Case, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
         end = None if rank == ROOT else 0  # elsewhere its memory is not initialised
         return lambda x: autograd.gather_v(x, sizes, 0, ROOT)[:end]  # type: ignore[no-any-return]
     if name == "scatter_v":
-        return lambda x: autograd.scatter_v(x, sizes, 0, ROOT)  # type: ignore[no-any-return]
+        # its backward gives all ranks a gradient of the whole: there must be a tensor of that shape
+        rows = layout.total if case.backward and rank != ROOT else 0
+        return lambda x: autograd.scatter_v(  # type: ignore[no-any-return]
+            pad(x, (0, 0, 0, rows)) if rows else x, sizes, 0, ROOT
+        )
     if name == "indexed_all_to_all_v":
         indices = layout.indices(rank)
         return lambda x: autograd.indexed_all_to_all_v(x, indices, layout.matrix)  # type: ignore[no-any-return]
