@@ -118,8 +118,9 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return a view of flat values as bytes."""
-    # one element is contiguous at any stride, but can be seen as bytes only at stride 1
-    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+    if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
+        values = values.as_strided((values.numel(),), (1,))
+    return values.view(torch.uint8)
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
