@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-mpi demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -18,6 +18,11 @@ help:  ## show this list
 
 test: $(STAMP)  ## run every test
 	@$(BIN)/python -m pytest
+
+# Of transport, what is not about Gloo itself or about processes.
+test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
+	@$(BIN)/python -m pytest --engine mpi tests/ops tests/plan tests/graph $(addprefix tests/transport/test_,\
+		agree.py aside.py groups.py lane.py objects.py trace.py)
 
 demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it against one
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py --check 2

@@ -8,15 +8,25 @@ from varcomm.testing import Ranks
 WORLDS = (1, 2, 3, 5)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--engine",
+        choices=("gloo", "mpi"),
+        default="gloo",
+        help="what the ranks of the fixture `worlds` communicate by",
+    )
+
+
 class Worlds:
     """Pools of 1, 2, 3 and 5 ranks, each started when it is first used."""
 
-    def __init__(self):
+    def __init__(self, engine):
+        self._engine = engine
         self._pools = {}
 
     def run(self, size, fn, *args, timeout=None):
         if size not in self._pools:
-            self._pools[size] = Ranks(size, timeout=90)
+            self._pools[size] = Ranks(size, timeout=90, backend=self._engine)
         return self._pools[size].run(_on_one_thread, fn, *args, timeout=timeout)
 
     def close(self):
@@ -31,7 +41,7 @@ def _on_one_thread(rank, fn, *args):
 
 
 @pytest.fixture(scope="session")
-def worlds():
-    pools = Worlds()
+def worlds(request):
+    pools = Worlds(request.config.getoption("--engine"))
     yield pools
     pools.close()

@@ -20,6 +20,9 @@ __all__ = ["Place", "first_host", "read"]
 # up here.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
+# What process managers of MPI tell a rank: where they are themselves, or the name of its job.
+_PROCESS_MANAGERS = ("PMI_FD", "PMI_PORT", "PMI_RANK", "PMIX_NAMESPACE")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -30,12 +33,15 @@ class Place:
     rank, size, local_rank : int
         Rank in the job, ranks in the job, rank among those on this host.
     meeting_point : str or None
-        An ``init_method`` of :func:`torch.distributed.init_process_group`; None for a single rank.
+        An ``init_method`` of :func:`torch.distributed.init_process_group`; None for a single rank,
+        and where MPI knows the ranks.
     launcher : str
         Who started the process, for messages.
     lasting_store : bool
         Whether the store at the meeting point outlives the ranks, so that they may find there what
         those of an earlier start have written.
+    managed : bool
+        Whether MPI is to join the ranks, and finds them by itself.
     """
 
     rank: int = 0
@@ -44,9 +50,10 @@ class Place:
     meeting_point: str | None = None
     launcher: str = "no launcher"
     lasting_store: bool = False
+    managed: bool = False
 
 
-def read(environ: Mapping[str, str]) -> Place:
+def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     """Find this process's place in what its launcher says.
 
     In this order: torchrun, Open MPI, MVAPICH2, MPICH, SLURM, which comes last since ``mpirun``
@@ -58,6 +65,9 @@ def read(environ: Mapping[str, str]) -> Place:
     ----------
     environ : mapping of str to str
         Usually ``os.environ``.
+    mpi : bool
+        Whether MPI is to join the ranks. Where a process manager of MPI has started them, they need
+        no meeting point then.
 
     Returns
     -------
@@ -78,18 +88,18 @@ def read(environ: Mapping[str, str]) -> Place:
     """
     environ = {name: value for name, value in environ.items() if value.strip()}
     if "RANK" in environ:
-        return _torchrun(environ)
+        return _torchrun(environ, mpi)
     if "OMPI_COMM_WORLD_RANK" in environ:
-        return _mpirun(environ, "Open MPI", "OMPI_COMM_WORLD_{}", "PMIX_NAMESPACE")
+        return _mpirun(environ, mpi, "Open MPI", "OMPI_COMM_WORLD_{}", "PMIX_NAMESPACE")
     if "MV2_COMM_WORLD_RANK" in environ:
-        return _mpirun(environ, "MVAPICH2", "MV2_COMM_WORLD_{}", "PMI_PORT")
+        return _mpirun(environ, mpi, "MVAPICH2", "MV2_COMM_WORLD_{}", "PMI_PORT")
     if "MPI_LOCALRANKID" in environ:
-        return _mpirun(environ, "MPICH", "PMI_{}", "PMI_PORT")
+        return _mpirun(environ, mpi, "MPICH", "PMI_{}", "PMI_PORT")
     if (
         "SLURM_PROCID" in environ
         and 0 <= _integer(environ, "SLURM_STEP_ID", -1) < _FIRST_SPECIAL_STEP
     ):
-        return _slurm(environ)
+        return _slurm(environ, mpi)
     if "PMI_RANK" in environ:
         raise LaunchError(
             f"PMI_RANK={environ['PMI_RANK']!r} is set, but MPI_LOCALRANKID is not: "
@@ -120,10 +130,12 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0])
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str], mpi: bool) -> Place:
     """Also for whoever exports the variables by hand; one process per host needs no LOCAL_RANK."""
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     local_rank = _integer(environ, "LOCAL_RANK", 0)
+    if mpi and _is_rank_of_mpi(environ):
+        return Place(rank, size, local_rank, None, "torchrun", managed=True)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if size > 1 and missing:
         raise LaunchError(
@@ -136,13 +148,33 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
     return Place(rank, size, local_rank, "env://" if size > 1 else None, "torchrun", lasting)
 
 
-def _mpirun(environ: Mapping[str, str], launcher: str, name: str, job: str) -> Place:
+def _is_rank_of_mpi(environ: Mapping[str, str]) -> bool:
+    """Tell whether someone gave torchrun's variables to a rank that MPI has started.
+
+    What torchrun itself starts inherits the variables of the one rank that torchrun is.
+    """
+    names = (
+        ("PMI_RANK", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    )
+    same = (environ["RANK"], environ["WORLD_SIZE"])
+    return (
+        "TORCHELASTIC_RUN_ID" not in environ
+        and any(name in environ for name in _PROCESS_MANAGERS)
+        and any((environ.get(rank), environ.get(size)) == same for rank, size in names)
+    )
+
+
+def _mpirun(environ: Mapping[str, str], mpi: bool, launcher: str, name: str, job: str) -> Place:
     rank, size = _rank_and_size(environ, name.format("RANK"), name.format("SIZE"))
     if launcher == "MPICH":
         local_rank_name, local_size_name = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     else:
         local_rank_name, local_size_name = name.format("LOCAL_RANK"), name.format("LOCAL_SIZE")
     local_rank = _integer(environ, local_rank_name)
+    if mpi:
+        return Place(rank, size, local_rank, None, launcher, managed=True)
     if size > 1 and "MASTER_ADDR" not in environ and _integer(environ, local_size_name, 0) != size:
         raise LaunchError(
             f"{launcher} started {size} ranks on several hosts, but does not say where rank 0 is. "
@@ -153,12 +185,14 @@ def _mpirun(environ: Mapping[str, str], launcher: str, name: str, job: str) -> P
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str], mpi: bool) -> Place:
     # a step may have fewer tasks and hosts than its job: the step's variables are the ones that
     # count
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
     local_rank = _integer(environ, "SLURM_LOCALID")
+    if mpi and any(name in environ for name in _PROCESS_MANAGERS):  # not with --mpi=none
+        return Place(rank, size, local_rank, None, "SLURM", managed=True)
     if "MASTER_ADDR" in environ or size == 1:
         host = "127.0.0.1"
     else:

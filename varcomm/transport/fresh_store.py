@@ -1,4 +1,4 @@
-"""A store that only the ranks of this start know, where torchrun keeps one over several starts.
+"""The store by which ranks find each other: one that only the ranks of this start know.
 
 torchrun's agent serves the store in which ranks find each other. After a failure it starts the
 ranks again with the same store, which still holds the addresses of those that are gone, under the
@@ -14,13 +14,48 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    rendezvous,
+)
 
 from varcomm.transport.environment import Place
 
-__all__ = ["fresh_store"]
+__all__ = ["fresh_store", "meeting_store"]
 
 _PAUSE = 0.02  # seconds between two looks at who has come
+
+
+def meeting_store(place: Place, limit: timedelta) -> Store:
+    """Meet the other ranks at their meeting point; collective.
+
+    Parameters
+    ----------
+    place : Place
+        Of this rank.
+    limit : timedelta
+        How long to wait for the others. It becomes the limit of the store.
+
+    Returns
+    -------
+    Store
+        Common to the ranks of this start, and to them alone.
+
+    Raises
+    ------
+    RuntimeError
+        If the others do not come in time.
+    """
+    if place.size == 1:
+        return HashStore()
+    if place.lasting_store:
+        return fresh_store(place, limit)
+    met = rendezvous(str(place.meeting_point), place.rank, place.size, timeout=limit)
+    store: Store = next(met)[0]
+    store.set_timeout(limit)
+    return store
 
 
 def fresh_store(place: Place, limit: timedelta) -> Store:

@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -20,15 +21,16 @@ import torch.distributed as dist
 # it after `join`, they keep the group, and `_leave` could not end its threads.
 import torch.distributed.nn.functional
 
-from varcomm.errors import ArgumentError, LaunchError
+from varcomm.errors import ArgumentError, LaunchError, VarcommError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
-from varcomm.transport.fresh_store import fresh_store
+from varcomm.transport.fresh_store import meeting_store
 
 __all__ = ["World", "init", "join", "seconds"]
 
 logger = logging.getLogger("varcomm")
 
+_MPI = r"\bmpi\b"  # in "mpi" and "cpu:mpi,cuda:nccl"
 _LONGEST = 24 * 86_400.0  # seconds; poll() counts milliseconds in an int
 
 
@@ -70,7 +72,9 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     ----------
     backend : str, optional
         As in :func:`torch.distributed.init_process_group`. By default NCCL for tensors on GPUs,
-        beside Gloo for those on the CPU, where there are GPUs; else Gloo.
+        beside Gloo for those on the CPU, where there are GPUs; else Gloo. ``"mpi"`` is MPI by
+        mpi4py, which needs no PyTorch that was built with it: the extra ``varcomm[mpi]``, or
+        mpi4py and an MPI of the system.
     timeout : float or timedelta
         Seconds after which joining, and each collective, gives up; ``inf`` and whatever exceeds 24
         days count as 24 days.
@@ -87,6 +91,15 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     LaunchError
         If the launcher's variables are incomplete or contradict each other, if the host has fewer
         GPUs than ranks, or if the ranks do not find each other.
+    MissingPackageError
+        If `backend` is MPI, and mpi4py or an MPI library is not installed.
+
+    Notes
+    -----
+    Ranks of MPI may be started by any launcher, with MPICH and what derives from it; Open MPI needs
+    its ``mpirun`` or ``srun --mpi=pmix``. They find each other without ``MASTER_ADDR`` where MPI
+    itself knows them. mpi4py chooses the library, by ``MPI4PY_LIBMPI`` if that is set. MPI that is
+    started already is used as it is, with ``MPI.THREAD_MULTIPLE``.
 
     Examples
     --------
@@ -95,7 +108,7 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     [2, 2]
     """
     if not dist.is_initialized():
-        join(environment.read(os.environ), backend, timeout)
+        join(environment.read(os.environ, _asks_for_mpi(backend)), backend, timeout)
     # Derived anew at each call rather than kept: torch.distributed is the one place that holds this
     # state.
     on_gpu = "nccl" in dist.get_backend_config()
@@ -117,24 +130,29 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     if "nccl" in backend:
         device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    alone = place.meeting_point is None
     try:
-        store: dist.Store | None = None  # type: ignore[name-defined]
-        if alone:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-        elif place.lasting_store:
-            store = fresh_store(place, limit)
+        engine = backend
+        if _asks_for_mpi(backend):
+            from varcomm.transport import mpi
+            from varcomm.transport.mpi.start import start  # needs mpi4py, an optional package
+
+            store = start(place, limit)
+            mpi.register()
+            engine = re.sub(_MPI, mpi.BACKEND, backend)
+        else:
+            store = meeting_store(place, limit)
         dist.init_process_group(
-            backend,
-            init_method=place.meeting_point if store is None else None,
+            engine,
             store=store,
             rank=place.rank,
             world_size=place.size,
             timeout=limit,
             device_id=device,
         )
+    except VarcommError:
+        raise
     except (RuntimeError, ValueError) as error:
-        where = "" if alone else f" at {place.meeting_point}"
+        where = "" if place.meeting_point is None else f" at {place.meeting_point}"
         raise LaunchError(
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
@@ -159,6 +177,10 @@ def seconds(timeout: object) -> float:
     )
 
 
+def _asks_for_mpi(backend: str | None) -> bool:
+    return backend is not None and re.search(_MPI, backend) is not None
+
+
 def _gpu(place: Place, visible: int) -> int:
     """Return the index of this rank's GPU among the `visible` ones."""
     if place.local_rank < visible:
@@ -176,7 +198,7 @@ def _gpu(place: Place, visible: int) -> int:
 def _local_rank(rank: int) -> int:
     """Read it from the launcher; ranks that none started are taken to be on one host."""
     try:
-        place = environment.read(os.environ)
+        place = environment.read(os.environ, mpi=True)  # where the ranks meet is no matter
     except LaunchError:
         return rank
     return place.local_rank if place.rank == rank else rank
