@@ -14,7 +14,7 @@ from varcomm.transport.group import Group
 from varcomm.transport.nccl import NCCL
 from varcomm.transport.staged import Staged
 
-__all__ = ["engine_for"]
+__all__ = ["engine_for", "serve"]
 
 # By backend of torch.distributed and kind of device.
 _ENGINES: dict[tuple[str, str], Engine] = {
@@ -26,6 +26,11 @@ _ENGINES: dict[tuple[str, str], Engine] = {
 # By group and kind of device: a call must not read the group's configuration each time.
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Engine]]
 _found = weakref.WeakKeyDictionary()
+
+
+def serve(backend: str, device: str, engine: Engine) -> None:
+    """Let an engine serve a kind of device where groups have this backend."""
+    _ENGINES[backend, device] = engine
 
 
 def engine_for(group: Group, device: torch.device) -> Engine:
@@ -53,6 +58,6 @@ def _find(group: Group, device: torch.device) -> Engine:
             f"{group}: the tensor is on {device}, but this group has an engine for "
             f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "
             f"{dist.get_backend_config(group.process_group)}). Move the tensor, or call "
-            "varcomm.init with a backend for its device: gloo for cpu, nccl for cuda."
+            "varcomm.init with a backend for its device: gloo or mpi for cpu, nccl for cuda."
         )
     return engine

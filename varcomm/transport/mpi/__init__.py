@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from varcomm.transport.engines import serve
+from varcomm.transport.staged import Staged
+
 __all__ = ["BACKEND", "register"]
 
 # Torch's own "mpi" is built into no wheel, and its name is taken all the same.
@@ -22,6 +25,10 @@ with suppress(ImportError):
 
 def register() -> None:
     """Make the backend ``"mpi4py"`` known to torch.distributed, and its engine to varcomm; once."""
+    from varcomm.transport.mpi.buffers import gpu_aware
+    from varcomm.transport.mpi.engine import MPIEngine
     from varcomm.transport.mpi.process_group import register_backend
 
     register_backend(BACKEND)
+    serve(BACKEND, "cpu", MPIEngine())
+    serve(BACKEND, "cuda", MPIEngine() if gpu_aware() else Staged(MPIEngine()))

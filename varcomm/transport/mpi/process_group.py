@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch.distributed import distributed_c10d as c10d
 
 from varcomm.transport.mpi import communicators, rounds
 from varcomm.transport.mpi.buffers import second_round, users
@@ -23,7 +22,17 @@ from varcomm.transport.mpi.work import Message, Steps, Work, joint
 
 __all__ = ["ProcessGroupMPI4Py", "register_backend"]
 
-Tensors = Sequence[torch.Tensor]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+
+# What torch's classes of options say, each a part of it.
+_DEFAULT = SimpleNamespace(rootRank=0, reduceOp=dist.ReduceOp.SUM, timeout=timedelta(-1))
+
+if TYPE_CHECKING:
+    # whose stub knows other forms of each call as well, which torch.distributed does not use
+    class _ProcessGroup:
+        def __init__(self, rank: int, size: int) -> None: ...
+else:
+    _ProcessGroup = dist.ProcessGroup
 
 
 def register_backend(name: str) -> None:
@@ -43,7 +52,7 @@ def _make(options: Any, _: object) -> ProcessGroupMPI4Py:
     return ProcessGroupMPI4Py(communicator, rank, size, options.timeout, options.group_id)
 
 
-class ProcessGroupMPI4Py(dist.ProcessGroup):
+class ProcessGroupMPI4Py(_ProcessGroup):
     """The ranks of a communicator, as torch.distributed calls them.
 
     Attributes
@@ -69,23 +78,23 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
 
     # What torch.distributed asks of a group
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """Return the name that the backend is registered by."""
         return "mpi4py"
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         """Return the name by which functional collectives find the group."""
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         """Give it that name."""
         self._name = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         """Return what the user said of the group."""
         return self._description
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:
         """Keep what the user said of the group."""
         self._description = description
 
@@ -120,20 +129,20 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
 
     # Collectives: each on a list of tensors, mostly of one
 
-    def broadcast(self, tensors: Tensors, opts: Any = c10d.BroadcastOptions()) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> Work:
         """Overwrite by what the root has."""
         comm, root = self.communicator, opts.rootRank
         steps = (rounds.broadcast(comm, tensor, root) for tensor in tensors)
         return self._start("broadcast", steps, tensors, opts)
 
-    def allreduce(self, tensors: Tensors, opts: Any = c10d.AllreduceOptions()) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> Work:
         """Overwrite on every rank by what the operator makes of all ranks' tensors."""
         steps = (self._reduce(tensor, opts.reduceOp) for tensor in tensors)
         return self._start("all_reduce", steps, tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any = c10d.ReduceOptions()) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> Work:
         """Do the same on the root alone."""
         steps = (self._reduce(tensor, opts.reduceOp, opts.rootRank) for tensor in tensors)
         return self._start("reduce", steps, tensors, opts)
@@ -142,7 +151,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         self,
         outputs: Sequence[Tensors],
         inputs: Tensors,
-        opts: Any = c10d.AllgatherOptions(),
+        opts: Any = _DEFAULT,
     ) -> Work:
         """Fill a list of tensors, which may differ in size, by what each rank has."""
         comm, pairs = self.communicator, zip(outputs, inputs, strict=True)
@@ -153,14 +162,14 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         self,
         outputs: Sequence[Tensors],
         inputs: Tensors,
-        opts: Any = c10d.AllgatherOptions(),
+        opts: Any = _DEFAULT,
     ) -> Work:
         """Do the same, with a list for each rank rather than for each tensor."""
         by_tensor = [list(places) for places in zip(*outputs, strict=True)]
         return self.allgather(by_tensor, inputs, opts)
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = c10d.AllgatherOptions()
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT
     ) -> Work:
         """Fill each output by what each rank has, of one size."""
         comm, pairs = self.communicator, zip(outputs, inputs, strict=True)
@@ -168,7 +177,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         return self._start("all_gather_single", steps, outputs, opts)
 
     def all_gather_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = c10d.AllgatherOptions()
+        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = _DEFAULT
     ) -> Work:
         """Fill one output by what each rank has, of one size."""
         return self.all_gather_single_coalesced([out], [tensor], opts)
@@ -177,7 +186,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         self,
         outputs: Sequence[Tensors],
         inputs: Tensors,
-        opts: Any = c10d.GatherOptions(),
+        opts: Any = _DEFAULT,
     ) -> Work:
         """Fill the root's list of tensors by what each rank has."""
         comm, root = self.communicator, opts.rootRank
@@ -190,7 +199,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         self,
         outputs: Tensors,
         inputs: Sequence[Tensors],
-        opts: Any = c10d.ScatterOptions(),
+        opts: Any = _DEFAULT,
     ) -> Work:
         """Fill the output by what the root's list has for this rank."""
         comm, root = self.communicator, opts.rootRank
@@ -203,7 +212,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         self,
         outputs: Tensors,
         inputs: Sequence[Tensors],
-        opts: Any = c10d.ReduceScatterOptions(),
+        opts: Any = _DEFAULT,
     ) -> Work:
         """Fill the output by what the operator makes of the parts that all have for this rank."""
         comm, pairs = self.communicator, zip(outputs, inputs, strict=True)
@@ -211,7 +220,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         return self._start("reduce_scatter", steps, outputs, opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = c10d.ReduceScatterOptions()
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT
     ) -> Work:
         """Do the same with a tensor whose parts are of one size."""
         for out, tensor in zip(outputs, inputs, strict=True):
@@ -227,14 +236,12 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         return self.reduce_scatter(outputs, parts, opts)
 
     def reduce_scatter_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = c10d.ReduceScatterOptions()
+        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = _DEFAULT
     ) -> Work:
         """Do the same with one tensor."""
         return self.reduce_scatter_single_coalesced([out], [tensor], opts)
 
-    def alltoall(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = c10d.AllToAllOptions()
-    ) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT) -> Work:
         """Send a tensor to each rank, and fill one by what each sends."""
         steps = rounds.all_to_all(self.communicator, outputs, inputs)
         return self._start("all_to_all", [steps], outputs, opts)
@@ -245,13 +252,13 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         tensor: torch.Tensor,
         recv: Sequence[int] | None,
         send: Sequence[int] | None,
-        opts: Any = c10d.AllToAllOptions(),
+        opts: Any = _DEFAULT,
     ) -> Work:
         """Send rows to each rank, and fill `out` by what each sends."""
         steps = rounds.all_to_all_single(self.communicator, out, tensor, recv or (), send or ())
         return self._start("all_to_all_single", [steps], [out], opts)
 
-    def barrier(self, opts: Any = c10d.BarrierOptions()) -> Work:
+    def barrier(self, opts: Any = _DEFAULT) -> Work:
         """Be done when all ranks have called."""
         return self._start("barrier", [rounds.barrier(self.communicator)], (), opts)
 
@@ -274,9 +281,7 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
         status = MPI.Status()
         steps = rounds.receive(self.communicator, tensors, peer, users(tag), status)
         name = "recv from any rank" if peer == MPI.ANY_SOURCE else f"recv from rank {peer}"
-        return self._started(
-            Message(name, self._where, self.seconds, steps, tensors, status=status)
-        )
+        return self._started(Message(name, self.where, self.seconds, steps, tensors, status=status))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Receive from whoever sends first."""
@@ -289,29 +294,30 @@ class ProcessGroupMPI4Py(dist.ProcessGroup):
 
     def _end_coalescing(self, _: torch.device) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Work("calls coalesced", self._where, self.seconds, joint(works))
+        return Work("calls coalesced", self.where, self.seconds, joint(works))
 
     def _reduce(self, tensor: torch.Tensor, op: Any, root: int | None = None) -> Steps:
         self._calls += 1
         return rounds.reduce(self.communicator, tensor, op, second_round(self._calls), root)
 
     def _start(
-        self, name: str, steps: Iterable[Steps], result: Tensors, opts: Any = None
+        self, name: str, steps: Iterable[Steps], result: Tensors, opts: Any = _DEFAULT
     ) -> Work:
         """Start the collective on each tensor of the list, and return one work for all."""
-        own = 0.0 if opts is None else opts.timeout.total_seconds()
+        own = opts.timeout.total_seconds()  # negative: the group's
         seconds = own if own > 0 else self.seconds
-        works = [Work(name, self._where, seconds, each, result) for each in steps]
+        works = [Work(name, self.where, seconds, each, result) for each in steps]
         if len(works) == 1:
             return self._started(works[0])
-        return self._started(Work(name, self._where, seconds, joint(works), result))
+        return self._started(Work(name, self.where, seconds, joint(works), result))
 
     def _started(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Return what messages say of this rank."""
         return f"rank {self._rank} of {self._size} of group {self._name!r}"
 
 

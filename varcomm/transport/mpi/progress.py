@@ -14,7 +14,16 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-__all__ = ["Unfinished", "all_finished", "failed", "keep", "keep_for_good", "move_on", "poll", "too_late"]
+__all__ = [
+    "Unfinished",
+    "all_finished",
+    "failed",
+    "keep",
+    "keep_for_good",
+    "move_on",
+    "poll",
+    "too_late",
+]
 
 
 class Unfinished(Protocol):

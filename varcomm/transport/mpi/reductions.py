@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 __all__ = ["checked", "combine"]
 
-_Op = dist.ReduceOp.RedOpType
+_Op: Any = dist.ReduceOp
 
 _STEPS: dict[Any, Callable[..., Any]] = {
     _Op.SUM: torch.add,
@@ -100,4 +100,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _taken_apart(op: Any) -> tuple[Any, Any]:
     """Return the kind of operator, and the factor that PREMUL_SUM has."""
-    return op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    kind, factor = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    return kind, factor

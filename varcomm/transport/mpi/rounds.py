@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from varcomm.transport.mpi.buffers import (
     COLLECTIVE,
-    Piece,
     cut,
     messages,
     readable,

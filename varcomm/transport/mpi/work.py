@@ -124,7 +124,7 @@ class Work(dist.Work):
         return self._result
 
     def synchronize(self) -> None:
-        """Wait for it; on a GPU, the current stream holds what has arrived."""
+        """Wait for it; what follows on a GPU's current stream sees what has arrived."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -139,7 +139,7 @@ class Work(dist.Work):
             if self._done:
                 self._future.settle(self._result, self._error)
             elif torch._C._current_autograd_node() is not None:
-                torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+                torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
             else:
                 self.wait()
         return self._future
