@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -144,10 +144,7 @@ class Layout:
 def transposed(layout: Layout) -> Layout:
     """Return the layout of the adjoint: what was sent comes back."""
     matrix = [[row[rank] for row in layout.matrix] for rank in range(layout.world)]
-    return Layout(
-        *(layout.rank, layout.sizes, matrix, layout.width),
-        *(layout.dtype, layout.device, layout.seed),
-    )
+    return replace(layout, matrix=matrix)
 
 
 def rows_of_input(primitive: str, layout: Layout, rank: int) -> int:

@@ -16,14 +16,14 @@ from varcomm.cli.bench.case import Case
 from varcomm.cli.bench.layout import Layout
 from varcomm.cli.bench.peers.cannot import CannotError
 
-__all__ = ["PACKAGE", "library", "way"]
+__all__ = ["PACKAGE", "halo_exchange", "way"]
 
 PACKAGE = "anemoi-models"
 
 
 def way(case: Case, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return how to do a case."""
-    graph, group = library("graph"), dist.group.WORLD
+    graph, group = _library("graph"), dist.group.WORLD
     if case.operation == "all_gather_v":
         return lambda x: graph.sync_tensor(x, 0, layout.sizes, group)  # type: ignore[no-any-return]
     if case.operation == "reduce_scatter_v":
@@ -33,7 +33,7 @@ def way(case: Case, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
     raise CannotError(f"has no {case.operation}")
 
 
-def library(name: str) -> Any:
+def _library(name: str) -> Any:
     """Import one of its modules for distributed tensors.
 
     Raises
@@ -48,3 +48,23 @@ def library(name: str) -> Any:
         if missing.split(".")[0] == "anemoi":
             raise CannotError(f"{PACKAGE} is not installed") from None
         raise CannotError(f"cannot be imported: {error}") from None
+
+
+def halo_exchange(layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return its exchange, from own rows to these and the halo's.
+
+    Raises
+    ------
+    CannotError
+        If the package is not there or cannot be imported.
+    """
+    graph, halo, group = _library("graph"), _library("halo"), dist.group.WORLD
+    info = halo.HaloInfo(
+        num_local_nodes=layout.mine,
+        num_halo_nodes=sum(layout.recv),
+        send_indices=tuple(layout.indices(layout.rank)),
+        recv_counts=tuple(layout.recv),
+        recv_global_ids=None,
+        edge_index_local=torch.empty(2, 0, dtype=torch.int64),
+    )
+    return lambda x: graph.halo_exchange(x, info, group)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 
-from varcomm.cli.bench.suites import ops
+from varcomm.cli.bench.suites import ops, plan
 from varcomm.errors import ArgumentError
 
 __all__ = ["SUITES", "checked_operations"]
@@ -14,6 +14,7 @@ __all__ = ["SUITES", "checked_operations"]
 # rank.
 SUITES: dict[str, ModuleType] = {
     "ops": ops,
+    "plan": plan,
 }
 
 
