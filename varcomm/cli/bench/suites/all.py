@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 
-from varcomm.cli.bench.suites import ops, plan
+from varcomm.cli.bench.suites import graph, ops, plan
 from varcomm.errors import ArgumentError
 
 __all__ = ["SUITES", "checked_operations"]
@@ -15,6 +15,7 @@ __all__ = ["SUITES", "checked_operations"]
 SUITES: dict[str, ModuleType] = {
     "ops": ops,
     "plan": plan,
+    "graph": graph,
 }
 
 

@@ -86,15 +86,12 @@ def build(case: Case, effort: Effort, device: torch.device) -> Task:
     if case.operation == "halo_with_own":
         ours = partial(_with_own, plan)
         expected = torch.cat([x, picked])
-        floors = {name: partial(bare_forward, way) for name, way in floors.items()}
+        wrapped = partial(bare_backward, layout.mine) if case.backward else bare_forward
+        floors = {name: partial(wrapped, way) for name, way in floors.items()}
         if gradient is not None and of_rows is not None:
             of_own = layout.values(layout.rank, layout.mine, "own")
             expected = (of_own.double() + of_rows.double()).to(layout.dtype)
             gradient = torch.cat([of_own, gradient])
-            floors = {
-                name: partial(bare_backward, way, layout.mine)
-                for name, way in schedules(case.engine, primitive, moved).items()
-            }
         if effort.peers:
             peers, cannot = _appending(layout, x, gradient)
     elif effort.peers:
@@ -127,7 +124,7 @@ def bare_forward(way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
 
 
 def bare_backward(
-    way: Callable[[torch.Tensor], torch.Tensor], mine: int, gradient: torch.Tensor
+    mine: int, way: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
 ) -> torch.Tensor:
     """Add what comes back to the gradient of own rows."""
     return way(gradient[mine:]).add_(gradient[:mine])
