@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(chosen[name])
     options = parser.parse_args(arguments)
     try:
-        return _COMMANDS[options.command].run(options, chosen[options.command])
+        status: int = _COMMANDS[options.command].run(options, chosen[options.command])
     except VarcommError as error:
         print(f"{chosen[options.command].prog}: {error}", file=sys.stderr)
         return 1
+    return status

@@ -9,7 +9,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["COPY", "FLOOR", "OURS", "PEER", "Answer", "Case", "Contender", "Result", "Task", "Timing"]
+__all__ = [
+    "COPY",
+    "FLOOR",
+    "OURS",
+    "PEER",
+    "Answer",
+    "Case",
+    "Contender",
+    "Result",
+    "Task",
+    "Timing",
+]
 
 # Kinds of contenders.
 OURS, FLOOR, PEER, COPY = "varcomm", "floor", "peer", "copy"
@@ -136,9 +147,7 @@ class Timing:
         """Condense the samples of one contender, beside varcomm's."""
         there = [sample for sample in samples if sample is not None]
         low, middle, high = (
-            statistics.quantiles(there, n=4, method="inclusive")
-            if len(there) > 1
-            else there * 3
+            statistics.quantiles(there, n=4, method="inclusive") if len(there) > 1 else there * 3
         )
         pairs = zip(ours, samples, strict=True)
         ratio = statistics.median(a / b for a, b in pairs if a is not None and b is not None)

@@ -158,9 +158,7 @@ def rows_of_input(primitive: str, layout: Layout, rank: int) -> int:
     return layout.sizes[rank]
 
 
-def reference(
-    primitive: str, layout: Layout, what: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(primitive: str, layout: Layout, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's input, and its result, computed from the inputs of all without messages.
 
     A primitive is one direction of an operation: the backward of ``all_gather`` is

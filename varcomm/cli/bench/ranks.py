@@ -65,4 +65,4 @@ def is_launched() -> bool:
 
 def pool(world: int, engine: str) -> Pool:
     """Return new ranks on this machine."""
-    return vc.Ranks(world, _LIMIT, backend=engine)  # type: ignore[return-value]
+    return vc.Ranks(world, _LIMIT, backend=engine)

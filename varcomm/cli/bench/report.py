@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,8 +45,7 @@ class Report:
             "format": _FORMAT,
             "about": self.about,
             "results": [
-                asdict(result)
-                | {"algbw": result.algbw, "busbw": result.busbw}
+                asdict(result) | {"algbw": result.algbw, "busbw": result.busbw}
                 for result in self.results
             ],
         }
@@ -94,7 +94,7 @@ def described(engine: str, command: str) -> dict[str, str]:
         f"Python {platform.python_version()}",
         "versions": ", ".join(packages),
         "command": command,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
@@ -107,6 +107,9 @@ def _version(package: str) -> str:
 
 def _mpi_library() -> str:
     try:
+        if "mpi4py.MPI" not in sys.modules:
+            # this process only asks: its ranks are others
+            import_module("mpi4py").rc.initialize = False
         text: str = import_module("mpi4py.MPI").Get_library_version()
     except (ImportError, RuntimeError):
         return "no MPI library"

@@ -128,17 +128,13 @@ def _difference(result: Values, task: Task) -> str:
     return ""
 
 
-def _pace(
-    contenders: list[Contender], device: torch.device
-) -> tuple[int, dict[str, float]]:
+def _pace(contenders: list[Contender], device: torch.device) -> tuple[int, dict[str, float]]:
     """Return how many calls make a sample, and about how long a call of each takes."""
     pace = {}
     for contender in contenders:
         once = min(_sample(contender, 1, device) for _ in range(3))
         slowest = torch.tensor([once], dtype=torch.float64, device=device)
-        pace[contender.name] = float(
-            vc.all_gather_v(slowest, [1] * dist.get_world_size()).max()
-        )
+        pace[contender.name] = float(vc.all_gather_v(slowest, [1] * dist.get_world_size()).max())
     calls = int(_SAMPLE / pace[contenders[0].name])
     return min(max(calls, 1), _MOST_CALLS), pace
 
@@ -153,8 +149,7 @@ def _in_turns(
     """Time all, in an order that is drawn anew in each repetition, the same on all ranks."""
     ours = pace[contenders[0].name]
     every = {
-        name: min(max(int(seconds / (_SLOW * ours)), 1), _RAREST)
-        for name, seconds in pace.items()
+        name: min(max(int(seconds / (_SLOW * ours)), 1), _RAREST) for name, seconds in pace.items()
     }
     turn = sum(calls * seconds / every[name] for name, seconds in pace.items())
     repetitions = effort.repetitions or min(max(int(effort.seconds / turn), _FEWEST), _MOST)
@@ -164,9 +159,7 @@ def _in_turns(
         for repetition in range(repetitions):
             for contender in draw.sample(contenders, len(contenders)):
                 runs = repetition % every[contender.name] == 0
-                samples[contender.name].append(
-                    _sample(contender, calls, device) if runs else None
-                )
+                samples[contender.name].append(_sample(contender, calls, device) if runs else None)
     return samples
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +29,7 @@ def schedules(primitive: str, layout: Layout) -> dict[str, Way]:
     return ways
 
 
+@cache
 def _mpi() -> Any:
     from mpi4py import MPI
 

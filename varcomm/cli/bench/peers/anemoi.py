@@ -25,9 +25,9 @@ def way(case: Case, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return how to do a case."""
     graph, group = _library("graph"), dist.group.WORLD
     if case.operation == "all_gather_v":
-        return lambda x: graph.sync_tensor(x, 0, layout.sizes, group)  # type: ignore[no-any-return]
+        return lambda x: graph.sync_tensor(x, 0, layout.sizes, group)
     if case.operation == "reduce_scatter_v":
-        return lambda x: graph.reduce_shard_tensor(x, 0, layout.sizes, group)  # type: ignore[no-any-return]
+        return lambda x: graph.reduce_shard_tensor(x, 0, layout.sizes, group)
     if case.operation == "indexed_all_to_all_v":
         raise CannotError("its halo exchange appends own rows: see --suite plan")
     raise CannotError(f"has no {case.operation}")
@@ -67,4 +67,4 @@ def halo_exchange(layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
         recv_global_ids=None,
         edge_index_local=torch.empty(2, 0, dtype=torch.int64),
     )
-    return lambda x: graph.halo_exchange(x, info, group)  # type: ignore[no-any-return]
+    return lambda x: graph.halo_exchange(x, info, group)

@@ -36,23 +36,21 @@ def way(case: Case, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
     if name == "all_gather_v":
         if case.engine == "gloo" and len(set(sizes)) > 1:
             raise CannotError("its all_gather_v gives Gloo uneven shards, which refuses them")
-        return lambda x: autograd.all_gather_v(x, sizes)  # type: ignore[no-any-return]
+        return lambda x: autograd.all_gather_v(x, sizes)
     if name == "reduce_scatter_v":
         if case.backward:
             raise CannotError("its sum of shards is a backward, and has none of its own")
-        return lambda x: utils.all_gather_v_bwd_wrapper(x, sizes)  # type: ignore[no-any-return]
+        return lambda x: utils.all_gather_v_bwd_wrapper(x, sizes)
     if name == "gather_v":
         end = None if rank == ROOT else 0  # elsewhere its memory is not initialised
-        return lambda x: autograd.gather_v(x, sizes, 0, ROOT)[:end]  # type: ignore[no-any-return]
+        return lambda x: autograd.gather_v(x, sizes, 0, ROOT)[:end]
     if name == "scatter_v":
         # its backward gives all ranks a gradient of the whole: there must be a tensor of that shape
         rows = layout.total if case.backward and rank != ROOT else 0
-        return lambda x: autograd.scatter_v(  # type: ignore[no-any-return]
-            pad(x, (0, 0, 0, rows)) if rows else x, sizes, 0, ROOT
-        )
+        return lambda x: autograd.scatter_v(pad(x, (0, 0, 0, rows)) if rows else x, sizes, 0, ROOT)
     if name == "indexed_all_to_all_v":
         indices = layout.indices(rank)
-        return lambda x: autograd.indexed_all_to_all_v(x, indices, layout.matrix)  # type: ignore[no-any-return]
+        return lambda x: autograd.indexed_all_to_all_v(x, indices, layout.matrix)
     raise CannotError(f"has no {name}")
 
 

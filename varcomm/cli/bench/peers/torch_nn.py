@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed.nn.functional as nn
+import torch.distributed.nn.functional
 from torch.nn.functional import pad
 
 from varcomm.cli.bench.case import Case
@@ -19,6 +20,8 @@ from varcomm.cli.bench.peers.cannot import CannotError
 __all__ = ["PACKAGE", "way"]
 
 PACKAGE = None
+
+nn: Any = torch.distributed.nn.functional
 
 
 def way(case: Case, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -47,12 +50,14 @@ def _all_gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def _reduce_scatter(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     out = x.new_empty(layout.mine, layout.width)
-    return nn.reduce_scatter(out, list(x.split(layout.sizes)))
+    result: torch.Tensor = nn.reduce_scatter(out, list(x.split(layout.sizes)))
+    return result
 
 
 def _all_to_all(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     out = x.new_empty(sum(layout.recv), layout.width)
-    return nn.all_to_all_single(out, x, layout.recv, layout.send)
+    result: torch.Tensor = nn.all_to_all_single(out, x, layout.recv, layout.send)
+    return result
 
 
 def _gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -64,7 +69,8 @@ def _scatter(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     # off the root zeros, which belong to the graph
     parts = x.split(layout.sizes) if layout.rank == ROOT else [x] * layout.world
     padded = [_padded(part, layout) for part in parts]
-    return nn.scatter(padded, ROOT)[: layout.mine]
+    whole: torch.Tensor = nn.scatter(padded, ROOT)
+    return whole[: layout.mine]
 
 
 def _indexed(x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -203,7 +203,7 @@ def _mesh_graph_net(case: Case, mesh: _Mesh, graph: PartitionedGraph) -> _Parts:
 
     def make(kind: str, fetch: _Fetch) -> Callable[..., torch.Tensor]:
         if kind == OURS:
-            return lambda x, e: distributed(x, graph.edge_index, e)[0]  # type: ignore[no-any-return]
+            return lambda x, e: distributed(x, graph.edge_index, e)[0]
         return partial(layer, graph.edge_index, fetch)
 
     x, e = mesh.of_nodes("x"), mesh.of_edges()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def layout_of(case: Case, rank: int, device: torch.device) -> Layout:
         return Layout(rank, sizes, transfers([n // 2 for n in sizes], keep=False), *rest)
     columns = shard_sizes(case.skew, _COLUMNS * world, world)
     there = [peer for peer in range(world) if columns[peer]]
-    neighbours = set(zip(there, there[1:], strict=False))
+    neighbours = set(pairwise(there))
     height = max(1, round(rows * world / max(1, 2 * len(neighbours))))
     matrix = [
         [height * ((a, b) in neighbours or (b, a) in neighbours) for b in range(world)]
@@ -134,7 +135,7 @@ def _appending(
     layout: Layout, x: torch.Tensor, gradient: torch.Tensor | None
 ) -> tuple[list[Contender], dict[str, str]]:
     """Return the one peer that appends to own rows, and why the others cannot."""
-    cannot = {name: "appends nothing to own rows" for name in PEERS}
+    cannot = dict.fromkeys(PEERS, "appends nothing to own rows")
     del cannot["anemoi"]
     try:
         exchange = anemoi.halo_exchange(layout)

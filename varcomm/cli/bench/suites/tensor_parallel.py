@@ -123,9 +123,7 @@ def _column_linear(parts: _Parts) -> _Made:
     x = parts.made("x", tokens, features)
     weight = parts.made("weight", features, features, scale=features**-0.5)
     own, own_weight = x[rows], weight[columns].contiguous()
-    ours = partial(
-        tp.column_parallel_linear, sequence_sizes=parts.sizes(tokens), save="gathered"
-    )
+    ours = partial(tp.column_parallel_linear, sequence_sizes=parts.sizes(tokens), save="gathered")
     gather = _schedules(parts, "all_gather", parts.gathered())
     layout = parts.gathered()
     if not parts.case.backward:
@@ -146,14 +144,11 @@ def _column_linear(parts: _Parts) -> _Made:
         return way(gradient @ own_weight), gradient.T @ x
 
     layout = parts.scattered()
-    expected = (
-        _wide(torch.matmul, gradients, weight)[rows],
-        _wide(torch.matmul, gradient.T, x),
-    )
+    both = _wide(torch.matmul, gradients, weight)[rows], _wide(torch.matmul, gradient.T, x)
     return _Made(
         contender(OURS, OURS, ours, (own, own_weight), gradient),
         {name: partial(backward, way) for name, way in scatter.items()},
-        *(expected, layout.sent, layout.received),
+        *(both, layout.sent, layout.received),
     )
 
 
