@@ -183,7 +183,7 @@ class Result:
 
     @property
     def ours(self) -> Timing:
-        """varcomm's."""
+        """Those of varcomm."""
         return self.timings[0]
 
     @property

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
@@ -118,8 +119,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             parser.error(f"there is no folder {path.absolute().parent} for {path.name}")
     if options.source:
         report = Report.load(options.source)
-        print("\n".join(report.lines()), end="\n\n")
-        print(table.head())
+        _begin(report)
         for result in report.results:
             print(table.row(result))
         _show(report, options)
@@ -129,21 +129,27 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         operations = checked_operations(suites, options.operations)
     except ArgumentError as error:
         parser.error(str(error))
+    if "graph" in suites:
+        import_module("varcomm.graph")  # says what to install, where something is missing
     here = Here(options.engine) if is_launched() else None
     if here is not None and options.world not in (None, [here.size]):
         parser.error(f"this job has {here.size} ranks: leave --world out")
     options.world = [here.size] if here else options.world or [2, 3]
-    with open(os.devnull, "w") as nowhere:
-        with redirect_stdout(nowhere if here and here.rank else sys.stdout):
-            report = Report(described(options.engine, _command()), [])
-            print("\n".join(report.lines()), end="\n\n")
-            print(table.head(), flush=True)
-            for result in _measured(options, operations, here):
-                report.results.append(result)
-                print(table.row(result), flush=True)
-            if not (here and here.rank):
-                _show(report, options)
+    speaks = here is None or here.rank == 0
+    with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if speaks else nowhere):
+        report = Report(described(options.engine, _command()), [])
+        _begin(report)
+        for result in _measured(options, operations, here):
+            report.results.append(result)
+            print(table.row(result), flush=True)
+        if speaks:
+            _show(report, options)
     return 0
+
+
+def _begin(report: Report) -> None:
+    print("\n".join(report.lines()), end="\n\n")
+    print(table.head(), flush=True)
 
 
 def _measured(

@@ -122,7 +122,7 @@ class Layout:
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """This rank's indices, one after the other."""
+        """Indices of this rank, one after the other."""
         return torch.cat(self.indices(self.rank))
 
     @cached_property

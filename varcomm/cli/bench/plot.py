@@ -44,8 +44,8 @@ def checked_figure(path: Path) -> Any:
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw results into a file.
 
-    Panels are of one number of ranks, dtype and kind of shards: those of the first result that
-    has the most uneven shards are drawn, for a picture of all would be none.
+    All panels are of one engine, number of ranks, dtype and kind of shards: those of the result
+    with the most uneven shards. A picture of all would be none.
     """
     figure_type, canvas_type = checked_figure(path)
     chosen = _chosen(results)
@@ -71,13 +71,15 @@ def plot(results: Sequence[Result], path: Path) -> None:
         axes.set_xlabel("bytes")
         axes.tick_params(labelbottom=True)
     case = chosen[0].case
-    figure.suptitle(f"{case.engine}, {case.world} ranks, {case.dtype}, shards {case.skew}")
+    shards = "one shard empty" if case.skew == "empty" else f"shards {case.skew}"
+    figure.suptitle(f"{case.engine}, {case.world} ranks, {case.dtype}, {shards}")
     lines = {line.get_label(): line for axes in grid.flat for line in axes.get_lines()}
+    drawn = [name for name in names if name in lines]
     figure.legend(
-        [lines[name] for name in names],
-        list(names),
+        [lines[name] for name in drawn],
+        drawn,
         loc="outside lower center",
-        ncols=min(len(names), 3 * across),
+        ncols=max(1, min(len(drawn), 3 * across)),
         frameon=False,
     )
     figure.savefig(path, dpi=130)
@@ -93,7 +95,9 @@ def _chosen(results: Sequence[Result]) -> list[Result]:
 
 def _names(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """Return how each contender is drawn, varcomm first."""
-    kinds = {timing.name: timing.kind for result in results for timing in result.timings}
+    found = {timing.name: timing.kind for result in results for timing in result.timings}
+    order = (OURS, FLOOR, PEER, COPY)
+    kinds = dict(sorted(found.items(), key=lambda pair: order.index(pair[1])))
     styles: dict[str, dict[str, Any]] = {}
     colours = iter(_COLOURS * len(kinds))
     for name, kind in kinds.items():

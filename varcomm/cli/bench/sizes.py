@@ -26,7 +26,8 @@ def to_bytes(text: str) -> int:
 
 def checked_skew(text: str) -> str:
     """Return a skew that there is."""
-    if text in ("even", "empty") or re.fullmatch(r"\d+(:\d+)+", text):
+    weights = re.fullmatch(r"\d+(:\d+)+", text)
+    if text in ("even", "empty") or (weights and any(map(int, text.split(":")))):
         return text
     raise ArgumentError(
         f"{text!r} is no skew: write even, empty (the first rank has nothing), or weights that "
