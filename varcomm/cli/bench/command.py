@@ -99,7 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeat", type=_positive, help="repetitions of each case, whatever they take")
     add("--no-peers", action="store_true", help="leave out other libraries")
     add("--json", type=Path, metavar="FILE", help="write all that was measured")
-    add("--plot", type=Path, metavar="FILE", help="draw bandwidth against bytes (matplotlib)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw bandwidth against bytes, for the most uneven shards (matplotlib)",
+    )
     add(
         "--from",
         type=Path,

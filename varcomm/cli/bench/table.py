@@ -74,13 +74,17 @@ def _aligned(cells: Sequence[str]) -> str:
 
 def reasons(results: Sequence[Result]) -> Iterator[str]:
     """Say who could not run what, and why, each once."""
-    said: dict[tuple[str, str], dict[str, None]] = {}
+    said: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     for result in results:
         for name, reason in result.cannot.items():
-            what = f"{result.case.operation} {result.case.direction}"
-            said.setdefault((name, reason), {})[what] = None
-    for (name, reason), cases in sorted(said.items()):
-        yield f"{name}: {reason} ({', '.join(cases)})"
+            operations = said.setdefault((name, reason), {})
+            operations.setdefault(result.case.operation, {})[result.case.direction] = None
+    for (name, reason), operations in sorted(said.items()):
+        what = (
+            operation if len(directions) == 2 else f"{operation} {next(iter(directions))}"
+            for operation, directions in operations.items()
+        )
+        yield f"{name}: {reason} ({', '.join(what)})"
 
 
 def goals(results: Sequence[Result], as_markdown: bool = False) -> list[str]:
