@@ -197,3 +197,11 @@ def test_without_a_command_there_is_a_list(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "the following arguments are required: COMMAND" in capsys.readouterr().err
+
+
+def test_a_suite_says_what_to_install(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("varcomm.graph")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    assert main(["bench", "--suite", "graph"]) == 1
+    assert 'pip install "varcomm[graph]"' in capsys.readouterr().err
