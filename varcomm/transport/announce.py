@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
@@ -34,13 +35,12 @@ def announce(group: Group, src: int, local: Callable[[], dict[str, Any]]) -> dic
             message = local()
         except ArgumentError as error:
             failure, message = error, {"error": _cut(str(error))}
-    data = torch.zeros(_LENGTH, dtype=torch.uint8, device="cpu")
-    encoded = json.dumps(message).encode()
-    data[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    data = data.to(group.device())
+    encoded = bytearray(json.dumps(message).encode().ljust(_LENGTH, b"\0"))
+    # by no operation of torch, which inside its transforms would not give a plain tensor
+    data = torch.from_numpy(np.frombuffer(encoded, dtype=np.uint8)).to(group.device())
     for work in engine_for(group, data.device).broadcast(group, data, src):
         work.wait()
-    message = json.loads(bytes(data.tolist()).rstrip(b"\0"))
+    message = json.loads(data.cpu().numpy().tobytes().rstrip(b"\0"))
     if failure is not None:
         raise failure
     if "error" in message:
