@@ -61,8 +61,7 @@ def kept(graph):
     """Bytes of the local graph and its plan, the order of its sums included."""
     tensors = [graph.edge_index, graph.halo_ids, graph.plan.send_index]
     tensors += [graph.edges.ids.gaps, graph.edges.ids.rest, graph.nodes.ids.gaps]
-    sums = graph.plan.row_sum
-    tensors += [sums.rows, sums.first, *(part for both in sums.rounds for part in both)]
+    tensors += graph.plan.row_sum.bags
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

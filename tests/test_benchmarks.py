@@ -27,6 +27,10 @@ RUNS = {
         ["--side", "20", "--width", "4", "--layers", "2", "--repeats", "2"],
         "without / with, turn by turn",
     ),
+    "plan.py": (
+        ["--rows", "300", "--widths", "2", "16", "--kinds", "20%", "dense", "--seconds", "0.01"],
+        "first backward",
+    ),
     "sharded_gradients.py": (
         ["--ranks", "2", "--columns", "300", "--layers", "2", "--steps", "1", "--repeats", "1"],
         "varcomm ShardedGradients",

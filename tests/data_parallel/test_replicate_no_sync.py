@@ -40,7 +40,7 @@ def run(model, twin, losses, sequence, rank, ranks):
             continue
         with no_sync(model) if what == "n" else nullcontext(), varcomm.trace() as calls:
             losses(model, rank, step).backward()
-        assert len(calls) == 0 or what == "s"
+        assert calls == [] or what == "s"
         sum(losses(twin, r, step) for r in range(ranks)).backward()
         if what == "s":
             assert_same_gradients(model, twin)

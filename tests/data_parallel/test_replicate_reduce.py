@@ -262,7 +262,7 @@ def checked(rank, how):
             model.running_var[0] = 3.0
     if how == "equal":
         with varcomm.trace() as calls:
-            return replicate(model, initial="check") is model and len(calls) == 0
+            return replicate(model, initial="check") is model and calls == []
     with pytest.raises(DisagreementError) as caught:
         replicate(model, initial="check")
     return str(caught.value)

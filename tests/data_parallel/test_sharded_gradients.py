@@ -329,7 +329,7 @@ def with_grad(rank):
     x = torch.ones(1, 2, requires_grad=True)
     with varcomm.trace() as calls:
         _, of_weight = torch.autograd.grad(model(x).sum() * rank, (x, model.weight))
-    return of_weight.tolist(), [p.value.grad for p in own.pieces.values()], list(calls)
+    return of_weight.tolist(), [p.value.grad for p in own.pieces.values()], calls
 
 
 def test_autograd_grad_is_each_ranks_own(worlds):

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor
@@ -55,6 +56,23 @@ def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def apply_with_token(
+    operator: Operator, x: torch.Tensor, token: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply an operator with the token of what it is a derivative of; return a token beside."""
+    recorded = is_recorded(x, token)
+    if torch._C._are_functorch_transforms_active():
+        return _ApplyInTransforms.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
+    if recorded or forward_ad.unpack_dual(x).tangent is not None:
+        return _Apply.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+
+
+def _applied(operator: Operator, x: torch.Tensor, recorded: bool) -> torch.Tensor:
+    # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
+    return begin(operator, x, recorded).wait().data
+
+
 class _Apply(torch.autograd.Function):
     """Apply an operator; differentiate it by applying the adjoint.
 
@@ -69,21 +87,11 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor,
-        token: torch.Tensor | None,
-        operator: Operator,
-        recorded: bool,
+        ctx: Any, x: torch.Tensor, token: torch.Tensor | None, operator: Operator, recorded: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = begin(operator, x, recorded).wait()
-        # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
-        return result.data, torch.empty(0, dtype=torch.float32, device=x.device)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.operator = inputs[2]
-        ctx.has_token = inputs[1] is not None
-        ctx.save_for_backward(output[1])
-        ctx.save_for_forward(output[1])
+        output = _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+        _keep(ctx, token, operator, output[1])
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -91,7 +99,8 @@ class _Apply(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
         checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
-        result, passed_on = apply_with_token(adjoint, gradient, token + of_token)
+        passed_on = token + of_token if torch.is_grad_enabled() else token
+        result, passed_on = apply_with_token(adjoint, gradient, passed_on)
         return result, passed_on if ctx.has_token else None, None, None
 
     @staticmethod
@@ -107,11 +116,27 @@ class _Apply(torch.autograd.Function):
         refuse_vmap(operator)
 
 
-def apply_with_token(
-    operator: Operator, x: torch.Tensor, token: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply an operator with the token of what it is a derivative of; return a token beside."""
-    return _Apply.apply(x, token, operator, is_recorded(x, token))  # type: ignore[no-any-return, no-untyped-call]
+class _ApplyInTransforms(_Apply):
+    """The same in the form that ``torch.func`` asks for, which costs three times as much."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: torch.Tensor, token: torch.Tensor | None, operator: Operator, recorded: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _keep(ctx, inputs[1], inputs[2], output[1])
+
+
+def _keep(
+    ctx: Any, token: torch.Tensor | None, operator: Operator, of_result: torch.Tensor
+) -> None:
+    ctx.operator = operator
+    ctx.has_token = token is not None
+    ctx.save_for_backward(of_result)
+    ctx.save_for_forward(of_result)
 
 
 def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:

@@ -101,7 +101,8 @@ class _Begun:
 
 def _start(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> _Begun:
     operator, shared = operator.in_one_round, _Shared()
-    ticket = _Start.apply(x, token, operator, is_recorded(x, token), shared)  # type: ignore[no-untyped-call]
+    node = _StartInTransforms if torch._C._are_functorch_transforms_active() else _Start
+    ticket = node.apply(x, token, operator, is_recorded(x, token), shared)  # type: ignore[no-untyped-call]
     return _Begun(operator, x, _version(x), ticket, shared)
 
 
@@ -114,7 +115,8 @@ def _wait(begun: _Begun, changed: str) -> tuple[torch.Tensor, torch.Tensor]:
         compare(operator.group, call)
     if _version(begun.x) != begun.version:
         raise ArgumentError(changed)
-    return _Wait.apply(begun.x, begun.ticket, operator, begun.shared)  # type: ignore[no-any-return, no-untyped-call]
+    node = _WaitInTransforms if torch._C._are_functorch_transforms_active() else _Wait
+    return node.apply(begun.x, begun.ticket, operator, begun.shared)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Start(torch.autograd.Function):
@@ -125,19 +127,15 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         x: torch.Tensor,
         token: torch.Tensor | None,
         operator: Operator,
         recorded: bool,
         shared: _Shared,
     ) -> torch.Tensor:
-        shared.pending = begin(operator, x, recorded)
-        return torch.empty(0, dtype=torch.float32, device=x.device)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, token, ctx.operator, _, ctx.shared = inputs
-        ctx.has_token = token is not None
+        ctx.shared, ctx.has_token = shared, token is not None
+        return _started(operator, x, recorded, shared)
 
     @staticmethod
     def backward(ctx: Any, of_ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -171,18 +169,11 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor, ticket: torch.Tensor, operator: Operator, shared: _Shared
+        ctx: Any, x: torch.Tensor, ticket: torch.Tensor, operator: Operator, shared: _Shared
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        pending, shared.pending = shared.pending, None
-        assert pending is not None
-        # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
-        return pending.wait().data, torch.empty(0, dtype=torch.float32, device=x.device)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, _, ctx.operator, ctx.shared = inputs
-        ctx.save_for_backward(output[1])
-        ctx.save_for_forward(output[1])
+        output = _waited(x, shared)
+        _keep(ctx, operator, shared, output[1])
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -206,6 +197,56 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Any, ticket: Any, operator: Operator, *_: Any) -> None:
         refuse_vmap(operator)
+
+
+class _StartInTransforms(_Start):
+    """The same in the form that ``torch.func`` asks for, which costs three times as much."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: torch.Tensor,
+        token: torch.Tensor | None,
+        operator: Operator,
+        recorded: bool,
+        shared: _Shared,
+    ) -> torch.Tensor:
+        return _started(operator, x, recorded, shared)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.shared, ctx.has_token = inputs[4], inputs[1] is not None
+
+
+class _WaitInTransforms(_Wait):
+    """Likewise."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: torch.Tensor, ticket: torch.Tensor, operator: Operator, shared: _Shared
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _waited(x, shared)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _keep(ctx, inputs[2], inputs[3], output[1])
+
+
+def _started(operator: Operator, x: torch.Tensor, recorded: bool, shared: _Shared) -> torch.Tensor:
+    shared.pending = begin(operator, x, recorded)
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _waited(x: torch.Tensor, shared: _Shared) -> tuple[torch.Tensor, torch.Tensor]:
+    pending, shared.pending = shared.pending, None
+    assert pending is not None
+    # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
+    return pending.wait().data, x.new_empty(0, dtype=torch.float32)
+
+
+def _keep(ctx: Any, operator: Operator, shared: _Shared, token: torch.Tensor) -> None:
+    ctx.operator, ctx.shared = operator, shared
+    ctx.save_for_backward(token)
+    ctx.save_for_forward(token)
 
 
 def _version(tensor: torch.Tensor) -> int:

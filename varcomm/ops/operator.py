@@ -8,8 +8,6 @@ any order, forward mode, asynchronous calls, comparison between ranks, the range
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -54,20 +52,30 @@ class Operator(ABC):
         """Tell what must fit between ranks, as :func:`varcomm.transport.agree.compare` takes it."""
 
 
-@contextmanager
-def checking(name: str, group: Group, **flags: bool) -> Iterator[str]:
-    """Surround the checks of a call's arguments; yields how their messages start.
+class checking:
+    """Surround the checks of a call's arguments; gives how their messages start.
 
     `flags` must be bools, before anything else: what torch.distributed takes at the same position
     may be a group or a ReduceOp. Inside :func:`varcomm.debug`, an argument that is wrong on this
     rank is an error on all.
     """
-    where = f"{name} on {group}: "
-    try:
-        for flag, value in flags.items():
-            checked_flag(value, flag, where)
-        yield where
-    except (ArgumentError, GroupError) as error:
-        if debugging():
-            fail(group, name, error)
-        raise
+
+    def __init__(self, name: str, group: Group, **flags: bool) -> None:
+        self.name, self.group, self.flags = name, group, flags
+
+    def __enter__(self) -> str:
+        where = f"{self.name} on {self.group}: "
+        try:
+            for flag, value in self.flags.items():
+                checked_flag(value, flag, where)
+        except ArgumentError as error:
+            self._told(error)
+            raise
+        return where
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._told(error)
+
+    def _told(self, error: BaseException | None) -> None:
+        if isinstance(error, ArgumentError | GroupError) and debugging():
+            fail(self.group, self.name, error)

@@ -23,6 +23,9 @@ __all__ = [
 # Up to here a second round of messages costs more than the bytes that it saves.
 SMALL = 16 * 1024
 
+# Elements that are summed at a time where they are widened: 1 MiB of fp32.
+_BLOCK = 256 * 1024
+
 _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
 
 
@@ -33,7 +36,15 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     summed. Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
     """
     first, *others = parts
-    return accumulated((first, *others), use_fp32).to(first.dtype)
+    rounded = accumulation_dtype(first.dtype, use_fp32) != first.dtype
+    if not rounded or not first.is_cpu or first.numel() <= _BLOCK:
+        return accumulated((first, *others), use_fp32).to(first.dtype)
+    # block by block, so that what is wide fits the cache, and there is no wide copy of the whole
+    total = torch.empty_like(first, memory_format=torch.contiguous_format)
+    split = (part.reshape(-1).split(_BLOCK) for part in (total, first, *others))
+    for place, *blocks in zip(*split, strict=True):
+        place.copy_(accumulated(blocks, use_fp32))
+    return total
 
 
 def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1.0) -> torch.Tensor:
@@ -45,7 +56,11 @@ def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1
     tensor([1., 1.])
     """
     first, *others = parts
-    total = first.to(accumulation_dtype(first.dtype, use_fp32), copy=True)
+    dtype = accumulation_dtype(first.dtype, use_fp32)
+    if factor == 1 and dtype == first.dtype and others:
+        total = torch.add(first, others.pop(0))
+    else:
+        total = first.to(dtype, copy=True)
     if factor != 1:
         total *= factor
     for part in others:

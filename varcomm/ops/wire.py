@@ -118,8 +118,9 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return a view of flat values as bytes."""
-    # one element is contiguous at any stride, but can be seen as bytes only at stride 1
-    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+    if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
+        values = values.as_strided((values.numel(),), (1,))
+    return values.view(torch.uint8)
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -161,7 +162,7 @@ def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
     A view, except into the formats of images: strides that are not row-major cost less than a
     second copy.
     """
-    moved = x.movedim(0, dim)
+    moved = x.movedim(0, dim) if dim else x
     return moved if into == torch.contiguous_format else moved.contiguous(memory_format=into)
 
 

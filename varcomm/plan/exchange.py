@@ -30,8 +30,8 @@ class Routes:
 
     @cached_property
     def row_sum(self) -> RowSum:
-        """The order in which the adjoint sums, fixed when it is first needed."""
-        return RowSum.of(self.send_index)
+        """How the adjoint sums, planned when it is first needed."""
+        return RowSum(self.send_index, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,16 @@ class Exchange(_Planned):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Pick the rows to send, which is the one copy; what comes is the result."""
-        front = x.movedim(self.dim, 0)
+        front = x.movedim(self.dim, 0) if self.dim else x
         row = front.shape[1:]
+        size = prod(row)
         picked = wire.flat(wire.taken(front, self.plan.send_index))
-        send = [rows * prod(row) for rows in self.plan.send_counts]
-        recv = [rows * prod(row) for rows in self.plan.recv_counts]
+        send = [rows * size for rows in self.plan.send_counts]
+        recv = [rows * size for rows in self.plan.recv_counts]
         works, values = wire.exchange(self.name, self.group, picked, send, recv)
-        shape, into = (sum(self.plan.recv_counts), *row), wire.memory_format(x)
-        return Pending(works, lambda: wire.back(values.view(shape), self.dim, into))
+        result = values.view(sum(self.plan.recv_counts), *row)
+        into = wire.memory_format(x)
+        return Pending(works, lambda: wire.back(result, self.dim, into))
 
     @property
     def adjoint(self) -> ExchangeAdjoint:
@@ -85,16 +87,16 @@ class ExchangeAdjoint(_Planned):
     name = "exchange_adjoint"
 
     def start(self, y: torch.Tensor) -> Pending:
-        front = y.movedim(self.dim, 0)
+        front = y.movedim(self.dim, 0) if self.dim else y
         row = front.shape[1:]
-        send = [rows * prod(row) for rows in self.plan.recv_counts]
-        recv = [rows * prod(row) for rows in self.plan.send_counts]
+        size = prod(row)
+        send = [rows * size for rows in self.plan.recv_counts]
+        recv = [rows * size for rows in self.plan.send_counts]
         works, values = wire.exchange(self.name, self.group, wire.flat(front), send, recv)
-        copies, into = values.view(sum(self.plan.send_counts), *row), wire.memory_format(y)
+        copies, into = values.view(len(self.plan.send_index), *row), wire.memory_format(y)
 
         def finish() -> torch.Tensor:
-            total = self.plan.row_sum(copies, self.plan.num_rows, self.use_fp32)
-            return wire.back(total, self.dim, into)
+            return wire.back(self.plan.row_sum(copies, self.use_fp32), self.dim, into)
 
         return Pending(works, finish)
 

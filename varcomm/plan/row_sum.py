@@ -1,63 +1,116 @@
-"""Sum rows that belong together, in an order fixed once: what an owner does with gradients."""
+"""Sum rows that belong together, in one order: what an owner does with gradients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 
-from varcomm.ops.reduction import accumulation_dtype
-
 __all__ = ["RowSum"]
+
+# Elements in a row from which bags are the faster ones, however few rows have a copy.
+_WIDE = 16
+
+# Copies of a row, on average, from which they are so for rows of any width.
+_DENSE = 2
 
 
 @dataclass(frozen=True, eq=False)
 class RowSum:
     """The transpose of ``x.index_select(0, index)``, the same at every run bit for bit.
 
-    Copies of a row are added in pairs, then pairs of pairs: whatever adds in parallel and however
-    often a row occurs, there are few rounds, and within a round no two additions meet.
+    The copies of a row are added one after the other, as they stand in the index: for a plan, that
+    of rank 0 first. There are two ways to do so, and both give the same bits.
+
+    *In turn*: ``index_add_``, which on the CPU keeps to the order of the index, and for integers
+    is exact in any order. Nothing is planned.
+
+    *In bags*: the places of each row's copies are listed once, row by row, and a row is summed
+    where it belongs in one pass, by torch's sum over the bags of an embedding. That writes each
+    row once, sums narrow floats in fp32 registers, and has no atomics on a GPU, where
+    ``index_add_`` adds in whatever order they come.
+
+    Beyond the result, torch allocates two integers a row for bags.
 
     Attributes
     ----------
-    rows : torch.Tensor
-        The different rows in the index, ascending.
-    first : torch.Tensor
-        For each, where its sum stands in the end.
-    rounds : tuple of pairs of torch.Tensor
-        ``(to, what)``: positions that each get another position added.
+    index : torch.Tensor
+        To which row each value belongs; int64, shape (m,).
+    num_rows : int
+        Rows of the result.
+
+    Examples
+    --------
+    >>> import torch
+    >>> RowSum(torch.tensor([2, 0, 2]), 3)(torch.tensor([1.0, 2.0, 4.0]))
+    tensor([2., 0., 5.])
     """
 
-    rows: torch.Tensor
-    first: torch.Tensor
-    rounds: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    index: torch.Tensor
+    num_rows: int
 
-    @classmethod
-    def of(cls, index: torch.Tensor) -> RowSum:
-        """Plan the sum for a one-dimensional index."""
-        order = torch.sort(index, stable=True)
-        rows, counts = torch.unique_consecutive(order.values, return_counts=True)
-        starts = counts.cumsum(0) - counts
-        # which copy of its row each is: 0, 1, 2, ...
-        nth = torch.arange(len(index), device=index.device) - starts.repeat_interleave(counts)
-        rounds = []
-        step = 1
-        while bool((nth >= step).any()):
-            what = torch.nonzero(nth % (2 * step) == step).view(-1)
-            rounds.append((order.indices[what - step], order.indices[what]))
-            step *= 2
-        return cls(rows, order.indices[starts], tuple(rounds))
+    @cached_property
+    def bags(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of the copies, row by row, and where in that list each row begins and ends."""
+        fits = max(len(self.index), self.num_rows) < 2**31
+        integer = torch.int32 if fits else torch.int64
+        places = torch.sort(self.index.to(integer), stable=True).indices.to(integer)
+        bounds = torch.zeros(self.num_rows + 1, dtype=integer, device=places.device)
+        counts = torch.bincount(self.index, minlength=self.num_rows)
+        torch.cumsum(counts, 0, dtype=integer, out=bounds[1:])
+        return places, bounds
 
-    def __call__(self, values: torch.Tensor, num_rows: int, use_fp32: bool) -> torch.Tensor:
-        """Sum the rows of `values`, one for each entry of the index, into `num_rows` rows."""
-        sums = values.to(accumulation_dtype(values.dtype, use_fp32), copy=bool(self.rounds))
-        total = sums.new_zeros(num_rows, *values.shape[1:])
-        for to, what in self.rounds:
-            sums.index_add_(0, to, sums.index_select(0, what))
-        total.index_copy_(0, self.rows, sums.index_select(0, self.first))
-        return total.to(values.dtype)
+    def __call__(self, values: torch.Tensor, use_fp32: bool = True) -> torch.Tensor:
+        """Sum rows.
 
-    def to(self, device: torch.device | str) -> RowSum:
-        """Return the same on another device."""
-        rounds = tuple((to.to(device), what.to(device)) for to, what in self.rounds)
-        return RowSum(self.rows.to(device), self.first.to(device), rounds)
+        Parameters
+        ----------
+        values : torch.Tensor
+            A row for each entry of the index; any dtype that can be summed; shape (m, ...).
+        use_fp32 : bool
+            Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype, where
+            that saves anything: bags on a GPU sum in fp32 anyway.
+
+        Returns
+        -------
+        torch.Tensor
+            Zeros where a row has no copy; shape (num_rows, ...), dtype of `values`.
+        """
+        if values.is_complex():
+            parts = torch.view_as_real(values.resolve_conj())
+            return torch.view_as_complex(self(parts, use_fp32))
+        row = values.shape[1:]
+        rows = values.reshape(len(self.index), prod(row))
+        if values.is_floating_point() and values.itemsize == 1:  # which torch cannot add
+            rows = rows.float()
+        if self._has_bags(rows, use_fp32):
+            total = self._in_bags(rows)
+        else:
+            total = self._in_turn(rows, use_fp32)
+        return total.view(self.num_rows, *row).to(values.dtype)
+
+    def _has_bags(self, rows: torch.Tensor, use_fp32: bool) -> bool:
+        if not rows.is_floating_point() or rows.numel() == 0:
+            return False
+        if rows.device.type != "cpu":
+            return True
+        # There, bags round half a bit of bf16 up, not to even, and those of fp64 are slow.
+        quick = rows.dtype == torch.float32 or (rows.dtype == torch.float16 and use_fp32)
+        dense = len(rows) >= _DENSE * self.num_rows
+        return quick and (rows.shape[1] >= _WIDE or dense)
+
+    def _in_bags(self, rows: torch.Tensor) -> torch.Tensor:
+        places, bounds = self.bags
+        total: torch.Tensor = torch.embedding_bag(
+            rows.contiguous(), places, bounds, mode=0, include_last_offset=True
+        )[0]
+        return total
+
+    def _in_turn(self, rows: torch.Tensor, use_fp32: bool) -> torch.Tensor:
+        # With an index of 64 bits into two dimensions torch sums narrow floats in fp32, and rounds
+        # once; with one of 32 bits it adds row by row, in their own dtype.
+        narrow = rows.is_floating_point() and rows.itemsize < 4
+        index = self.index.to(torch.int32) if narrow and not use_fp32 else self.index
+        return rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, index, rows)

@@ -75,11 +75,19 @@ class Traffic:
         self.received += sum(received)
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace(Sequence[Call]):
-    """The calls of a :func:`trace`, in their order; printed, a table by operation and by peer."""
+    """The calls of a :func:`trace`, in their order; printed, a table by operation and by peer.
+
+    It equals a list of the same calls.
+    """
 
     calls: list[Call] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @overload
     def __getitem__(self, index: int) -> Call: ...

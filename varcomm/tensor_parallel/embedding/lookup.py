@@ -47,8 +47,8 @@ class Lookup:
 
     @cached_property
     def row_sum(self) -> RowSum:
-        """The order in which the adjoint sums, fixed when it is first needed."""
-        return RowSum.of(self.index)
+        """How the adjoint sums, planned when it is first needed."""
+        return RowSum(self.index, self.table_rows)
 
     def __call__(self, table: torch.Tensor) -> torch.Tensor:
         """Pick rows: one copy, and none of the table."""
@@ -61,7 +61,7 @@ class Lookup:
     def adjoint(self, result: torch.Tensor) -> torch.Tensor:
         """Sum what belongs to one row of the table, the same at every run bit for bit."""
         copies = result if self.positions is None else result.index_select(0, self.positions)
-        return self.row_sum(copies, self.table_rows, use_fp32=True)
+        return self.row_sum(copies)
 
 
 def looked_up(table: torch.Tensor, lookup: Lookup) -> torch.Tensor:

@@ -36,10 +36,11 @@ from varcomm.errors import LaunchError, MissingModuleError
 from varcomm.transport.environment import Place
 from varcomm.transport.fresh_store import meeting_store
 from varcomm.transport.mpi import pmi
-from varcomm.transport.mpi.progress import move_on
 
 try:
     from mpi4py import MPI
+
+    from varcomm.transport.mpi.progress import move_on
 except (ImportError, RuntimeError) as error:  # a RuntimeError where no libmpi can be loaded
     raise MissingModuleError(
         'backend "mpi" needs mpi4py and an MPI library: pip install "varcomm[mpi]". '
@@ -52,7 +53,7 @@ _PAUSE = 0.005  # seconds between two looks at who else has come to the end
 
 
 def start(place: Place, limit: timedelta) -> Store:
-    """Start MPI unless it is started, and check that it knows the ranks as `place` does; collective.
+    """Start MPI unless it is started, and check that it knows the ranks of `place`; collective.
 
     MPI that is started here is ended at exit, when all ranks have come there; not after an uncaught
     exception, so that the launcher sees a rank that has failed and ends the others.
@@ -80,13 +81,13 @@ def start(place: Place, limit: timedelta) -> Store:
     """
     store: Store | None = None
     if not MPI.Is_initialized():
+        _refuse_launcher(place)
         if place.managed:
             _initialize(limit)
         elif place.size == 1:
             with _variables({}):
                 _initialize(limit)
         else:
-            _refuse_open_mpi(place)
             store = meeting_store(place, limit)
             with _variables(_process_manager(place, store, limit)):
                 _initialize(limit)
@@ -129,8 +130,8 @@ def _check(place: Place) -> None:
         raise LaunchError(
             f"this is rank {place.rank} of {place.size} to {place.launcher}, but rank {world.rank} "
             f"of {world.size} to MPI ({library}). Start it by the mpiexec of that library, or have "
-            "mpi4py load another one (MPI4PY_LIBMPI); and let nobody start MPI before varcomm.init, "
-            "as `from mpi4py import MPI` does, unless a launcher of MPI has started the ranks."
+            "mpi4py load another one (MPI4PY_LIBMPI); and unless a launcher of MPI has started the "
+            "ranks, let nobody start MPI before varcomm.init, as `from mpi4py import MPI` does."
         )
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise LaunchError(
@@ -159,13 +160,19 @@ def _store(limit: timedelta) -> Store:
     return store or TCPStore(host, port, world.size, False, limit, wait_for_workers=False)
 
 
-def _refuse_open_mpi(place: Place) -> None:
-    name = MPI.get_vendor()[0]
-    if name == "Open MPI":
+def _refuse_launcher(place: Place) -> None:
+    """Refuse one under which the library would end the process, or be alone."""
+    library = MPI.get_vendor()[0]
+    this = f"rank {place.rank} of {place.size}, started by {place.launcher}"
+    if library == "Open MPI" and place.size > 1 and not place.managed:
         raise LaunchError(
-            f"{name} can only be started by its own mpirun, or by srun --mpi=pmix; this is rank "
-            f"{place.rank} of {place.size}, started by {place.launcher}. Use one of these, or "
-            "MPICH, which any launcher may start: pip install mpich."
+            f"Open MPI can only be started by its mpirun, or by srun --mpi=pmix; this is {this}. "
+            "Use one of these, or MPICH, which any launcher may start: pip install mpich."
+        )
+    if library != "Open MPI" and place.launcher == "Open MPI":
+        raise LaunchError(
+            f"this is {this}, but mpi4py has loaded {library}. Start it by its mpiexec, or "
+            "have mpi4py load Open MPI: MPI4PY_MPIABI=openmpi."
         )
 
 
@@ -173,12 +180,12 @@ def _process_manager(place: Place, store: Store, limit: timedelta) -> dict[str, 
     """Meet the others at a process manager of our own, and return what MPI must know of it."""
     point = urlsplit(str(place.meeting_point))
     host = point.hostname or ("127.0.0.1" if point.scheme == "file" else os.environ["MASTER_ADDR"])
+    seconds = limit.total_seconds()
     if place.rank == 0:
         name = uuid.uuid4().hex
         with _listener(host) as listener:
             subprocess.run(
-                [sys.executable, "-I", "-S", pmi.__file__]
-                + [str(place.size), str(limit.total_seconds())],
+                [sys.executable, "-I", "-S", pmi.__file__, str(place.size), str(seconds)],
                 stdin=listener.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -187,19 +194,23 @@ def _process_manager(place: Place, store: Store, limit: timedelta) -> dict[str, 
             )
             store.set("varcomm/pmi", f"{listener.getsockname()[1]} {name}")
     port, name = store.get("varcomm/pmi").decode().split()
+    this = f"rank {place.rank} of {place.size}"
     try:
-        connection = socket.create_connection((host, int(port)), limit.total_seconds())
-        connection.sendall(f"{name}\n".encode())
-        answer = connection.recv(1)  # when all are there
+        connection = socket.create_connection((host, int(port)), seconds)
     except OSError as error:
         raise LaunchError(
-            f"rank {place.rank} of {place.size} cannot meet the others at {host}:{port}, where "
-            f"rank 0 runs a process manager for MPI: {error}."
+            f"{this} cannot reach {host}:{port}, where rank 0 runs a process manager for MPI: "
+            f"{error}."
         ) from error
-    if not answer:
+    all_there = b""
+    with suppress(OSError):
+        connection.sendall(f"{name}\n".encode())
+        all_there = connection.recv(1)
+    if not all_there:
+        connection.close()
         raise LaunchError(
-            f"rank {place.rank} of {place.size} cannot start MPI: another rank has ended before "
-            f"that, or has not come within {limit.total_seconds():g} s."
+            f"{this} cannot start MPI: another rank has ended before that, or has not come within "
+            f"{seconds:g} s."
         )
     connection.settimeout(None)  # MPI knows nothing of limits
     # MPI talks to it until its end, so that this object must not close it.

@@ -1,0 +1,1 @@
+"""``python -m varcomm bench``: varcomm beside bare schedules and beside other libraries."""
