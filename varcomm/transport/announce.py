@@ -35,14 +35,13 @@ def announce(group: Group, src: int, local: Callable[[], dict[str, Any]]) -> dic
             message = local()
         except ArgumentError as error:
             failure, message = error, {"error": _cut(str(error))}
-    told = np.frombuffer(bytearray(json.dumps(message).encode().ljust(_LENGTH, b"\0")), np.uint8)
-    data, device = torch.from_numpy(told), group.device()
-    if device.type != "cpu":  # inside torch's transforms, no operation gives a plain tensor
-        data = data.to(device)
-    for work in engine_for(group, data.device).broadcast(group, data, src):
-        work.wait()
-    answer = told.tobytes() if device.type == "cpu" else bytes(data.tolist())
-    message = json.loads(answer.rstrip(b"\0"))
+    told = json.dumps(message).encode().ljust(_LENGTH, b"\0")
+    # by plain tensors, also inside torch.func's transforms, which would wrap them
+    with torch._C._DisableFuncTorch():
+        data = torch.from_numpy(np.frombuffer(bytearray(told), np.uint8)).to(group.device())
+        for work in engine_for(group, data.device).broadcast(group, data, src):
+            work.wait()
+        message = json.loads(data.cpu().numpy().tobytes().rstrip(b"\0"))
     if failure is not None:
         raise failure
     if "error" in message:
