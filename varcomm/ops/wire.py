@@ -27,6 +27,7 @@ __all__ = [
     "flat",
     "like",
     "memory_format",
+    "one_way",
     "pack",
     "rest",
     "taken",
@@ -42,40 +43,46 @@ def all_to_all(
     values: torch.Tensor,
     send: Sequence[int],
     recv: Sequence[int],
+    out: torch.Tensor | None = None,
 ) -> tuple[Sequence[CheckedWork], torch.Tensor]:
-    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive."""
-    out = values.new_empty(sum(recv))
-    sends, receives = _noted(name, group, values, send, recv)
+    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive.
+
+    It arrives in the flat `out`, if there is one.
+    """
+    out = values.new_empty(sum(recv)) if out is None else out
+    receives, sends = _noted(name, group, values, recv, send)
     engine = engine_for(group, values.device)
     return engine.all_to_all(group, as_bytes(out), as_bytes(values), receives, sends), out
 
 
 def exchange(
-    name: str,
-    group: Group,
-    values: torch.Tensor,
-    send: Sequence[int],
-    recv: Sequence[int],
-    out: torch.Tensor | None = None,
+    name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
 ) -> tuple[Works, torch.Tensor]:
-    """Do the same where few ranks have anything for each other, as the neighbours of a plan.
-
-    It arrives in the flat `out`, if there is one.
-    """
-    out = values.new_empty(sum(recv)) if out is None else out
-    sends, receives = _noted(name, group, values, send, recv)
+    """Do the same where few ranks have anything for each other, as the neighbours of a plan."""
+    out = values.new_empty(sum(recv))
+    receives, sends = _noted(name, group, values, recv, send)
     engine = engine_for(group, values.device)
     return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends), out
 
 
-def _noted(
+def one_way(
     name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
+) -> tuple[Works, torch.Tensor]:
+    """Do the same where one rank has something for all, or all have something for one."""
+    out = values.new_empty(sum(recv))
+    receives, sends = _noted(name, group, values, recv, send)
+    engine = engine_for(group, values.device)
+    return engine.one_way(group, as_bytes(out), as_bytes(values), receives, sends), out
+
+
+def _noted(
+    name: str, group: Group, values: torch.Tensor, recv: Sequence[int], send: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Return counts as bytes, after they have been counted."""
     width = values.element_size()
-    sends, receives = [n * width for n in send], [n * width for n in recv]
+    receives, sends = [n * width for n in recv], [n * width for n in send]
     note(name, group, sends, receives)
-    return sends, receives
+    return receives, sends
 
 
 def all_gather(

@@ -92,6 +92,17 @@ class Engine(ABC):
         """Do the same where few ranks have anything for each other; all ranks call the same."""
 
     @abstractmethod
+    def one_way(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[Work]:
+        """Do the same where one rank has something for all, or all have something for one."""
+
+    @abstractmethod
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Overwrite `data` on every rank by that of `src`."""
 

@@ -50,7 +50,7 @@ class NCCL(Engine):
         return [dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)]
 
     # NCCL leaves empty messages out by itself
-    exchange = all_to_all
+    exchange = one_way = all_to_all
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Through NCCL's own."""

@@ -56,6 +56,19 @@ class Staged(Engine):
         works = self.engine.exchange(group, arriving, _fetched(data), recv, send)
         return [_Arrival(works, arriving, out)]
 
+    def one_way(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+    ) -> Sequence[Work]:
+        """Stage what is sent, and what is received."""
+        arriving = _empty(out)
+        works = self.engine.one_way(group, arriving, _fetched(data), recv, send)
+        return [_Arrival(works, arriving, out)]
+
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Stage `data`, which only the root has to fetch."""
         moving = _fetched(data) if group.rank == src else _empty(data)

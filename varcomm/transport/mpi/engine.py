@@ -80,7 +80,7 @@ class MPIEngine(Engine):
         _keep_own(out, data, places[rank] - recv[rank], pieces[rank] - send[rank], send[rank])
         return works
 
-    exchange = all_to_all
+    exchange = one_way = all_to_all
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Through MPI's own, which is a tree."""
