@@ -131,7 +131,7 @@ def allowed(name, s, rank, y, x):
             "transpose_v": x.numel(),
             "shard_v": 0,
             "all_reduce": s.ranks * x.numel(),
-            "reduce": s.ranks * x.numel() * at_root,
+            "reduce": x.numel() * (1 + at_root),  # the sum of a piece, and at the root all pieces
             "broadcast": x.numel() * at_root,
         }[name]
     )
