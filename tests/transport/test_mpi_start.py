@@ -221,3 +221,11 @@ def test_open_mpi_needs_its_own_launcher(monkeypatch):
     message = r"Open MPI can only be started by its mpirun.*rank 1 of 2, started by torchrun"
     with pytest.raises(LaunchError, match=message):
         join(Place(1, 2, 1, "env://", "torchrun"), "mpi", 5)
+
+
+@pytest.mark.parametrize("backend", ["cpu:mpi,cuda:nccl", "cpu:gloo,cuda:mpi"])
+def test_mpi_is_not_combined(backend):
+    with pytest.raises(
+        varcomm.ArgumentError, match=f"cannot be combined with others; got '{backend}'"
+    ):
+        varcomm.init(backend)

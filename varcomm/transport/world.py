@@ -30,7 +30,6 @@ __all__ = ["World", "init", "join", "seconds"]
 
 logger = logging.getLogger("varcomm")
 
-_MPI = r"\bmpi\b"  # in "mpi" and "cpu:mpi,cuda:nccl"
 _LONGEST = 24 * 86_400.0  # seconds; poll() counts milliseconds in an int
 
 
@@ -87,7 +86,8 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     Raises
     ------
     ArgumentError
-        If `timeout` is not a positive number or timedelta.
+        If `timeout` is not a positive number or timedelta, or MPI is to be combined with another
+        backend.
     LaunchError
         If the launcher's variables are incomplete or contradict each other, if the host has fewer
         GPUs than ranks, or if the ranks do not find each other.
@@ -126,6 +126,12 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     limit = timedelta(seconds=seconds(timeout))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if _asks_for_mpi(backend) and backend != "mpi":
+        # a group that is written in Python takes the place of all that torch would combine
+        raise ArgumentError(
+            'backend "mpi" serves tensors on every device and cannot be combined with others; '
+            f'got {backend!r}. Take "mpi" alone.'
+        )
     device = None
     if "nccl" in backend:
         device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
@@ -138,7 +144,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
 
             store = start(place, limit)
             mpi.register()
-            engine = re.sub(_MPI, mpi.BACKEND, backend)
+            engine = mpi.BACKEND
         else:
             store = meeting_store(place, limit)
         dist.init_process_group(
@@ -178,7 +184,7 @@ def seconds(timeout: object) -> float:
 
 
 def _asks_for_mpi(backend: str | None) -> bool:
-    return backend is not None and re.search(_MPI, backend) is not None
+    return backend is not None and re.search(r"\bmpi\b", backend) is not None
 
 
 def _gpu(place: Place, visible: int) -> int:
