@@ -229,3 +229,21 @@ def test_mpi_is_not_combined(backend):
         varcomm.ArgumentError, match=f"cannot be combined with others; got '{backend}'"
     ):
         varcomm.init(backend)
+
+
+def test_child_that_is_forked_leaves_its_parent_alone(start):
+    code = TOTAL + (
+        "pid = os.fork()\n"
+        "if not pid: sys.exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "dist.all_reduce(total)\n" + TELL
+    )
+    done = start(MPIEXEC, 2, code)
+    assert lines(done) == ["0 2 0 cpu 6", "1 2 1 cpu 6"]
+
+
+def test_rank_that_is_gone_is_not_waited_for_at_the_end_for_ever(start):
+    code = TOTAL.replace("timeout=40", "timeout=8") + "if world.rank == 1: os._exit(0)\n"
+    done = start(TORCHRUN, 2, code)
+    assert done.returncode != 0
+    assert "after 8 s not all ranks have come to their end" in done.stderr

@@ -229,3 +229,83 @@ def test_futures_are_done_by_the_end_of_backward(mpi_worlds):
     assert got[0] == 1.0
     assert got[1] == 2.0
     assert sorted(got[2:]) == [True, 3.0, 5.0]
+
+
+def while_others_are_waited_for(rank):
+    """A work goes on while its rank waits for what is no MPI: a group on Gloo, a sleep."""
+    other = dist.new_group(backend="gloo")
+    x = torch.full((1 << 20,), float(rank))
+    work = dist.all_reduce(x, async_op=True)
+    if rank == 0:
+        dist.barrier(group=other)
+        work.wait()
+    else:
+        work.wait()
+        dist.barrier(group=other)
+    y, began = torch.full((1 << 20,), float(rank)), time.monotonic()
+    work = dist.all_reduce(y, async_op=True)
+    if rank == 0:
+        time.sleep(2)
+    work.wait()
+    seconds = time.monotonic() - began
+    dist.destroy_process_group(other)
+    return x.unique().tolist(), y.unique().tolist(), seconds
+
+
+def test_works_go_on_by_themselves(mpi_worlds):
+    (_, _, slept), (*sums, waited) = mpi_worlds.run(2, while_others_are_waited_for, timeout=30)
+    assert sums == [[1.0], [1.0]]
+    assert waited < 1.5 < slept
+
+
+def future_before_a_message(rank):
+    """Rank 0 asks for the future of what rank 1 calls only after it has got a message."""
+    x, message = torch.full((4,), float(rank)), torch.ones(1)
+    if rank == 0:
+        future = dist.all_reduce(x, async_op=True).get_future()
+        dist.send(message, 1)
+        future.wait()
+    else:
+        dist.recv(message, 0)
+        dist.all_reduce(x)
+    return x.tolist()
+
+
+def test_asking_for_a_future_does_not_wait(mpi_worlds):
+    assert mpi_worlds.run(2, future_before_a_message, timeout=30) == [[1.0] * 4] * 2
+
+
+def several_tensors_in_threads(rank):
+    """Works of many tensors are made in one thread while another one keeps all going."""
+    groups = [dist.new_group() for _ in range(3)]
+    failures = []
+
+    def call(group, gather):
+        try:
+            for _ in range(60):
+                xs = [torch.full((5000,), float(rank + i)) for i in range(4)]
+                if gather:
+                    lists = [[torch.empty(5000) for _ in xs] for _ in range(2)]
+                    dist.all_gather_coalesced(lists, xs, group=group, async_op=True).wait()
+                    assert all(
+                        y[0] == r + i for r, ys in enumerate(lists) for i, y in enumerate(ys)
+                    )
+                else:
+                    dist.all_reduce_coalesced(xs, group=group, async_op=True).wait()
+                    assert all(x[0] == 2 * i + 1 for i, x in enumerate(xs))
+        except BaseException as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=call, args=(g, i % 2)) for i, g in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return failures
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.all_.*_coalesced")
+def test_several_tensors_in_several_threads(mpi_worlds):
+    assert mpi_worlds.run(2, several_tensors_in_threads, timeout=60) == [[], []]

@@ -144,11 +144,17 @@ def test_sums_by_operation_and_by_peer_of_the_world(worlds):
 def test_printed(worlds):
     table = str(worlds.run(3, among_some)[0]).splitlines()
     assert table == [
-        "operation                  calls    sent           bytes  received           bytes",
-        "all_gather_v                   2       2              12         1               4",
-        "scatter_v                      1       1              24         0               0",
-        "total                          3       3              36         1               4",
+        "operation     calls  sent  bytes  received  bytes",
+        "all_gather_v      2     2     12         1      4",
+        "scatter_v         1     1     24         0      0",
+        "total             3     3     36         1      4",
         "",
-        "peer                       calls    sent           bytes  received           bytes",
-        "rank 2                         3       3              36         1               4",
+        "peer          calls  sent  bytes  received  bytes",
+        "rank 2            3     3     36         1      4",
     ]
+
+
+def test_large_numbers_keep_apart():
+    calls = Trace([Call("an operation of a long name indeed", {1: 10**20}, {})])
+    first, *_ = str(calls).splitlines()[1:]
+    assert first.split()[-4:] == ["1", "100,000,000,000,000,000,000", "0", "0"]

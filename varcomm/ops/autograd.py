@@ -63,9 +63,13 @@ def apply_with_token(
     recorded = is_recorded(x, token)
     if torch._C._are_functorch_transforms_active():
         return _ApplyInTransforms.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
-    if recorded or forward_ad.unpack_dual(x).tangent is not None:
+    if recorded or _has_tangent(x) or (token is not None and _has_tangent(token)):
         return _Apply.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
     return _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _applied(operator: Operator, x: torch.Tensor, recorded: bool) -> torch.Tensor:
@@ -99,8 +103,7 @@ class _Apply(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
         checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
-        passed_on = token + of_token if torch.is_grad_enabled() else token
-        result, passed_on = apply_with_token(adjoint, gradient, passed_on)
+        result, passed_on = apply_with_token(adjoint, gradient, token + of_token)
         return result, passed_on if ctx.has_token else None, None, None
 
     @staticmethod

@@ -128,34 +128,29 @@ class Trace(Sequence[Call]):
 
     def __str__(self) -> str:
         """Return the table."""
-        operations = list(self.by_operation().items())
-        peers = [(f"rank {rank}", traffic) for rank, traffic in self.by_peer().items()]
-        lines = [
-            _line("operation", "calls", "sent", "bytes", "received", "bytes"),
-            *(_traffic_line(name, traffic) for name, traffic in operations),
-            _traffic_line("total", self.total),
-            "",
-            _line("peer", "calls", "sent", "bytes", "received", "bytes"),
-            *(_traffic_line(name, traffic) for name, traffic in peers),
+        peers = {f"rank {rank}": traffic for rank, traffic in self.by_peer().items()}
+        rows = [
+            ("operation", *_COLUMNS),
+            *_numbers({**self.by_operation(), "total": self.total}),
+            ("peer", *_COLUMNS),
+            *_numbers(peers),
         ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        lines.insert(len(rows) - 1 - len(peers), "")
         return "\n".join(lines)
 
 
-def _traffic_line(name: str, traffic: Traffic) -> str:
-    numbers = (
-        traffic.calls,
-        traffic.messages_sent,
-        traffic.sent,
-        traffic.messages_received,
-        traffic.received,
-    )
-    return _line(name, *(f"{number:,}" for number in numbers))
+_COLUMNS = ("calls", "sent", "bytes", "received", "bytes")
 
 
-def _line(name: str, *cells: str) -> str:
-    return f"{name:<24}" + "".join(
-        cell.rjust(width) for cell, width in zip(cells, (8, 8, 16, 10, 16), strict=True)
-    )
+def _numbers(sums: dict[str, Traffic]) -> Iterator[tuple[str, ...]]:
+    for name, t in sums.items():
+        numbers = (t.calls, t.messages_sent, t.sent, t.messages_received, t.received)
+        yield name, *(f"{number:,}" for number in numbers)
 
 
 # Traces that are being filled. Backward runs in threads of its own, so this is not thread-local.
@@ -187,12 +182,12 @@ def trace() -> Iterator[Trace]:
     >>> t[0]
     Call(name='all_gather_v', sent_to={1: 4}, received_from={1: 8})
     >>> print(t)
-    operation                  calls    sent           bytes  received           bytes
-    all_gather_v                   1       1               4         1               8
-    total                          1       1               4         1               8
+    operation     calls  sent  bytes  received  bytes
+    all_gather_v      1     1      4         1      8
+    total             1     1      4         1      8
     <BLANKLINE>
-    peer                       calls    sent           bytes  received           bytes
-    rank 1                         1       1               4         1               8
+    peer          calls  sent  bytes  received  bytes
+    rank 1            1     1      4         1      8
     """
     calls = Trace()
     _listening.append(calls)

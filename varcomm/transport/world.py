@@ -126,7 +126,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     limit = timedelta(seconds=seconds(timeout))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if _asks_for_mpi(backend) and backend != "mpi":
+    if _asks_for_mpi(backend) and backend.lower() != "mpi":
         # a group that is written in Python takes the place of all that torch would combine
         raise ArgumentError(
             'backend "mpi" serves tensors on every device and cannot be combined with others; '
@@ -163,7 +163,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
         ) from error
-    atexit.register(_leave, weakref.ref(dist.group.WORLD))
+    atexit.register(_leave, weakref.ref(dist.group.WORLD), os.getpid())
     logger.debug(
         "rank %d of %d joined by %s, backend %s", place.rank, place.size, place.launcher, backend
     )
@@ -184,7 +184,7 @@ def seconds(timeout: object) -> float:
 
 
 def _asks_for_mpi(backend: str | None) -> bool:
-    return backend is not None and re.search(r"\bmpi\b", backend) is not None
+    return backend is not None and re.search(r"\bmpi\b", backend.lower()) is not None
 
 
 def _gpu(place: Place, visible: int) -> int:
@@ -210,7 +210,7 @@ def _local_rank(rank: int) -> int:
     return place.local_rank if place.rank == rank else rank
 
 
-def _leave(group: Callable[[], object]) -> None:
+def _leave(group: Callable[[], object], owner: int) -> None:
     """Destroy the process group at exit, if it is still the one that `join` created.
 
     `group` refers to it weakly, so that nothing keeps it once it is destroyed and its threads are
@@ -219,6 +219,9 @@ def _leave(group: Callable[[], object]) -> None:
     # After an uncaught exception the peers may wait in a collective: leave without a farewell that
     # needs them.
     failed = getattr(sys, "last_value", None) is not None
-    if not failed and dist.is_initialized() and dist.group.WORLD is group():
+    forked = os.getpid() != owner  # a child of a rank has its memory, and no part in the group
+    if forked or failed or not dist.is_initialized():
+        return
+    if dist.group.WORLD is group():
         dist.destroy_process_group()
         gc.collect()  # cycles, as of a model and its hooks, hold the group too

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import os
 import re
 import socket
@@ -48,6 +49,8 @@ except (ImportError, RuntimeError) as error:  # a RuntimeError where no libmpi c
     ) from error
 
 __all__ = ["start"]
+
+logger = logging.getLogger("varcomm")
 
 _PAUSE = 0.005  # seconds between two looks at who else has come to the end
 
@@ -91,7 +94,7 @@ def start(place: Place, limit: timedelta) -> Store:
             store = meeting_store(place, limit)
             with _variables(_process_manager(place, store, limit)):
                 _initialize(limit)
-        atexit.register(_finish)
+        atexit.register(_finish, os.getpid(), limit)
     _check(place)
     if store is None:
         store = HashStore() if place.size == 1 else _store(limit)
@@ -242,13 +245,30 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
         os.environ.update(others)
 
 
-def _finish() -> None:
-    """End MPI, when all ranks have come to their end."""
-    if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
+def _finish(owner: int, limit: timedelta) -> None:
+    """End MPI, when all ranks have come to their end.
+
+    Where one of them is gone, or takes longer than `limit`, this rank leaves without: whoever has
+    started the ranks then sees one that has failed.
+    """
+    # a child that a rank has forked has no part in MPI
+    forked, failed = os.getpid() != owner, getattr(sys, "last_value", None) is not None
+    if forked or failed or MPI.Is_finalized():
         return
     # MPI would wait as well, but with all of a processor, and without any other thread.
-    all_here = MPI.COMM_WORLD.Ibarrier()
+    all_here, end = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + limit.total_seconds()
     while not all_here.Test():
+        if time.monotonic() > end:
+            logger.error(
+                "rank %d of %d: after %g s not all ranks have come to their end; it leaves MPI "
+                "without them.",
+                MPI.COMM_WORLD.rank,
+                MPI.COMM_WORLD.size,
+                limit.total_seconds(),
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exit handler has no other way to tell
         move_on()  # others may wait for what this rank has under way
         time.sleep(_PAUSE)
     MPI.Finalize()

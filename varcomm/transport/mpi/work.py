@@ -15,6 +15,7 @@ from varcomm.transport.mpi.progress import (
     keep,
     keep_for_good,
     move_on,
+    one_at_a_time,
     poll,
     too_late,
 )
@@ -65,6 +66,10 @@ class Work(dist.Work):
 
     def advance(self) -> bool:
         """Go on to the next round, if this one is done; return whether all are."""
+        with one_at_a_time:  # of this and of works that it is made of, whichever thread asks
+            return self._advanced()
+
+    def _advanced(self) -> bool:
         while not self._done:
             try:
                 if self._requests and not _test_all(self._requests):
@@ -132,7 +137,7 @@ class Work(dist.Work):
 
         Whoever waits for it in C++ does not poll, as the reducer of DistributedDataParallel at the
         end of a backward. So where a backward runs this is waited for at its end, before what
-        asked later to be called then, which the reducer does; elsewhere at once.
+        asked later to be called then, which the reducer does; elsewhere a thread goes on for it.
         """
         if self._future is None:
             self._future = _Future(self)
@@ -140,8 +145,6 @@ class Work(dist.Work):
                 self._future.settle(self._result, self._error)
             elif torch._C._current_autograd_node() is not None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
-            else:
-                self.wait()
         return self._future
 
 
