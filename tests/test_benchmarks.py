@@ -35,6 +35,7 @@ RUNS = {
         ["--ranks", "2", "--columns", "300", "--layers", "2", "--steps", "1", "--repeats", "1"],
         "varcomm ShardedGradients",
     ),
+    "python_time.py": (["--samples", "2"], "us for each"),
     "mpi_schedules.py": (["--bytes", "768", "--repeats", "5"], "broadcast, 2 ranks, us"),
     "linears.py": (
         ["--rows", "21", "--inputs", "8", "--outputs", "6", "--repeats", "2"],
