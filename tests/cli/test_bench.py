@@ -159,6 +159,9 @@ def test_ranks_may_be_those_of_a_job(tmp_path):
         (["--seconds", "-1"], "'-1' is no positive number of seconds"),
         (["--seconds", "long"], "'long' is no positive number of seconds"),
         (["--repeat", "none"], "'none' is no positive whole number"),
+        (["--sizes", "99999999999G"], "'99999999999G' is more than the "),
+        (["--sizes", "9" * 5000], "9' is no number of bytes"),
+        (["--json", "/"], "/ cannot be written: Is a directory"),
         (["--json", "/nowhere/at/all/run.json"], "there is no folder /nowhere/at/all for run.json"),
     ],
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -231,14 +232,45 @@ class Result:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Result:
-        """Read what :func:`dataclasses.asdict` made of a result."""
-        return cls(
+        """Read what :func:`dataclasses.asdict` made of a result.
+
+        Whatever is not as it was made is a ValueError, a KeyError or a TypeError.
+        """
+        result = cls(
             **record
             | {
                 "case": Case(**record["case"]),
                 "timings": tuple(Timing(**timing) for timing in record["timings"]),
             }
         )
+        parts: list[Result | Case | Timing] = [result, result.case, *result.timings]
+        for part in parts:
+            _check_kinds(part)
+        kinds = [timing.kind for timing in result.timings]
+        if kinds[:1] != [OURS] or not set(kinds) <= {OURS, FLOOR, PEER, COPY}:
+            raise ValueError(f"timings of {kinds}")
+        if not all(timing.seconds > 0 and timing.ratio > 0 for timing in result.timings):
+            raise ValueError("a timing that is not positive")
+        return result
+
+
+# How the fields of records are annotated, and what a file may have there.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "float": (int, float),
+    "dict[str, str]": dict,
+}
+
+
+def _check_kinds(record: Result | Case | Timing) -> None:
+    for place in fields(record):
+        value, kind = getattr(record, place.name), _KINDS.get(str(place.type), object)
+        if not isinstance(value, kind):
+            raise TypeError(f"{place.name} is {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{place.name} is {value!r}")
 
 
 def _slowest(turn: tuple[float | None, ...]) -> float | None:

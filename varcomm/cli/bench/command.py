@@ -16,8 +16,9 @@ import torch
 
 from varcomm.cli.bench import table
 from varcomm.cli.bench.case import Case, Result
+from varcomm.cli.bench.files import check_writable, is_kept
 from varcomm.cli.bench.plot import checked_figure, plot
-from varcomm.cli.bench.ranks import Here, Pool, is_launched, pool
+from varcomm.cli.bench.ranks import Here, Pool, is_first, is_launched, pool
 from varcomm.cli.bench.report import Report, described
 from varcomm.cli.bench.sizes import checked_skew, to_bytes
 from varcomm.cli.bench.suites.all import SUITES, checked_operations
@@ -119,16 +120,19 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measure, or read, and show."""
     if options.plot:
         checked_figure(options.plot)
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"there is no folder {path.absolute().parent} for {path.name}")
+    speaks = is_first()
+    if speaks:
+        try:
+            for path in filter(None, (options.json, options.plot)):
+                check_writable(path)
+        except ArgumentError as error:
+            parser.error(str(error))
     if options.source:
-        report = Report.load(options.source)
-        _begin(report)
-        for result in report.results:
-            print(table.row(result))
-        _show(report, options)
+        if speaks:
+            _show_again(Report.load(options.source), options)
         return 0
+    if options.engine == "nccl" and not torch.cuda.is_available():
+        parser.error("--engine nccl: this machine has no GPU that torch can use")
     suites = list(dict.fromkeys(options.suite or ["ops"]))
     try:
         operations = checked_operations(suites, options.operations)
@@ -140,16 +144,30 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if here is not None and options.world not in (None, [here.size]):
         parser.error(f"this job has {here.size} ranks: leave --world out")
     options.world = [here.size] if here else options.world or [2, 3]
-    speaks = here is None or here.rank == 0
     with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if speaks else nowhere):
         report = Report(described(options.engine, _command()), [])
         _begin(report)
-        for result in _measured(options, operations, here):
-            report.results.append(result)
-            print(table.row(result), flush=True)
-        if speaks:
+        stopped = False
+        try:
+            for result in _measured(options, operations, here):
+                report.results.append(result)
+                print(table.row(result), flush=True)
+                if speaks and options.json and is_kept(options.json):
+                    report.save(options.json)
+        except KeyboardInterrupt:
+            stopped = True
+        if speaks and (report.results or not stopped):
             _show(report, options)
-    return 0
+    if stopped and speaks:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+    return 130 if stopped else 0
+
+
+def _show_again(report: Report, options: argparse.Namespace) -> None:
+    _begin(report)
+    for result in report.results:
+        print(table.row(result))
+    _show(report, options)
 
 
 def _begin(report: Report) -> None:

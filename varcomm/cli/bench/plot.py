@@ -46,7 +46,14 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
     All panels are of one engine, number of ranks, dtype and kind of shards: those of the result
     with the most uneven shards. A picture of all would be none.
+
+    Raises
+    ------
+    ArgumentError
+        If there are no results.
     """
+    if not results:
+        raise ArgumentError(f"--plot {path}: there are no results to draw.")
     figure_type, canvas_type = checked_figure(path)
     chosen = _chosen(results)
     panels: dict[tuple[str, str], list[Result]] = {}

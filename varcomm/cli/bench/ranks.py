@@ -14,7 +14,7 @@ from varcomm.transport import environment
 from varcomm.transport.agree import share
 from varcomm.transport.group import resolve
 
-__all__ = ["Here", "Pool", "is_launched", "pool"]
+__all__ = ["Here", "Pool", "is_first", "is_launched", "pool"]
 
 T = TypeVar("T")
 
@@ -61,6 +61,12 @@ class Here:
 def is_launched() -> bool:
     """Tell whether a launcher has started this process as one of several ranks, or torch knows."""
     return dist.is_initialized() or environment.read(os.environ).meeting_point is not None
+
+
+def is_first() -> bool:
+    """Tell whether this process is the one that speaks for its job."""
+    rank = dist.get_rank() if dist.is_initialized() else environment.read(os.environ).rank
+    return rank == 0
 
 
 def pool(world: int, engine: str) -> Pool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from varcomm.cli.bench.case import Result
+from varcomm.cli.bench.files import write_whole
 from varcomm.cli.bench.peers.offer import versions
 from varcomm.errors import ArgumentError
 
@@ -40,7 +41,7 @@ class Report:
     results: list[Result]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write it as JSON, all of it or nothing."""
         record = {
             "format": _FORMAT,
             "about": self.about,
@@ -49,7 +50,7 @@ class Report:
                 for result in self.results
             ],
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(path, json.dumps(record, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Report:
@@ -64,8 +65,9 @@ class Report:
             record = json.loads(path.read_text())
             if record["format"] != _FORMAT:
                 raise KeyError("format")
-            return cls(record["about"], [_result(entry) for entry in record["results"]])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            about = {str(name): str(value) for name, value in record["about"].items()}
+            return cls(about, [_result(entry) for entry in record["results"]])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ArgumentError(
                 f"{path} is no report of this command's --json: {error!r}"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -18,10 +19,21 @@ def to_bytes(text: str) -> int:
     >>> to_bytes("768"), to_bytes("16K"), to_bytes("1M")
     (768, 16384, 1048576)
     """
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    found = re.fullmatch(r"(\d{1,30})([KMG]?)", text.strip().upper())
     if found is None or int(found[1]) == 0:
         raise ArgumentError(f"{text!r} is no number of bytes: write 768, 16K, 1M or 1G.")
-    return int(found[1]) * _UNITS[found[2]]
+    number = int(found[1]) * _UNITS[found[2]]
+    if number > (memory := _memory()):
+        raise ArgumentError(f"{text!r} is more than the {memory / 2**30:.3g}G of this machine.")
+    return number
+
+
+def _memory() -> int:
+    """Return the bytes of memory here, or a number that none has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 2**50
 
 
 def checked_skew(text: str) -> str:

@@ -18,6 +18,9 @@ AllToAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]
 # called as way(x, layout=layout)
 Way: TypeAlias = Callable[..., torch.Tensor]
 
+# Elements that are widened at a time, so that they stay in the cache: 1 MiB of fp32.
+_BLOCK = 256 * 1024
+
 
 def by_messages(exchange: Messages) -> dict[str, Way]:
     """Return the primitives, of messages into views."""
@@ -117,7 +120,7 @@ def _with_indices(ways: dict[str, Way]) -> dict[str, Way]:
 
     def sum_rows(x: torch.Tensor, layout: Layout) -> torch.Tensor:
         back = move(x, layout)
-        if back.dtype.itemsize >= 4:
+        if back.is_cpu or back.dtype.itemsize >= 4:  # on a CPU torch sums narrow floats in fp32
             return back.new_zeros(layout.mine, layout.width).index_add_(0, layout.home, back)
         total = torch.zeros(layout.mine, layout.width, dtype=torch.float32, device=x.device)
         return total.index_add_(0, layout.home, back.float()).to(x.dtype)
@@ -126,16 +129,27 @@ def _with_indices(ways: dict[str, Way]) -> dict[str, Way]:
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add in rank order; narrow floats in fp32, rounded once."""
+    """Add in rank order; narrow floats in fp32, rounded once, and block by block."""
     first, *others = parts
     if not others:
         return first.clone()
     if first.dtype.itemsize >= 4:
-        total = first + others[0]
+        total = torch.add(first, others[0])
         for part in others[1:]:
             total += part
         return total
+    if not first.is_cpu or first.numel() <= _BLOCK:
+        return _widened(parts).to(first.dtype)
+    total = torch.empty_like(first)
+    split = (part.view(-1).split(_BLOCK) for part in (total, *parts))
+    for place, *blocks in zip(*split, strict=True):
+        place.copy_(_widened(blocks))
+    return total
+
+
+def _widened(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = parts
     wide = first.float()
     for part in others:
         wide += part
-    return wide.to(first.dtype)
+    return wide
