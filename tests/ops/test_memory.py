@@ -140,7 +140,6 @@ def allowed(name, s, rank, y, x):
 def check_copies(rank, name):
     failures = Failures()
     for dim in (0, 1, -1):
-        # beyond what Gloo's all-gather repeats
         for sizes in ((700, 0, 1010), (500, 600, 500)):
             s = Setting(sizes, dim, (5, 4), root=2)
             c = PRIMITIVES[name](s)

@@ -10,12 +10,12 @@ from varcomm.transport.gloo import _abandoned
 
 
 def dropped(rank, elements):
-    """One rank waits for what it has started, the others forget it."""
+    """Two of three ranks forget what they have started, the root of it does not."""
     sizes = [elements, 2 * elements, 0]
     mine = torch.full((sizes[rank],), float(rank))
     whole = torch.cat([torch.full((n,), float(r)) for r, n in enumerate(sizes)])
     for _ in range(3):
-        handle = varcomm.all_gather_v(mine, sizes, async_op=True)
+        handle = varcomm.gather_v(mine, sizes, dst=1, async_op=True)
         if rank == 1:
             assert torch.equal(handle.wait(), whole)
         del handle
@@ -26,17 +26,16 @@ def dropped(rank, elements):
 
 def test_what_nobody_waits_for_harms_nobody():
     with varcomm.Ranks(3, timeout=60) as ranks:
-        for elements, messages in ((10, 0), (30_000, 0), (3_000_000, 3)):
-            first, second, third = ranks.run(dropped, elements)
-            assert second == 0
-            assert min(first, third) >= messages
+        for calls, elements in enumerate((10, 3_000_000), 1):
+            # rank 2 sends nothing
+            assert ranks.run(dropped, elements) == [3 * calls, 0, 0]
 
 
 def among_user_messages(rank):
     """What users send each other, with no tag or with one, stays theirs."""
     mine, theirs = torch.full((4,), float(rank)), torch.zeros(4)
     works = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
-    whole = varcomm.all_gather_v(mine + 10, [4, 4])
+    whole = varcomm.gather_v(mine + 10, [4, 4])
     for work in works:
         work.wait()
     return theirs.tolist(), whole.tolist()
@@ -44,4 +43,4 @@ def among_user_messages(rank):
 
 def test_messages_of_users_are_apart(worlds):
     whole = [10.0] * 4 + [11.0] * 4
-    assert worlds.run(2, among_user_messages) == [([1.0] * 4, whole), ([0.0] * 4, whole)]
+    assert worlds.run(2, among_user_messages) == [([1.0] * 4, whole), ([0.0] * 4, [])]

@@ -2,30 +2,35 @@
 
 Gloo refuses uneven all-gather, gather, scatter and list all-to-all. It takes any sizes as
 ``all_to_all_single`` with split sizes, as a broadcast for each shard, and as sends and receives
-straight into views of the output. Which of these is the fastest depends on the operation and on
-bytes. In microseconds, ranks as uneven as 1:2, fp32, all calls of the slowest rank:
+straight into views of the output. Which of these is the fastest depends on the operation. In
+microseconds, medians over fp32 and bf16, even shards, 1:2, 1:8 and one of them empty:
 
 =================  =====  =======  =================  ==========  ==========
 operation          ranks  bytes    all_to_all_single  broadcasts  send, recv
 =================  =====  =======  =================  ==========  ==========
-all-gather         2      16 KiB   104                115         880
-..                 2      64 KiB   139                136         500
-..                 2      1 MiB    436                387         301
-..                 2      16 MiB   5072               3298        3288
-..                 3      16 KiB   390                601         668
-..                 3      1 MiB    1177               865         801
-all-to-all         2      16 KiB   62                             751
-..                 2      16 MiB   3808                           6717
-..                 3      16 KiB   799                            970
-..                 3      16 MiB   5556                           7306
-gather             2      16 KiB   54                             40
-..                 3      16 KiB   574                            99
-..                 3      16 MiB   2065                           1892
+all-gather         2      16 KiB   128                113         897
+..                 2      1 MiB    275                213         304
+..                 2      16 MiB   5108               3425        3267
+..                 3      16 KiB   587                412         482
+..                 3      1 MiB    1006               497         718
+..                 3      16 MiB   8566               5035        5283
+all-to-all         2      16 KiB   57                             796
+..                 2      1 MiB    237                            518
+..                 2      16 MiB   3282                           4014
+..                 3      16 KiB   564                            437
+..                 3      1 MiB    1100                           522
+..                 3      16 MiB   4798                           5022
+gather             2      16 KiB   46                             34
+..                 2      16 MiB   1847                           1789
+..                 3      16 KiB   556                            69
+..                 3      1 MiB    792                            139
+..                 3      16 MiB   2066                           1949
 =================  =====  =======  =================  ==========  ==========
 
-Measured by ``python -m varcomm bench --skews 1:2 --dtypes float32 --no-peers --json FILE``, on 2
-cores. Sends and receives both ways keep the threads of Python and of Gloo in each other's way where
-cores are few and messages small; one way they need fewer messages than anything else.
+By ``python -m varcomm bench --sizes 16K,1M,16M --seconds 0.05 --json FILE``, on 2 cores. So an
+all-gather is a broadcast of each shard, what goes to one rank or comes from one is sent, and all
+else is an all-to-all, at every size. Sends and receives both ways keep the threads of Python and of
+Gloo in each other's way where messages are small and cores few.
 """
 
 from __future__ import annotations
@@ -42,11 +47,6 @@ from varcomm.transport.group import Group
 
 __all__ = ["Gloo"]
 
-# Bytes of the whole up to which an all-gather is an all-to-all of the repeated shard, and up to
-# which it is a broadcast of each shard; beyond, shards are sent.
-_REPEATED = 32 * 1024
-_BROADCAST = 512 * 1024
-
 # Ranks up to which an all-to-all serves neighbours too: most are neighbours of most.
 _FEW_RANKS = 4
 
@@ -60,22 +60,12 @@ class Gloo(Engine):
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
     ) -> Sequence[Work]:
-        """Choose by the bytes of the whole, which all ranks know."""
-        if len(out) <= _REPEATED:
-            own = [len(data)] * group.size
-            return self.all_to_all(group, out, data.repeat(group.size), counts, own)
-        if len(out) <= _BROADCAST:
-            return self._broadcasts(group, out, data, counts)
-        rank, size = group.rank, group.size
-        others = (*range(rank + 1, size), *range(rank)) if len(data) else ()
-        return _messages(group, pieces(out, counts, rank), [(peer, data) for peer in others], data)
-
-    def _broadcasts(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> Sequence[Work]:
+        """Broadcast each shard into its place in `out`, all under way together: no copies."""
         places = dict(pieces(out, counts, 0))
         if (own := places.get(group.rank)) is not None and own.data_ptr() != data.data_ptr():
             own.copy_(data)
+        if group.size == 1:
+            return []
         return [work for src, place in places.items() for work in self.broadcast(group, place, src)]
 
     def all_gather_small(self, group: Group, out: torch.Tensor, data: torch.Tensor) -> None:
