@@ -1,5 +1,6 @@
 """Ranks of MPI, started by each launcher: they find each other, and end."""
 
+import itertools
 import os
 import re
 import signal
@@ -37,9 +38,10 @@ TELL = "tell(world.rank, world.size, world.local_rank, world.device, total.item(
 @pytest.fixture
 def start(tmp_path):
     """Run code on ranks by a launcher, in one environment for all."""
+    number = itertools.count()
 
     def run(launcher, size, code, **options):
-        path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
+        path = tmp_path / f"script{next(number)}.py"  # two threads may start at once
         path.write_text(code)
         launched = [] if launcher is None else [*launcher, str(size), *options.pop("flags", [])]
         if launcher is not TORCHRUN:
