@@ -58,7 +58,7 @@ def calls(comm, group, engine, total):
         "all-to-all": {
             "Alltoallv": lambda: comm.Alltoallv(send_to, from_all),
             "Ialltoallv": lambda: polled(comm.Ialltoallv(send_to, from_all)),
-            "engine": lambda: wait(engine.all_to_all(group, table, data, recv, sizes)),
+            "engine": lambda: wait(engine.exchange(group, table, data, recv, sizes, "all")),
         },
         "broadcast": {
             "Bcast": lambda: comm.Bcast(buffer, 0),

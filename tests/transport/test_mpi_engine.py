@@ -47,13 +47,13 @@ def moved(rank, unit, staged):
     send, recv = table[rank], [row[rank] for row in table]
     data = torch.cat([stamp(rank, s, n) for s, n in enumerate(send)])
     want = torch.cat([stamp(r, rank, n) for r, n in enumerate(recv)])
-    for call in (engine.all_to_all, engine.exchange):
+    for peers in ("all", "neighbours", "one"):
         out = torch.zeros_like(want)
-        works = call(group, out, data, recv, send)
+        works = engine.exchange(group, out, data, recv, send, peers)
         wait(works)
         right.append(torch.equal(out, want))
     out.zero_()
-    works = engine.all_to_all(group, out, data, recv, send)
+    works = engine.exchange(group, out, data, recv, send, "all")
     while not all(work.is_completed() for work in works):
         pass
     wait(works)  # which copies what was staged

@@ -58,7 +58,7 @@ def under_way(rank):
         whole = torch.cat([torch.arange(10.0 * (r + 1)) for r in range(RANKS)])
         out, data = (torch.full((RANKS,), n, dtype=torch.uint8) for n in (9, rank))
         engine = engine_for(resolve(None), data.device)
-        (work,) = engine.all_to_all(resolve(None), out, data, [1] * RANKS, [1] * RANKS)
+        (work,) = engine.exchange(resolve(None), out, data, [1] * RANKS, [1] * RANKS, "all")
         before = out.tolist()
         work.wait()
         return (

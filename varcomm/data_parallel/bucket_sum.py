@@ -49,7 +49,7 @@ class BucketSum:
             if self._pieces is None:
                 works, parts = wire.all_gather(name, group, flat, counts)
             else:
-                works, parts = wire.all_to_all(name, group, flat, self._pieces, counts)
+                works, parts = wire.exchange(name, group, flat, self._pieces, counts)
         self._pending = Pending(works, lambda: parts.view(ranks, len(self._mine)))
 
     def begin_second_round(self, divisor: int = 1, undivided: int = 0) -> None:

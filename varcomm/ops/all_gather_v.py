@@ -63,7 +63,7 @@ class ReduceScatterV(Operator):
         shape, into = wire.like(x.shape, self.dim, mine), wire.memory_format(x)
         send, recv = [rows * row for rows in self.sizes], [mine * row] * self.group.size
         packed = wire.pack(x, self.sizes, self.dim)
-        works, values = wire.all_to_all(self.name, self.group, packed, send, recv)
+        works, values = wire.exchange(self.name, self.group, packed, send, recv)
 
         def finish() -> torch.Tensor:
             total = sum_in_rank_order(values.view(self.group.size, *shape), self.use_fp32)

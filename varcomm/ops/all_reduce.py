@@ -37,7 +37,7 @@ class AllReduce(Operator):
                 lambda: sum_in_rank_order(parts, self.use_fp32).contiguous(memory_format=into),
             )
         mine = counts[self.group.rank]
-        works, got = wire.all_to_all(self.name, self.group, values, counts, [mine] * ranks)
+        works, got = wire.exchange(self.name, self.group, values, counts, [mine] * ranks)
 
         def finish() -> torch.Tensor:
             piece = sum_in_rank_order(got.view(ranks, mine), self.use_fp32)

@@ -44,7 +44,7 @@ class AllToAllV(Operator):
 
         kept = wire.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
         recv = [rows * prod(kept) for rows in self.concat_sizes]
-        works, values = wire.all_to_all(self.name, self.group, packed, send, recv)
+        works, values = wire.exchange(self.name, self.group, packed, send, recv)
         shape, into = (sum(self.concat_sizes), *kept), wire.memory_format(x)
         return Pending(works, lambda: wire.back(values.view(shape), self.concat_dim, into))
 

@@ -72,7 +72,7 @@ class Reduce(_Rooted):
         if counts is None:
             send = [x.numel() * (r == self.root) for r in range(ranks)]
             recv = [x.numel() * at_root] * ranks
-            works, got = wire.one_way(self.name, self.group, values, send, recv)
+            works, got = wire.exchange(self.name, self.group, values, send, recv, "one")
 
             def finish() -> torch.Tensor:
                 if not at_root:
@@ -81,13 +81,13 @@ class Reduce(_Rooted):
                 return total.contiguous(memory_format=into)
 
             return Pending(works, finish)
-        works, got = wire.all_to_all(self.name, self.group, values, counts, [counts[rank]] * ranks)
+        works, got = wire.exchange(self.name, self.group, values, counts, [counts[rank]] * ranks)
 
         def finish_by_pieces() -> torch.Tensor:
             piece = sum_in_rank_order(got.view(ranks, counts[rank]), self.use_fp32)
             send = [counts[rank] * (r == self.root) for r in range(ranks)]
             recv = [count * at_root for count in counts]
-            works, total = wire.one_way(self.name, self.group, piece, send, recv)
+            works, total = wire.exchange(self.name, self.group, piece, send, recv, "one")
             Pending(works, lambda: total).wait()
             if not at_root:
                 return x.new_zeros(self.elsewhere)

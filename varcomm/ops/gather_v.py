@@ -61,7 +61,7 @@ class GatherV(_Rooted):
 
     def start(self, x: torch.Tensor) -> Pending:
         at_root, mine = self._counts()
-        works, values = wire.one_way(self.name, self.group, wire.flat(x), mine, at_root)
+        works, values = wire.exchange(self.name, self.group, wire.flat(x), mine, at_root, "one")
         into = wire.memory_format(x)
 
         def finish() -> torch.Tensor:
@@ -89,7 +89,7 @@ class ScatterV(_Rooted):
         packed = x.new_empty(0)
         if self.group.rank == self.root:
             packed = wire.pack(x, self.sizes, self.dim)
-        works, values = wire.one_way(self.name, self.group, packed, at_root, mine)
+        works, values = wire.exchange(self.name, self.group, packed, at_root, mine, "one")
         shape = wire.like(self.shape, self.dim, self.sizes[self.group.rank])
         return Pending(works, lambda: values.view(shape).contiguous(memory_format=self.into))
 

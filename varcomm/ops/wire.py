@@ -12,14 +12,13 @@ from math import prod
 
 import torch
 
-from varcomm.transport.engine import CheckedWork, Work
+from varcomm.transport.engine import Peers, Work
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.trace import note
 
 __all__ = [
     "all_gather",
-    "all_to_all",
     "as_bytes",
     "back",
     "broadcast",
@@ -27,7 +26,6 @@ __all__ = [
     "flat",
     "like",
     "memory_format",
-    "one_way",
     "pack",
     "rest",
     "taken",
@@ -37,52 +35,25 @@ __all__ = [
 Works = Sequence[Work]
 
 
-def all_to_all(
+def exchange(
     name: str,
     group: Group,
     values: torch.Tensor,
     send: Sequence[int],
     recv: Sequence[int],
+    peers: Peers = "all",
     out: torch.Tensor | None = None,
-) -> tuple[Sequence[CheckedWork], torch.Tensor]:
+) -> tuple[Works, torch.Tensor]:
     """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive.
 
-    It arrives in the flat `out`, if there is one.
+    It arrives in the flat `out`, if there is one. `peers` says who has something for whom.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-    receives, sends = _noted(name, group, values, recv, send)
-    engine = engine_for(group, values.device)
-    return engine.all_to_all(group, as_bytes(out), as_bytes(values), receives, sends), out
-
-
-def exchange(
-    name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
-) -> tuple[Works, torch.Tensor]:
-    """Do the same where few ranks have anything for each other, as the neighbours of a plan."""
-    out = values.new_empty(sum(recv))
-    receives, sends = _noted(name, group, values, recv, send)
-    engine = engine_for(group, values.device)
-    return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends), out
-
-
-def one_way(
-    name: str, group: Group, values: torch.Tensor, send: Sequence[int], recv: Sequence[int]
-) -> tuple[Works, torch.Tensor]:
-    """Do the same where one rank has something for all, or all have something for one."""
-    out = values.new_empty(sum(recv))
-    receives, sends = _noted(name, group, values, recv, send)
-    engine = engine_for(group, values.device)
-    return engine.one_way(group, as_bytes(out), as_bytes(values), receives, sends), out
-
-
-def _noted(
-    name: str, group: Group, values: torch.Tensor, recv: Sequence[int], send: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Return counts as bytes, after they have been counted."""
     width = values.element_size()
-    receives, sends = [n * width for n in recv], [n * width for n in send]
+    sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
-    return receives, sends
+    engine = engine_for(group, values.device)
+    return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends, peers), out
 
 
 def all_gather(

@@ -70,7 +70,7 @@ class Exchange(_Planned):
         picked = wire.flat(wire.taken(front, self.plan.send_index))
         send = [rows * size for rows in self.plan.send_counts]
         recv = [rows * size for rows in self.plan.recv_counts]
-        works, values = wire.exchange(self.name, self.group, picked, send, recv)
+        works, values = wire.exchange(self.name, self.group, picked, send, recv, "neighbours")
         result = values.view(sum(self.plan.recv_counts), *row)
         into = wire.memory_format(x)
         return Pending(works, lambda: wire.back(result, self.dim, into))
@@ -92,7 +92,9 @@ class ExchangeAdjoint(_Planned):
         size = prod(row)
         send = [rows * size for rows in self.plan.recv_counts]
         recv = [rows * size for rows in self.plan.send_counts]
-        works, values = wire.exchange(self.name, self.group, wire.flat(front), send, recv)
+        works, values = wire.exchange(
+            self.name, self.group, wire.flat(front), send, recv, "neighbours"
+        )
         copies, into = values.view(len(self.plan.send_index), *row), wire.memory_format(y)
 
         def finish() -> torch.Tensor:

@@ -172,7 +172,7 @@ class ExchangePlan(Routes):
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
-        works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts)
+        works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts, "neighbours")
         send_index = Pending(works, lambda: asked).wait()
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank])
 
@@ -341,5 +341,5 @@ def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group)
     """Tell each rank one count, and return what each tells this one; collective."""
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    works, theirs = wire.all_to_all("ExchangePlan", group, mine, ones, ones)
+    works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
     return tuple(Pending(works, lambda: theirs).wait().tolist())

@@ -286,8 +286,8 @@ class _PartsInto(ReduceScatterV):
         """Send each rank its rows."""
         send = [rows * x.shape[1] for rows in self.sizes]
         recv = [send[self.group.rank]] * self.group.size
-        works, _ = wire.all_to_all(
-            self.name, self.group, wire.flat(x), send, recv, self.out.view(-1)
+        works, _ = wire.exchange(
+            self.name, self.group, wire.flat(x), send, recv, out=self.out.view(-1)
         )
         return Pending(works, lambda: self.out)
 

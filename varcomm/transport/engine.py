@@ -10,13 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
 from varcomm.transport.group import Group
 
-__all__ = ["CheckedWork", "Engine", "Pending", "Work", "pieces"]
+__all__ = ["Engine", "Peers", "Pending", "Work", "pieces"]
+
+
+# Who has something for whom, as all ranks know: most for most; few, as the neighbours of a plan;
+# or one rank for all, or all for one.
+Peers: TypeAlias = Literal["all", "neighbours", "one"]
 
 
 class Work(Protocol):
@@ -25,12 +30,8 @@ class Work(Protocol):
     def wait(self) -> object:
         """Return when it is done on this rank; on a GPU, let the current stream wait for it."""
 
-
-class CheckedWork(Work, Protocol):
-    """One that can also be asked."""
-
     def is_completed(self) -> bool:
-        """Tell whether it is done, without waiting."""
+        """Tell whether it is done, without waiting; False where that cannot be told."""
 
 
 @dataclass
@@ -70,17 +71,6 @@ class Engine(ABC):
             work.wait()
 
     @abstractmethod
-    def all_to_all(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-    ) -> Sequence[CheckedWork]:
-        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
-
-    @abstractmethod
     def exchange(
         self,
         group: Group,
@@ -88,19 +78,9 @@ class Engine(ABC):
         data: torch.Tensor,
         recv: Sequence[int],
         send: Sequence[int],
+        peers: Peers,
     ) -> Sequence[Work]:
-        """Do the same where few ranks have anything for each other; all ranks call the same."""
-
-    @abstractmethod
-    def one_way(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-    ) -> Sequence[Work]:
-        """Do the same where one rank has something for all, or all have something for one."""
+        """Send ``send[r]`` bytes of `data` to rank r, and fill `out` sender by sender."""
 
     @abstractmethod
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from varcomm.transport.engine import CheckedWork, Engine, Work, pieces
+from varcomm.transport.engine import Engine, Peers, Work, pieces
 from varcomm.transport.group import Group
 
 __all__ = ["Gloo"]
@@ -77,18 +77,6 @@ class Gloo(Engine):
         dist.gather(data, parts, group_dst=0, group=group.process_group)
         dist.broadcast(out, group_src=0, group=group.process_group)
 
-    def all_to_all(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-    ) -> Sequence[CheckedWork]:
-        """Through Gloo's own."""
-        pg = group.process_group
-        return [pg.alltoall_base(out, data, list(recv), list(send), c10d.AllToAllOptions())]
-
     def exchange(
         self,
         group: Group,
@@ -96,22 +84,12 @@ class Gloo(Engine):
         data: torch.Tensor,
         recv: Sequence[int],
         send: Sequence[int],
+        peers: Peers,
     ) -> Sequence[Work]:
-        """Send to neighbours alone, where there are more ranks than these."""
-        if group.size <= _FEW_RANKS:
-            return self.all_to_all(group, out, data, recv, send)
-        return self.one_way(group, out, data, recv, send)
-
-    def one_way(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-    ) -> Sequence[Work]:
-        """Send and receive."""
-        rank = group.rank
+        """Send and receive, where few ranks have anything for others; else by one call for all."""
+        pg, rank = group.process_group, group.rank
+        if peers == "all" or (peers == "neighbours" and group.size <= _FEW_RANKS):
+            return [pg.alltoall_base(out, data, list(recv), list(send), c10d.AllToAllOptions())]
         others = list(pieces(data, send, rank))
         own = others.pop(0)[1] if send[rank] else data[:0]
         return _messages(group, pieces(out, recv, rank), others, own)
@@ -137,6 +115,9 @@ class _Messages:
         while self._works:
             self._works[-1].wait()
             self._works.pop()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def __del__(self) -> None:
         if self._works:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from varcomm.transport.engine import CheckedWork, Engine, Work
+from varcomm.transport.engine import Engine, Peers, Work
 from varcomm.transport.group import Group
 
 __all__ = ["NCCL"]
@@ -37,20 +37,18 @@ class NCCL(Engine):
         places = list(out.split(list(counts)))
         return [dist.all_gather(places, data, group=pg, async_op=True)]
 
-    def all_to_all(
+    def exchange(
         self,
         group: Group,
         out: torch.Tensor,
         data: torch.Tensor,
         recv: Sequence[int],
         send: Sequence[int],
-    ) -> Sequence[CheckedWork]:
+        peers: Peers,
+    ) -> Sequence[Work]:
         """Run one group of sends and receives, without those of zero bytes."""
         pg = group.process_group
         return [dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)]
-
-    # NCCL leaves empty messages out by itself
-    exchange = one_way = all_to_all
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Through NCCL's own."""

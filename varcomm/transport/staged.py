@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from varcomm.transport.engine import CheckedWork, Engine, Work
+from varcomm.transport.engine import Engine, Peers, Work
 from varcomm.transport.group import Group
 
 __all__ = ["Staged"]
@@ -30,19 +30,6 @@ class Staged(Engine):
         works = self.engine.all_gather(group, arriving, _fetched(data), counts)
         return [_Arrival(works, arriving, out)]
 
-    def all_to_all(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-    ) -> Sequence[CheckedWork]:
-        """Stage what is sent, and what is received."""
-        arriving = _empty(out)
-        works = self.engine.all_to_all(group, arriving, _fetched(data), recv, send)
-        return [_CheckedArrival(works, arriving, out)]
-
     def exchange(
         self,
         group: Group,
@@ -50,23 +37,11 @@ class Staged(Engine):
         data: torch.Tensor,
         recv: Sequence[int],
         send: Sequence[int],
+        peers: Peers,
     ) -> Sequence[Work]:
         """Stage what is sent, and what is received."""
         arriving = _empty(out)
-        works = self.engine.exchange(group, arriving, _fetched(data), recv, send)
-        return [_Arrival(works, arriving, out)]
-
-    def one_way(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-    ) -> Sequence[Work]:
-        """Stage what is sent, and what is received."""
-        arriving = _empty(out)
-        works = self.engine.one_way(group, arriving, _fetched(data), recv, send)
+        works = self.engine.exchange(group, arriving, _fetched(data), recv, send, peers)
         return [_Arrival(works, arriving, out)]
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
@@ -88,11 +63,6 @@ class _Arrival:
         for work in self.works:
             work.wait()
         self.out.copy_(self.arriving, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class _CheckedArrival(_Arrival):
-    works: Sequence[CheckedWork]
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)

@@ -96,7 +96,7 @@ class Reduction:
         with span(_NAME):
             sent = self._packed(split, gradients, example, count, rows)
             mine = [rows[group.rank]] * group.size
-            self._works, self._received = wire.all_to_all(_NAME, group, sent, rows, mine)
+            self._works, self._received = wire.exchange(_NAME, group, sent, rows, mine)
         self._sent: torch.Tensor | None = sent
 
     def _packed(

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from mpi4py import MPI
 
-from varcomm.transport.engine import CheckedWork, Engine, Work
+from varcomm.transport.engine import Engine, Peers, Work
 from varcomm.transport.group import Group
 from varcomm.transport.mpi.buffers import COLLECTIVE, Piece, messages, settle
 from varcomm.transport.mpi.process_group import ProcessGroupMPI4Py
@@ -56,14 +56,15 @@ class MPIEngine(Engine):
         _keep_own(out, data, ends[rank] - counts[rank], 0, counts[rank])
         return works
 
-    def all_to_all(
+    def exchange(
         self,
         group: Group,
         out: torch.Tensor,
         data: torch.Tensor,
         recv: Sequence[int],
         send: Sequence[int],
-    ) -> Sequence[CheckedWork]:
+        peers: Peers,
+    ) -> Sequence[Work]:
         """Send and receive among those who have bytes for each other."""
         rank, size = group.rank, group.size
         others = (*range(rank + 1, size), *range(rank))
@@ -71,7 +72,7 @@ class MPIEngine(Engine):
         places, pieces = list(accumulate(recv)), list(accumulate(send))
         works = _messages(
             group,
-            "all_to_all",
+            "exchange",
             out,
             data,
             [(peer, arriving + places[peer] - recv[peer], recv[peer]) for peer in others],
@@ -79,8 +80,6 @@ class MPIEngine(Engine):
         )
         _keep_own(out, data, places[rank] - recv[rank], pieces[rank] - send[rank], send[rank])
         return works
-
-    exchange = one_way = all_to_all
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Through MPI's own, which is a tree."""

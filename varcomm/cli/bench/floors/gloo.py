@@ -10,7 +10,7 @@ import torch.distributed as dist
 from varcomm.cli.bench.floors.primitives import Way, by_all_to_all, by_messages
 from varcomm.cli.bench.layout import Layout
 
-__all__ = ["all_to_all_single", "schedules"]
+__all__ = ["all_to_all_single", "reduce_scatter", "schedules"]
 
 _TAG = 7
 
@@ -25,7 +25,7 @@ def schedules(primitive: str, layout: Layout) -> dict[str, Way]:
         ways["broadcasts"] = _broadcasts
     if primitive == "reduce_scatter" and layout.dtype.itemsize >= 4:
         # it sums narrow floats in their own dtype, which is another result
-        ways["reduce_scatter"] = _reduce_scatter
+        ways["reduce_scatter"] = reduce_scatter
     return ways
 
 
@@ -69,7 +69,8 @@ def _broadcasts(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return out
 
 
-def _reduce_scatter(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Call torch.distributed's, with views of the input."""
     out = x.new_empty(layout.mine, layout.width)
     dist.reduce_scatter(out, list(x.split(layout.sizes)))
     return out

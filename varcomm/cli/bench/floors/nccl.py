@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from varcomm.cli.bench.floors.gloo import all_to_all_single
+from varcomm.cli.bench.floors.gloo import all_to_all_single, reduce_scatter
 from varcomm.cli.bench.floors.primitives import Way, by_all_to_all, by_messages
 from varcomm.cli.bench.layout import Layout
 
@@ -23,7 +23,7 @@ def schedules(primitive: str, layout: Layout) -> dict[str, Way]:
     if primitive == "all_gather":
         ways["all_gather"] = _all_gather
     if primitive == "reduce_scatter" and layout.dtype.itemsize >= 4:
-        ways["reduce_scatter"] = _reduce_scatter
+        ways["reduce_scatter"] = reduce_scatter  # for uneven shards, one group of reductions
     return ways
 
 
@@ -48,13 +48,6 @@ def _all_gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Gather into views of the output: for uneven shards, one group of broadcasts."""
     out = x.new_empty(layout.total, layout.width)
     dist.all_gather(list(out.split(layout.sizes)), x)
-    return out
-
-
-def _reduce_scatter(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Reduce views of the input: for uneven shards, one group of reductions."""
-    out = x.new_empty(layout.mine, layout.width)
-    dist.reduce_scatter(out, list(x.split(layout.sizes)))
     return out
 
 
