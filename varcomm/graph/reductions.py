@@ -20,6 +20,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.ops.replicated import ReplicatedSum
 from varcomm.transport.engine import Pending
@@ -101,6 +102,7 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     return apply(_CopiesToOne(ranks, compared=True), value)
 
 
+@torch_operator
 @dataclass(frozen=True)
 class _CopiesToOne(Operator):
     """From what each rank computed alike to one value: the mean of equal copies."""
@@ -113,6 +115,9 @@ class _CopiesToOne(Operator):
         """Copy, since an operator's result does not share memory with its input."""
         return Pending([], x.clone)
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
     @property
     def adjoint(self) -> _OneToCopies:
         return _OneToCopies(self.group)
@@ -123,6 +128,7 @@ class _CopiesToOne(Operator):
         return {"shape": list(x.shape)} | ({"the value": repr(value)} if self.compared else {})
 
 
+@torch_operator
 @dataclass(frozen=True)
 class _OneToCopies(Operator):
     """From one value to the part of each copy: parts that sum to the value."""
@@ -132,6 +138,9 @@ class _OneToCopies(Operator):
 
     def start(self, x: torch.Tensor) -> Pending:
         return Pending([], lambda: x / self.group.size)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
 
     @property
     def adjoint(self) -> _CopiesToOne:

@@ -12,6 +12,7 @@ import torch
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.handle import Handle, run
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
@@ -20,6 +21,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
 
+@torch_operator
 @dataclass(frozen=True)
 class AllGatherV(Operator):
     """From its own rows on each rank to the rows of all on every rank."""
@@ -38,6 +40,9 @@ class AllGatherV(Operator):
         shape, into = wire.like(x.shape, self.dim, sum(self.sizes)), wire.memory_format(x)
         return Pending(works, lambda: wire.unpack(values, shape, self.sizes, self.dim, into))
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return wire.new(x, wire.like(x.shape, self.dim, sum(self.sizes)))
+
     @property
     def adjoint(self) -> Operator:
         return ReduceScatterV(self.group, self.sizes, self.dim, self.use_fp32)
@@ -46,6 +51,7 @@ class AllGatherV(Operator):
         return _describe(self, x)
 
 
+@torch_operator
 @dataclass(frozen=True)
 class ReduceScatterV(Operator):
     """From a whole on each rank to each rank's own rows of the sum of all wholes."""
@@ -70,6 +76,9 @@ class ReduceScatterV(Operator):
             return total.contiguous(memory_format=into)
 
         return Pending(works, finish)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return wire.new(x, wire.like(x.shape, self.dim, self.sizes[self.group.rank]))
 
     @property
     def adjoint(self) -> AllGatherV:

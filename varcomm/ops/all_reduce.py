@@ -9,6 +9,7 @@ import torch
 
 from varcomm.ops import wire
 from varcomm.ops.handle import Handle, run
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
@@ -17,6 +18,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["AllReduce", "all_reduce"]
 
 
+@torch_operator
 @dataclass(frozen=True)
 class AllReduce(Operator):
     """From a tensor on each rank to the sum of all on every rank."""
@@ -45,6 +47,9 @@ class AllReduce(Operator):
             return Pending(works, lambda: total.view(x.shape).contiguous(memory_format=into)).wait()
 
         return Pending(works, finish)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return wire.new(x, x.shape)
 
     @property
     def adjoint(self) -> Operator:

@@ -14,6 +14,7 @@ from varcomm.layout import checked_sizes
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.handle import Handle, run
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -21,6 +22,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["AllToAllV", "all_to_all_v"]
 
 
+@torch_operator
 @dataclass(frozen=True)
 class AllToAllV(Operator):
     """Split along one dimension, send block r to rank r, concatenate what comes along another.
@@ -47,6 +49,12 @@ class AllToAllV(Operator):
         works, values = wire.exchange(self.name, self.group, packed, send, recv)
         shape, into = (sum(self.concat_sizes), *kept), wire.memory_format(x)
         return Pending(works, lambda: wire.back(values.view(shape), self.concat_dim, into))
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        kept = wire.like(x.shape, self.split_dim, self.split_sizes[self.group.rank])
+        rows = wire.like(kept, self.concat_dim, sum(self.concat_sizes))
+        front = x.new_empty(rows[self.concat_dim], *wire.rest(rows, self.concat_dim))
+        return wire.back(front, self.concat_dim, wire.memory_format(x))
 
     def _split_dim_in_front(self) -> int:
         """Return where `split_dim` is once `concat_dim` has become the first."""

@@ -12,11 +12,9 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import Operator, checking
-from varcomm.transport.agree import compare, debugging
+from varcomm.ops.library import apply_in_graph, begin_in_graph, in_graph, is_traced
+from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
-from varcomm.transport.engines import engine_for
-from varcomm.transport.trace import span
 
 __all__ = [
     "apply",
@@ -49,10 +47,12 @@ def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@kept_from_compilation
 def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
     """Apply an operator, so that it can be differentiated."""
-    result, _ = apply_with_token(operator, x, None)
+    if torch.compiler.is_compiling():
+        result, _ = apply_in_graph(operator, x, None)
+    else:
+        result, _ = apply_with_token(operator, x, None)
     return result
 
 
@@ -73,8 +73,10 @@ def _has_tangent(x: torch.Tensor) -> bool:
 
 
 def _applied(operator: Operator, x: torch.Tensor, recorded: bool) -> torch.Tensor:
+    if is_traced(x):
+        return apply_in_graph(operator, x, None)[0]
     # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
-    return begin(operator, x, recorded).wait().data
+    return started(operator, x, recorded).wait().data
 
 
 class _Apply(torch.autograd.Function):
@@ -143,35 +145,10 @@ def _keep(
 
 
 def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
-    """Start to communicate, after ranks have compared the call where they do."""
-    _refuse_tracing(operator, x)
-    number = None
-    if debugging():
-        with checking(operator.name, operator.group):
-            engine_for(operator.group, x.device)
-        call = {"operation": operator.name, **operator.describe(x)}
-        more = {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
-        number = compare(operator.group, call | more)
-    with span(operator.name):
-        pending = operator.start(x)
-    pending.number = number
-    return pending
-
-
-def _refuse_tracing(operator: Operator, x: torch.Tensor) -> None:
-    """Raise where a graph is recorded for later, into which bytes on a wire cannot be written."""
-    kinds = {kind.__name__ for kind in type(x).__mro__}
-    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    if (
-        traced
-        or torch._C._get_tracing_state() is not None
-        or kinds & {"FakeTensor", "FunctionalTensor"}
-    ):
-        raise ArgumentError(
-            f"{operator.name} on {operator.group}: a collective cannot be traced (make_fx, "
-            "torch.func.linearize, torch.jit.trace, torch.export, fake tensors). Use "
-            "torch.func.jvp or vjp, or torch.compile, which breaks its graph there."
-        )
+    """Start to communicate, or write into the graph that is being recorded that it starts."""
+    if in_graph(x):
+        return begin_in_graph(operator, x)
+    return started(operator, x, recorded)
 
 
 def refuse_vmap(operator: Operator) -> None:

@@ -11,6 +11,7 @@ import torch
 from varcomm.layout import checked_rank
 from varcomm.ops import wire
 from varcomm.ops.handle import Handle, run
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import pieces, sum_in_rank_order
 from varcomm.ops.rooted import input_of_root
@@ -37,6 +38,7 @@ class _Rooted(Operator):
         return {"root": self.root, "shape": list(self.shape), "use_fp32": self.use_fp32}
 
 
+@torch_operator
 @dataclass(frozen=True)
 class Broadcast(_Rooted):
     """From the tensor at the root to the same on every rank."""
@@ -53,11 +55,15 @@ class Broadcast(_Rooted):
         works = wire.broadcast(self.name, self.group, values, self.root)
         return Pending(works, lambda: values.view(self.shape).contiguous(memory_format=self.into))
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(self.shape).contiguous(memory_format=self.into)
+
     @property
     def adjoint(self) -> Reduce:
         return Reduce(self.group, self.root, self.shape, self.elsewhere, self.use_fp32)
 
 
+@torch_operator
 @dataclass(frozen=True)
 class Reduce(_Rooted):
     """From a tensor on each rank to the sum of all at the root."""
@@ -94,6 +100,11 @@ class Reduce(_Rooted):
             return total.view(self.shape).contiguous(memory_format=into)
 
         return Pending(works, finish_by_pieces)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.rank != self.root:
+            return x.new_empty(self.elsewhere)
+        return wire.new(x, self.shape)
 
     @property
     def in_one_round(self) -> Self:

@@ -13,6 +13,7 @@ from varcomm.layout import checked_rank
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.handle import Handle, run
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -53,6 +54,7 @@ class _Rooted(Operator):
         }
 
 
+@torch_operator
 @dataclass(frozen=True)
 class GatherV(_Rooted):
     """From its own rows on each rank to the rows of all at the root."""
@@ -71,12 +73,18 @@ class GatherV(_Rooted):
 
         return Pending(works, finish)
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.rank != self.root:
+            return x.new_empty(self.elsewhere)
+        return wire.new(x, self.shape)
+
     @property
     def adjoint(self) -> ScatterV:
         fields = (self.group, self.sizes, self.dim, self.root, self.shape, self.elsewhere)
         return ScatterV(*fields)
 
 
+@torch_operator
 @dataclass(frozen=True)
 class ScatterV(_Rooted):
     """From the whole at the root to its own rows on each rank."""
@@ -92,6 +100,10 @@ class ScatterV(_Rooted):
         works, values = wire.exchange(self.name, self.group, packed, at_root, mine, "one")
         shape = wire.like(self.shape, self.dim, self.sizes[self.group.rank])
         return Pending(works, lambda: values.view(shape).contiguous(memory_format=self.into))
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        shape = wire.like(self.shape, self.dim, self.sizes[self.group.rank])
+        return x.new_empty(shape).contiguous(memory_format=self.into)
 
     @property
     def adjoint(self) -> GatherV:

@@ -21,10 +21,10 @@ from varcomm.ops.autograd import (
     apply_with_token,
     begin,
     is_recorded,
-    kept_from_compilation,
     refuse_vmap,
 )
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.library import start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.engine import Pending
@@ -64,9 +64,11 @@ class Handle:
         return self._result
 
 
-@kept_from_compilation
 def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the result belongs to the graph."""
+    if torch.compiler.is_compiling():
+        ticket, promise = start_in_graph(operator, x, None)
+        return Handle(lambda: wait_in_graph(operator, x, ticket, promise)[0])
     begun = _start(operator, x, None)
     changed = (
         f"{operator.name} on {operator.group}: the tensor was changed in place between "
@@ -106,7 +108,6 @@ def _start(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> _
     return _Begun(operator, x, _version(x), ticket, shared)
 
 
-@kept_from_compilation
 def _wait(begun: _Begun, changed: str) -> tuple[torch.Tensor, torch.Tensor]:
     operator, pending = begun.operator, begun.shared.pending
     assert pending is not None

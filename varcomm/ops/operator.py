@@ -1,8 +1,9 @@
 """A collective as a linear operator.
 
 A primitive is a pair of :class:`Operator` classes, each the other's adjoint. What follows from that
-alone is written once, in :mod:`varcomm.ops.autograd` and :mod:`varcomm.ops.handle`: derivatives of
-any order, forward mode, asynchronous calls, comparison between ranks, the range in the profiler.
+alone is written once, in :mod:`varcomm.ops.autograd`, :mod:`varcomm.ops.handle` and
+:mod:`varcomm.ops.library`: derivatives of any order, forward mode, asynchronous calls, nodes in
+graphs that are compiled, comparison between ranks, the range in the profiler.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.checks import checked_flag
-from varcomm.transport.agree import debugging, fail
+from varcomm.transport.agree import compare, debugging, fail
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group
+from varcomm.transport.engines import engine_for
+from varcomm.transport.group import Group, named
+from varcomm.transport.trace import span
 
-__all__ = ["Operator", "checking"]
+__all__ = ["Operator", "checking", "started"]
 
 
 class Operator(ABC):
@@ -28,11 +31,17 @@ class Operator(ABC):
     """
 
     name: ClassVar[str]
+    schema: ClassVar[str]  # of its arguments in a graph
+    names: ClassVar[tuple[str, ...]]  # of the fields that are arguments there
     group: Group
 
     @abstractmethod
     def start(self, x: torch.Tensor) -> Pending:
         """Begin to communicate; return what gives this rank's part of the result."""
+
+    @abstractmethod
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor that is what :meth:`start` will give, but for its values."""
 
     @property
     @abstractmethod
@@ -50,6 +59,34 @@ class Operator(ABC):
     @abstractmethod
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         """Tell what must fit between ranks, as :func:`varcomm.transport.agree.compare` takes it."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the operator as a graph holds it, in the order of `schema`."""
+        return self.group.name, self.group.rank, *[getattr(self, name) for name in self.names]
+
+    @classmethod
+    def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
+        """Make the operator again."""
+        return cls(named(group, rank), *map(_plain, fields))  # type: ignore[call-arg]
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def started(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
+    """Start to communicate, after ranks have compared the call where they do."""
+    number = None
+    if debugging():
+        with checking(operator.name, operator.group):
+            engine_for(operator.group, x.device)
+        call = {"operation": operator.name, **operator.describe(x)}
+        more = {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
+        number = compare(operator.group, call | more)
+    with span(operator.name):
+        pending = operator.start(x)
+    pending.number = number
+    return pending
 
 
 class checking:

@@ -15,6 +15,7 @@ import torch
 from varcomm.ops import wire
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_reduce import AllReduce
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
@@ -22,6 +23,7 @@ from varcomm.transport.group import Group
 __all__ = ["ReplicatedGather", "ReplicatedShard", "ReplicatedSum", "ReplicatedUse"]
 
 
+@torch_operator
 @dataclass(frozen=True)
 class ReplicatedUse(Operator):
     """From a replicated value to a use of it on each rank, of its own; no communication."""
@@ -34,6 +36,9 @@ class ReplicatedUse(Operator):
         """Copy, since an operator's result does not share memory with its input."""
         return Pending([], x.clone)
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
     @property
     def adjoint(self) -> ReplicatedSum:
         return ReplicatedSum(self.group, self.use_fp32)
@@ -42,6 +47,7 @@ class ReplicatedUse(Operator):
         return {"shape": list(x.shape), "use_fp32": self.use_fp32}
 
 
+@torch_operator
 class ReplicatedSum(AllReduce):
     """From each rank's part to the sum of all parts, replicated."""
 
@@ -52,6 +58,7 @@ class ReplicatedSum(AllReduce):
         return ReplicatedUse(self.group, self.use_fp32)
 
 
+@torch_operator
 @dataclass(frozen=True)
 class ReplicatedShard(Operator):
     """From a replicated value to each rank's own rows of it; no communication."""
@@ -67,6 +74,9 @@ class ReplicatedShard(Operator):
         rows = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
         return Pending([], lambda: rows.clone(memory_format=into))
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return wire.new(x, wire.like(x.shape, self.dim, self.sizes[self.group.rank]))
+
     @property
     def adjoint(self) -> ReplicatedGather:
         return ReplicatedGather(self.group, self.sizes, self.dim, use_fp32=True)
@@ -75,6 +85,7 @@ class ReplicatedShard(Operator):
         return {"dim": self.dim, "sizes": list(self.sizes), "shape": list(x.shape)}
 
 
+@torch_operator
 class ReplicatedGather(AllGatherV):
     """From each rank's own rows to the rows of all, replicated."""
 

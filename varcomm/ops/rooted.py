@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from varcomm.errors import DisagreementError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.library import is_traced
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.announce import announce
 from varcomm.transport.group import Group
@@ -60,6 +61,8 @@ def input_of_root(
     another rank passes is not read, but where it requires a gradient it gets one, of zeros.
     """
     where = f"{name} on {group}: "
+    if torch.compiler.is_compiling() or (tensor is not None and is_traced(tensor)):
+        return _input_in_graph(tensor, src, group, check, where)
     if debugging():
         compare(group, {"operation": name, "root": src, "sizes": list(sizes)})
     digest = zlib.crc32(repr(list(sizes)).encode())
@@ -102,6 +105,29 @@ def input_of_root(
     if root["has_tangent"] and not _has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
     return Input(empty, shape, memory_format)
+
+
+def _input_in_graph(
+    tensor: torch.Tensor | None,
+    src: int,
+    group: Group,
+    check: Callable[[torch.Tensor], object],
+    where: str,
+) -> Input:
+    """Take from this rank's own tensor what the root cannot tell while a graph is recorded."""
+    if tensor is None:
+        raise ArgumentError(
+            f"{where}a graph is compiled before rank {src} can tell what it will send. Pass a "
+            "tensor of that shape, dtype and requires_grad on every rank; it is not read."
+        )
+    checked_tensor(tensor, where)
+    check(tensor)
+    given = Input(tensor, tuple(tensor.shape), wire.memory_format(tensor))
+    if group.rank == src:
+        return given
+    # through torch's own rules for views, whose gradient is zeros of the whole shape
+    rows = tensor if tensor.dim() else tensor.unsqueeze(0)
+    return replace(given, tensor=rows.narrow(0, 0, 0).reshape(-1))
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

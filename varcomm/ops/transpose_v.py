@@ -12,12 +12,14 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_to_all_v import AllToAllV
 from varcomm.ops.checks import checked_shard, checked_whole
 from varcomm.ops.handle import Handle, run
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import checking
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["TransposeV", "transpose_v"]
 
 
+@torch_operator
 @dataclass(frozen=True)
 class TransposeV(AllToAllV):
     """From shards along `concat_dim` to shards along `split_dim`."""

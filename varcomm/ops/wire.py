@@ -26,6 +26,7 @@ __all__ = [
     "flat",
     "like",
     "memory_format",
+    "new",
     "pack",
     "rest",
     "taken",
@@ -150,6 +151,11 @@ def memory_format(x: torch.Tensor) -> torch.memory_format:
         if x.dim() == ndim and not x.is_contiguous() and x.is_contiguous(memory_format=candidate):
             return candidate
     return torch.contiguous_format
+
+
+def new(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return an uninitialised tensor of `shape`, in the memory format of `x`."""
+    return x.new_empty(tuple(shape)).contiguous(memory_format=memory_format(x))
 
 
 def rest(shape: Sequence[int], dim: int) -> list[int]:

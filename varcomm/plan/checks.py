@@ -8,15 +8,19 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import checked_sizes
+from varcomm.ops.library import in_graph
 from varcomm.transport.group import Group
 
-__all__ = ["checked_count_matrix", "checked_index", "checked_indices"]
+__all__ = ["checked_count_matrix", "checked_index", "checked_indices", "checked_range"]
 
 
 def checked_index(
     index: torch.Tensor, num_rows: int, name: str, rows: str, where: str = ""
 ) -> torch.Tensor:
-    """Return `index` as int64 if it is one-dimensional, of integers and within `num_rows`."""
+    """Return `index` as int64 if it is one-dimensional, of integers and within `num_rows`.
+
+    While a graph is recorded it has no values: :func:`checked_range` looks at them when it runs.
+    """
     if not isinstance(index, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(index).__name__}.")
     if index.dtype not in (torch.int32, torch.int64):
@@ -28,13 +32,21 @@ def checked_index(
         raise ArgumentError(
             f"{where}{name} must have one dimension; got shape {tuple(index.shape)}."
         )
+    if not in_graph(index):
+        checked_range(index, num_rows, name, rows, where)
+    return index.to(torch.int64)
+
+
+def checked_range(
+    index: torch.Tensor, num_rows: int, name: str, rows: str, where: str = ""
+) -> None:
+    """Raise ArgumentError if `index` points outside of the rows."""
     if index.numel():
         low, high = torch.stack(index.aminmax()).tolist()
         if low < 0 or high >= num_rows:
             raise ArgumentError(
                 f"{where}{name} spans {low}...{high}, out of range for {num_rows} {rows}."
             )
-    return index.to(torch.int64)
 
 
 def checked_indices(

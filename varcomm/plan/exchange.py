@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.ops import wire
-from varcomm.ops.operator import Operator
+from varcomm.ops.library import torch_operator
+from varcomm.ops.operator import Operator, checking
+from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, named
 
-__all__ = ["Exchange", "ExchangeAdjoint", "Routes"]
+__all__ = ["Exchange", "ExchangeAdjoint", "IndexedAllToAllV", "Routes", "numbered"]
+
+
+# Plans that are alive, by the numbers under which graphs know them.
+_plans: WeakValueDictionary[int, Routes] = WeakValueDictionary()
+_numbers = count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,33 +39,116 @@ class Routes:
     num_rows: int
 
     @cached_property
+    def num_received(self) -> int:
+        """Rows that this rank receives."""
+        return sum(self.recv_counts)
+
+    @cached_property
     def row_sum(self) -> RowSum:
         """How the adjoint sums, planned when it is first needed."""
         return RowSum(self.send_index, self.num_rows)
+
+    @property
+    def routes(self) -> Routes:
+        """Itself; of what a graph knows of a plan, the plan."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Numbered:
+    """What a graph knows of a plan: as much as the shapes depend on, and by which number to find it.
+
+    So other plans go through the same compiled code, whoever their neighbours are. A tensor,
+    because torch.compile takes the ints of a module for constants.
+    """
+
+    group: Group
+    number: torch.Tensor
+    num_received: int
+    num_rows: int
+
+    @property
+    def routes(self) -> Routes:
+        """The plan.
+
+        Raises
+        ------
+        ArgumentError
+            If nobody has kept it.
+        """
+        found = _plans.get(int(self.number))
+        if found is None:
+            raise ArgumentError(
+                f"exchange on {self.group}: the plan of a traced or compiled graph exists no "
+                "longer. Keep it as long as the graph."
+            )
+        return found
+
+
+class Unchecked(Routes):
+    """What a graph was given to make a plan of for one call, before the index has values."""
+
+    @property
+    def routes(self) -> Routes:
+        """Itself, once the index is in range.
+
+        Raises
+        ------
+        ArgumentError
+            If it is not.
+        """
+        with checking("indexed_all_to_all_v", self.group) as where:
+            checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
+        return self
+
+
+def numbered(routes: Routes) -> torch.Tensor:
+    """Return a number for the plan; whoever holds that tensor keeps the plan."""
+    number = torch.tensor(next(_numbers))
+    number.routes = routes  # type: ignore[attr-defined]
+    _plans[int(number)] = routes
+    return number
 
 
 @dataclass(frozen=True)
 class _Planned(Operator):
     """What the pair shares."""
 
-    plan: Routes
+    plan: Any  # Routes, or Numbered
     dim: int
     use_fp32: bool
 
+    schema = (
+        "str group, int rank, Tensor plan, SymInt num_received, SymInt num_rows, int dim, "
+        "bool use_fp32"
+    )
+
     @property
     def group(self) -> Group:  # type: ignore[override]
-        return self.plan.group
+        return self.plan.group  # type: ignore[no-any-return]
+
+    def arguments(self) -> tuple[Any, ...]:
+        plan = self.plan
+        known = plan.number, plan.num_received, plan.num_rows
+        return self.group.name, self.group.rank, *known, self.dim, self.use_fp32
+
+    @classmethod
+    def from_arguments(
+        cls, group: str, rank: int, number: Any, received: int, rows: int, *how: Any
+    ) -> Self:
+        return cls(Numbered(named(group, rank), number, received, rows), *how)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {
             "dim": self.dim,
-            "send": list(self.plan.send_counts),
-            "recv": list(self.plan.recv_counts),
+            "send": list(self.plan.routes.send_counts),
+            "recv": list(self.plan.routes.recv_counts),
             "shape of a row": wire.rest(x.shape, self.dim),
             "use_fp32": self.use_fp32,
         }
 
 
+@torch_operator
 @dataclass(frozen=True)
 class Exchange(_Planned):
     """From own rows to received rows."""
@@ -64,22 +157,27 @@ class Exchange(_Planned):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Pick the rows to send, which is the one copy; what comes is the result."""
+        plan = self.plan.routes
         front = x.movedim(self.dim, 0) if self.dim else x
         row = front.shape[1:]
         size = prod(row)
-        picked = wire.flat(wire.taken(front, self.plan.send_index))
-        send = [rows * size for rows in self.plan.send_counts]
-        recv = [rows * size for rows in self.plan.recv_counts]
+        picked = wire.flat(wire.taken(front, plan.send_index))
+        send = [rows * size for rows in plan.send_counts]
+        recv = [rows * size for rows in plan.recv_counts]
         works, values = wire.exchange(self.name, self.group, picked, send, recv, "neighbours")
-        result = values.view(sum(self.plan.recv_counts), *row)
+        result = values.view(plan.num_received, *row)
         into = wire.memory_format(x)
         return Pending(works, lambda: wire.back(result, self.dim, into))
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return _result(self, x, self.plan.num_received)
 
     @property
     def adjoint(self) -> ExchangeAdjoint:
         return ExchangeAdjoint(self.plan, self.dim, self.use_fp32)
 
 
+@torch_operator
 @dataclass(frozen=True)
 class ExchangeAdjoint(_Planned):
     """From received rows to own rows: each goes back and is added to the row it is a copy of."""
@@ -87,21 +185,72 @@ class ExchangeAdjoint(_Planned):
     name = "exchange_adjoint"
 
     def start(self, y: torch.Tensor) -> Pending:
+        plan = self.plan.routes
         front = y.movedim(self.dim, 0) if self.dim else y
         row = front.shape[1:]
         size = prod(row)
-        send = [rows * size for rows in self.plan.recv_counts]
-        recv = [rows * size for rows in self.plan.send_counts]
+        send = [rows * size for rows in plan.recv_counts]
+        recv = [rows * size for rows in plan.send_counts]
         works, values = wire.exchange(
             self.name, self.group, wire.flat(front), send, recv, "neighbours"
         )
-        copies, into = values.view(len(self.plan.send_index), *row), wire.memory_format(y)
+        copies, into = values.view(len(plan.send_index), *row), wire.memory_format(y)
 
         def finish() -> torch.Tensor:
-            return wire.back(self.plan.row_sum(copies, self.use_fp32), self.dim, into)
+            return wire.back(plan.row_sum(copies, self.use_fp32), self.dim, into)
 
         return Pending(works, finish)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return _result(self, x, self.plan.num_rows)
 
     @property
     def adjoint(self) -> Exchange:
         return Exchange(self.plan, self.dim, self.use_fp32)
+
+
+def _result(operator: _Planned, x: torch.Tensor, rows: int) -> torch.Tensor:
+    front = x.new_empty(rows, *wire.rest(x.shape, operator.dim))
+    return wire.back(front, operator.dim, wire.memory_format(x))
+
+
+class _Indexed(_Planned):
+    """What the pair shares of which a graph holds the index, as no plan has been made."""
+
+    schema = (
+        "str group, int rank, Tensor index, SymInt[] send_counts, SymInt[] recv_counts, "
+        "SymInt num_rows, int dim, bool use_fp32"
+    )
+
+    def arguments(self) -> tuple[Any, ...]:
+        plan = self.plan
+        routes = plan.send_index, plan.send_counts, plan.recv_counts, plan.num_rows
+        return self.group.name, self.group.rank, *routes, self.dim, self.use_fp32
+
+    @classmethod
+    def from_arguments(
+        cls, group: str, rank: int, index: Any, send: Any, recv: Any, rows: int, *how: Any
+    ) -> Self:
+        return cls(Unchecked(named(group, rank), index, tuple(send), tuple(recv), rows), *how)
+
+
+@torch_operator
+class IndexedAllToAllV(_Indexed, Exchange):
+    """:class:`Exchange` by a plan for one call."""
+
+    name = "indexed_all_to_all_v"
+
+    @property
+    def adjoint(self) -> IndexedAllToAllVAdjoint:  # type: ignore[override]
+        return IndexedAllToAllVAdjoint(self.plan, self.dim, self.use_fp32)
+
+
+@torch_operator
+class IndexedAllToAllVAdjoint(_Indexed, ExchangeAdjoint):
+    """:class:`ExchangeAdjoint` by a plan for one call."""
+
+    name = "indexed_all_to_all_v_adjoint"
+
+    @property
+    def adjoint(self) -> IndexedAllToAllV:  # type: ignore[override]
+        return IndexedAllToAllV(self.plan, self.dim, self.use_fp32)

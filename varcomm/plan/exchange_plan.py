@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Self
 from zlib import crc32
@@ -19,7 +19,7 @@ from varcomm.ops.handle import Handle, start
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
-from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes
+from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.transport.agree import agree, agree_and_share
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -57,6 +57,12 @@ class ExchangePlan(Routes):
     >>> varcomm.launch(fn, 2)
     [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
     """
+
+    def __post_init__(self) -> None:
+        # apart from the plan itself, so that what keeps them does not keep it in a circle
+        routes = Routes(*(getattr(self, part.name) for part in fields(Routes)))
+        known = {"number": numbered(routes), "row_sum": routes.row_sum}
+        vars(self).update(known, num_received=routes.num_received)
 
     @classmethod
     def from_indices(
@@ -236,7 +242,7 @@ class ExchangePlan(Routes):
         """
         with checking("exchange_adjoint", self.group, use_fp32=use_fp32) as where:
             checked_summable(tensor, where, use_fp32)
-            dim = self._checked_dim(tensor, dim, sum(self.recv_counts), "received", where)
+            dim = self._checked_dim(tensor, dim, self.num_received, "received", where)
         return apply(ExchangeAdjoint(self, dim, use_fp32), tensor)
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:

@@ -13,8 +13,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.operator import checking
 from varcomm.plan.checks import checked_count_matrix, checked_indices
-from varcomm.plan.exchange import Exchange
-from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.plan.exchange import IndexedAllToAllV, Routes
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["indexed_all_to_all_v"]
@@ -114,9 +113,9 @@ def indexed_all_to_all_v(
         dim = checked_dim(dim, tensor.shape, where)
         index, send_counts = checked_indices(indices, tensor.shape[dim], ranks, where)
         recv_counts = checked_count_matrix(sizes, send_counts, ranks, where)
-        plan = ExchangePlan(ranks, index, send_counts, recv_counts, tensor.shape[dim])
+        plan = Routes(ranks, index, send_counts, recv_counts, tensor.shape[dim])
         if index.device != tensor.device:
             raise ArgumentError(
                 f"{where}the tensor is on {tensor.device}, indices are on {index.device}."
             )
-    return run(Exchange(plan, dim, use_fp32), tensor, async_op)
+    return run(IndexedAllToAllV(plan, dim, use_fp32), tensor, async_op)

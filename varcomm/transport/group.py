@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
 
-__all__ = ["Group", "GroupLike", "resolve"]
+__all__ = ["Group", "GroupLike", "named", "resolve"]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
@@ -34,6 +34,11 @@ class Group:
     def __str__(self) -> str:
         """Return how messages name this rank."""
         return f"rank {self.rank} of {self.size}"
+
+    @property
+    def name(self) -> str:
+        """What torch.distributed calls the group, on every rank alike."""
+        return self.process_group.group_name
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -97,3 +102,24 @@ def resolve(group: GroupLike) -> Group:
     if rank < 0:
         raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
     return Group(process_group, rank, dist.get_world_size(process_group))
+
+
+def named(name: str, rank: int) -> Group:
+    """Return the group of this name, of which a graph says that this process is `rank`.
+
+    Raises
+    ------
+    GroupError
+        If there is none, or this process is another rank of it.
+    """
+    try:
+        process_group = torch._C._distributed_c10d._resolve_process_group(name)
+    except RuntimeError as error:
+        raise GroupError(
+            f"the group {name!r} of a traced or compiled graph does not exist in this process. "
+            "Trace again, after the group has been made."
+        ) from error
+    group = Group(process_group, process_group.rank(), process_group.size())
+    if group.rank != rank:
+        raise GroupError(f"a graph traced on rank {rank} runs on {group}. Trace on each rank.")
+    return group

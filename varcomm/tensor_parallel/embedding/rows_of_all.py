@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from varcomm.ops import wire
+from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator
 from varcomm.tensor_parallel.embedding.lookup import Lookup
 from varcomm.transport.engine import Pending
@@ -30,6 +31,7 @@ class _Repeated(Operator):
         return {**rows, "shape of a row": wire.rest(x.shape, 0)}
 
 
+@torch_operator
 class RowsOfAll(_Repeated):
     """Gather each row once, then repeat it wherever it stands."""
 
@@ -43,12 +45,17 @@ class RowsOfAll(_Repeated):
         distinct = values.view(sum(self.counts), *row)
         return Pending(works, lambda: distinct.index_select(0, self.places))
 
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """Return as many rows as there are places."""
+        return x.new_empty(len(self.places), *x.shape[1:])
+
     @property
     def adjoint(self) -> OwnRows:
         """The sum of what was repeated."""
         return OwnRows(self.group, self.counts, self.places)
 
 
+@torch_operator
 class OwnRows(_Repeated):
     """Sum what belongs to own rows; no communication, since a replicated gradient is whole."""
 
@@ -61,6 +68,10 @@ class OwnRows(_Repeated):
         positions = torch.nonzero(own).view(-1)
         lookup = Lookup(self.places[positions] - first, positions, mine, len(self.places))
         return Pending([], lambda: lookup.adjoint(x))
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows."""
+        return x.new_empty(self.counts[self.group.rank], *x.shape[1:])
 
     @property
     def adjoint(self) -> RowsOfAll:

@@ -1,0 +1,222 @@
+"""Operators of torch.library, for what records a graph before it runs it.
+
+torch.compile, make_fx, torch.export and fake tensors cannot look into a message on a wire. For them
+each :class:`~varcomm.ops.operator.Operator` is three torch operators:
+
+``varcomm::NAME(x, token, ...) -> (result, token)``
+    communicates and waits. Tokens are those of :mod:`varcomm.ops.autograd`.
+``varcomm::NAME_start(x, token, ...) -> (ticket, promise)``
+    begins to. The ticket holds the number under which this process keeps what is under way. The
+    promise has the shape of the result, and memory for one element.
+``varcomm::NAME_wait(x, ticket, promise, ...) -> (result, token)``
+    ends it. It takes `x` so that its memory is not used for something else before.
+
+What is moved, and how, is said once, in ``Operator.start``, which these run as calls outside of
+graphs do. Here is only what a graph needs beside it: a schema, made of the operator's fields, with
+the group by its name; a fake kernel, which is ``Operator.result``; a formula for autograd. All are
+effects in one order, so that a compiler neither drops nor reorders them: other ranks wait for them.
+The rank is an argument as well: graphs of two ranks differ, and so must the keys under which
+compiled code is cached.
+
+The gradient of a ticket is the ticket of the adjoint, and that of a promise is the gradient that
+the adjoint has to move. So the backward of a wait starts the adjoint, the backward of a start waits
+for it, and a compiler sees what may run between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch._library.effects import EffectType
+
+from varcomm.ops.operator import Operator, started
+from varcomm.transport.engine import Pending
+
+__all__ = [
+    "apply_in_graph",
+    "begin_in_graph",
+    "in_graph",
+    "is_traced",
+    "start_in_graph",
+    "torch_operator",
+    "wait_in_graph",
+]
+
+Kind = TypeVar("Kind", bound=type[Operator])
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+_library = torch.library.Library("varcomm", "DEF")
+
+# How the types of an operator's fields are called in a schema.
+_TYPES = {
+    "bool": "bool",
+    "int": "int",
+    "torch.Tensor": "Tensor",
+    "torch.memory_format": "MemoryFormat",
+    "tuple[int, ...]": "SymInt[]",
+}
+
+# What has been started in a graph and not yet been waited for.
+_under_way: dict[int, Pending] = {}
+_numbers = count(1)
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Tell whether what happens to `x` is recorded, or only pretended: nothing can travel then."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return True
+    kind = type(x)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__)
+
+
+def in_graph(x: torch.Tensor) -> bool:
+    """Tell whether a graph is being recorded, by torch.compile or as :func:`is_traced` tells."""
+    return torch.compiler.is_compiling() or is_traced(x)
+
+
+def apply_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
+    """Record that the operator is applied; return the result and its token."""
+    call = getattr(torch.ops.varcomm, operator.name)
+    return call(x, token, *operator.arguments())  # type: ignore[no-any-return]
+
+
+def start_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
+    """Record that the operator begins; return ticket and promise."""
+    call = getattr(torch.ops.varcomm, f"{operator.name}_start")
+    return call(x, token, *operator.arguments())  # type: ignore[no-any-return]
+
+
+def wait_in_graph(
+    operator: Operator, x: torch.Tensor, ticket: torch.Tensor, promise: torch.Tensor | None
+) -> Tensors:
+    """Record that what has begun is waited for; return the result and its token."""
+    call = getattr(torch.ops.varcomm, f"{operator.name}_wait")
+    return call(x, ticket, promise, *operator.arguments())  # type: ignore[no-any-return]
+
+
+def begin_in_graph(operator: Operator, x: torch.Tensor) -> Pending:
+    """Record both, for those who begin and wait outside of graphs as well."""
+    ticket, promise = start_in_graph(operator, x, None)
+    return Pending([], lambda: wait_in_graph(operator, x, ticket, promise)[0])
+
+
+def torch_operator(kind: Kind) -> Kind:
+    """Make the three torch operators of a class of operators."""
+    if not hasattr(kind, "schema"):
+        own = [field for field in fields(kind) if field.name != "group"]  # type: ignore[arg-type]
+        kind.names = tuple(field.name for field in own)
+        form = "".join(f", {_TYPES[str(field.type)]} {field.name}" for field in own)
+        kind.schema = f"str group, int rank{form}"
+    for suffix, inputs, (run, fake, keep, differentiate) in (
+        ("", "Tensor x, Tensor? token", _whole(kind)),
+        ("_start", "Tensor x, Tensor? token", _start(kind)),
+        ("_wait", "Tensor x, Tensor ticket, Tensor? promise", _wait(kind)),
+    ):
+        name = kind.name + suffix
+        _library.define(f"{name}({inputs}, {kind.schema}) -> (Tensor, Tensor)")
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"varcomm::{name}", fake, lib=_library)
+        torch.library.register_autograd(
+            f"varcomm::{name}", differentiate, setup_context=keep, lib=_library
+        )
+        torch.library._register_effectful_op(f"varcomm::{name}", EffectType.ORDERED)
+    return kind
+
+
+Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+
+
+def _whole(kind: type[Operator]) -> Functions:
+    """Return kernel, fake kernel, and the two parts of autograd's formula."""
+
+    def run(x: torch.Tensor, token: torch.Tensor | None, *arguments: Any) -> Tensors:
+        operator = kind.from_arguments(*arguments)
+        return started(operator, x, recorded=False).wait(), _token(x)
+
+    def fake(x: torch.Tensor, token: torch.Tensor | None, *arguments: Any) -> Tensors:
+        return kind.from_arguments(*arguments).result(x), _token(x)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.operator, ctx.has_token = kind.from_arguments(*inputs[2:]), inputs[1] is not None
+        ctx.save_for_backward(output[1])
+
+    def differentiate(ctx: Any, gradient: torch.Tensor, of_token: torch.Tensor) -> tuple[Any, ...]:
+        (token,) = ctx.saved_tensors
+        result, passed_on = apply_in_graph(ctx.operator.adjoint, gradient, token + of_token)
+        return _gradients(ctx, result, passed_on if ctx.has_token else None)
+
+    return run, fake, keep, differentiate
+
+
+def _start(kind: type[Operator]) -> Functions:
+    def run(x: torch.Tensor, token: torch.Tensor | None, *arguments: Any) -> Tensors:
+        operator = kind.from_arguments(*arguments).in_one_round
+        number = next(_numbers)
+        _under_way[number] = started(operator, x, recorded=False)
+        ticket = torch.full((), number, dtype=torch.float64)
+        return ticket, _promise(operator, x)
+
+    def fake(x: torch.Tensor, token: torch.Tensor | None, *arguments: Any) -> Tensors:
+        ticket = torch.empty((), dtype=torch.float64)
+        return ticket, _promise(kind.from_arguments(*arguments), x)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.operator, ctx.has_token = kind.from_arguments(*inputs[2:]), inputs[1] is not None
+        ctx.set_materialize_grads(False)
+
+    def differentiate(
+        ctx: Any, ticket: torch.Tensor | None, gradient: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        if ticket is None or gradient is None:  # the wait was given no promise, and has done all
+            return _gradients(ctx, None, None)
+        result, passed_on = wait_in_graph(ctx.operator.adjoint, gradient, ticket, None)
+        return _gradients(ctx, result, passed_on if ctx.has_token else None)
+
+    return run, fake, keep, differentiate
+
+
+def _wait(kind: type[Operator]) -> Functions:
+    def run(
+        x: torch.Tensor, ticket: torch.Tensor, promise: torch.Tensor | None, *arguments: Any
+    ) -> Tensors:
+        return _under_way.pop(int(ticket)).wait(), _token(x)
+
+    def fake(
+        x: torch.Tensor, ticket: torch.Tensor, promise: torch.Tensor | None, *arguments: Any
+    ) -> Tensors:
+        return kind.from_arguments(*arguments).result(x), _token(x)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.operator, ctx.has_promise = kind.from_arguments(*inputs[3:]), inputs[2] is not None
+        ctx.save_for_backward(output[1])
+
+    def differentiate(ctx: Any, gradient: torch.Tensor, of_token: torch.Tensor) -> tuple[Any, ...]:
+        (token,) = ctx.saved_tensors
+        adjoint, token = ctx.operator.adjoint, token + of_token
+        if not ctx.has_promise or not ctx.needs_input_grad[2]:
+            # no other node could wait
+            return _gradients(ctx, apply_in_graph(adjoint, gradient, token)[0], None, None)
+        ticket, _ = start_in_graph(adjoint, gradient, token)
+        return _gradients(ctx, None, ticket, gradient)
+
+    return run, fake, keep, differentiate
+
+
+def _token(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _promise(operator: Operator, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the shape of the result, so that autograd lets a gradient through."""
+    dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.float32
+    return x.new_zeros((), dtype=dtype).expand(operator.result(x).shape)
+
+
+def _gradients(ctx: Any, *of_tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    return (*of_tensors, *[None] * (len(ctx.needs_input_grad) - len(of_tensors)))
