@@ -208,8 +208,9 @@ def exact_int(value: object) -> int | None:
     >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
     (3, None, None, None)
     """
-    # Both have an index: a bool is an int, and torch makes one of a bool tensor.
-    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+    if isinstance(value, int | torch.SymInt):  # symbols of a graph stay what they are
+        return None if isinstance(value, bool) else value  # type: ignore[return-value]
+    if getattr(value, "dtype", None) == torch.bool:  # of which torch makes an index
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]

@@ -196,5 +196,5 @@ def other_counts(rank):
 
 
 def test_counts_that_do_not_match_between_ranks(worlds):
-    said = "exchange: rank 0 sends 1 rows to rank 1, which expects 2."
+    said = "indexed_all_to_all_v: rank 0 sends 1 rows to rank 1, which expects 2."
     assert worlds.run(3, other_counts) == [(said, True)] * 3

@@ -67,6 +67,8 @@ class Handle:
 def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the result belongs to the graph."""
     if torch.compiler.is_compiling():
+        # as it is now: a graph has no versions, and where nothing changes x no copy is compiled
+        x = x.clone()
         ticket, promise = start_in_graph(operator, x, None)
         return Handle(lambda: wait_in_graph(operator, x, ticket, promise)[0])
     begun = _start(operator, x, None)

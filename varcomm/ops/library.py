@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch._library.effects import EffectType
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
@@ -61,6 +62,8 @@ _TYPES = {
 }
 
 # What has been started in a graph and not yet been waited for.
+KINDS: list[type[Operator]] = []
+
 _under_way: dict[int, Pending] = {}
 _numbers = count(1)
 
@@ -126,6 +129,7 @@ def torch_operator(kind: Kind) -> Kind:
             f"varcomm::{name}", differentiate, setup_context=keep, lib=_library
         )
         torch.library._register_effectful_op(f"varcomm::{name}", EffectType.ORDERED)
+    KINDS.append(kind)
     return kind
 
 
@@ -185,7 +189,13 @@ def _wait(kind: type[Operator]) -> Functions:
     def run(
         x: torch.Tensor, ticket: torch.Tensor, promise: torch.Tensor | None, *arguments: Any
     ) -> Tensors:
-        return _under_way.pop(int(ticket)).wait(), _token(x)
+        pending = _under_way.pop(int(ticket), None)
+        if pending is None:
+            raise ArgumentError(
+                f"{kind.name}_wait on rank {arguments[1]}: ticket {ticket.item()} is of nothing "
+                "under way. Wait once for each start."
+            )
+        return pending.wait(), _token(x)
 
     def fake(
         x: torch.Tensor, ticket: torch.Tensor, promise: torch.Tensor | None, *arguments: Any

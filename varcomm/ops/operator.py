@@ -41,7 +41,7 @@ class Operator(ABC):
 
     @abstractmethod
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor that is what :meth:`start` will give, but for its values."""
+        """Return what :meth:`start` will give, but for its values, which are not initialised."""
 
     @property
     @abstractmethod
@@ -62,7 +62,10 @@ class Operator(ABC):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator as a graph holds it, in the order of `schema`."""
-        return self.group.name, self.group.rank, *[getattr(self, name) for name in self.names]
+        fields = [getattr(self, name) for name in self.names]
+        # ShardSizes are tuples that the compiler does not know
+        plain = [list(field) if isinstance(field, tuple) else field for field in fields]
+        return self.group.name, self.group.rank, *plain
 
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
@@ -101,7 +104,8 @@ class checking:
         self.name, self.group, self.flags = name, group, flags
 
     def __enter__(self) -> str:
-        where = f"{self.name} on {self.group}: "
+        # torch.compile follows a method, where it would print an object in its own way
+        where = f"{self.name} on {self.group.__str__()}: "
         try:
             for flag, value in self.flags.items():
                 checked_flag(value, flag, where)

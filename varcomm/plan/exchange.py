@@ -56,7 +56,7 @@ class Routes:
 
 @dataclass(frozen=True, eq=False)
 class Numbered:
-    """What a graph knows of a plan: as much as the shapes depend on, and by which number to find it.
+    """What a graph knows of a plan: what shapes depend on, and by which number to find it.
 
     So other plans go through the same compiled code, whoever their neighbours are. A tensor,
     because torch.compile takes the ints of a module for constants.
@@ -224,7 +224,8 @@ class _Indexed(_Planned):
 
     def arguments(self) -> tuple[Any, ...]:
         plan = self.plan
-        routes = plan.send_index, plan.send_counts, plan.recv_counts, plan.num_rows
+        counts = list(plan.send_counts), list(plan.recv_counts)
+        routes = plan.send_index, *counts, plan.num_rows
         return self.group.name, self.group.rank, *routes, self.dim, self.use_fp32
 
     @classmethod
