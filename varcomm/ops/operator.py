@@ -104,8 +104,7 @@ class checking:
         self.name, self.group, self.flags = name, group, flags
 
     def __enter__(self) -> str:
-        # torch.compile follows a method, where it would print an object in its own way
-        where = f"{self.name} on {self.group.__str__()}: "
+        where = f"{self.name} on {self.group.label}: "
         try:
             for flag, value in self.flags.items():
                 checked_flag(value, flag, where)

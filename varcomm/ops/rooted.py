@@ -60,7 +60,7 @@ def input_of_root(
     The root decides dtype, device type and whether the result requires a gradient. A tensor that
     another rank passes is not read, but where it requires a gradient it gets one, of zeros.
     """
-    where = f"{name} on {group.__str__()}: "  # which torch.compile follows
+    where = f"{name} on {group.label}: "
     if torch.compiler.is_compiling() or (tensor is not None and is_traced(tensor)):
         return _input_in_graph(tensor, src, group, check, where)
     if debugging():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -30,10 +30,15 @@ class Group:
     process_group: dist.ProcessGroup
     rank: int
     size: int
+    label: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # made here, where torch.compile, which writes no ints that it found into a text, sees it
+        object.__setattr__(self, "label", f"rank {self.rank} of {self.size}")
 
     def __str__(self) -> str:
         """Return how messages name this rank."""
-        return f"rank {self.rank} of {self.size}"
+        return self.label
 
     @property
     def name(self) -> str:
