@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+import varcomm
+
 PAGES = Path(__file__).parent.parent / "docs"
 
 
@@ -55,3 +57,11 @@ def test_code_on_gradients(worlds, tmp_path):
     model(torch.arange(12.0).view(4, 3)).square().sum().div(4).backward()
     torch.testing.assert_close(one["mean"], model[0].weight.grad)
     assert torch.equal(one["up"], other["up"])  # one of them has computed it
+
+
+def test_code_on_compilation(tmp_path):
+    """In ranks of its own: the compiler stays in a process."""
+    one, other = varcomm.launch(run_page, 2, "compile.md", tmp_path)
+    assert torch.equal(one["loss"], other["loss"])
+    assert one["shard"].shape[0] + other["shard"].shape[0] == 7
+    assert one["bias"].tolist() == other["bias"].tolist() == [0.0] * 3

@@ -73,7 +73,7 @@ def compiled_like_eager(rank, ranks, name, settings, backend, is_async):
         counter = CompileCounterWithBackend(backend)
         compiled = torch.compile(fn, fullgraph=True, backend=counter, dynamic=dynamic)
         got, want = differentiated(compiled, x), differentiated(fn, x)
-        equal = all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(got, want))
+        equal = all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(got, want, strict=True))
         told.append((equal, counter.frame_count))
     return told
 
@@ -223,7 +223,7 @@ def other_sizes(rank, dynamic):
         x = torch.randn(sizes[rank], 11, dtype=torch.float64, requires_grad=True)
         got = differentiated(lambda x, sizes=sizes: compiled(x, sizes), x)
         want = differentiated(lambda x, sizes=sizes: fn(x, sizes), x)
-        right.append(all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, want)))
+        right.append(all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, want, strict=True)))
     return right, counter.frame_count
 
 
@@ -260,7 +260,7 @@ def other_plans(rank, ranks):
         x = torch.randn(n + rank, 2, dtype=torch.float64, requires_grad=True)
         got = differentiated(lambda x, plan=plan: compiled(x, plan), x)
         want = differentiated(Exchanging(plan), x)
-        right.append(all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, want)))
+        right.append(all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, want, strict=True)))
     return right, counter.frame_count
 
 

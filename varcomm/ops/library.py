@@ -61,9 +61,18 @@ _TYPES = {
     "tuple[int, ...]": "SymInt[]",
 }
 
-# What has been started in a graph and not yet been waited for.
+# Results keep the memory format of what comes in; a replayed CUDA graph runs no Python, where
+# messages are counted, compared, and waited for.
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    torch.Tag.needs_exact_strides,
+    torch.Tag.cudagraph_unsafe,
+)
+
+# All classes of operators that have been made torch operators.
 KINDS: list[type[Operator]] = []
 
+# What has been started in a graph and not yet been waited for.
 _under_way: dict[int, Pending] = {}
 _numbers = count(1)
 
@@ -122,7 +131,7 @@ def torch_operator(kind: Kind) -> Kind:
         ("_wait", "Tensor x, Tensor ticket, Tensor? promise", _wait(kind)),
     ):
         name = kind.name + suffix
-        _library.define(f"{name}({inputs}, {kind.schema}) -> (Tensor, Tensor)")
+        _library.define(f"{name}({inputs}, {kind.schema}) -> (Tensor, Tensor)", tags=_TAGS)
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"varcomm::{name}", fake, lib=_library)
         torch.library.register_autograd(
