@@ -102,7 +102,8 @@ def resolve(group: GroupLike) -> Group:
         ) from error
     if rank < 0:
         raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
-    if isinstance(group, DeviceMesh):
+    # the compiler cannot look at the ranks of a mesh
+    if isinstance(group, DeviceMesh) and not torch.compiler.is_compiling():
         _check_order(group, process_group)
     return Group(process_group, rank, dist.get_world_size(process_group))
 
