@@ -184,6 +184,27 @@ def test_what_is_still_under_way_is_waited_for(worlds):
         torch.testing.assert_close(gradient, expected)
 
 
+def compiled(rank):
+    """In one graph, forward and backward, with a gradient that comes back replicated."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = drawn(5, 2).split((3, 2))[rank].requires_grad_()
+
+    def fn(x):
+        return through(x, (3, 2), mesh)
+
+    found = []
+    for call in (fn, torch.compile(fn, backend="aot_eager", fullgraph=True)):
+        y = call(x)
+        found += [(y.detach(), *torch.autograd.grad(y.cos().sum(), x))]
+    return found
+
+
+def test_under_torch_compile(worlds):
+    for eager, graph in worlds.run(2, compiled):
+        for got, want in zip(graph, eager, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
 def of_groups(rank):
     """Groups become meshes of the same ranks in the same order, without a message."""
     failures = Failures()

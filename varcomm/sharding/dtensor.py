@@ -59,13 +59,6 @@ class _ToDTensor(torch.autograd.Function):
             gradient = gradient.redistribute(ctx.mesh, ctx.placements)
         return _local(gradient), None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        raise ArgumentError(
-            "to_dtensor: DTensor has no forward-mode derivatives. Differentiate backwards, or keep "
-            "what needs them out of DTensors."
-        )
-
 
 class _FromDTensor(torch.autograd.Function):
     """Unwrap the shard; the gradient is wrapped alike."""
@@ -121,7 +114,7 @@ def to_dtensor(
     ------
     ArgumentError
         If `sizes` are not those of torch; if `sizes`, `dim` and `tensor` do not fit on this rank;
-        if the mesh is of another kind of device, to which torch would copy. In forward mode.
+        if the mesh is of another kind of device, to which torch would copy.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if `sizes`, `dim`, dtypes, the shape of a row
         or ``requires_grad`` differ between ranks.
@@ -131,7 +124,8 @@ def to_dtensor(
     Notes
     -----
     Adjoint: :func:`from_dtensor`, after the gradient, where operations of DTensor's have left it
-    replicated or partial, has been redistributed. All derivatives are exact, of any order.
+    replicated or partial, has been redistributed. All derivatives are exact, of any order. DTensor
+    has no forward mode, and torch raises NotImplementedError there.
 
     A loss that is made of DTensors is one number for all ranks, ``loss.full_tensor()``, of which
     every rank starts backward. It counts once; so do its gradients here.
@@ -156,7 +150,7 @@ def to_dtensor(
     ranks = resolve(group)
     with checking("to_dtensor", ranks) as where:
         checked, dim = checked_shard(tensor, sizes, dim, ranks, where)
-        _check_chunks(ShardSizes(checked), tensor, dim, ranks, where)
+        _check_chunks(checked, dim, ranks.size, where)
         kind = tensor.device.type
         if isinstance(group, DeviceMesh) and group.device_type != kind:
             raise ArgumentError(
@@ -234,17 +228,16 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     return local, ShardSpec(ranks, dim, (sizes,))
 
 
-def _check_chunks(
-    sizes: ShardSizes, tensor: torch.Tensor, dim: int, group: Group, where: str
-) -> None:
-    chunks = ShardSizes.chunked(sizes.total, group.size)
-    if sizes != chunks:
+def _check_chunks(sizes: Sequence[int], dim: int, ranks: int, where: str) -> None:
+    total = sum(sizes)
+    chunks = ShardSizes.chunked(total, ranks)
+    if tuple(sizes) != chunks:
         raise ArgumentError(
-            f"{where}torch splits {sizes.total} rows over {group.size} ranks into {list(chunks)}, "
-            f"and a DTensor has no other sizes; got {list(sizes)}. Take "
-            f"chunks = ShardSizes.chunked({sizes.total}, {group.size}) from the start, or move the "
-            "rows that differ, on all ranks: ExchangePlan.from_needed(torch.tensor("
-            f"chunks.range(rank)), sizes, group)(tensor, dim={dim})."
+            f"{where}torch splits {total} rows over {ranks} ranks into {list(chunks)}, and a "
+            f"DTensor has no other sizes; got {list(sizes)}. Take chunks = ShardSizes.chunked("
+            f"{total}, {ranks}) from the start, or move the rows that differ, on all ranks: "
+            "ExchangePlan.from_needed(torch.tensor(chunks.range(rank)), sizes, group)"
+            f"(tensor, dim={dim})."
         )
 
 
