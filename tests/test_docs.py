@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import varcomm
 
@@ -15,7 +16,8 @@ def run_page(rank, page, folder):
     for block in re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL):
         # as a module does, so that classes defined there know where they are
         exec(compile(block, page, "exec"), names)
-    return {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
+    return {key: value for key, value in tensors.items() if not isinstance(value, DTensor)}
 
 
 def test_code_on_graphs(worlds, tmp_path):
@@ -65,3 +67,22 @@ def test_code_on_compilation(tmp_path):
     assert torch.equal(one["loss"], other["loss"])
     assert one["shard"].shape[0] + other["shard"].shape[0] == 7
     assert one["bias"].tolist() == other["bias"].tolist() == [0.0] * 3
+
+
+def test_code_on_dtensors(worlds, tmp_path):
+    one, other = worlds.run(2, run_page, "dtensor.md", tmp_path)
+    for found in (one, other):
+        assert torch.equal(found["everything"], found["rows"])
+        torch.testing.assert_close(found["output"], found["expected"])
+    assert (len(one["own"]), len(other["own"])) == (1, 4)
+    assert (len(one["back"]), len(other["back"])) == (3, 2)
+    for name in ("of_weight", "summed"):
+        assert torch.equal(one[name], other[name])
+    x = one["rows"].clone().requires_grad_()
+    torch.manual_seed(0)
+    weight = torch.randn(2, 3, requires_grad=True)
+    energy = torch.tanh(x @ weight).square().sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    (energy + force.square().sum()).backward()
+    torch.testing.assert_close(one["of_weight"], weight.grad)
+    torch.testing.assert_close(torch.cat([one["of_rows"], other["of_rows"]]), x.grad)

@@ -99,6 +99,18 @@ def test_balanced_does_not_leave_the_rest_to_the_last():
     assert ShardSizes.balanced(2, 4) == (1, 1, 0, 0)
 
 
+@given(st.integers(0, 60), st.integers(1, 12))
+def test_chunked_is_the_rule_of_torch_chunk(n, parts):
+    chunks = [len(chunk) for chunk in torch.arange(n).chunk(parts)]
+    assert ShardSizes.chunked(n, parts) == (*chunks, *[0] * (parts - len(chunks)))
+
+
+@pytest.mark.parametrize(("arguments", "name", "least"), [((-1, 2), "n", 0), ((3, 0), "parts", 1)])
+def test_chunked_refuses(arguments, name, least):
+    with pytest.raises(ArgumentError, match=f"^{name} must be an integer of at least {least}"):
+        ShardSizes.chunked(*arguments)
+
+
 @pytest.mark.parametrize("integer", [np.int32, np.uint8, torch.tensor])
 def test_balanced_takes_integers_of_any_library(integer):
     sizes = ShardSizes.balanced(integer(200), integer(3), integer(4))

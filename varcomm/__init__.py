@@ -31,6 +31,7 @@ from varcomm.ops.shard_v import shard_v
 from varcomm.ops.transpose_v import transpose_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
+from varcomm.sharding.dtensor import from_dtensor, to_dtensor
 from varcomm.transport.agree import debug
 from varcomm.transport.launch import Ranks, World, init, launch
 from varcomm.transport.trace import Call, Trace, Traffic, trace
@@ -55,6 +56,7 @@ __all__ = [
     "all_to_all_v",
     "broadcast",
     "debug",
+    "from_dtensor",
     "gather_v",
     "indexed_all_to_all_v",
     "init",
@@ -63,6 +65,7 @@ __all__ = [
     "reduce_scatter_v",
     "scatter_v",
     "shard_v",
+    "to_dtensor",
     "trace",
     "transpose_v",
 ]

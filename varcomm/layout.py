@@ -147,6 +147,23 @@ class ShardSizes(tuple[int, ...]):
         sizes[more] += remainder
         return cls(sizes)
 
+    @classmethod
+    def chunked(cls, n: int, parts: int) -> Self:
+        """Split `n` rows into `parts` as :func:`torch.chunk` does, and DTensor and fully_shard.
+
+        Each rank gets ``ceil(n / parts)`` rows until there are no more: the last ones may have
+        fewer, or none, where :meth:`balanced` would let sizes differ by one row at most.
+
+        Examples
+        --------
+        >>> ShardSizes.chunked(14, 8)
+        ShardSizes(2, 2, 2, 2, 2, 2, 2, 0)
+        """
+        n = at_least(0, n, "n")
+        parts = at_least(1, parts, "parts")
+        rows = -(-n // parts)
+        return cls(min(rows, max(0, n - part * rows)) for part in range(parts))
+
     def __mul__(self, n: SupportsIndex) -> Self:
         """Return the sizes of rows that are `n` of others each: heads of `n` features, say.
 
@@ -173,7 +190,7 @@ class ShardSizes(tuple[int, ...]):
         n : int
             Rows of this rank.
         group : ProcessGroup or DeviceMesh, optional
-            As everywhere; None is the whole world.
+            The ranks that take part; None is the whole world.
 
         Raises
         ------

@@ -11,6 +11,7 @@ import torch
 
 import varcomm
 from varcomm import ExchangePlan, ShardSizes
+from varcomm.transport.group import resolve
 
 PATTERNS = ("even", "off by one", "one empty", "all on one")
 WORLDS = (1, 2, 3, 5)
@@ -344,7 +345,7 @@ def at_root(s, shape):
 
 
 def rank_in(group):
-    return torch.distributed.get_rank(group)
+    return resolve(group).rank
 
 
 def random(shape, dtype, generator):

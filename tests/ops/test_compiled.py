@@ -73,7 +73,9 @@ def compiled_like_eager(rank, ranks, name, settings, backend, is_async):
         counter = CompileCounterWithBackend(backend)
         compiled = torch.compile(fn, fullgraph=True, backend=counter, dynamic=dynamic)
         got, want = differentiated(compiled, x), differentiated(fn, x)
-        equal = all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(got, want, strict=True))
+        equal = all(
+            torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(got, want, strict=True)
+        )
         told.append((equal, counter.frame_count))
     return told
 

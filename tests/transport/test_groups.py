@@ -106,6 +106,25 @@ def test_mesh_of_two_dimensions_without_names(worlds):
     assert worlds.run(2, mesh_without_names) == [2, 2]
 
 
+def in_another_order(rank):
+    """Torch makes the groups of a mesh in ascending order, whatever the order in the mesh."""
+    mesh = DeviceMesh("cpu", [0, 2, 1])
+    for _ in range(2):
+        with pytest.raises(  # on rank 0 too, which is at the same place in both
+            GroupError,
+            match=r"ranks \[0, 2, 1\] .* in the order \[0, 1, 2\].* "
+            r"torch.distributed.new_group\(\[0, 2, 1\], sort_ranks=False\)",
+        ):
+            varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=mesh)
+    kept = DeviceMesh.from_group(dist.new_group([0, 2, 1], sort_ranks=False), "cpu")
+    assert kept == mesh  # to torch, which compares the names of ranks and not the groups
+    return varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=kept).tolist()
+
+
+def test_mesh_in_another_order_than_its_group(worlds):
+    assert worlds.run(3, in_another_order) == [[0, 2, 1]] * 3
+
+
 def not_a_member(rank):
     group = dist.new_group([1, 2])
     mesh = DeviceMesh("cpu", [1, 2])

@@ -133,10 +133,9 @@ class _Planned(Operator):
         return self.group.name, self.group.rank, *known, self.dim, self.use_fp32
 
     @classmethod
-    def from_arguments(
-        cls, group: str, rank: int, number: Any, received: int, rows: int, *how: Any
-    ) -> Self:
-        return cls(Numbered(named(group, rank), number, received, rows), *how)
+    def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
+        *known, dim, use_fp32 = fields
+        return cls(Numbered(named(group, rank), *known), dim, use_fp32)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {
@@ -229,10 +228,10 @@ class _Indexed(_Planned):
         return self.group.name, self.group.rank, *routes, self.dim, self.use_fp32
 
     @classmethod
-    def from_arguments(
-        cls, group: str, rank: int, index: Any, send: Any, recv: Any, rows: int, *how: Any
-    ) -> Self:
-        return cls(Unchecked(named(group, rank), index, tuple(send), tuple(recv), rows), *how)
+    def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
+        index, send, recv, num_rows, dim, use_fp32 = fields
+        plan = Unchecked(named(group, rank), index, tuple(send), tuple(recv), num_rows)
+        return cls(plan, dim, use_fp32)
 
 
 @torch_operator
@@ -242,7 +241,7 @@ class IndexedAllToAllV(_Indexed, Exchange):
     name = "indexed_all_to_all_v"
 
     @property
-    def adjoint(self) -> IndexedAllToAllVAdjoint:  # type: ignore[override]
+    def adjoint(self) -> IndexedAllToAllVAdjoint:
         return IndexedAllToAllVAdjoint(self.plan, self.dim, self.use_fp32)
 
 
@@ -253,5 +252,5 @@ class IndexedAllToAllVAdjoint(_Indexed, ExchangeAdjoint):
     name = "indexed_all_to_all_v_adjoint"
 
     @property
-    def adjoint(self) -> IndexedAllToAllV:  # type: ignore[override]
+    def adjoint(self) -> IndexedAllToAllV:
         return IndexedAllToAllV(self.plan, self.dim, self.use_fp32)

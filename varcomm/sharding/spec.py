@@ -65,6 +65,15 @@ class ShardSpec:
     ) -> Self:
         """Make a spec of the sizes of one block, or of a list of those of several.
 
+        Parameters
+        ----------
+        sizes : sequence of int, or sequence of these
+            Rows of each rank, one int a rank, zeros allowed; for each block.
+        dim : int
+            The sharded dimension, not negative.
+        group : ProcessGroup or DeviceMesh, optional
+            The ranks that share the tensor; None is the whole world.
+
         Raises
         ------
         ArgumentError

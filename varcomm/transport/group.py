@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+
+import weakref
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,6 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from varcomm.errors import GroupError
 
 __all__ = ["Group", "GroupLike", "named", "resolve"]
+
+# The mesh that a group was last given as: telling its ranks takes 20 us. A mesh keeps its group.
+_checked: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
+_checked = weakref.WeakKeyDictionary()
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
@@ -68,7 +76,8 @@ def resolve(group: GroupLike) -> Group:
     ------
     GroupError
         If ``torch.distributed`` is not initialised, if this rank is not in the group, if a mesh
-        has several dimensions, or if `group` is something else.
+        has several dimensions or its ranks in another order than its group has them, or if `group`
+        is something else.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise GroupError(
@@ -106,6 +115,9 @@ def resolve(group: GroupLike) -> Group:
         ) from error
     if rank < 0:
         raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
+    # the compiler cannot look at the ranks of a mesh
+    if isinstance(group, DeviceMesh) and not torch.compiler.is_compiling():
+        _check_order(group, process_group)
     return Group(process_group, rank, dist.get_world_size(process_group))
 
 
@@ -118,7 +130,7 @@ def named(name: str, rank: int) -> Group:
         If there is none, or this process is another rank of it.
     """
     try:
-        process_group = torch._C._distributed_c10d._resolve_process_group(name)
+        process_group = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError as error:
         raise GroupError(
             f"the group {name!r} of a traced or compiled graph does not exist in this process. "
@@ -128,3 +140,19 @@ def named(name: str, rank: int) -> Group:
     if group.rank != rank:
         raise GroupError(f"a graph traced on rank {rank} runs on {group}. Trace on each rank.")
     return group
+
+
+def _check_order(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> None:
+    """Raise GroupError, on all ranks alike, where a mesh and its group do not count alike."""
+    last = _checked.get(process_group)
+    if last is not None and last() is mesh:
+        return
+    ranks, own = mesh.mesh.tolist(), dist.get_process_group_ranks(process_group)
+    if ranks != own:
+        raise GroupError(
+            f"the mesh has ranks {ranks} of the world, in this order, of which torch has made a "
+            f"group in the order {own}: the first in the one is not the first in the other. "
+            "Name ranks of a mesh in ascending order, or pass a group that keeps yours: "
+            f"torch.distributed.new_group({ranks}, sort_ranks=False)."
+        )
+    _checked[process_group] = weakref.ref(mesh)

@@ -1,0 +1,236 @@
+"""Shards as DTensors and back: the same memory, the same numbers, the same derivatives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import varcomm as vc
+from tests.ops.comparing import Failures, assert_none
+from varcomm import ShardSizes
+from varcomm.sharding import from_dtensor, to_dtensor
+from varcomm.testing import dot_test, gradcheck, gradgradcheck
+
+# rows over 3 ranks: 3 3 1, 2 2 0, 1 1 1, 1 0 0, none
+ROWS = (7, 4, 3, 1, 0)
+
+
+def drawn(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def as_torch_does(rank, dtype):
+    """The same DTensor as torch makes of the whole, of the memory that was given."""
+    mesh = init_device_mesh("cpu", (3,))
+    failures = Failures()
+    for rows in ROWS:
+        sizes = ShardSizes.chunked(rows, 3)
+        for dim in (0, 1, -1):
+            shape = [4, 4, 4]
+            shape[dim] = rows
+            whole = drawn(*shape).mul(9).to(dtype)
+            own = vc.shard_v(whole, sizes, dim).clone()
+            ours = to_dtensor(own, sizes, dim, mesh)
+            theirs = distribute_tensor(whole, mesh, [Shard(dim)])
+            back, spec = from_dtensor(ours)
+            full = ours.full_tensor()
+            own.add_(1)
+            with failures.named(rows, dim):
+                assert ours.placements == theirs.placements == (Shard(dim % 3),)
+                assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+                assert torch.equal(full, whole)
+                assert back.data_ptr() == ours.to_local().data_ptr() == own.data_ptr()
+                assert torch.equal(ours.to_local(), own)
+                assert torch.equal(back, own)
+                assert (spec.sizes, spec.dim) == (sizes, dim % 3)
+                assert spec.group.process_group == mesh.get_group()
+                assert not back.requires_grad
+    return failures
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_the_same_as_torch_makes_of_the_whole(worlds, dtype):
+    assert_none(worlds.run(3, as_torch_does, dtype))
+
+
+def strides_of(rank):
+    """Of shards that do not lie row by row in memory, the whole lies as they do."""
+    mesh = init_device_mesh("cpu", (2,))
+    sizes, failures = ShardSizes.chunked(5, 2), Failures()
+    image = torch.zeros(5, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    for name, whole, dim in (
+        ("channels_last", image, 0),
+        ("transposed", torch.zeros(4, 5).t(), 0),
+        ("columns", torch.zeros(4, 5), 1),
+    ):
+        own = whole.narrow(dim, *((0, 3) if rank == 0 else (3, 2)))
+        made = to_dtensor(own, sizes, dim, mesh)
+        with failures.named(name):
+            assert made.stride() == whole.stride()
+            assert made.to_local().stride() == own.stride()
+            assert made.to_local().data_ptr() == own.data_ptr()
+    return failures
+
+
+def test_strides(worlds):
+    assert_none(worlds.run(2, strides_of))
+
+
+def through(x, sizes, group):
+    """Rows by themselves, and a number of them all, which is partial and then replicated."""
+    whole = to_dtensor(x, sizes, 0, group)
+    scale = (whole * whole).sum().redistribute(placements=[Replicate()])
+    back, _ = from_dtensor(torch.sin(whole) * scale)
+    return back
+
+
+def through_alone(x):
+    return torch.sin(x) * (x * x).sum()
+
+
+def derivatives(rank):
+    """Gradients that reach ``to_dtensor`` sharded and replicated, and their derivatives."""
+    failures = Failures()
+    mesh = init_device_mesh("cpu", (3,))
+    for rows in (5, 4):  # 2 2 1 and 2 2 0
+        sizes = ShardSizes.chunked(rows, 3)
+        whole, weight = drawn(rows, 2).requires_grad_(), drawn(2, rows).t()
+        own = vc.shard_v(whole.detach(), sizes).requires_grad_()
+        y = through(own, sizes, mesh)
+        found = torch.autograd.grad(y, own, vc.shard_v(weight, sizes), create_graph=True)
+        found += torch.autograd.grad(found[0].square().sum(), own)
+        expected = torch.autograd.grad(through_alone(whole), whole, weight, create_graph=True)
+        expected += torch.autograd.grad(expected[0].square().sum(), whole)
+        for order, (got, want) in enumerate(zip(found, expected, strict=True), start=1):
+            with failures.named(rows, "derivative", order):
+                torch.testing.assert_close(got, vc.shard_v(want, sizes), rtol=0, atol=1e-12)
+    for check in (gradcheck, gradgradcheck):
+        with failures.named(check.__name__):
+            check(lambda x: through(x, (2, 2, 0), mesh), own, forward_mode=False)
+    dot_test(lambda x: from_dtensor(to_dtensor(x, (2, 2, 0), 0, mesh) * 3)[0], own)
+    return failures
+
+
+def test_derivatives_of_any_order(worlds):
+    assert_none(worlds.run(3, derivatives))
+
+
+def linear_in_between(rank):
+    """A sum whose gradient is replicated: past autograd, its derivative would be lost."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = drawn(5).split((3, 2))[rank].requires_grad_()
+    total = to_dtensor(x, (3, 2), 0, mesh).sum().full_tensor()
+    (first,) = torch.autograd.grad(total.square(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return first.detach(), second
+
+
+def test_second_derivative_of_a_replicated_gradient(worlds):
+    for first, second in worlds.run(2, linear_in_between):
+        torch.testing.assert_close(first, torch.full_like(first, 2 * drawn(5).sum()))
+        # of the sum over ranks of all entries of the first
+        assert torch.equal(second, torch.full_like(second, 10))
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def without_a_gradient(rank):
+    """The adjoint of what was communicated before is entered all the same."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = drawn(3, 2).requires_grad_()
+    shard = vc.reduce_scatter_v(x, (2, 1))
+    NoGradient.apply(to_dtensor(shard, (2, 1), 0, mesh)).sum().full_tensor().backward()
+    whole = distribute_tensor(drawn(3, 2), mesh, [Shard(0)]).requires_grad_()
+    own, _ = from_dtensor(whole)
+    NoGradient.apply(own).sum().backward()
+    return x.grad, whole.grad.full_tensor()
+
+
+def test_no_gradient_is_one_of_zeros(worlds):
+    for gradient, of_dtensor in worlds.run(2, without_a_gradient):
+        assert torch.equal(gradient, torch.zeros(3, 2, dtype=torch.float64))
+        assert torch.equal(of_dtensor, torch.zeros(3, 2, dtype=torch.float64))
+
+
+def still_under_way(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    columns = distribute_tensor(drawn(5, 4), mesh, [Shard(1)])
+    rows = distribute_tensor(drawn(4, 3), mesh, [Shard(0)]).requires_grad_()
+    product = (columns @ rows).redistribute(placements=[Shard(0)], async_op=True)
+    assert type(product.to_local()) is not torch.Tensor  # it has to be waited for
+    own, spec = from_dtensor(product)
+    assert type(own) is torch.Tensor
+    own.sum().backward()
+    return own.detach(), spec.sizes, rows.grad.full_tensor()
+
+
+def test_what_is_still_under_way_is_waited_for(worlds):
+    found = worlds.run(2, still_under_way)
+    whole = torch.cat([own for own, _, _ in found])
+    torch.testing.assert_close(whole, drawn(5, 4) @ drawn(4, 3))
+    expected = drawn(5, 4).sum(0)[:, None].expand(4, 3)
+    for _, sizes, gradient in found:
+        assert sizes == (3, 2)
+        torch.testing.assert_close(gradient, expected)
+
+
+def compiled(rank):
+    """In one graph, forward and backward, with a gradient that comes back replicated."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = drawn(5, 2).split((3, 2))[rank].requires_grad_()
+
+    def fn(x):
+        return through(x, (3, 2), mesh)
+
+    found = []
+    for call in (fn, torch.compile(fn, backend="aot_eager", fullgraph=True)):
+        y = call(x)
+        found += [(y.detach(), *torch.autograd.grad(y.cos().sum(), x))]
+    return found
+
+
+def test_under_torch_compile(worlds):
+    for eager, graph in worlds.run(2, compiled):
+        for got, want in zip(graph, eager, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def of_groups(rank):
+    """Groups become meshes of the same ranks in the same order, without a message."""
+    failures = Failures()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    turned = dist.new_group([2, 0, 3, 1], sort_ranks=False)
+    for name, group, ranks, place in (
+        ("data", mesh["data"], 2, rank // 2),
+        ("model", mesh["model"], 2, rank % 2),
+        ("group", mesh["model"].get_group(), 2, rank % 2),
+        ("turned", turned, 4, (1, 3, 0, 2)[rank]),
+        ("world", None, 4, rank),
+    ):
+        sizes = ShardSizes.chunked(7, ranks)
+        own = torch.tensor(sizes.range(place), dtype=torch.float64)
+        with vc.trace() as seen:
+            made = to_dtensor(own, sizes, 0, group)
+            back, spec = from_dtensor(made)
+        full = made.full_tensor()
+        with failures.named(name):
+            assert torch.equal(full, torch.arange(7.0, dtype=torch.float64))
+            assert made.device_mesh == group or made.device_mesh.mesh_dim_names is None
+            assert back.data_ptr() == own.data_ptr()
+            assert (spec.group.rank, spec.group.size) == (place, ranks)
+            assert not seen.calls
+    return failures
+
+
+def test_groups_and_dimensions_of_a_mesh(worlds):
+    assert_none(worlds.run(4, of_groups))
