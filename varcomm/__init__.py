@@ -75,6 +75,7 @@ _ROOMS = frozenset(
         "graph",
         "models",
         "sharding",
+        "simulate",
         "tensor_parallel",
         "testing",
     }
