@@ -62,7 +62,7 @@ class Parts:
 
     @cached_property
     def sent(self) -> torch.Tensor:
-        """Rows that each rank sends in an exchange of halos; a row counts once for each receiver."""
+        """Rows that each rank sends in an exchange of halos, once for each receiver."""
         return _sum([needs.sent for needs in self._needs.values()], self.size)
 
     @cached_property

@@ -36,14 +36,17 @@ class Transfer:
     schedule : str
         ``"all_gather"``, ``"broadcast"``, or of an exchange who has something for whom, as
         :data:`varcomm.transport.engine.Peers` says it.
-    group : Group
-        The ranks.
+    rank : int
+        This rank, within the group.
+    ranks : tuple of int
+        The ranks of the world that are in the group.
     send, recv : tuple of int
         Bytes to, and from, each rank of the group; what a rank keeps for itself is 0.
     """
 
     schedule: Schedule
-    group: Group
+    rank: int
+    ranks: tuple[int, ...]
     send: tuple[int, ...]
     recv: tuple[int, ...]
 
@@ -116,7 +119,8 @@ class Fake(Engine):
 
 def _told(schedule: Schedule, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
     if _listening:
-        transfer = Transfer(schedule, group, _to_others(group, send), _to_others(group, recv))
+        sent, received = _to_others(group, send), _to_others(group, recv)
+        transfer = Transfer(schedule, group.rank, group.ranks, sent, received)
         for found in _listening:
             found.append(transfer)
 

@@ -62,8 +62,7 @@ _lanes = weakref.WeakKeyDictionary()
 def free_lanes(group: Group) -> dict[str, Any]:
     """Return what this rank tells of lanes that could serve in the place of `group`.
 
-    Those that are free, by number; and a name for a new one, which is the one that the group's first
-    rank tells.
+    Those that are free, by number; and a name for a new one: that of the first rank is taken.
     """
     free = [lane.number for lane in _made(group) if not lane.taken and lane.kind == _kind(group)]
     return {"free": free, "name": new_name()}
