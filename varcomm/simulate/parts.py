@@ -37,13 +37,15 @@ class Parts:
         Ranks, P.
     method : str
         How the ranks of nodes were decided.
+    needs : mapping of Needs
+        Who needs which rows of whom, by type of edges; of the type None in a graph with one type.
     """
 
     size: int
     method: str
     _tables: Tables = field(repr=False)
     _numbered: Mapping[NodeType, Numbering] = field(repr=False)
-    _needs: Mapping[EdgeType, Needs] = field(repr=False)
+    needs: Mapping[EdgeType, Needs] = field(repr=False)
 
     @cached_property
     def owned(self) -> torch.Tensor:
@@ -53,17 +55,17 @@ class Parts:
     @cached_property
     def edges(self) -> torch.Tensor:
         """Edges that each rank owns: those into its nodes."""
-        return _sum([needs.edges for needs in self._needs.values()], self.size)
+        return _sum([needs.edges for needs in self.needs.values()], self.size)
 
     @cached_property
     def halo(self) -> torch.Tensor:
         """Rows that each rank receives in an exchange of its halo."""
-        return _sum([needs.received for needs in self._needs.values()], self.size)
+        return _sum([needs.received for needs in self.needs.values()], self.size)
 
     @cached_property
     def sent(self) -> torch.Tensor:
         """Rows that each rank sends in an exchange of halos, once for each receiver."""
-        return _sum([needs.sent for needs in self._needs.values()], self.size)
+        return _sum([needs.sent for needs in self.needs.values()], self.size)
 
     @cached_property
     def neighbours(self) -> torch.Tensor:
@@ -75,7 +77,7 @@ class Parts:
     @cached_property
     def rows(self) -> torch.Tensor:
         """Rows that each rank sends to each in an exchange of halos; sparse, shape (P, P)."""
-        flows = [needs.flows for needs in self._needs.values()]
+        flows = [needs.flows for needs in self.needs.values()]
         sender, receiver, count = (
             torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
             for parts in (zip(*flows, strict=True) if flows else ((), (), ()))
@@ -123,7 +125,7 @@ class Parts:
             source, target = (numbered[end] for end in ends(key))
             own = owned_edges(table, source, target, ranks.rank)
             edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
-            needs = self._needs[key]
+            needs = self.needs[key]
             send_index, send_counts = needs.asked_of(ranks.rank)
             plan = ExchangePlan(
                 ranks,
