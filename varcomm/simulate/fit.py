@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from varcomm.simulate.parts import Parts
+from varcomm.simulate.counts import Counts
 from varcomm.simulate.work import Work
 
 __all__ = ["COUNTS", "Fit", "rows_of"]
@@ -17,7 +17,7 @@ __all__ = ["COUNTS", "Fit", "rows_of"]
 COUNTS = ("flops", "matmul_bytes", "other_bytes", "kernels", "memory")
 
 
-def rows_of(parts: Parts) -> torch.Tensor:
+def rows_of(parts: Counts) -> torch.Tensor:
     """Return what counts are linear in, nodes, edges, halo and rows sent; float64, shape (P, 4)."""
     return torch.stack([parts.owned, parts.edges, parts.halo, parts.sent], dim=1).double()
 
@@ -44,7 +44,7 @@ class Fit:
     error: float
 
     @classmethod
-    def of(cls, simulated: Sequence[tuple[Parts, Mapping[int, Work]]]) -> Self:
+    def of(cls, simulated: Sequence[tuple[Counts, Mapping[int, Work]]]) -> Self:
         """Fit the work of ranks, of one partition or of several for other numbers of ranks."""
         sizes = sorted({parts.size for parts, _ in simulated})
         known, which, found = [], [], []
@@ -65,6 +65,6 @@ class Fit:
         constants = dict(zip(sizes, solution[: len(sizes)], strict=True))
         return cls(solution[len(sizes) :], constants, float(off.max()))
 
-    def counts(self, parts: Parts) -> torch.Tensor:
+    def counts(self, parts: Counts) -> torch.Tensor:
         """Return the counts of all ranks; float64, shape (P, 5), none below zero."""
         return (self.constants[parts.size] + rows_of(parts) @ self.slopes).clamp(min=0)

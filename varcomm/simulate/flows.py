@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from varcomm.errors import DisagreementError
+from varcomm.simulate.counts import Flows
 from varcomm.simulate.machine import Machine
-from varcomm.simulate.needs import Needs
 from varcomm.simulate.parts import Parts
 from varcomm.simulate.work import Work
 from varcomm.transport.fake import Transfer
@@ -76,21 +76,20 @@ class Lanes:
     rows_received: torch.Tensor
 
     @classmethod
-    def of(cls, needs: Needs, ranks_per_node: int) -> Lanes:
+    def of(cls, flows: Flows, size: int, ranks_per_node: int) -> Lanes:
         """Sort the messages of a halo by where they go."""
-        sender, receiver, count = needs.flows
-        size = len(needs.edges)
+        sender, receiver, rows = flows.sender, flows.receiver, flows.rows.double()
         lane = (sender // ranks_per_node != receiver // ranks_per_node).long()
 
         def summed(rank: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return torch.bincount(lane * size + rank, weights, minlength=2 * size).view(2, size)
 
-        ones = torch.ones(len(count), dtype=torch.float64)
+        ones = torch.ones_like(rows)
         return cls(
             summed(sender, ones),
             summed(receiver, ones),
-            summed(sender, count.double()),
-            summed(receiver, count.double()),
+            summed(sender, rows),
+            summed(receiver, rows),
         )
 
 

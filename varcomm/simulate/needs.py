@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import torch
+
+from varcomm.simulate.counts import Flows
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.building.cut import Numbering
@@ -64,21 +65,11 @@ class Needs:
         )
 
     @property
-    def received(self) -> torch.Tensor:
-        """Rows of each rank's halo, (P,)."""
-        return torch.bincount(self.receiver, minlength=len(self.edges))
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """Rows that each rank sends, (P,)."""
-        return torch.bincount(self.sender, minlength=len(self.edges))
-
-    @cached_property
-    def flows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sender, receiver and rows of each message; int64, shape (messages,)."""
+    def flows(self) -> Flows:
+        """How many rows go from whom to whom."""
         ranks = len(self.edges)
-        pair, count = torch.unique(self.sender * ranks + self.receiver, return_counts=True)
-        return pair // ranks, pair % ranks, count
+        pair, rows = torch.unique(self.sender * ranks + self.receiver, return_counts=True)
+        return Flows(pair // ranks, pair % ranks, rows)
 
     def asked_of(self, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Return the own rows that a rank sends, receiver by receiver, and how many to each."""

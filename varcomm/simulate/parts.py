@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, exact_int
 from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.simulate.counts import Counts
 from varcomm.simulate.needs import Needs
 from varcomm.transport.group import GroupLike, resolve
 
@@ -25,69 +25,23 @@ __all__ = ["Parts", "partition"]
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
-    """A graph cut for `size` ranks: what each would own, need and send.
+class Parts(Counts):
+    """A graph cut for P ranks: what each would own, need and send, and the part that it has.
 
-    Made by :func:`partition`. Counts are int64 tensors of shape (P,), one entry a rank, summed over
-    the types of nodes and edges where there are several.
+    Made by :func:`partition`. Counts are those of :class:`Counts`.
 
     Attributes
     ----------
-    size : int
-        Ranks, P.
     method : str
         How the ranks of nodes were decided.
     needs : mapping of Needs
         Who needs which rows of whom, by type of edges; of the type None in a graph with one type.
     """
 
-    size: int
     method: str
+    needs: Mapping[EdgeType, Needs] = field(repr=False)
     _tables: Tables = field(repr=False)
     _numbered: Mapping[NodeType, Numbering] = field(repr=False)
-    needs: Mapping[EdgeType, Needs] = field(repr=False)
-
-    @cached_property
-    def owned(self) -> torch.Tensor:
-        """Nodes that each rank owns."""
-        return _sum([torch.tensor(own.sizes) for own in self._numbered.values()], self.size)
-
-    @cached_property
-    def edges(self) -> torch.Tensor:
-        """Edges that each rank owns: those into its nodes."""
-        return _sum([needs.edges for needs in self.needs.values()], self.size)
-
-    @cached_property
-    def halo(self) -> torch.Tensor:
-        """Rows that each rank receives in an exchange of its halo."""
-        return _sum([needs.received for needs in self.needs.values()], self.size)
-
-    @cached_property
-    def sent(self) -> torch.Tensor:
-        """Rows that each rank sends in an exchange of halos, once for each receiver."""
-        return _sum([needs.sent for needs in self.needs.values()], self.size)
-
-    @cached_property
-    def neighbours(self) -> torch.Tensor:
-        """Other ranks with which each exchanges rows, in one direction at least."""
-        rows = self.rows
-        both = (rows + rows.T).coalesce().indices()
-        return torch.bincount(both[0], minlength=self.size)
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """Rows that each rank sends to each in an exchange of halos; sparse, shape (P, P)."""
-        flows = [needs.flows for needs in self.needs.values()]
-        sender, receiver, count = (
-            torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-            for parts in (zip(*flows, strict=True) if flows else ((), (), ()))
-        )
-        return torch.sparse_coo_tensor(
-            torch.stack([sender, receiver]),
-            count,
-            (self.size, self.size),
-            check_invariants=False,
-        ).coalesce()
 
     def part(self, group: GroupLike = None) -> PartitionedGraph:
         """Return what this rank of a group has of the graph; without communication.
@@ -215,7 +169,15 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
         key: Needs.of(table.edge_index, *(numbered[end] for end in ends(key)))
         for key, table in tables.edges.items()
     }
-    return Parts(count, name, tables, numbered, needs)
+    return Parts(
+        owned=_sum([torch.tensor(own.sizes) for own in numbered.values()], count),
+        edges=_sum([need.edges for need in needs.values()], count),
+        flows={key: need.flows for key, need in needs.items()},
+        method=name,
+        needs=needs,
+        _tables=tables,
+        _numbered=numbered,
+    )
 
 
 def _sum(counts: list[torch.Tensor], size: int) -> torch.Tensor:

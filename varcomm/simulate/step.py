@@ -11,6 +11,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import checked_rank
+from varcomm.simulate.counts import Counts
 from varcomm.simulate.fit import COUNTS, Fit
 from varcomm.simulate.flows import Alike, Halo, Lanes, recognised
 from varcomm.simulate.machine import Machine
@@ -66,7 +67,7 @@ class Step:
 
     Attributes
     ----------
-    parts : Parts
+    parts : Counts
         The partition.
     works : mapping of int to Work
         What was counted, by rank.
@@ -76,7 +77,7 @@ class Step:
         The calls of a step, in their order.
     """
 
-    parts: Parts
+    parts: Counts
     works: Mapping[int, Work]
     fit: Fit = field(repr=False)
     transfers: tuple[Halo | Alike, ...] = field(repr=False)
@@ -135,7 +136,10 @@ class Step:
         return Times(compute, communication)
 
     def _lanes(self, ranks_per_node: int) -> Mapping[Any, Lanes]:
-        return {key: Lanes.of(needs, ranks_per_node) for key, needs in self.parts.needs.items()}
+        return {
+            key: Lanes.of(flows, self.parts.size, ranks_per_node)
+            for key, flows in self.parts.flows.items()
+        }
 
     def __str__(self) -> str:
         """Return a table of the least, the mean and the most of all ranks."""
@@ -180,8 +184,8 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     parts : Parts
         The partition; its graph has the attributes that `prepare` uses.
     ranks : sequence of int, optional
-        Which ranks to run. None takes up to eight: those with the most and the least edges, halo and
-        rows to send, and some between. Each takes the time and the memory of a rank.
+        Which ranks to run. None takes up to eight: those with the most and the least edges, halo
+        and rows to send, and some between. Each takes the time and the memory of a rank.
 
     Returns
     -------
