@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
+
+import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.simulate.counts import Counts
@@ -16,8 +19,8 @@ from varcomm.simulate.step import Prepare, Step, run
 
 __all__ = ["Point", "Sample", "Scaling", "sample", "scaling"]
 
-# Ranks that are run for each number of ranks.
-_RANKS = 4
+# Ranks that are run, of all numbers of ranks together; at least two of each.
+_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,14 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
         To be applied to counts of any graph.
     """
     simulated, transfers = [], {}
-    for size in dict.fromkeys(sizes):
+    different = list(dict.fromkeys(sizes))
+    ranks_each = max(2, ceil(_RANKS / max(1, len(different))))
+    for size in different:
         parts = partition(data, size, method)
         order = parts.edges.argsort()
-        places = [round(i * (size - 1) / (_RANKS - 1)) for i in range(_RANKS)]
-        ranks = dict.fromkeys([*order[places].tolist(), int(parts.halo.argmax())])
+        order = order[parts.edges[order] > 0] if parts.edges.any() else order
+        places = torch.linspace(len(order) - 1, len(order) // 4, ranks_each).round().long()
+        ranks = dict.fromkeys(order[places].tolist())
         works = run(prepare, parts, list(ranks))
         simulated.append((parts, works))
         transfers[size] = recognised(parts, works)
