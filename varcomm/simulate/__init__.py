@@ -4,6 +4,7 @@ from varcomm.simulate.counts import Counts
 from varcomm.simulate.grid import coarsened, ocean, read_sea
 from varcomm.simulate.machine import Machine, Seconds
 from varcomm.simulate.machines import MACHINES
+from varcomm.simulate.measure import measure
 from varcomm.simulate.parts import Parts, partition
 from varcomm.simulate.scaling import Point, Sample, Scaling, sample, scaling
 from varcomm.simulate.step import Step, Times, step
@@ -24,6 +25,7 @@ __all__ = [
     "Work",
     "coarsened",
     "count",
+    "measure",
     "ocean",
     "partition",
     "read_sea",

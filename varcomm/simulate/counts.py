@@ -31,8 +31,8 @@ class Flows:
 class Counts:
     """How much of a graph each of P ranks owns, needs and sends.
 
-    Tensors are int64 of shape (P,), one entry a rank, summed over the types of nodes and edges where
-    there are several.
+    Tensors are int64 of shape (P,), one entry a rank, summed over the types of nodes and edges,
+    where there are several.
 
     Attributes
     ----------
@@ -87,6 +87,10 @@ class Counts:
         return torch.sparse_coo_tensor(
             torch.stack([sender, receiver]), rows, (self.size,) * 2, check_invariants=False
         ).coalesce()
+
+    def without_graph(self) -> Counts:
+        """Return the counts alone, which take little memory."""
+        return Counts(self.owned, self.edges, self.flows)
 
     def refined(self, times: int) -> Counts:
         """Return the counts of a finer mesh of a surface, cut along the same lines.

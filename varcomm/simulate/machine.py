@@ -99,18 +99,23 @@ class Machine:
     call: float
     source: str
 
-    def compute(
-        self, flops: Number, matmul_bytes: Number, other: Number, kernels: Number
-    ) -> Number:
-        """Return the seconds that operators take, of numbers or of tensors of them.
+    def busy(self, flops: Number, matmul_bytes: Number, other_bytes: Number) -> Number:
+        """Return the seconds of arithmetic and memory, of numbers or of tensors of them.
 
         ``max(flops / rate, bytes / bandwidth)`` for matrix products together, plus ``bytes /
-        bandwidth`` for all others; but never less than ``launch`` for each operator, since what
-        starts them runs ahead of what computes.
+        bandwidth`` for all other operators.
         """
         by_rate, by_bytes = flops / self.flops, matmul_bytes / self.memory_bandwidth
-        busy = _greater(by_rate, by_bytes) + other / self.memory_bandwidth
-        return _greater(busy, kernels * self.launch)
+        return _greater(by_rate, by_bytes) + other_bytes / self.memory_bandwidth
+
+    def compute(
+        self, flops: Number, matmul_bytes: Number, other_bytes: Number, kernels: Number
+    ) -> Number:
+        """Return the seconds of operators: :meth:`busy`, or `launch` for each if that is more.
+
+        What starts operators runs ahead of what computes.
+        """
+        return _greater(self.busy(flops, matmul_bytes, other_bytes), kernels * self.launch)
 
     def exchange(self, within: tuple[Number, Number], between: tuple[Number, Number]) -> Number:
         """Return the seconds of an exchange of messages, of numbers or of tensors of them.
@@ -137,7 +142,7 @@ class Machine:
     def transfer(self, transfer: Transfer) -> float:
         """Return the seconds of what an engine is asked to do, for one of its ranks.
 
-        An exchange takes what :meth:`exchange` says. In an all-gather each rank's shard reaches all:
+        An exchange takes what :meth:`exchange` says. An all-gather, by which all get each shard:
         ``call + ceil(log2 r) latency_within + ceil(log2 n) latency_between + max(bytes /
         bandwidth_within, bytes from other nodes / (r bandwidth_between))`` with ``r`` ranks on each
         of ``n`` nodes, whose links to other nodes share the work; and a gap more for each further

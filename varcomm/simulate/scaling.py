@@ -22,6 +22,9 @@ __all__ = ["Point", "Sample", "Scaling", "sample", "scaling"]
 # Ranks that are run, of all numbers of ranks together; at least two of each.
 _RANKS = 8
 
+# What keeps a rank busy.
+_BUSY = ("flops", "matmul_bytes", "other_bytes")
+
 
 @dataclass(frozen=True)
 class Point:
@@ -37,8 +40,12 @@ class Point:
         Bytes and messages that it sends in a step.
     memory : float
         Bytes of tensors.
-    compute, halo_seconds, sum_seconds : float
-        Of operators, of exchanges of halos, and of all other calls: sums of gradients and losses.
+    compute : float
+        Seconds of operators: the greater of the two that follow.
+    busy, launching : float
+        Of their arithmetic and memory, and of starting them one by one.
+    halo_seconds, sum_seconds : float
+        Of exchanges of halos, and of all other calls: sums of gradients and losses.
     seconds : float
         Of the slowest rank, with nothing overlapped.
     """
@@ -53,6 +60,8 @@ class Point:
     messages: float
     memory: float
     compute: float
+    busy: float
+    launching: float
     halo_seconds: float
     sum_seconds: float
     seconds: float
@@ -62,8 +71,12 @@ class Point:
         """Sum up a step on a machine."""
         counts, times = step.parts, step.times(machine)
         halos = {transfer.name for transfer in step.transfers if isinstance(transfer, Halo)}
-        of_halos = [times.communication[name] for name in times.communication if name in halos]
-        others = [times.communication[name] for name in times.communication if name not in halos]
+        of_halos, of_sums = torch.zeros(2, counts.size, dtype=torch.float64)
+        for name, seconds in times.communication.items():
+            if name in halos:
+                of_halos = of_halos + seconds
+            else:
+                of_sums = of_sums + seconds
         return cls(
             ranks=counts.size,
             nodes=int(counts.owned.sum()),
@@ -75,8 +88,10 @@ class Point:
             messages=float(step.messages.max()),
             memory=float(step.memory.max()),
             compute=float(times.compute.max()),
-            halo_seconds=max((float(s) for s in sum(of_halos)), default=0.0) if of_halos else 0.0,
-            sum_seconds=max((float(s) for s in sum(others)), default=0.0) if others else 0.0,
+            busy=float(machine.busy(*(step.counts[name] for name in _BUSY)).max()),
+            launching=float(step.counts["kernels"].max()) * machine.launch,
+            halo_seconds=float(of_halos.max()),
+            sum_seconds=float(of_sums.max()),
             seconds=times.step,
         )
 
@@ -115,8 +130,8 @@ class Sample:
 def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None) -> Sample:
     """Run a step on a small graph, cut for several numbers of ranks, to tell it for large ones.
 
-    What a step does is counted on a few ranks for each number of ranks. The small graph must be like
-    the large one in what is there of each node and edge, not in its shape.
+    What a step does is counted on a few ranks for each number of ranks. The small graph must be
+    like the large one in what is there of each node and edge, not in its shape.
 
     Parameters
     ----------
