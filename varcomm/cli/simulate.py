@@ -21,7 +21,7 @@ a small piece of the graph, and predict the step on all ranks of a machine. No o
   owned, halo, neighbours   nodes, rows received an exchange, ranks exchanged with: the most of any
   MB sent, messages         in a step, the most of any rank
   GB                        tensors alive at the worst moment
-  compute, halo, sums, step ms of the slowest rank, nothing overlapped; sums are of gradients and loss
+  compute, halo, sums, step ms of the slowest rank, nothing overlapped; sums: gradients and loss
   efficiency                nodes a second and a rank, over those of the first line
 
 The graph is a mesh file, NOAA's relief of the Earth (etopo5.cdf: the ocean at 1/12 degree), or a
@@ -78,13 +78,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
     counts = []
     for size in sizes:
-        print(f"\rcutting for {size} ranks ... ", end="", file=sys.stderr, flush=True)
+        _progress(f"cutting for {size} ranks")
         counts.append(simulate.partition(data, size, options.method).without_graph())
     piece = _piece(data, options.method)
     del data
-    print("\rrunning steps ...              ", end="", file=sys.stderr, flush=True)
+    _progress("running steps")
     sample = simulate.sample(_prepare(options.width, options.blocks), piece, sizes, options.method)
-    print("\r", end="", file=sys.stderr)
+    _progress("")
     strong = simulate.scaling(sample, counts, machine)
     print(strong)
     scalings, notes = [strong], [f"strong: {strong.points[0].nodes:,} nodes on more ranks"]
@@ -103,6 +103,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         draw(scalings, options.plot, title, notes)
         print(f"picture: {options.plot}")
     return 0
+
+
+def _progress(words: str) -> None:
+    """Say what is being done, to whoever looks on."""
+    if sys.stderr.isatty():
+        print(f"\r{words:<40}\r", end="", file=sys.stderr, flush=True)
 
 
 def _sizes(text: str, parser: argparse.ArgumentParser) -> list[int]:

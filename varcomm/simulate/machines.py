@@ -34,9 +34,9 @@ _H100_NDR = Machine(
     bandwidth_between=50e9,
     gap=1e-6,
     call=8.4e-6,
-    source="HGX H100. NVIDIA H100 SXM data sheet (2023): 66.9 TFLOP/s in fp32, 3.35 TB/s, NVLink of "
-    "900 GB/s in both directions together; a ConnectX-7 of 400 Gb/s a GPU, as in the DGX H100 data "
-    f"sheet (2023); peak. {_NCCL}",
+    source="HGX H100. NVIDIA H100 SXM data sheet (2023): 66.9 TFLOP/s in fp32, 3.35 TB/s, NVLink "
+    "of 900 GB/s in both directions together; a ConnectX-7 of 400 Gb/s a GPU, as in the DGX H100 "
+    f"data sheet (2023); peak. {_NCCL}",
 )
 
 _A100_HDR = Machine(
@@ -52,8 +52,8 @@ _A100_HDR = Machine(
     bandwidth_between=25e9,
     gap=1e-6,
     call=8.4e-6,
-    source=f"HGX A100. {_A100}A ConnectX-6 of 200 Gb/s a GPU, as in the DGX A100 data sheet (2020); "
-    f"peak. {_NCCL}",
+    source=f"HGX A100. {_A100}A ConnectX-6 of 200 Gb/s a GPU, as in the DGX A100 data sheet "
+    f"(2020); peak. {_NCCL}",
 )
 
 _MI250X = Machine(

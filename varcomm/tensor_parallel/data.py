@@ -166,7 +166,8 @@ def _shapes(own: list[torch.Tensor], keys: int, dims: int, group: Group) -> list
     told = [x.dim() for x in own] + [n for x in own for n in x.shape]
     header = torch.tensor(told or [0] * (keys + dims), dtype=torch.int64, device=group.device())
     _broadcast(header, group)
-    lengths, sizes = header[:keys].tolist(), header[keys:]
+    known = torch.tensor(told, dtype=torch.int64) if told else header.cpu()
+    lengths, sizes = known[:keys].tolist(), known[keys:]
     return [shape.tolist() for shape in sizes.split(lengths)]
 
 
