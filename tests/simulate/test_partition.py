@@ -1,4 +1,4 @@
-"""Partitions made by one process: parts equal to those of real ranks, counts equal to naive ones."""
+"""Partitions made by one process: parts as on real ranks, counts as by a loop over edges."""
 
 import pytest
 import torch

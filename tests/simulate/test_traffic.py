@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch_geometric.nn import GATConv, SAGEConv
+from torch_geometric.nn import GATConv
 
 import varcomm as vc
 from tests.graph.graphs import wild
@@ -17,8 +17,9 @@ def primitives(rank):
     with vc.trace() as calls:
         x = torch.ones(sizes[rank], 2, requires_grad=True)
         vc.all_gather_v(x, sizes).sum().backward()
-        whole = vc.gather_v(x, sizes, dst=1)
-        vc.scatter_v(whole, sizes, src=1)
+        vc.gather_v(x, sizes, dst=1)
+        # off the root it is not read; in a simulated world the root is taken to have it
+        vc.scatter_v(torch.ones(sum(sizes), 2), sizes, src=1)
         vc.broadcast(torch.ones(5), src=1)
         vc.reduce(torch.ones(9000), dst=0)
         vc.all_reduce(torch.ones(9001)).sum()
@@ -54,7 +55,7 @@ def trained(graph, kind):
         model = MeshGraphNet(8, 3, 2, hidden_channels=16, num_blocks=2)
         features = (graph.x, graph.edge_index, graph.edge_attr)
     else:
-        model = (SAGEConv if kind == "sage" else GATConv)(8, 2)
+        model = GATConv(8, 2)
         features = (graph.x, graph.edge_index)
     model = vc.data_parallel.replicate(vc.graph.distribute(model, graph))
     optimizer = torch.optim.Adam(model.parameters())
@@ -84,7 +85,7 @@ def test_calls_are_those_of_real_ranks(worlds, fn, size):
             assert fn(rank) == real[rank]
 
 
-@pytest.mark.parametrize("kind", ["mesh graph net", "sage", "gat"])
+@pytest.mark.parametrize("kind", ["mesh graph net", "gat"])
 def test_training_steps_are_those_of_real_ranks(worlds, kind):
     real = worlds.run(5, training, kind)
     parts = vc.simulate.partition(whole_graph(), 5, "rcb")

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.plot is not None:
         figure_types(options.plot)  # before the work
     machine = simulate.MACHINES[options.machine]
-    whole, cells = _graph(options, parser)
+    whole, cells, name = _graph(options, parser)
     data = whole()
     model = f"MeshGraphNet of width {options.width} with {options.blocks} blocks"
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
@@ -87,19 +87,20 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     _progress("")
     strong = simulate.scaling(sample, counts, machine)
     print(strong)
-    scalings, notes = [strong], [f"strong: {strong.points[0].nodes:,} nodes on more ranks"]
+    scalings, notes = [strong], [f"strong: {name}, {strong.points[0].nodes:,} nodes"]
     if options.weak:
-        grown = _grown(cells, counts, options.method)
+        grown, middle = _grown(cells, counts, options.method)
         if len(grown) < 2:
             parser.error("--weak needs numbers of ranks that are 4 times each other: 1,4,16,64")
         weak = simulate.scaling(sample, grown, machine, weak=True)
         print(f"\n{weak}")
         scalings.append(weak)
-        notes.append(f"weak: about {weak.points[0].nodes / weak.points[0].ranks:,.0f} nodes a rank")
+        each = weak.points[0].nodes / weak.points[0].ranks
+        notes.append(f"weak: {each:,.0f} nodes a rank; finer grids, this one on {middle} ranks")
     errors = ", ".join(f"{name} {error:.1e}" for name, error in sample.fit.error.items())
     print(f"\nlinear in rows, but for: {errors}. {machine.source}")
     if options.plot is not None:
-        title = f"{model}, a training step on {machine.name}, predicted"
+        title = f"A training step of {model} on {machine.name}: predicted, by peak rates"
         draw(scalings, options.plot, title, notes)
         print(f"picture: {options.plot}")
     return 0
@@ -123,22 +124,23 @@ def _sizes(text: str, parser: argparse.ArgumentParser) -> list[int]:
 
 def _graph(
     options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[Callable[[], Any], Any]:
-    """Return what makes the graph, and the table of sea cells if it is a grid."""
+) -> tuple[Callable[[], Any], Any, str]:
+    """Return what makes the graph, the table of sea cells if it is a grid, and its name."""
     from varcomm import simulate
 
     if options.mesh is not None:
         from varcomm.graph import read_mesh
 
-        return lambda: read_mesh(options.mesh, dtype=torch.float32).data, None
+        return lambda: read_mesh(options.mesh, dtype=torch.float32).data, None, options.mesh.name
     if options.relief is not None:
         cells = simulate.read_sea(options.relief)
+        name = f"the ocean at 1/{cells.shape[1] / 360:g} degree"
     else:
         rows, _, columns = options.grid.partition("x")
         if not (rows.isdigit() and columns.isdigit() and int(rows) > 0 and int(columns) > 2):
             parser.error(f"--grid {options.grid}: give rows x columns, as 180x360")
-        cells = np.ones((int(rows), int(columns)), dtype=bool)
-    return lambda: simulate.ocean(cells), cells
+        cells, name = np.ones((int(rows), int(columns)), dtype=bool), f"a grid of {options.grid}"
+    return lambda: simulate.ocean(cells), cells, name
 
 
 def _piece(data: Any, method: str) -> Any:
@@ -183,8 +185,8 @@ def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
     return prepare
 
 
-def _grown(cells: Any, counts: Sequence[Any], method: str) -> list[Any]:
-    """Return counts of grids that grow with the ranks, up to the grid itself and beyond.
+def _grown(cells: Any, counts: Sequence[Any], method: str) -> tuple[list[Any], int]:
+    """Return counts of grids that grow with the ranks, and which number has the grid itself.
 
     The grid is that of the middle of those numbers of ranks that are 4 times each other. Below it,
     the grid is coarser and cut anew; above, its parts are taken to be finer.
@@ -203,4 +205,4 @@ def _grown(cells: Any, counts: Sequence[Any], method: str) -> list[Any]:
             grown.append(simulate.partition(coarse, each.size, method).without_graph())
         else:
             grown.append(each.refined(2 ** (place - middle)))
-    return grown
+    return grown, chosen[middle].size

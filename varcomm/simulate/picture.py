@@ -24,6 +24,9 @@ _PARTS = (
 )
 _INK, _PALE = "#222222", "#8a8a8a"
 
+# Beside the first and the last number of ranks.
+_MARGIN = 1.9
+
 
 def figure_types(path: str | os.PathLike[str]) -> Any:
     """Return matplotlib's figure and its canvas, before anything is computed.
@@ -117,8 +120,8 @@ def _panel(axes: Any, scaling: Scaling, note: str) -> None:
                 markersize=4 if is_step else 2.5,
             )
             ends.append((shown[-1][1], words, colour))
-    axes.set_ylim(max(low / 2, 1e-3), max(total + ideal) * 4)
-    axes.set_xlim(ranks[0] / 1.4, ranks[-1] * 1.4)
+    axes.set_ylim(low / 6, max(total + ideal) * 4)
+    axes.set_xlim(ranks[0] / _MARGIN, ranks[-1] * _MARGIN)
     _label_ends(axes, ends)
     _memory(axes, scaling)
     _efficiencies(axes, scaling, total)
@@ -127,7 +130,7 @@ def _panel(axes: Any, scaling: Scaling, note: str) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
     axes.set_xlabel("ranks")
-    axes.set_ylabel("ms a step, slowest rank")
+    axes.set_ylabel("ms a step on the slowest rank; above it, the efficiency")
     axes.grid(which="major", color="#e6e6e6", linewidth=0.7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -165,11 +168,11 @@ def _memory(axes: Any, scaling: Scaling) -> None:
     if not full:
         return
     after = [rank for rank in ranks if rank > full[-1]]
-    edge = (full[-1] * after[0]) ** 0.5 if after else ranks[-1] * 1.4
-    axes.axvspan(ranks[0] / 1.4, edge, color="#f3f0e8", zorder=0)
+    edge = (full[-1] * after[0]) ** 0.5 if after else ranks[-1] * _MARGIN
+    axes.axvspan(ranks[0] / _MARGIN, edge, color="#f3f0e8", zorder=0)
     axes.text(
-        ranks[0] / 1.3,
-        axes.get_ylim()[0] * 1.25,
+        ranks[0] / _MARGIN * 1.1,
+        axes.get_ylim()[0] * 1.15,
         f"more than the {scaling.machine.memory / 1e9:.0f} GB\nof a rank",
         fontsize=8.5,
         color=_PALE,

@@ -151,8 +151,10 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     """
     simulated, transfers = [], {}
     different = list(dict.fromkeys(sizes))
-    ranks_each = max(2, ceil(_RANKS / max(1, len(different))))
-    for size in different:
+    if not different:
+        raise ArgumentError("simulate.sample: sizes must name one number of ranks at least.")
+
+    def simulate(size: int, ranks_each: int) -> None:
         parts = partition(data, size, method)
         order = parts.edges.argsort()
         order = order[parts.edges[order] > 0] if parts.edges.any() else order
@@ -161,8 +163,12 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
         works = run(prepare, parts, list(ranks))
         simulated.append((parts, works))
         transfers[size] = recognised(parts, works)
-    if not transfers:
-        raise ArgumentError("simulate: sizes must name one number of ranks at least.")
+
+    for size in different:
+        simulate(size, max(2, ceil(_RANKS / len(different))))
+    # each has a constant of its own, so that few ranks of few numbers tell too little of rows
+    if sum(len(works) - 1 for _, works in simulated) < _RANKS:
+        simulate(2 * max(different) + _RANKS, 2 * _RANKS)
     return Sample(Fit.of(simulated), transfers)
 
 
