@@ -55,3 +55,11 @@ def test_code_on_gradients(worlds, tmp_path):
     model(torch.arange(12.0).view(4, 3)).square().sum().div(4).backward()
     torch.testing.assert_close(one["mean"], model[0].weight.grad)
     assert torch.equal(one["up"], other["up"])  # one of them has computed it
+
+
+def test_code_on_simulation(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = run_page(0, "simulate.md", tmp_path)  # in this one process
+    assert found["rows"].shape == (512, 512)
+    assert len(found["sent"]) == len(found["memory"]) == 512
+    assert found["memory"].min() > 0

@@ -105,6 +105,9 @@ class Step:
                 send = transfer.transfer.send
                 more = (torch.tensor(float(sum(map(bool, send)))), torch.tensor(float(sum(send))))
             messages, nbytes = messages + more[0], nbytes + more[1]
+        for rank, work in self.works.items():
+            total = work.calls.total
+            messages[rank], nbytes[rank] = total.messages_sent, total.sent
         return messages, nbytes
 
     @property
