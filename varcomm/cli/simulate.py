@@ -145,17 +145,10 @@ def _graph(
 
 def _piece(data: Any, method: str) -> Any:
     """Return a compact piece of a graph, with the edges within it."""
-    from torch_geometric.data import Data
-
     from varcomm.graph import assign
 
     pieces = max(1, data.num_nodes // _PIECE)
-    is_in = assign(data, pieces, method) == pieces // 2
-    source, target = data.edge_index
-    number = torch.cumsum(is_in, 0) - 1
-    edges = number[data.edge_index[:, is_in[source] & is_in[target]]]
-    pos = {} if data.get("pos") is None else {"pos": data.pos[is_in]}
-    return Data(edge_index=edges, num_nodes=int(is_in.sum()), **pos)
+    return data.subgraph(assign(data, pieces, method) == pieces // 2)
 
 
 def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:

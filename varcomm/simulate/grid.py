@@ -101,7 +101,7 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
         If SciPy is not installed.
     """
     try:
-        from scipy.io import netcdf_file
+        from scipy.io import netcdf_file  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingPackageError("read_sea needs SciPy: pip install scipy") from error
     path = Path(path)

@@ -51,7 +51,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.totals = _Totals()
         self.before = 0  # bytes of storages that were there, and have been used
         self.peak = 0  # bytes of storages made meanwhile that were alive at a time

@@ -77,7 +77,7 @@ class Parts(Counts):
         edges = {}
         for key, table in tables.edges.items():
             source, target = (numbered[end] for end in ends(key))
-            own = owned_edges(table, source, target, ranks.rank)
+            own = owned_edges(table, ranks.rank, source, target)
             edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
             needs = self.needs[key]
             send_index, send_counts = needs.asked_of(ranks.rank)

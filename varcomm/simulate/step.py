@@ -159,7 +159,7 @@ class Step:
             "kernels": counts["kernels"],
             "GB of tensors": counts["memory"] / 1e9,
         }
-        cells = [(f"{parts.size} ranks, a step", "least", "mean", "most")]
+        cells: list[tuple[str, ...]] = [(f"{parts.size} ranks, a step", "least", "mean", "most")]
         for name, values in rows.items():
             numbers = values.double()
             cells.append(

@@ -59,7 +59,7 @@ class Numbering:
         return NodeShard(group, self.sizes, attributes, AscendingIds.of(ids))
 
 
-def owned_edges(edges: EdgeTable, sources: Numbering, targets: Numbering, rank: int) -> OwnedEdges:
+def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Numbering) -> OwnedEdges:
     """Return the edges into nodes that a rank owns."""
     # a table of bools stays in the cache, where one of numbers would not
     is_mine = targets.owner == rank

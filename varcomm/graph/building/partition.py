@@ -265,7 +265,7 @@ def _own_part(tables: Tables, owners: Owners, name: str, group: Group) -> Partit
     numbered = {key: Numbering.of(owners[key], group.size) for key in tables.nodes}
     shards = {key: numbered[key].shard(nodes, group) for key, nodes in tables.nodes.items()}
     owned = {
-        key: owned_edges(edges, *(numbered[end] for end in ends(key)), group.rank)
+        key: owned_edges(edges, group.rank, *(numbered[end] for end in ends(key)))
         for key, edges in tables.edges.items()
     }
     return assemble(shards, owned, tables.attributes, name, group)
