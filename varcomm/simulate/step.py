@@ -217,7 +217,7 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
     >>> step = vc.simulate.step(prepare, parts, ranks=[0, 1])
     >>> step.sent.max(), max(step.fit.error.values()) < 1e-9
-    (tensor(16052., dtype=torch.float64), True)
+    (tensor(8612., dtype=torch.float64), True)
     """
     works = run(prepare, parts, ranks)
     return Step(parts, works, Fit.of([(parts, works)]), recognised(parts, works))
