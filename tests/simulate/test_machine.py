@@ -1,5 +1,7 @@
 """Seconds by the model, against numbers computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,6 +39,8 @@ def test_roofline():
     assert M.compute(1e8, 1e8, 5e7, 100.0) == pytest.approx(1.5)
     # 4000 kernels take 4 s to start
     assert M.compute(2e9, 1e8, 5e7, 4000.0) == pytest.approx(4.0)
+    # on a CPU each is started when the one before is done
+    assert replace(M, runs_ahead=False).compute(2e9, 1e8, 5e7, 100.0) == pytest.approx(2.6)
     many = M.compute(*(torch.tensor([x, x]).double() for x in (2e9, 1e8, 5e7, 100.0)))
     assert many.tolist() == pytest.approx([2.5, 2.5])
 

@@ -83,6 +83,8 @@ class Machine:
         Of each call, before anything is sent, s.
     source : str
         Where the numbers come from.
+    runs_ahead : bool
+        Whether what starts operators runs ahead of what computes them, as with a GPU.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Machine:
     gap: float
     call: float
     source: str
+    runs_ahead: bool = True
 
     def busy(self, flops: Number, matmul_bytes: Number, other_bytes: Number) -> Number:
         """Return the seconds of arithmetic and memory, of numbers or of tensors of them.
@@ -111,11 +114,13 @@ class Machine:
     def compute(
         self, flops: Number, matmul_bytes: Number, other_bytes: Number, kernels: Number
     ) -> Number:
-        """Return the seconds of operators: :meth:`busy`, or `launch` for each if that is more.
+        """Return the seconds of operators, of numbers or of tensors of them.
 
-        What starts operators runs ahead of what computes.
+        Those of :meth:`busy` and `launch` for each operator: their sum, or the greater one where
+        what starts operators runs ahead.
         """
-        return _greater(self.busy(flops, matmul_bytes, other_bytes), kernels * self.launch)
+        busy, starting = self.busy(flops, matmul_bytes, other_bytes), kernels * self.launch
+        return _greater(busy, starting) if self.runs_ahead else busy + starting
 
     def exchange(self, within: tuple[Number, Number], between: tuple[Number, Number]) -> Number:
         """Return the seconds of an exchange of messages, of numbers or of tensors of them.

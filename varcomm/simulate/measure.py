@@ -15,6 +15,7 @@ from varcomm.errors import ArgumentError
 from varcomm.layout import exact_int
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.simulate.machine import Machine
+from varcomm.simulate.meter import Meter, Totals
 from varcomm.transport.launch import launch
 from varcomm.transport.world import init
 
@@ -24,6 +25,9 @@ _WINDOWS = 5
 _WINDOW = 0.1  # seconds
 _CALLS = 20
 
+# Rows of a product, and edges of what is done with messages.
+_ROWS = 16000
+
 # Bytes to each rank: enough for a rate, and more than any cache of a core.
 _LARGE = 4 << 20
 
@@ -32,15 +36,17 @@ def measure(ranks: int, width: int = 64, threads: int = 1) -> Machine:
     """Measure what ranks on this host can do while all of them do the same.
 
     So the rates are those of a rank where ranks share cores and memory; they hold for this number
-    of ranks and no other. Where there are more ranks than cores, a time is that of a rank that
-    waits for its turn.
+    of ranks and no other. The bandwidth of memory is what message passing reaches, forward and
+    backward, by the bytes that :func:`count` would count: picking rows, SiLU, normalising, summing.
+    The least time of an operator is that of the same on a few rows, Python and autograd included.
 
     Parameters
     ----------
     ranks : int
         Ranks, on the CPU, with Gloo.
     width : int
-        Features of the matrix products that are measured, ``(10000, width) @ (width, width)``.
+        Features of the matrix products, ``(16000, width) @ (width, width)``, and of the messages
+        that are measured.
     threads : int
         Of each rank.
 
@@ -77,6 +83,7 @@ def measure(ranks: int, width: int = 64, threads: int = 1) -> Machine:
         bandwidth_between=peers * _LARGE / moving,
         gap=max(0.0, gap),
         call=0.0,
+        runs_ahead=False,
         source=f"measured: {count} ranks at once with Gloo, {threads} threads each, on "
         f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}, torch "
         f"{torch.__version__}",
@@ -87,12 +94,12 @@ def _on_rank(rank: int, width: int, threads: int) -> dict[str, float]:
     """Return seconds: of a FLOP, a byte, a small operator, and of exchanges."""
     torch.set_num_threads(threads)
     size = init().size
-    rows, weight = torch.randn(10000, width), torch.randn(width, width)
+    rows, weight = torch.randn(_ROWS, width), torch.randn(width, width)
     product = _busy(lambda: rows @ weight, size)
-    x, y = torch.randn(2, 4 << 20)
-    added = _busy(lambda: x + y, size)
-    few = torch.randn(8)
-    small = _busy(lambda: few + few, size)
+    counted = _counted(lambda: _messages(rows, weight))
+    mixed = _busy(lambda: _messages(rows, weight), size)
+    few = rows[:8].clone()
+    small = _busy(lambda: _messages(few, weight), size)
     pair = [0] * size
     partner = rank ^ 1
     if partner < size:
@@ -106,12 +113,29 @@ def _on_rank(rank: int, width: int, threads: int) -> dict[str, float]:
 
     return {
         "flop": product / (2 * rows.numel() * width),
-        "byte": added / (3 * x.numel() * 4),
-        "small": small,
+        "byte": mixed / counted.other_bytes,
+        "small": small / counted.kernels,
         "pair": exchange(pair, 64),
         "all": exchange(all_of_them, 64),
         "large": exchange(all_of_them, _LARGE),
     }
+
+
+def _messages(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    """Do forward and backward what message passing does beside its products."""
+    edges = torch.arange(len(rows))
+    nodes = rows[: len(rows) // 8].detach().requires_grad_()
+    messages = torch.nn.functional.silu(nodes[edges % len(nodes)]) + rows
+    messages = torch.nn.functional.layer_norm(messages, weight.shape[:1])
+    received = torch.zeros_like(nodes).index_add(0, edges // 8 % len(nodes), messages)
+    received.sum().backward()
+
+
+def _counted(call: Callable[[], Any]) -> Totals:
+    """Return what a step that does this would be counted to do."""
+    with Meter() as meter:
+        call()
+    return meter.totals
 
 
 def _busy(call: Callable[[], Any], size: int) -> float:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "Totals"]
 
 # These read as many rows of their first tensor as they write, and not all of it.
 _PICKING = ("index_select", "gather", "index", "embedding")
@@ -25,8 +25,8 @@ _FREE = (
 
 
 @dataclass
-class _Totals:
-    """Sums over operators."""
+class Totals:
+    """Sums over operators, as :class:`varcomm.simulate.Work` has them."""
 
     flops: int = 0
     matmul_bytes: int = 0
@@ -52,7 +52,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.totals = _Totals()
+        self.totals = Totals()
         self.before = 0  # bytes of storages that were there, and have been used
         self.peak = 0  # bytes of storages made meanwhile that were alive at a time
         self._alive = 0
