@@ -133,7 +133,8 @@ def _messages(rows: torch.Tensor, weight: torch.Tensor) -> None:
 
 def _counted(call: Callable[[], Any]) -> Totals:
     """Return what a step that does this would be counted to do."""
-    with Meter() as meter:
+    meter = Meter()
+    with meter:
         call()
     return meter.totals
 
