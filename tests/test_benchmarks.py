@@ -37,6 +37,10 @@ RUNS = {
     ),
     "python_time.py": (["--samples", "2"], "us for each"),
     "mpi_schedules.py": (["--bytes", "768", "--repeats", "5"], "broadcast, 2 ranks, us"),
+    "simulate.py": (
+        ["--ranks", "2", "--sides", "6", "--width", "4", "--blocks", "1", "--steps", "2"],
+        "bytes and messages are those that vc.trace counted",
+    ),
     "linears.py": (
         ["--rows", "21", "--inputs", "8", "--outputs", "6", "--repeats", "2"],
         "MB of the largest",

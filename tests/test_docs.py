@@ -86,3 +86,11 @@ def test_code_on_dtensors(worlds, tmp_path):
     (energy + force.square().sum()).backward()
     torch.testing.assert_close(one["of_weight"], weight.grad)
     torch.testing.assert_close(torch.cat([one["of_rows"], other["of_rows"]]), x.grad)
+
+
+def test_code_on_simulation(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = run_page(0, "simulate.md", tmp_path)  # in this one process
+    assert found["rows"].shape == (512, 512)
+    assert len(found["sent"]) == len(found["memory"]) == 512
+    assert found["memory"].min() > 0

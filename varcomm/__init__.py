@@ -78,6 +78,7 @@ _ROOMS = frozenset(
         "graph",
         "models",
         "sharding",
+        "simulate",
         "tensor_parallel",
         "testing",
     }

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from varcomm.cli import simulate
 from varcomm.cli.bench import command as bench
 from varcomm.errors import VarcommError
 
@@ -15,6 +16,7 @@ __all__ = ["main"]
 # status of the process.
 _COMMANDS = {
     "bench": bench,
+    "simulate": simulate,
 }
 
 

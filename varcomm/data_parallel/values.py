@@ -11,7 +11,7 @@ from varcomm.data_parallel.buckets import cut, gradient_dtype
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.checks import checked_tensor
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
 
 __all__ = [
@@ -86,10 +86,12 @@ def make_equal(values: Iterable[torch.Tensor], group: Group, bucket_bytes: int) 
     given = [value.detach() for value in values]
     for members in cut(given, range(len(given)), bucket_bytes):
         mine = [given[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in mine]) if group.rank == 0 else None
+        # where no rank 0 answers, it is taken to have these values
+        from_here = group.rank == 0 or not peers_answer(group)
+        flat = torch.cat([value.reshape(-1) for value in mine]) if from_here else None
         flat = broadcast(flat, group=group.process_group)
         for value, part in zip(mine, flat.split([v.numel() for v in mine]), strict=True):
-            if group.rank != 0:
+            if not from_here:
                 value.copy_(part.view(value.shape))
 
 

@@ -7,6 +7,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from varcomm.ops import wire
 
@@ -20,7 +21,7 @@ def digest(value: object) -> object:
     the ranks could see it.
     """
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        if value.is_meta:
+        if value.is_meta or is_fake(value):  # which have no values
             return str(value.dtype), tuple(value.shape)
         content = wire.as_bytes(wire.flat(value.detach().cpu())).numpy()
         return str(value.dtype), tuple(value.shape), crc32(content.data)

@@ -22,6 +22,7 @@ from varcomm.plan.checks import checked_count_matrix, checked_index, checked_ind
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.transport.agree import agree, agree_and_share
 from varcomm.transport.engine import Pending
+from varcomm.transport.engines import peers_answer
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ExchangePlan"]
@@ -111,6 +112,8 @@ class ExchangePlan(Routes):
             return rows, index, counts, checked_count_matrix(sizes, counts, ranks)
 
         rows, index, send_counts, expected = agree(what, check, ranks)
+        if expected is not None and not peers_answer(ranks):
+            return cls(ranks, index, send_counts, expected, rows)
         recv_counts = _exchanged_counts(send_counts, index.device, ranks)
 
         def compare() -> None:
@@ -345,6 +348,12 @@ class ExchangePlan(Routes):
 
 def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
     """Tell each rank one count, and return what each tells this one; collective."""
+    if not peers_answer(group):
+        raise GroupError(
+            f"on {group}: in a simulated world no other rank says which rows it needs. Take the "
+            "part of a graph that varcomm.simulate.partition gives, with its plan; or tell "
+            "ExchangePlan.from_indices the sizes of all ranks."
+        )
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
     works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)

@@ -13,6 +13,7 @@ from varcomm.ops import wire
 from varcomm.ops.checks import checked_tensor
 from varcomm.transport.agree import agree, share
 from varcomm.transport.engine import Pending
+from varcomm.transport.engines import peers_answer
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["broadcast_data"]
@@ -104,7 +105,7 @@ def _agreed(
     said = [0, 0, 0, 0]
     try:
         asked = _checked_keys(keys, dtype)
-        if group.rank == 0:
+        if group.rank == 0 or not peers_answer(group):  # which is taken to have these data
             own = _checked_data(asked, data, dtype)
         digest = blake2b(repr((asked, str(dtype))).encode(), digest_size=7).digest()
         kind = _KINDS.index(_kind(own, group))
@@ -165,12 +166,15 @@ def _shapes(own: list[torch.Tensor], keys: int, dims: int, group: Group) -> list
     told = [x.dim() for x in own] + [n for x in own for n in x.shape]
     header = torch.tensor(told or [0] * (keys + dims), dtype=torch.int64, device=group.device())
     _broadcast(header, group)
-    lengths, sizes = header[:keys].tolist(), header[keys:]
+    known = torch.tensor(told, dtype=torch.int64) if told else header.cpu()
+    lengths, sizes = known[:keys].tolist(), known[keys:]
     return [shape.tolist() for shape in sizes.split(lengths)]
 
 
 def _all_gather(said: list[int], group: Group) -> list[list[int]]:
     """Return a few integers of each rank."""
+    if not peers_answer(group):
+        return [said] * group.size
     own = torch.tensor(said, dtype=torch.int64, device=group.device())
     works, all_said = wire.all_gather(_NAME, group, own, [len(said)] * group.size)
     values = Pending(works, lambda: all_said).wait()

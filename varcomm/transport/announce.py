@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
 
 __all__ = ["announce"]
@@ -28,6 +28,8 @@ def announce(group: Group, src: int, local: Callable[[], dict[str, Any]]) -> dic
     ArgumentError
         On every rank, where `local` raised it on `src`.
     """
+    if not peers_answer(group):  # the root is taken to have what this rank has
+        return json.loads(json.dumps(local()))  # type: ignore[no-any-return]
     failure: ArgumentError | None = None
     message: dict[str, Any] = {}
     if group.rank == src:

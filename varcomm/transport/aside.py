@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from varcomm.transport.agree import share
+from varcomm.transport.engines import peers_answer
 from varcomm.transport.group import Group, resolve
 from varcomm.transport.lane import weakly
 from varcomm.transport.members import group_of_members, new_name
@@ -31,8 +32,8 @@ def aside(group: Group) -> Group:
     One thread at a time may use it.
     """
     if group.process_group not in _made:
-        name = share("a second group", lambda: new_name() if group.rank == 0 else "", group)[0]
-        timeout = group.process_group._get_backend(group.device()).options._timeout
-        made = group_of_members(group.ranks, "gloo", timeout, name)
+        name = share("a second group", new_name, group)[0]
+        backends = "gloo" if peers_answer(group) else dist.get_backend_config(group.process_group)
+        made = group_of_members(group.ranks, backends, group.timeout(), name)
         _made[group.process_group] = weakly(resolve(made))
     return _made[group.process_group]()

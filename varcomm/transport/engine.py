@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -54,7 +54,15 @@ class Engine(ABC):
 
     Each starts at once, and is done on this rank when its works have been waited for; inputs stay
     unchanged until then. Empty messages are ordinary, and are not sent.
+
+    Attributes
+    ----------
+    peers_answer : bool
+        Whether there are other ranks. In a world that is only planned there are none: each is taken
+        to say what this one says, and its data are zeros.
     """
+
+    peers_answer: ClassVar[bool] = True
 
     @abstractmethod
     def all_gather(

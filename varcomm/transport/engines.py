@@ -14,7 +14,7 @@ from varcomm.transport.group import Group
 from varcomm.transport.nccl import NCCL
 from varcomm.transport.staged import Staged
 
-__all__ = ["engine_for", "serve"]
+__all__ = ["engine_for", "peers_answer", "serve"]
 
 # By backend of torch.distributed and kind of device.
 _ENGINES: dict[tuple[str, str], Engine] = {
@@ -47,6 +47,11 @@ def engine_for(group: Group, device: torch.device) -> Engine:
         engine = _find(group, device)
         _found.setdefault(group.process_group, {})[device.type] = engine
     return engine
+
+
+def peers_answer(group: Group) -> bool:
+    """Return whether the other ranks of the group are there, or the world is only planned."""
+    return group.size == 1 or engine_for(group, group.device()).peers_answer
 
 
 def _find(group: Group, device: torch.device) -> Engine:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
@@ -59,6 +61,12 @@ class Group:
         """Return which of torch.distributed's backends serves which kind of device."""
         config = dist.get_backend_config(self.process_group)
         return dict(pair.split(":", 1) for pair in config.split(","))
+
+    def timeout(self) -> timedelta:
+        """Return how long calls may take."""
+        options = self.process_group._get_backend(self.device()).options
+        # a group that is only planned has none
+        return default_pg_timeout if options is None else options._timeout
 
     def device(self) -> torch.device:
         """Return where this rank keeps what it has to send without a tensor of the user's."""

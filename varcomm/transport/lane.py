@@ -62,10 +62,10 @@ _lanes = weakref.WeakKeyDictionary()
 def free_lanes(group: Group) -> dict[str, Any]:
     """Return what this rank tells of lanes that could serve in the place of `group`.
 
-    Those that are free, by number; and a name for a new one, if this is the group's first rank.
+    Those that are free, by number; and a name for a new one: that of the first rank is taken.
     """
     free = [lane.number for lane in _made(group) if not lane.taken and lane.kind == _kind(group)]
-    return {"free": free, "name": new_name() if group.rank == 0 else ""}
+    return {"free": free, "name": new_name()}
 
 
 def take_lane(group: Group, told: Sequence[dict[str, Any]]) -> Lane | None:
@@ -128,5 +128,4 @@ def weakly(group: Group) -> Callable[[], Group]:
 
 def _kind(group: Group) -> tuple[str, timedelta]:
     process_group = group.process_group
-    backend = process_group._get_backend(group.device())
-    return dist.get_backend_config(process_group), backend.options._timeout
+    return dist.get_backend_config(process_group), group.timeout()

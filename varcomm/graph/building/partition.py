@@ -12,21 +12,20 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.ascending import AscendingIds
-from varcomm.graph.building.assemble import OwnedEdges, assemble
+from varcomm.graph.building.assemble import assemble
+from varcomm.graph.building.cut import Numbering, owned_edges
 from varcomm.graph.building.from_one_rank import from_one_rank
 from varcomm.graph.building.hops import check_hops, deepened
 from varcomm.graph.building.tables import Tables, ends, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
-from varcomm.graph.shard import NodeShard
-from varcomm.layout import ShardSizes, checked_rank, holds_integers
+from varcomm.layout import checked_rank, holds_integers
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing, digest
 from varcomm.transport.agree import agree, agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["partition"]
+__all__ = ["Method", "assigned", "checked_method", "partition"]
 
 logger = logging.getLogger("varcomm")
 
@@ -145,7 +144,7 @@ def partition(
 def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
     def check() -> tuple[Tables, str | Owners | None]:
         tables = read(data)
-        return tables, _checked_method(method, tables, group)
+        return tables, checked_method(method, tables, group.size)
 
     def tell(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
         tables, checked = own
@@ -174,17 +173,17 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
                     )
             return None
         tables = read(data)
-        checked = _checked_method(method, tables, group)
+        checked = checked_method(method, tables, group.size)
         if isinstance(checked, dict):
             return tables, checked, "the ranks given"
         name = method_used(data, group.size, checked)
-        return tables, _assigned(data, group.size, name), name
+        return tables, assigned(data, group.size, name), name
 
     return from_one_rank(_WHAT, agree(_WHAT, check, group), src, group)
 
 
-def _checked_method(method: Method, tables: Tables, group: Group) -> str | Owners | None:
-    """Return the name of a method, or ranks of nodes by type, if they will do."""
+def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | None:
+    """Return the name of a method, or ranks of nodes by type, if they will do for `size` ranks."""
     if method is None or isinstance(method, str):
         if method is not None and method not in METHODS:
             raise ArgumentError(
@@ -201,11 +200,11 @@ def _checked_method(method: Method, tables: Tables, group: Group) -> str | Owner
             + f"; got {list(given) if isinstance(method, Mapping) else type(method).__name__}."
         )
     return {
-        key: _checked_ranks(given[key], nodes.count, group) for key, nodes in tables.nodes.items()
+        key: _checked_ranks(given[key], nodes.count, size) for key, nodes in tables.nodes.items()
     }
 
 
-def _checked_ranks(ranks: Any, nodes: int, group: Group) -> torch.Tensor:
+def _checked_ranks(ranks: Any, nodes: int, size: int) -> torch.Tensor:
     if isinstance(ranks, np.ndarray):
         # of other kinds, only the dtype is to be complained of
         whole = ranks.dtype.kind in "iu"
@@ -220,10 +219,10 @@ def _checked_ranks(ranks: Any, nodes: int, group: Group) -> torch.Tensor:
             f"method, if no name, must hold the rank of each of the {nodes} nodes as "
             f"integers; got {got}."
         )
-    if nodes and not (int(ranks.min()) >= 0 and int(ranks.max()) < group.size):
+    if nodes and not (int(ranks.min()) >= 0 and int(ranks.max()) < size):
         raise ArgumentError(
             f"method spans ranks {int(ranks.min())}...{int(ranks.max())}, out of range "
-            f"for {group.size} ranks."
+            f"for {size} ranks."
         )
     return ranks.to(torch.int64)
 
@@ -246,7 +245,7 @@ def _owners(
         return {key: ranks.to(device) for key, ranks in method.items()}, "the ranks given"
     name = share(_WHAT, lambda: method_used(data, group.size, method), group)[0]
     owners = agree(
-        _WHAT, lambda: _assigned(data, group.size, name) if group.rank == 0 else None, group
+        _WHAT, lambda: assigned(data, group.size, name) if group.rank == 0 else None, group
     )
     pg = group.process_group
     return {
@@ -255,36 +254,18 @@ def _owners(
     }, name
 
 
-def _assigned(data: Any, parts: int, name: str) -> Owners:
+def assigned(data: Any, parts: int, name: str) -> Owners:
+    """Return the rank of each node, by type, as a method of this name decides it."""
     owner = assign(data, parts, name)
     return {None: owner} if isinstance(owner, torch.Tensor) else dict(owner)
 
 
 def _own_part(tables: Tables, owners: Owners, name: str, group: Group) -> PartitionedGraph:
     """Cut out this rank's part of a graph that it has; only halos are asked for."""
-    shards, numbers = {}, {}
-    for node_type, nodes in tables.nodes.items():
-        owner = owners[node_type]
-        sizes = ShardSizes(torch.bincount(owner, minlength=group.size).tolist())
-        # Nodes are numbered anew, rank after rank: then owners are found by arithmetic.
-        order = torch.sort(owner, stable=True).indices
-        number = torch.empty_like(order)
-        number[order] = torch.arange(len(order), device=order.device)
-        numbers[node_type] = number
-        mine = sizes.range(group.rank)
-        ids = order[mine.start : mine.stop]
-        attributes = {key: value.rows(ids) for key, value in nodes.attributes.items()}
-        shards[node_type] = NodeShard(group, sizes, attributes, AscendingIds.of(ids))
-    owned = {}
-    for edge_type, edges in tables.edges.items():
-        source, target = ends(edge_type)
-        # a table of bools stays in the cache, where one of numbers would not
-        is_mine = owners[target] == group.rank
-        ids = torch.nonzero(is_mine[edges.edge_index[1]]).view(-1)
-        owned[edge_type] = OwnedEdges(
-            numbers[source][edges.edge_index[0][ids]],
-            numbers[target][edges.edge_index[1][ids]],
-            ids,
-            {key: value.rows(ids) for key, value in edges.attributes.items()},
-        )
+    numbered = {key: Numbering.of(owners[key], group.size) for key in tables.nodes}
+    shards = {key: numbered[key].shard(nodes, group) for key, nodes in tables.nodes.items()}
+    owned = {
+        key: owned_edges(edges, group.rank, *(numbered[end] for end in ends(key)))
+        for key, edges in tables.edges.items()
+    }
     return assemble(shards, owned, tables.attributes, name, group)

@@ -1,0 +1,130 @@
+"""Steps run as some ranks, told for all: against those ranks when they are run."""
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import varcomm as vc
+from tests.graph.graphs import grid, wild
+from varcomm import ArgumentError, DisagreementError
+from varcomm.models import MeshGraphNet
+from varcomm.simulate.scaling import Sample
+from varcomm.simulate.step import run
+
+H100 = vc.simulate.MACHINES["h100-ndr"]
+
+
+def prepare(graph):
+    torch.manual_seed(0)
+    model = MeshGraphNet(2, 2, 1, hidden_channels=8, num_blocks=2)
+    model = vc.data_parallel.replicate(vc.graph.distribute(model, graph))
+    optimizer = torch.optim.Adam(model.parameters())
+    x, edge_attr = torch.ones(graph.num_owned, 2), torch.ones(graph.num_edges, 2)
+
+    def step():
+        optimizer.zero_grad()
+        prediction = model(x, graph.edge_index, edge_attr)
+        graph.mean(mse_loss(prediction, x[:, :1], reduction="none")).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return vc.simulate.partition(grid(14, 15), 12, "rcb")
+
+
+@pytest.fixture(scope="module")
+def told(parts):
+    return vc.simulate.step(prepare, parts)
+
+
+def test_ranks_that_were_not_run_are_told_right(parts, told):
+    others = [rank for rank in range(12) if rank not in told.works]
+    assert others
+    for rank, work in run(prepare, parts, others[:2]).items():
+        assert float(told.sent[rank]) == work.calls.total.sent
+        assert float(told.messages[rank]) == work.calls.total.messages_sent
+        for name, bound in (("flops", 1e-9), ("matmul_bytes", 1e-9), ("other_bytes", 1e-3)):
+            assert float(told.counts[name][rank]) == pytest.approx(getattr(work, name), rel=bound)
+        assert float(told.memory[rank]) == pytest.approx(work.memory, rel=0.05)
+        seconds = H100.seconds(work)
+        assert float(told.times(H100).total[rank]) == pytest.approx(seconds.total, rel=1e-3)
+
+
+def test_ranks_that_were_run_are_told_exactly(told):
+    for rank, work in told.works.items():
+        assert float(told.sent[rank]) == work.calls.total.sent
+        assert float(told.counts["flops"][rank]) == work.flops
+        assert float(told.memory[rank]) == work.memory
+    times = told.times(H100)
+    names = {"exchange", "exchange_adjoint", "replicated_sum", "all_reduce"}
+    assert set(times.communication) == names
+    assert times.step == float(times.total.max())
+
+
+def test_it_prints_what_ranks_do(told):
+    lines = str(told).splitlines()
+    assert lines[0].split() == ["12", "ranks,", "a", "step", "least", "mean", "most"]
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["nodes", "edges", "halo rows"]
+
+
+def test_a_sample_tells_of_larger_graphs():
+    sample = vc.simulate.sample(prepare, grid(9, 10), [1, 4], "rcb")
+    assert isinstance(sample, Sample)
+    large = vc.simulate.partition(grid(20, 21), 4, "rcb")
+    step = sample.step(large.without_graph())
+    for rank, work in run(prepare, large, [0, 2]).items():
+        assert float(step.sent[rank]) == work.calls.total.sent
+        assert float(step.counts["flops"][rank]) == pytest.approx(work.flops, rel=1e-6)
+        assert float(step.counts["other_bytes"][rank]) == pytest.approx(work.other_bytes, rel=0.02)
+    one = vc.simulate.partition(grid(20, 21), 1)
+    scaling = vc.simulate.scaling(sample, [one, large], H100)
+    assert scaling.efficiency[0] == 1
+    first, second = scaling.points
+    assert first.sent == first.halo_seconds == first.sum_seconds == 0
+    assert second.seconds == pytest.approx(step.times(H100).step)
+    assert second.halo_seconds > 0
+    assert second.sum_seconds > 0
+    rows = str(scaling).splitlines()
+    assert len(rows) == 3
+    assert rows[2].split()[:2] == ["4", "420"]
+    with pytest.raises(
+        ArgumentError, match=r"run for \[1, 4, 16\] ranks, and these parts are for 3"
+    ):
+        sample.step(vc.simulate.partition(grid(9, 10), 3, "rcb"))
+    with pytest.raises(ArgumentError, match="one number of ranks at least"):
+        vc.simulate.sample(prepare, grid(9, 10), [])
+
+
+def test_types_of_edges_have_halos_of_their_own():
+    from tests.simulate.test_partition import papers
+
+    parts = vc.simulate.partition(papers(), 3, "random")
+
+    def exchange(graph):
+        plans = [graph[key].plan for key in graph.edge_types]
+
+        def step():
+            for width, plan in enumerate(plans, 1):
+                plan(torch.ones(plan.num_rows, width))
+
+        return step
+
+    told = vc.simulate.step(exchange, parts, [0])
+    for rank, work in run(exchange, parts).items():
+        assert float(told.sent[rank]) == work.calls.total.sent
+
+
+def test_refusals(parts):
+    with pytest.raises(ArgumentError, match="ranks must name one rank at least"):
+        vc.simulate.step(prepare, parts, [])
+    with pytest.raises(ArgumentError, match="12"):
+        vc.simulate.step(prepare, parts, [12])
+
+    def uneven(graph):
+        return lambda: [vc.all_reduce(torch.ones(1)) for _ in range(graph.group.rank)]
+
+    with pytest.raises(DisagreementError, match="All ranks must make the same ones"):
+        vc.simulate.step(uneven, vc.simulate.partition(wild(), 3, "block"))

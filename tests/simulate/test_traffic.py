@@ -1,0 +1,96 @@
+"""A simulated rank counts what a real one does: call by call, peer by peer, byte by byte."""
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch_geometric.nn import GATConv
+
+import varcomm as vc
+from tests.graph.graphs import wild
+from varcomm.models import MeshGraphNet
+from varcomm.transport.group import resolve
+
+
+def primitives(rank):
+    size = resolve(None).size
+    sizes = [3 * (other % 2) + other for other in range(size)]
+    with vc.trace() as calls:
+        x = torch.ones(sizes[rank], 2, requires_grad=True)
+        vc.all_gather_v(x, sizes).sum().backward()
+        vc.gather_v(x, sizes, dst=1)
+        # off the root it is not read; in a simulated world the root is taken to have it
+        vc.scatter_v(torch.ones(sum(sizes), 2), sizes, src=1)
+        vc.broadcast(torch.ones(5), src=1)
+        vc.reduce(torch.ones(9000), dst=0)
+        vc.all_reduce(torch.ones(9001)).sum()
+        vc.all_reduce(torch.ones(3).bfloat16())
+        vc.reduce_scatter_v(torch.ones(sum(sizes), 2), sizes, async_op=True).wait()
+        counts = [[(2 * i + j) % 3 for j in range(size)] for i in range(size)]
+        send, recv = counts[rank], [counts[other][rank] for other in range(size)]
+        vc.all_to_all_v(torch.ones(sum(send)), send, recv)
+    return calls
+
+
+def plans(rank):
+    size = resolve(None).size
+    counts = [[(i + 2 * j) % 4 * (i != j) for j in range(size)] for i in range(size)]
+    indices = [torch.arange(count) for count in counts[rank]]
+    plan = vc.ExchangePlan.from_indices(indices, 3, counts)
+    with vc.trace() as calls:
+        x = torch.ones(3, 4, requires_grad=True)
+        plan(x).sum().backward()
+        plan.start(x.detach(), dim=0).wait()
+    return calls
+
+
+def whole_graph():
+    data = wild(60, torch.float32)
+    data.x = data.x.repeat(1, 2)
+    return data
+
+
+def trained(graph, kind):
+    torch.manual_seed(0)
+    if kind == "mesh graph net":
+        model = MeshGraphNet(8, 3, 2, hidden_channels=16, num_blocks=2)
+        features = (graph.x, graph.edge_index, graph.edge_attr)
+    else:
+        model = GATConv(8, 2)
+        features = (graph.x, graph.edge_index)
+    model = vc.data_parallel.replicate(vc.graph.distribute(model, graph))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        loss = graph.mean(mse_loss(model(*features), graph.y, reduction="none"))
+        loss.backward()
+        optimizer.step()
+
+    step()
+    with vc.trace() as calls:
+        step()
+    return calls
+
+
+def training(rank, kind):
+    return trained(vc.graph.partition(whole_graph(), method="rcb"), kind)
+
+
+@pytest.mark.parametrize("fn", [primitives, plans])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_calls_are_those_of_real_ranks(worlds, fn, size):
+    real = worlds.run(size, fn)
+    for rank in range(size):
+        with vc.simulate.world(size, rank):
+            assert fn(rank) == real[rank]
+
+
+@pytest.mark.parametrize("kind", ["mesh graph net", "gat"])
+def test_training_steps_are_those_of_real_ranks(worlds, kind):
+    real = worlds.run(5, training, kind)
+    parts = vc.simulate.partition(whole_graph(), 5, "rcb")
+    for rank in range(5):
+        with vc.simulate.world(5, rank):
+            calls = trained(parts.part(), kind)
+        assert calls == real[rank]
+        assert calls.total.sent > 0

@@ -1,0 +1,184 @@
+"""A partition for any number of ranks, made by one process that has the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import ShardSizes, exact_int
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.simulate.counts import Counts
+from varcomm.simulate.needs import Needs
+from varcomm.transport.group import GroupLike, resolve
+
+if TYPE_CHECKING:  # which needs PyTorch Geometric
+    from varcomm.graph.building.cut import Numbering
+    from varcomm.graph.building.partition import Method
+    from varcomm.graph.building.tables import Tables
+    from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+
+__all__ = ["Parts", "partition"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(Counts):
+    """A graph cut for P ranks: what each would own, need and send, and the part that it has.
+
+    Made by :func:`partition`. Counts are those of :class:`Counts`.
+
+    Attributes
+    ----------
+    method : str
+        How the ranks of nodes were decided.
+    needs : mapping of Needs
+        Who needs which rows of whom, by type of edges; of the type None in a graph with one type.
+    """
+
+    method: str
+    needs: Mapping[EdgeType, Needs] = field(repr=False)
+    _tables: Tables = field(repr=False)
+    _numbered: Mapping[NodeType, Numbering] = field(repr=False)
+
+    def part(self, group: GroupLike = None) -> PartitionedGraph:
+        """Return what this rank of a group has of the graph; without communication.
+
+        It is what :func:`varcomm.graph.partition` gives there, with the plan of each halo. Inside
+        :func:`world`, or on ranks that are there and have the same graph.
+
+        Parameters
+        ----------
+        group : ProcessGroup or DeviceMesh, optional
+            Of P ranks; None is the whole world.
+
+        Raises
+        ------
+        ArgumentError
+            If the group has another number of ranks.
+        """
+        from varcomm.graph.ascending import AscendingIds
+        from varcomm.graph.building.assemble import localised
+        from varcomm.graph.building.cut import owned_edges
+        from varcomm.graph.building.tables import ends
+        from varcomm.graph.edge_shard import EdgeShard
+        from varcomm.graph.partitioned_graph import PartitionedGraph
+
+        ranks = resolve(group)
+        if ranks.size != self.size:
+            raise ArgumentError(
+                f"simulate: these parts are for {self.size} ranks; this is {ranks}. Enter "
+                f"simulate.world({self.size}, rank), or cut the graph for {ranks.size}."
+            )
+        tables, numbered = self._tables, self._numbered
+        nodes = {key: numbered[key].shard(table, ranks) for key, table in tables.nodes.items()}
+        edges = {}
+        for key, table in tables.edges.items():
+            source, target = (numbered[end] for end in ends(key))
+            own = owned_edges(table, ranks.rank, source, target)
+            edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
+            needs = self.needs[key]
+            send_index, send_counts = needs.asked_of(ranks.rank)
+            plan = ExchangePlan(
+                ranks,
+                send_index.to(tables.device),
+                send_counts,
+                needs.asked_by(ranks.rank),
+                source.sizes[ranks.rank],
+            )
+            edges[key] = EdgeShard(
+                group=ranks,
+                sizes=ShardSizes(needs.edges.tolist()),
+                attributes=own.attributes,
+                ids=AscendingIds.of(own.ids),
+                edge_index=edge_index,
+                halo_ids=source.order[halo],
+                plan=plan,
+                num_targets=target.sizes[ranks.rank],
+            )
+        return PartitionedGraph(nodes, edges, dict(tables.attributes), self.method)
+
+
+def partition(data: Any, size: int, method: Method = None) -> Parts:
+    """Cut a graph for `size` ranks, in one process and without any of them.
+
+    Parameters
+    ----------
+    data : torch_geometric.data.Data or torch_geometric.data.HeteroData
+        The whole graph, as :func:`varcomm.graph.partition` takes it. To count no more than
+        ``edge_index`` and ``num_nodes`` are needed, and ``pos`` for the methods that take it.
+    size : int
+        Ranks, P.
+    method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
+        As for :func:`varcomm.graph.partition`. ``"hilbert"`` and ``"block"`` take as long for
+        thousands of ranks as for two.
+
+    Returns
+    -------
+    Parts
+        What each rank owns, needs and sends.
+
+    Raises
+    ------
+    ArgumentError
+        If the graph, `size` or the method will not do.
+    MissingPackageError
+        If `method` needs a package that is not installed.
+
+    Notes
+    -----
+    No communication, and no loop over nodes or ranks: the edges are looked at once, a few million
+    at a time, and what is kept beside the graph is in proportion to nodes and halos.
+
+    Examples
+    --------
+    A directed ring of 6 nodes on 3 ranks: each needs one row of the rank before it.
+
+    >>> import torch, varcomm as vc
+    >>> from torch_geometric.data import Data
+    >>> ring = Data(edge_index=torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]), num_nodes=6)
+    >>> parts = vc.simulate.partition(ring, 3, "block")
+    >>> parts.owned, parts.halo, parts.neighbours
+    (tensor([2, 2, 2]), tensor([1, 1, 1]), tensor([2, 2, 2]))
+    >>> parts.rows.to_dense()
+    tensor([[0, 1, 0],
+            [0, 0, 1],
+            [1, 0, 0]])
+    >>> with vc.simulate.world(3, rank=2):
+    ...     parts.part().halo_ids
+    tensor([3])
+    """
+    from varcomm.graph.building.cut import Numbering
+    from varcomm.graph.building.partition import assigned, checked_method
+    from varcomm.graph.building.tables import ends, read
+    from varcomm.graph.partitioners.assign import method_used
+
+    count = exact_int(size)
+    if count is None or count < 1:
+        raise ArgumentError(f"simulate.partition: size must be a positive integer; got {size!r}.")
+    tables = read(data)
+    owners = checked_method(method, tables, count)
+    name = "the ranks given"
+    if not isinstance(owners, dict):
+        name = method_used(data, count, owners)
+        owners = assigned(data, count, name)
+    numbered = {key: Numbering.of(owners[key].to(tables.device), count) for key in tables.nodes}
+    needs = {
+        key: Needs.of(table.edge_index, *(numbered[end] for end in ends(key)))
+        for key, table in tables.edges.items()
+    }
+    return Parts(
+        owned=_sum([torch.tensor(own.sizes) for own in numbered.values()], count),
+        edges=_sum([need.edges for need in needs.values()], count),
+        flows={key: need.flows for key, need in needs.items()},
+        method=name,
+        needs=needs,
+        _tables=tables,
+        _numbered=numbered,
+    )
+
+
+def _sum(counts: list[torch.Tensor], size: int) -> torch.Tensor:
+    return torch.stack([torch.zeros(size, dtype=torch.int64), *counts]).sum(dim=0)
