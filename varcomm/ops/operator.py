@@ -62,7 +62,8 @@ class Operator(ABC):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator as a graph holds it, in the order of `schema`."""
-        return self.group.name, self.group.rank, *[getattr(self, name) for name in self.names]
+        fields = [getattr(self, name) for name in self.names]
+        return self.group.name, self.group.rank, *map(_plain, fields)
 
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
@@ -71,7 +72,8 @@ class Operator(ABC):
 
 
 def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Return sizes as a tuple of no class of its own, which schemas and Dynamo do not know."""
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 def started(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
