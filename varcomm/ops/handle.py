@@ -67,6 +67,7 @@ class Handle:
 def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the result belongs to the graph."""
     if torch.compiler.is_compiling():
+        operator = operator.in_one_round
         ticket, promise = start_in_graph(operator, x, None)
         return Handle(lambda: wait_in_graph(operator, x, ticket, promise)[0])
     begun = _start(operator, x, None)

@@ -156,7 +156,7 @@ def _whole(kind: type[Operator]) -> Functions:
 
 def _start(kind: type[Operator]) -> Functions:
     def run(x: torch.Tensor, token: torch.Tensor | None, *arguments: Any) -> Tensors:
-        operator = kind.from_arguments(*arguments).in_one_round
+        operator = kind.from_arguments(*arguments)
         number = next(_numbers)
         _under_way[number] = started(operator, x, recorded=False)
         ticket = torch.full((), number, dtype=torch.float64)
@@ -202,7 +202,7 @@ def _wait(kind: type[Operator]) -> Functions:
         if not ctx.has_promise or not ctx.needs_input_grad[2]:
             # no other node could wait
             return _gradients(ctx, apply_in_graph(adjoint, gradient, token)[0], None, None)
-        ticket, _ = start_in_graph(adjoint, gradient, token)
+        ticket, _ = start_in_graph(adjoint.in_one_round, gradient, token)
         return _gradients(ctx, None, ticket, gradient)
 
     return run, fake, keep, differentiate

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.autograd import uncompiled
 from varcomm.tensor_parallel.checkpoint import run_again_in_backward
 
 __all__ = ["CheckpointWithoutOutput"]
@@ -88,7 +88,7 @@ class CheckpointWithoutOutput:
         self._hooks.__exit__(kind, error, traceback)
         self._outputs = None
 
-    @kept_from_compilation
+    @uncompiled("what is computed again in backward are calls, not a graph; compile inside of it")
     def checkpoint(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function whose output others in this block are not to keep.
 
