@@ -1,7 +1,10 @@
 """Compile something, and compare it with itself uncompiled."""
 
+from functools import partial
+
 import torch
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils import _pytree as pytree
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -33,21 +36,37 @@ class Compiled:
         return self._fn(*args)
 
 
+def together(fns, x):
+    """What functions of `x` return, by their names."""
+    return {name: fn(x) for name, fn in fns.items()}
+
+
 def pulled(fn, x, parameters=()):
-    """The result, and gradients of what is differentiated, from a loss that all ranks call alike."""
+    """What `fn` returns, and gradients of a loss that all ranks call alike."""
     result = fn(x)
-    outputs = result if isinstance(result, tuple) else (result,)
     asked = [t for t in (x, *parameters) if t.requires_grad]
+    outputs = [t for t in pytree.tree_leaves(result) if t is not None]
     loss = sum(output.sin().sum() for output in outputs)
-    gradients = torch.autograd.grad(loss, asked) if asked and loss.requires_grad else ()
-    return outputs, gradients
+    return result, torch.autograd.grad(loss, asked) if asked and loss.requires_grad else ()
 
 
-def compare(failures, name, fn, x, parameters=(), bound=EXACT, **options):
-    """Note where `fn` of `x` and its gradients are others when compiled, in one graph."""
+def compare(failures, name, fns, x, parameters=(), bound=EXACT, **options):
+    """Note where functions of `x` and their gradients are others when compiled, in one graph."""
     with failures.named(name):
-        parameters = list(parameters)
-        expected = pulled(fn, x, parameters)
-        compiled = Compiled(fn, **options)
-        torch.testing.assert_close(pulled(compiled, x, parameters), expected, **bound)
+        compiled, parameters = Compiled(partial(together, fns), **options), list(parameters)
+        got, of_compiled = pulled(compiled, x, parameters)
         assert compiled.graphs == 1, f"{compiled.graphs} graphs"
+        expected, gradients = pulled(partial(together, fns), x, parameters)
+        for word in fns:
+            with failures.named(name, word):
+                assert pytree.tree_structure(got[word]) == pytree.tree_structure(expected[word])
+                torch.testing.assert_close(
+                    pytree.tree_leaves(got[word]), pytree.tree_leaves(expected[word]), **bound
+                )
+        torch.testing.assert_close(of_compiled, gradients, **bound)
+
+
+def compare_layers(failures, name, layers, x, **options):
+    """The same for modules, and all their parameters."""
+    parameters = [p for layer in layers.values() for p in layer.parameters()]
+    compare(failures, name, layers, x, parameters, **options)

@@ -1,10 +1,12 @@
 """Tensor-parallel layers under torch.compile: one graph, and what they give uncompiled."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.compiling import compare, drawn, leaf
+from tests.tensor_parallel.compiling import compare, compare_layers, drawn, leaf
 from varcomm import tensor_parallel as tp
 from varcomm.models import GPT
 from varcomm.tensor_parallel import (
@@ -41,28 +43,27 @@ def mappings(rank, ranks):
     failures, sizes, sequence = Failures(), FEATURES[ranks], SEQUENCE[ranks]
     whole = leaf(drawn(0, LENGTH, BATCH, HIDDEN))
     columns, rows = part(whole, sizes, rank, -1), part(whole, sequence, rank)
-    cases = {
-        "copy": (lambda x: tp.copy_to_tensor_model_parallel_region(x) * (2 + rank), whole),
-        "reduce": (lambda x: tp.reduce_from_tensor_model_parallel_region(x * (2 + rank)), whole),
-        "scatter": (lambda x: tp.scatter_to_tensor_model_parallel_region(x * 2), whole),
-        "gather": (lambda x: tp.gather_from_tensor_model_parallel_region(x * 2, sizes), columns),
-        "use": (
-            lambda x: tp.all_gather_last_dim_from_tensor_parallel_region(x, sizes) * (2 + rank),
-            columns,
-        ),
-        "sum": (lambda x: tp.reduce_scatter_last_dim_to_tensor_parallel_region(x, sizes), whole),
-        "part": (lambda x: tp.scatter_to_sequence_parallel_region(x * 2, sequence), whole),
-        "parts": (
-            lambda x: tp.gather_from_sequence_parallel_region(x, True, sequence) * (2 + rank),
-            rows,
-        ),
-        "alike": (lambda x: tp.gather_from_sequence_parallel_region(x, False, sequence), rows),
-        "sums": (lambda x: tp.reduce_scatter_to_sequence_parallel_region(x * 2, sequence), whole),
-        "to heads": (lambda x: tp.all_to_all_sp2hp(x * 2, sequence, sizes), rows),
-        "from heads": (lambda x: tp.all_to_all_hp2sp(x * 2, sequence, sizes), columns),
+    of_whole = {
+        "copy": lambda x: tp.copy_to_tensor_model_parallel_region(x) * (2 + rank),
+        "reduce": lambda x: tp.reduce_from_tensor_model_parallel_region(x * (2 + rank)),
+        "scatter": lambda x: tp.scatter_to_tensor_model_parallel_region(x * 2),
+        "sum": lambda x: tp.reduce_scatter_last_dim_to_tensor_parallel_region(x, sizes),
+        "part": lambda x: tp.scatter_to_sequence_parallel_region(x * 2, sequence),
+        "sums": lambda x: tp.reduce_scatter_to_sequence_parallel_region(x * 2, sequence),
     }
-    for name, (fn, x) in cases.items():
-        compare(failures, name, fn, x)
+    of_columns = {
+        "gather": lambda x: tp.gather_from_tensor_model_parallel_region(x * 2, sizes),
+        "use": lambda x: tp.all_gather_last_dim_from_tensor_parallel_region(x, sizes) * (2 + rank),
+        "from heads": lambda x: tp.all_to_all_hp2sp(x * 2, sequence, sizes),
+    }
+    of_rows = {
+        "parts": lambda x: tp.gather_from_sequence_parallel_region(x, True, sequence) * (2 + rank),
+        "alike": lambda x: tp.gather_from_sequence_parallel_region(x, False, sequence),
+        "to heads": lambda x: tp.all_to_all_sp2hp(x * 2, sequence, sizes),
+    }
+    compare(failures, "of the whole", of_whole, whole)
+    compare(failures, "of columns", of_columns, columns)
+    compare(failures, "of rows", of_rows, rows)
     return failures
 
 
@@ -75,28 +76,31 @@ def linears(rank, ranks):
     whole = drawn(0, LENGTH, BATCH, HIDDEN)
     own = {"sizes": sizes, "dtype": torch.float64}
     in_parts = own | {"sequence_sizes": sequence}
+    of_whole = {
+        "column": ColumnParallelLinear(HIDDEN, 7, **own),
+        "bare": ColumnParallelLinear(HIDDEN, 7, bias=False, **own),
+        "gathered": ColumnParallelLinear(HIDDEN, 7, gather_output=True, **own),
+        "bias apart": ColumnParallelLinear(HIDDEN, 7, skip_bias_add=True, **own),
+        "fused": ColumnParallelLinear(HIDDEN, 14, **own | {"sizes": [sizes, sizes]}),
+        "row": RowParallelLinear(7, 3, input_is_parallel=False, **own),
+    }
+    of_rows = {
+        "column": ColumnParallelLinear(HIDDEN, 7, **in_parts),
+        "kept": ColumnParallelLinear(HIDDEN, 7, save="gathered", **in_parts),
+        "frozen": ColumnParallelLinear(HIDDEN, 7, **in_parts).requires_grad_(False),
+    }
+    of_columns = {
+        "row": RowParallelLinear(7, HIDDEN, **own),
+        "bare": RowParallelLinear(7, HIDDEN, bias=False, **own),
+        "parts": RowParallelLinear(7, 3, **in_parts),
+        "parts, bias apart": RowParallelLinear(7, 3, skip_bias_add=True, **in_parts),
+        "frozen": RowParallelLinear(7, 3, **in_parts).requires_grad_(False),
+    }
     rows = part(whole, sequence, rank)
-    for name, layer, x in [
-        ("column", ColumnParallelLinear(HIDDEN, 7, **own), leaf(whole)),
-        ("bare", ColumnParallelLinear(HIDDEN, 7, bias=False, **own), leaf(whole)),
-        ("gathered", ColumnParallelLinear(HIDDEN, 7, gather_output=True, **own), leaf(whole)),
-        ("bias apart", ColumnParallelLinear(HIDDEN, 7, skip_bias_add=True, **own), leaf(whole)),
-        ("fused", ColumnParallelLinear(HIDDEN, 14, **own | {"sizes": [sizes, sizes]}), leaf(whole)),
-        ("of parts", ColumnParallelLinear(HIDDEN, 7, **in_parts), rows),
-        ("kept", ColumnParallelLinear(HIDDEN, 7, save="gathered", **in_parts), rows),
-        ("row", RowParallelLinear(7, HIDDEN, **own), part(whole, sizes, rank, -1)),
-        ("row of all", RowParallelLinear(7, 3, input_is_parallel=False, **own), leaf(whole)),
-        ("to parts", RowParallelLinear(7, 3, **in_parts), part(whole, sizes, rank, -1)),
-        (
-            "to parts, bias apart",
-            RowParallelLinear(7, 3, skip_bias_add=True, **in_parts),
-            part(whole, sizes, rank, -1),
-        ),
-    ]:
-        compare(failures, name, layer, x, layer.parameters())
-    frozen = ColumnParallelLinear(HIDDEN, 7, **in_parts).requires_grad_(False)
-    compare(failures, "frozen", frozen, rows)
-    compare(failures, "first", ColumnParallelLinear(HIDDEN, 7, **in_parts), rows.detach())
+    compare_layers(failures, "of the whole", of_whole, leaf(whole))
+    compare_layers(failures, "of rows", of_rows, rows)
+    compare_layers(failures, "of columns", of_columns, part(whole, sizes, rank, -1))
+    compare_layers(failures, "first", {"column": of_rows["column"]}, rows.detach())
     return failures
 
 
@@ -112,20 +116,17 @@ def embeddings(rank, ranks):
     rows = options | {"sizes": CLASSES[ranks]}
     columns = options | {"sizes": FEATURES[ranks]}
     in_parts = {"sequence_sizes": sequence}
-    own = {**in_parts, "input_is_parallel": True}
-    mine = ids.split(sequence)[rank]
-    cases = [
-        ("columns", FeatureParallelEmbedding(*shape, **columns), ids),
-        ("own columns", FeatureParallelEmbedding(*shape, gather_output=False, **columns), ids),
-    ]
+    of_ids = {
+        "columns": FeatureParallelEmbedding(*shape, **columns),
+        "own columns": FeatureParallelEmbedding(*shape, gather_output=False, **columns),
+    }
+    of_own = {}
     for method in ("auto", "masked", "indexed"):
-        cases += [
-            (method, VocabParallelEmbedding(*shape, method=method, **rows), ids),
-            (f"{method}, parts", VocabParallelEmbedding(*shape, method=method, **in_parts, **rows), ids),
-            (f"{method}, own", VocabParallelEmbedding(*shape, method=method, **own, **rows), mine),
-        ]
-    for name, layer, x in cases:
-        compare(failures, name, layer, x, layer.parameters())
+        made = partial(VocabParallelEmbedding, *shape, method=method, **rows)
+        of_ids |= {method: made(), f"{method}, parts": made(**in_parts)}
+        of_own |= {method: made(input_is_parallel=True, **in_parts)}
+    compare_layers(failures, "of ids", of_ids, ids)
+    compare_layers(failures, "of own ids", of_own, ids.split(sequence)[rank])
     return failures
 
 
@@ -150,29 +151,26 @@ def losses(rank, ranks):
     failures, sizes = Failures(), CLASSES[ranks]
     logits = part(drawn(0, LENGTH, BATCH, VOCABULARY), sizes, rank, -1)
     hidden = leaf(drawn(1, LENGTH, BATCH, HIDDEN))
-    head, bias = (part(drawn(s, VOCABULARY, *of), sizes, rank) for s, of in [(2, (HIDDEN,)), (3, ())])
+    head, bias = (
+        part(drawn(s, VOCABULARY, *of), sizes, rank) for s, of in [(2, (HIDDEN,)), (3, ())]
+    )
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(VOCABULARY, (LENGTH, BATCH), generator=generator)
+    of_logits, of_hidden = {}, {}
     for name, options in OPTIONS.items():
         ids = target.clone()
         ids[1, 1] = options.get("ignore_index", -100)
-
-        def of_logits(x, ids=ids, options=options):
-            return vocab_parallel_cross_entropy(x * 2, ids, sizes, **options)
-
         fused = {("class_weight" if word == "weight" else word): v for word, v in options.items()}
-
-        def of_hidden(x, ids=ids, options=fused):
-            return linear_cross_entropy(x * 2, head, ids, sizes, bias=bias, **options)
-
-        compare(failures, name, of_logits, logits)
-        compare(failures, f"{name}, fused", of_hidden, hidden, [head, bias])
-
-    def in_chunks(x):
-        parts = {"sequence_sizes": SEQUENCE[ranks], "chunk_rows": 3}
-        return linear_cross_entropy(x * 2, head, target, sizes, **parts)
-
-    compare(failures, "in chunks", in_chunks, part(hidden, SEQUENCE[ranks], rank), [head])
+        of_logits[name] = partial(vocab_parallel_cross_entropy, target=ids, sizes=sizes, **options)
+        of_hidden[name] = partial(
+            linear_cross_entropy, weight=head, target=ids, sizes=sizes, bias=bias, **fused
+        )
+    parts = {"sequence_sizes": SEQUENCE[ranks], "chunk_rows": 3}
+    in_chunks = partial(linear_cross_entropy, weight=head, target=target, sizes=sizes, **parts)
+    compare(failures, "of logits", of_logits, logits)
+    compare(failures, "of hidden", of_hidden, hidden, [head, bias])
+    rows = part(hidden, SEQUENCE[ranks], rank)
+    compare(failures, "of parts", {"in chunks": in_chunks}, rows, [head])
     return failures
 
 
@@ -184,13 +182,17 @@ def attention(rank, ranks):
     failures, sequence = Failures(), SEQUENCE[ranks]
     whole, own = drawn(0, LENGTH, BATCH, 14), {"dtype": torch.float64}
     x, rows = leaf(whole), part(whole, sequence, rank)
-    for name, layer, given in [
-        ("14 heads", ParallelAttention(14, 14, **own), x),
-        ("groups", ParallelAttention(14, 4, num_kv_heads=2, head_dim=3, bias=True, **own), x),
-        ("parts", ParallelAttention(14, 2, sequence_sizes=sequence, **own), rows),
-        ("norm of parts", sequence_parallel(torch.nn.LayerNorm(14, **own)), rows),
-    ]:
-        compare(failures, name, layer, given, layer.parameters())
+    of_whole = {
+        "14 heads": ParallelAttention(14, 14, **own),
+        "groups": ParallelAttention(14, 4, num_kv_heads=2, head_dim=3, bias=True, **own),
+    }
+    of_rows = {
+        "attention": ParallelAttention(14, 2, sequence_sizes=sequence, **own),
+        "norm": sequence_parallel(torch.nn.LayerNorm(14, **own)),
+        "rms": sequence_parallel(torch.nn.RMSNorm(14, **own)),
+    }
+    compare_layers(failures, "of the whole", of_whole, x)
+    compare_layers(failures, "of rows", of_rows, rows)
     return failures
 
 
@@ -208,7 +210,11 @@ def training(rank, ranks, sequence):
         torch.manual_seed(0)
         model = GPT(VOCABULARY, 14, num_layers=1, num_heads=7, mlp_size=5).double()
         parallelize(model, model.tensor_parallel_plan(sequence))
-        loss_of = torch.compile(model.loss, fullgraph=True, backend="aot_eager") if compiled else model.loss
+        loss_of = (
+            torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+            if compiled
+            else model.loss
+        )
         optimizer, losses = torch.optim.AdamW(model.parameters(), 0.1), []
         for _ in range(2):
             loss = loss_of(text[:-1], text[1:])

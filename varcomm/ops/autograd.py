@@ -52,7 +52,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 disabled.append(torch._dynamo.disable(fn, reason=reason))
             return disabled[0](*args, **kwargs)
 
-        # what torch.compiler.disable writes at a function as well: the compiler does not look inside
+        # as torch.compiler.disable does at a function, so that the compiler does not look inside
         vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
         return call
 

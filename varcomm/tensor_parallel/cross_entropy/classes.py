@@ -24,13 +24,13 @@ def check_classes(target: torch.Tensor, classes: int, ignore_index: int, where: 
 @torch.library.custom_op(
     "varcomm::checked_targets",
     mutates_args=(),
-    schema="(Tensor target, SymInt classes, int ignore_index, str name, int rank, int ranks) -> Tensor",
+    schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
 )
 def checked_in_graph(
-    target: torch.Tensor, classes: int, ignore_index: int, name: str, rank: int, ranks: int
+    target: torch.Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
 ) -> torch.Tensor:
     """Return a copy of targets, or raise ArgumentError when the graph runs."""
-    check_classes(target, classes, ignore_index, f"{name} on rank {rank} of {ranks}: ")
+    check_classes(target, classes, ignored, f"{name} on rank {rank} of {ranks}: ")
     return target.clone(memory_format=torch.contiguous_format)
 
 

@@ -126,7 +126,9 @@ def vocab_parallel_cross_entropy(
         checked_floats(logits, where, "logits", 1)
         what = f"the last dimension of logits, of shape {tuple(logits.shape)},"
         known = known_sizes(asked, logits.shape[-1], what, ranks, where)
-        target = checked_targets(target, logits.shape[:-1], logits.device, known, options, name, ranks)
+        target = checked_targets(
+            target, logits.shape[:-1], logits.device, known, options, name, ranks
+        )
         checked_weights(weight, "weight", logits.device, known, where)
     compared(name, known, options, target, weight, ranks)
     targets = Targets(target, known, weight, options, computed_in(logits.dtype), ranks)

@@ -2,7 +2,7 @@
 
 How many rows travel depends on the values of ids, and a graph knows shapes only. So all of a lookup
 is inside of an operator, from own rows of the table to rows of the result, which are as many as
-ids; its adjoint as well. What they do is what is done outside of graphs, the checks of ids included.
+ids; its adjoint as well. They do what is done outside of graphs, the checks of ids included.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class RowsOfIds(_OfIds):
 
     @property
     def adjoint(self) -> SumOfIds:
+        """The sum of what was looked up."""
         return SumOfIds(self.group, self.ids, self.sizes, self.padding, self.method)
 
 
@@ -104,6 +105,7 @@ class SumOfIds(_OfIds):
 
     @property
     def adjoint(self) -> RowsOfIds:
+        """The lookup."""
         return RowsOfIds(self.group, self.ids, self.sizes, self.padding, self.method)
 
 
@@ -139,6 +141,7 @@ class RowsOfParts(_OfParts):
 
     @property
     def adjoint(self) -> SumOfParts:
+        """The sum of what was looked up."""
         return SumOfParts(*self._arguments)
 
 
@@ -161,6 +164,7 @@ class SumOfParts(_OfParts):
 
     @property
     def adjoint(self) -> RowsOfParts:
+        """The lookup."""
         return RowsOfParts(*self._arguments)
 
 
@@ -201,6 +205,7 @@ class RowsOfTable(_OfTable):
 
     @property
     def adjoint(self) -> SumOfTable:
+        """The sum of what was picked."""
         return SumOfTable(self.group, self.ids, self.rows, self.padding)
 
 
@@ -222,4 +227,5 @@ class SumOfTable(_OfTable):
 
     @property
     def adjoint(self) -> RowsOfTable:
+        """The picking."""
         return RowsOfTable(self.group, self.ids, self.rows, self.padding)

@@ -8,8 +8,8 @@ import torch
 
 from varcomm.layout import checked_sizes
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.transpose_v import transpose_v
 from varcomm.ops.autograd import uncompiled
+from varcomm.ops.transpose_v import transpose_v
 from varcomm.tensor_parallel.mappings.sizes import sizes_of_shard, sizes_of_whole
 from varcomm.transport.agree import share
 from varcomm.transport.group import Group, GroupLike, resolve

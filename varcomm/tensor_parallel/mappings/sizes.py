@@ -42,10 +42,10 @@ def sizes_of_shard(
     return _told(name, tensor, dim, group, what) if sizes is None else sizes
 
 
-@uncompiled("without sizes, ranks ask each other for theirs, and graphs have none before; pass sizes")
-def _told(
-    name: str, tensor: torch.Tensor, dim: int, group: Group, what: str
-) -> Sequence[int]:
+@uncompiled(
+    "without sizes, ranks ask each other for theirs, and graphs have none before; pass sizes"
+)
+def _told(name: str, tensor: torch.Tensor, dim: int, group: Group, what: str) -> Sequence[int]:
     def local() -> int:
         checked_tensor(tensor, "")
         return tensor.shape[checked_dim(dim, tensor.shape)]
