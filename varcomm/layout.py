@@ -209,6 +209,8 @@ def exact_int(value: object) -> int | None:
     >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
     (3, None, None, None)
     """
+    if type(value) is int:  # as a size is in a graph for all sizes, which has no attributes
+        return value
     # Both have an index: a bool is an int, and torch makes one of a bool tensor.
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         return None

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch._library.effects import EffectType
 
+from varcomm.ops.inductor import keep_order
 from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
@@ -121,7 +122,7 @@ def torch_operator(kind: Kind) -> Kind:
         name = kind.name + suffix
         _library.define(f"{name}({inputs}, {kind.schema}) -> (Tensor, Tensor)")
         _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"varcomm::{name}", fake, lib=_library)
+        torch.library.register_fake(f"varcomm::{name}", _in_order(name, fake), lib=_library)
         torch.library.register_autograd(
             f"varcomm::{name}", differentiate, setup_context=keep, lib=_library
         )
@@ -206,6 +207,16 @@ def _wait(kind: type[Operator]) -> Functions:
         return _gradients(ctx, None, ticket, gradient)
 
     return run, fake, keep, differentiate
+
+
+def _in_order(name: str, fake: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Return a fake kernel at whose first call a compiler is told how to keep our order."""
+
+    def called(*arguments: Any) -> Tensors:
+        keep_order(getattr(torch.ops.varcomm, name).default)
+        return fake(*arguments)
+
+    return called
 
 
 def _token(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import inf
 from numbers import Real
 from typing import Any, get_args
 
@@ -42,7 +42,7 @@ def checked_options(
         raise ArgumentError(
             f"{where}label_smoothing must be a number in [0, 1); got {label_smoothing!r}."
         )
-    if not _is_number(z_loss) or not (z_loss >= 0 and isfinite(z_loss)):
+    if not _is_number(z_loss) or not 0 <= z_loss < inf:
         raise ArgumentError(f"{where}z_loss must be a finite number of at least 0; got {z_loss!r}.")
     index = exact_int(ignore_index)
     if index is None:

@@ -84,7 +84,7 @@ class Targets:
         bias: torch.Tensor | None = None,
         chunk_rows: int | None = None,
     ) -> torch.Tensor:
-        """Take statistics of logits, or of hidden states and a head, and make the loss of all ranks'.
+        """Take statistics of logits, or of hidden states and a head, and make of all ranks' a loss.
 
         One collective, whose backward is a slice.
         """

@@ -79,7 +79,7 @@ class RowsOfIds(_OfIds):
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """Return a row for each id."""
-        return x.new_empty(len(self.ids), *x.shape[1:])
+        return x.new_empty(self.ids.shape[0], *x.shape[1:])
 
     @property
     def adjoint(self) -> SumOfIds:
@@ -201,7 +201,7 @@ class RowsOfTable(_OfTable):
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """Return a row for each id."""
-        return x.new_empty(len(self.ids), *x.shape[1:])
+        return x.new_empty(self.ids.shape[0], *x.shape[1:])
 
     @property
     def adjoint(self) -> SumOfTable:
