@@ -147,37 +147,53 @@ def test_no_more_bytes_than_uncompiled(worlds):
         assert all(received > 0 for _, received in found)
 
 
-def narrow(rank, backend):
-    """Largest differences of loss and gradients, as parts of the largest, by dtype and autocast."""
-    found = {}
-    for name, dtype, cast in [
-        ("fp64", torch.float64, False),
-        ("bf16", torch.bfloat16, False),
-        ("autocast", torch.float32, True),
-    ]:
+def differences(expected, got, parameters):
+    """Largest differences of losses and gradients, as parts of the largest number in each."""
+    asked = list(parameters)
+    pairs = [(loss.detach(), *torch.autograd.grad(loss, asked)) for loss in (got, expected)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pairs, strict=True))
+
+
+def narrow(rank):
+    found = []
+    for dtype, cast in [(torch.bfloat16, False), (torch.float32, True)]:
         torch.manual_seed(0)
         block, given = Block(in_parts=True, dtype=dtype), text(5)
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            loss, expected = Compiled(block, backend)(*given), block(*given)
-        pairs = zip(
-            (loss.detach(), *block.gradients(loss)),
-            (expected.detach(), *block.gradients(expected)),
-            strict=True,
-        )
-        found[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+            got, expected = Compiled(block)(*given), block(*given)
+        found.append(differences(expected, got, block.parameters()))
     return found
 
 
 def test_narrow_floats_and_autocast_are_those_uncompiled(worlds):
-    for found in worlds.run(2, narrow, "aot_eager"):
-        assert found == {"fp64": 0, "bf16": 0, "autocast": 0}
+    assert worlds.run(2, narrow) == [[0, 0]] * 2
 
 
-def test_inductor_rounds_otherwise(worlds):
-    """It fuses what is between operators, and rounds narrow floats once where torch does twice."""
-    for found in worlds.run(2, narrow, "inductor"):
-        assert found["fp64"] < 1e-12
-        assert max(found["bf16"], found["autocast"]) < 0.05
+def by_inductor(rank):
+    torch.manual_seed(0)
+    block, given = Block(in_parts=True), text(5)
+    compiled, calls = Compiled(block, "inductor"), []
+    for fn in (compiled, block):
+        with varcomm.trace() as traced:
+            block.gradients(fn(*given))
+        calls.append([call.name for call in traced])
+    wide = differences(block(*given), compiled(*given), block.parameters())
+    layers = ColumnParallelLinear(HIDDEN, 11), nn.Tanh(), RowParallelLinear(11, 3)
+    mlp, x = nn.Sequential(*layers).bfloat16(), drawn(0, 5, HIDDEN, dtype=torch.bfloat16)
+    rounded = Compiled(mlp, "inductor")(x).sin().sum()
+    return calls, wide, differences(mlp(x).sin().sum(), rounded, mlp.parameters())
+
+
+def test_inductor_keeps_the_order_of_calls(worlds):
+    """It fuses what is between, and rounds narrow floats once where torch does twice."""
+    (first, *_), (second, *_) = found = worlds.run(2, by_inductor)
+    (compiled, uncompiled), (others, _) = first, second
+    assert compiled == others
+    assert len(compiled) > 10
+    assert compiled == uncompiled
+    for _, wide, rounded in found:
+        assert wide < 1e-12
+        assert rounded < 0.05
 
 
 def debugged(rank):
