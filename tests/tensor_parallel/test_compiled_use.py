@@ -186,7 +186,7 @@ def by_inductor(rank):
 
 def test_inductor_keeps_the_order_of_calls(worlds):
     """It fuses what is between, and rounds narrow floats once where torch does twice."""
-    (first, *_), (second, *_) = found = worlds.run(2, by_inductor)
+    (first, *_), (second, *_) = found = worlds.run(2, by_inductor, timeout=300)
     (compiled, uncompiled), (others, _) = first, second
     assert compiled == others
     assert len(compiled) > 10
@@ -344,3 +344,42 @@ def test_what_breaks_a_graph_says_why(worlds):
     for reasons in worlds.run(2, refused):
         assert reasons.keys() == words.keys()
         assert all(words[name] in reason for name, reason in reasons.items())
+
+
+def checked_operators(rank):
+    """What torch.library.opcheck says of operators whose results depend on values of ids."""
+    ops, group = torch.ops.varcomm, ("0", rank)
+    ids, sizes, own = torch.tensor([4, 0, 4]), [3, 2], 3 - rank
+    weight = leaf(drawn(0, own, HIDDEN))
+    rows, part = leaf(drawn(1, 3, HIDDEN)), leaf(drawn(1, 2 - rank, HIDDEN))
+    logits, target = leaf(drawn(2, 3, own)), torch.tensor([1, 0, 1])
+    share, hidden = drawn(3, 3).abs(), leaf(drawn(4, 3, HIDDEN))
+    told = ops.statistics(logits.detach(), target, share, None, None, None, 0.1, None)
+    told_of = [[*told], [share, share]]
+    samples = {
+        "rows_of_ids": (weight, None, *group, ids, sizes, 0, 0),
+        "sum_of_ids": (rows, None, *group, ids, sizes, 0, 0),
+        "rows_of_parts": (weight, None, *group, ids, sizes, 0, 0, [2, 1]),
+        "sum_of_parts": (part, None, *group, ids, sizes, 0, 0, [2, 1]),
+        "rows_of_table": (leaf(drawn(5, 5, 2)), None, *group, ids, 5, 4),
+        "sum_of_table": (rows, None, *group, ids, 5, 4),
+        "checked_targets": (target, 2, -100, "loss", rank, 2),
+        "statistics": (hidden, target, share, weight, None, None, 0.1, 2),
+        "statistics_adjoint": (
+            *told_of,
+            [True],
+            *(logits.detach(), target, share, None, None, None, 0.1, None),
+        ),
+    }
+    found = {}
+    for name, args in samples.items():
+        utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+        checked = torch.library.opcheck(getattr(ops, name).default, args, test_utils=utils)
+        found |= {(name, test): outcome for test, outcome in checked.items()}
+    return found
+
+
+def test_operators_are_what_they_say(worlds):
+    for found in worlds.run(2, checked_operators):
+        assert len(found) == 27
+        assert set(found.values()) == {"SUCCESS"}

@@ -34,7 +34,7 @@ def keep_order(operator: OpOverload) -> None:
     def wrapped(x: Any) -> Any:
         return x.wrap_for_lowering() if isinstance(x, ir.IRNode) else x
 
-    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @register_lowering(operator, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
         first = len(V.graph.operations)
         result = pytree.tree_map(wrapped, ir.FallbackKernel.create(operator, *args, **kwargs))

@@ -139,7 +139,10 @@ def checked_targets(
         raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
     if torch.compiler.is_compiling():
         ignored = options.ignore_index
-        return checked_in_graph(target, sizes.total, ignored, name, group.rank, group.size)
+        known: torch.Tensor = checked_in_graph(
+            target, sizes.total, ignored, name, group.rank, group.size
+        )
+        return known
     check_classes(target, sizes.total, options.ignore_index, where)
     return target
 

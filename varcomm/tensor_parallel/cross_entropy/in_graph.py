@@ -119,4 +119,5 @@ def statistics_in_graph(of: Statistics, rows: Tensors, shared: Tensors) -> Tenso
     rest = iter(shared)
     flags = of.of_hidden, of.biased, of.weighted
     head, bias, weight = (next(rest) if flag else None for flag in flags)
-    return _statistics(*rows, head, bias, weight, of.share, of.chunk_rows)
+    found: Tensors = _statistics(*rows, head, bias, weight, of.share, of.chunk_rows)
+    return found

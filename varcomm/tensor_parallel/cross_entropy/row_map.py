@@ -189,8 +189,11 @@ class _InChunks(torch.autograd.Function):
         ]
         rows, shared, kept = _saved(ctx)
         needed = tuple(ctx.needs_input_grad[3:])
-        arrived = tuple(gradients[ctx.of.constants :])
-        found = iter(pulled_back(ctx.of, ctx.chunks, rows, shared, kept, arrived, needed))
+        found = iter(
+            pulled_back(
+                ctx.of, ctx.chunks, rows, shared, kept, tuple(gradients[ctx.of.constants :]), needed
+            )
+        )
         return None, None, None, *(next(found) if flag else None for flag in needed)
 
     @staticmethod
