@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
@@ -56,12 +55,13 @@ class ShardSizes(tuple[int, ...]):
             return sizes
         return super().__new__(cls, checked_sizes(sizes, "sizes"))
 
-    @cached_property
+    # no cached properties, on whose locks torch.compile breaks its graphs
+    @property
     def total(self) -> int:
         """Rows of all ranks together."""
         return sum(self)
 
-    @cached_property
+    @property
     def offsets(self) -> tuple[int, ...]:
         """First global row of each rank."""
         return tuple(accumulate(self, initial=0))[:-1]
@@ -69,7 +69,8 @@ class ShardSizes(tuple[int, ...]):
     def range(self, rank: int) -> range:
         """Return the global rows of `rank`."""
         checked_rank(rank, len(self), "rank")
-        return range(self.offsets[rank], self.offsets[rank] + self[rank])
+        first = self.offsets[rank]
+        return range(first, first + self[rank])
 
     @overload
     def owner(self, index: int) -> int: ...

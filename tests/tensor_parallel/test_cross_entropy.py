@@ -269,15 +269,3 @@ def in_debug(rank):
 
 def test_ranks_that_compare_their_calls(worlds):
     assert worlds.run(2, in_debug) == [(4, 3), (4, 4)]
-
-
-def compiled(rank):
-    logits, target = drawn(4, 3 + rank), targets(4, classes=7)
-    fn = torch.compile(
-        lambda z: vocab_parallel_cross_entropy(2 * z, target, [3, 4]) + 1, backend="eager"
-    )
-    return torch.equal(fn(logits), vocab_parallel_cross_entropy(2 * logits, target, [3, 4]) + 1)
-
-
-def test_compiled_code_breaks_there(worlds):
-    assert worlds.run(2, compiled) == [True] * 2

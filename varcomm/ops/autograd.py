@@ -23,6 +23,7 @@ __all__ = [
     "is_recorded",
     "kept_from_compilation",
     "refuse_vmap",
+    "uncompiled",
 ]
 
 P = ParamSpec("P")
@@ -30,21 +31,32 @@ R = TypeVar("R")
 
 
 def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
-    """Let torch.compile break its graph at `fn`, which it runs as it is.
+    """Let torch.compile break its graph at `fn`, which it runs as it is."""
+    return uncompiled("it runs as it is, between graphs")(fn)
+
+
+def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let torch.compile break its graph at a function, and say why where it may not (fullgraph).
 
     Not by torch.compiler.disable, which would import the compiler into every program.
     """
-    disabled: list[Callable[P, R]] = []
 
-    @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
-            return fn(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch._dynamo.disable(fn))
-        return disabled[0](*args, **kwargs)
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        disabled: list[Callable[P, R]] = []
 
-    return call
+        @wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if "torch._dynamo" not in sys.modules:
+                return fn(*args, **kwargs)
+            if not disabled:
+                disabled.append(torch._dynamo.disable(fn, reason=reason))
+            return disabled[0](*args, **kwargs)
+
+        # as torch.compiler.disable does at a function, so that the compiler does not look inside
+        vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return call
+
+    return decorate
 
 
 def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,7 @@ def start(operator: Operator, x: torch.Tensor) -> Handle:
     if torch.compiler.is_compiling():
         # as it is now: a graph has no versions, and where nothing changes x no copy is compiled
         x = x.clone()
+        operator = operator.in_one_round
         ticket, promise = start_in_graph(operator, x, None)
         return Handle(lambda: wait_in_graph(operator, x, ticket, promise)[0])
     begun = _start(operator, x, None)

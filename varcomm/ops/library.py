@@ -34,6 +34,7 @@ import torch
 from torch._library.effects import EffectType
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.inductor import keep_order
 from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
@@ -133,7 +134,7 @@ def torch_operator(kind: Kind) -> Kind:
         name = kind.name + suffix
         _library.define(f"{name}({inputs}, {kind.schema}) -> (Tensor, Tensor)", tags=_TAGS)
         _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"varcomm::{name}", fake, lib=_library)
+        torch.library.register_fake(f"varcomm::{name}", _in_order(name, fake), lib=_library)
         torch.library.register_autograd(
             f"varcomm::{name}", differentiate, setup_context=keep, lib=_library
         )
@@ -169,7 +170,7 @@ def _whole(kind: type[Operator]) -> Functions:
 
 def _start(kind: type[Operator]) -> Functions:
     def run(x: torch.Tensor, token: torch.Tensor | None, *arguments: Any) -> Tensors:
-        operator = kind.from_arguments(*arguments).in_one_round
+        operator = kind.from_arguments(*arguments)
         number = next(_numbers)
         _under_way[number] = started(operator, x, recorded=False)
         ticket = torch.full((), number, dtype=torch.float64)
@@ -221,10 +222,20 @@ def _wait(kind: type[Operator]) -> Functions:
         if not ctx.has_promise or not ctx.needs_input_grad[2]:
             # no other node could wait
             return _gradients(ctx, apply_in_graph(adjoint, gradient, token)[0], None, None)
-        ticket, _ = start_in_graph(adjoint, gradient, token)
+        ticket, _ = start_in_graph(adjoint.in_one_round, gradient, token)
         return _gradients(ctx, None, ticket, gradient)
 
     return run, fake, keep, differentiate
+
+
+def _in_order(name: str, fake: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Return a fake kernel at whose first call a compiler is told how to keep our order."""
+
+    def called(*arguments: Any) -> Tensors:
+        keep_order(getattr(torch.ops.varcomm, name).default)
+        return fake(*arguments)
+
+    return called
 
 
 def _token(x: torch.Tensor) -> torch.Tensor:

@@ -62,10 +62,8 @@ class Operator(ABC):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator as a graph holds it, in the order of `schema`."""
-        fields = [getattr(self, name) for name in self.names]
-        # ShardSizes are tuples that the compiler does not know
-        plain = [list(field) if isinstance(field, tuple) else field for field in fields]
-        return self.group.name, self.group.rank, *plain
+        fields = [_plain(getattr(self, name)) for name in self.names]
+        return self.group.name, self.group.rank, *fields
 
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
@@ -74,7 +72,8 @@ class Operator(ABC):
 
 
 def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Return sizes as a tuple of no class of its own, which schemas and Dynamo do not know."""
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 def started(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:

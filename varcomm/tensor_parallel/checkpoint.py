@@ -11,7 +11,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from varcomm.layout import ShardSizes
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.autograd import uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.tensor_parallel.random import Replay
@@ -22,7 +22,7 @@ __all__ = ["checkpoint", "run_again_in_backward"]
 T = TypeVar("T")
 
 
-@kept_from_compilation
+@uncompiled("what is computed again in backward are calls, not a graph; compile inside of it")
 def checkpoint(
     function: Callable[..., T],
     *args: Any,

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.autograd import uncompiled
 from varcomm.tensor_parallel.checkpoint import run_again_in_backward
 
 __all__ = ["CheckpointWithoutOutput"]
@@ -20,6 +20,8 @@ __all__ = ["CheckpointWithoutOutput"]
 T = TypeVar("T", bound="torch.Tensor | tuple[torch.Tensor, ...]")
 
 _NAME = "CheckpointWithoutOutput"
+
+_CALLS = "what is computed again in backward are calls, not a graph; compile inside of it"
 
 # torch's number where none is under way, and somebody looks at what the graph has kept.
 _NO_BACKWARD = -1
@@ -68,6 +70,7 @@ class CheckpointWithoutOutput:
     tensor([2.7183, 2.7183, 2.7183])
     """
 
+    @uncompiled(_CALLS)
     def __init__(self) -> None:
         self._outputs: list[_Output] | None = None
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -88,7 +91,7 @@ class CheckpointWithoutOutput:
         self._hooks.__exit__(kind, error, traceback)
         self._outputs = None
 
-    @kept_from_compilation
+    @uncompiled(_CALLS)
     def checkpoint(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function whose output others in this block are not to keep.
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from varcomm.errors import ArgumentError
 from varcomm.ops import wire
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.autograd import begin, kept_from_compilation
+from varcomm.ops.autograd import begin, uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import sum_in_rank_order
@@ -43,7 +43,7 @@ _PIECE = 256 * 1024
 _MOST_PIECES = 16
 
 
-@kept_from_compilation
+@uncompiled("it writes into memory that the caller keeps, which graphs do not")
 def norm_column_linear(
     x: torch.Tensor,
     norm: Norm,
@@ -135,7 +135,7 @@ def norm_column_linear(
     return y.view(sum(sequence), *x.shape[1:-1], columns)
 
 
-@kept_from_compilation
+@uncompiled("it writes into memory that the caller keeps, which graphs do not")
 def row_linear_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -12,6 +12,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.layout import exact_int
+from varcomm.ops.autograd import uncompiled
 from varcomm.transport.agree import share
 from varcomm.transport.group import GroupLike, resolve
 
@@ -274,6 +275,7 @@ class Replay:
 _running: ContextVar[tuple[Replay, ...]] = ContextVar("running", default=())
 
 
+@uncompiled("fork() changes generators, of which graphs know nothing; compile inside of its block")
 def _replays() -> tuple[Replay, ...]:
     running = _running.get()
     first = not any(replay._complete for replay in running)

@@ -85,7 +85,8 @@ def attention(
         out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=shared
         )
-        out = _Differentiable.apply(out, q, k, v, causal, scale)  # type: ignore[no-untyped-call]
+        if not torch.compiler.is_compiling():  # whose derivatives have none themselves
+            out = _Differentiable.apply(out, q, k, v, causal, scale)  # type: ignore[no-untyped-call]
     return out.permute(2, 0, 1, 3).reshape(*query.shape[:-1], value.shape[-1])
 
 

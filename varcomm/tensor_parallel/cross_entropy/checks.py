@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import inf
 from numbers import Real
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
+from varcomm.tensor_parallel.cross_entropy.classes import check_classes, checked_in_graph
 from varcomm.tensor_parallel.cross_entropy.loss import Options, Reduction, SmoothOver
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group
@@ -41,7 +42,7 @@ def checked_options(
         raise ArgumentError(
             f"{where}label_smoothing must be a number in [0, 1); got {label_smoothing!r}."
         )
-    if not _is_number(z_loss) or not (z_loss >= 0 and isfinite(z_loss)):
+    if not _is_number(z_loss) or not 0 <= z_loss < inf:
         raise ArgumentError(f"{where}z_loss must be a finite number of at least 0; got {z_loss!r}.")
     index = exact_int(ignore_index)
     if index is None:
@@ -113,9 +114,14 @@ def checked_targets(
     device: torch.device,
     sizes: ShardSizes,
     options: Options,
-    where: str,
-) -> None:
-    """Raise ArgumentError if targets are not classes of tokens of this shape."""
+    name: str,
+    group: Group,
+) -> torch.Tensor:
+    """Return targets if they are classes of tokens of this shape, or raise ArgumentError.
+
+    In a graph their values are looked at when it runs.
+    """
+    where = f"{name} on {group}: "
     checked_tensor(target, where, "target")
     assert isinstance(target, torch.Tensor)
     if target.dtype != torch.int64:
@@ -131,14 +137,14 @@ def checked_targets(
     _checked_device(target, device, "target", where)
     if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
         raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
-    outside = ((target < 0) | (target >= sizes.total)) & (target != options.ignore_index)
-    if bool(outside.any()):
-        first = tuple(outside.nonzero()[0].tolist())
-        raise ArgumentError(
-            f"{where}target{list(first)} is {int(target[first])}, which is no class, "
-            f"0...{sizes.total - 1}, and not ignore_index, {options.ignore_index}; so are "
-            f"{int(outside.sum()) - 1} more."
+    if torch.compiler.is_compiling():
+        ignored = options.ignore_index
+        known: torch.Tensor = checked_in_graph(
+            target, sizes.total, ignored, name, group.rank, group.size
         )
+        return known
+    check_classes(target, sizes.total, options.ignore_index, where)
+    return target
 
 
 def checked_weights(
@@ -174,7 +180,7 @@ def compared(
     group: Group,
 ) -> None:
     """Compare between ranks, inside :func:`varcomm.debug`, what all of them must have alike."""
-    if debugging():
+    if not torch.compiler.is_compiling() and debugging():
         call: dict[str, Any] = {
             "operation": name,
             "sizes": list(sizes),

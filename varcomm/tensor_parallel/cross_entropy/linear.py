@@ -10,7 +10,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.layout import exact_int
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.autograd import apply, kept_from_compilation
+from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedSum
@@ -24,19 +24,13 @@ from varcomm.tensor_parallel.cross_entropy.checks import (
     known_sizes,
 )
 from varcomm.tensor_parallel.cross_entropy.loss import Reduction, SmoothOver, Targets
-from varcomm.tensor_parallel.cross_entropy.row_map import Chunks
-from varcomm.tensor_parallel.cross_entropy.statistics import (
-    chunk_elements,
-    computed_in,
-    of_hidden,
-)
+from varcomm.tensor_parallel.cross_entropy.statistics import computed_in
 from varcomm.tensor_parallel.mappings.sizes import sizes_of_shard
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["linear_cross_entropy"]
 
 
-@kept_from_compilation
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -146,7 +140,7 @@ def linear_cross_entropy(
         if sequence_sizes is not None:
             parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
             tokens = torch.Size((sum(parts), *tokens[1:]))
-        checked_targets(target, tokens, hidden.device, known, options, where)
+        target = checked_targets(target, tokens, hidden.device, known, options, name, ranks)
         checked_weights(class_weight, "class_weight", hidden.device, known, where)
     compared(name, known, options, target, class_weight, ranks)
 
@@ -155,15 +149,12 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(cast), weight.to(cast)
         bias = None if bias is None else bias.to(cast)
     if sequence_sizes is None:
-        hidden = _Use.apply(hidden, ranks)  # type: ignore[no-untyped-call]
+        use = _Use if torch.compiler.is_compiling() else _UseInForwardMode
+        hidden = use.apply(hidden, ranks)  # type: ignore[no-untyped-call]
     else:
         hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
     targets = Targets(target, known, class_weight, options, computed_in(hidden.dtype), ranks)
-    of = of_hidden(targets.share, class_weight is not None, bias is not None)
-    columns = max(1, len(weight))
-    most = max(hidden.numel(), chunk_elements(hidden.device)) // columns
-    chunks = Chunks(tuple(target.shape), max(1, most) if chunk_rows is None else int(chunk_rows))
-    return targets.loss(of, chunks, hidden, weight, *(() if bias is None else (bias,)))
+    return targets.loss(hidden, weight, bias, None if chunk_rows is None else int(chunk_rows))
 
 
 class _Use(torch.autograd.Function):
@@ -185,6 +176,10 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return apply(ReplicatedSum(ctx.group, use_fp32=True), gradient), None
+
+
+class _UseInForwardMode(_Use):
+    """The same with what torch.compile does not take."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:

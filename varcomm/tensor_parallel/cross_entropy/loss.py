@@ -10,7 +10,9 @@ import torch
 from varcomm.layout import ShardSizes
 from varcomm.ops.autograd import apply
 from varcomm.ops.replicated import ReplicatedGather
-from varcomm.tensor_parallel.cross_entropy.row_map import Chunks, RowMap, in_chunks
+from varcomm.tensor_parallel.cross_entropy.in_graph import statistics_in_graph
+from varcomm.tensor_parallel.cross_entropy.row_map import in_chunks
+from varcomm.tensor_parallel.cross_entropy.statistics import Statistics
 from varcomm.transport.group import Group
 
 __all__ = ["Options", "Reduction", "SmoothOver", "Targets"]
@@ -61,7 +63,7 @@ class Targets:
         self.counted = counted.masked_fill(self.ignored, 0)
         self.q = own * self.counted
 
-        ends = torch.tensor(sizes, device=target.device).cumsum(0)
+        ends = torch.tensor(list(sizes), device=target.device).cumsum(0)
         self.owner = torch.bucketize(target, ends, right=True)
         first, columns = sizes.offsets[group.rank], sizes[group.rank]
         mine = self.owner == group.rank
@@ -71,19 +73,31 @@ class Targets:
             () if self.weights is None else (self.weights[first : first + columns],)
         )
         if self.weights is None:
-            self.of_shards = torch.tensor(sizes, dtype=dtype, device=target.device)
+            self.of_shards = torch.tensor(list(sizes), dtype=dtype, device=target.device)
         else:
             self.of_shards = torch.stack([part.sum() for part in self.weights.split(list(sizes))])
 
     def loss(
-        self, of: RowMap, chunks: Chunks, values: torch.Tensor, *shared: torch.Tensor
+        self,
+        values: torch.Tensor,
+        head: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        chunk_rows: int | None = None,
     ) -> torch.Tensor:
-        """Apply a map of :mod:`.statistics` to this rank's values, and make of all ranks' the loss.
+        """Take statistics of logits, or of hidden states and a head, and make of all ranks' a loss.
 
         One collective, whose backward is a slice.
         """
+        weighted = self.weights is not None
+        of = Statistics(self.share, head is not None, bias is not None, weighted, chunk_rows)
         rows = (values, self.column, self.local_q)
-        told = torch.stack(in_chunks(of, chunks, rows, (*shared, *self.local_weights)))
+        shared = (*(x for x in (head, bias) if x is not None), *self.local_weights)
+        if torch.compiler.is_compiling():
+            found = statistics_in_graph(of, rows, shared)
+        else:
+            chunks = of.chunks(values, shared, tuple(self.q.shape))
+            found = in_chunks(of.row_map, chunks, rows, shared)
+        told = torch.stack(found)
         gather = ReplicatedGather(self.group, (len(told),) * self.group.size, 0, use_fp32=True)
         of_ranks = apply(gather, told).unflatten(0, (self.group.size, len(told)))
         return self._reduced(self._of_tokens(*of_ranks.unbind(1)))

@@ -15,10 +15,19 @@ from typing import Any
 
 import torch
 
-from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.reduction import accumulation_dtype
 
-__all__ = ["Chunks", "Gradients", "Product", "RowMap", "Sums", "Tensors", "in_chunks"]
+__all__ = [
+    "Chunks",
+    "Gradients",
+    "Product",
+    "RowMap",
+    "Sums",
+    "Tensors",
+    "in_chunks",
+    "pulled_back",
+    "results_in_chunks",
+]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -94,7 +103,6 @@ def _indices(shape: tuple[int, ...], size: int) -> Iterator[tuple[slice, ...]]:
                 yield (slice(start, start + 1), *rest)
 
 
-@kept_from_compilation
 def in_chunks(
     of: RowMap, chunks: Chunks, rows: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
 ) -> Tensors:
@@ -105,6 +113,53 @@ def in_chunks(
     return _InChunks.apply(of, chunks, len(rows), *rows, *shared)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def results_in_chunks(of: RowMap, chunks: Chunks, rows: Tensors, shared: Tensors) -> Tensors:
+    """Return results and sums of a map, without derivatives."""
+    results: list[torch.Tensor] = []
+    totals: list[_Total] = []
+
+    def collect(index: tuple[slice, ...]) -> None:
+        # a function, so that nothing of a chunk is alive when the next one takes its memory
+        parts, sums = of.fn(tuple(x[index] for x in rows), shared)
+        if not results:
+            lead = len(chunks.shape)
+            results.extend(part.new_empty(chunks.shape + part.shape[lead:]) for part in parts)
+        for result, part in zip(results, parts, strict=True):
+            result[index].copy_(part)
+        if not totals:
+            totals.extend(_Total() for _ in sums)
+        for total, added in zip(totals, sums, strict=True):
+            total.add(added)
+
+    for index in chunks:
+        collect(index)
+    return (*results, *(total.value() for total in totals))
+
+
+def pulled_back(
+    of: RowMap,
+    chunks: Chunks,
+    rows: Tensors,
+    shared: Tensors,
+    kept: Tensors,
+    gradients: Tensors,
+    needed: tuple[bool, ...],
+) -> Tensors:
+    """Return gradients of the inputs that are needed, from those of results and of sums.
+
+    `kept` are all results of a map with an adjoint by hand, else nothing.
+    """
+    n, k, results = len(rows), len(kept), of.results - of.constants
+    of_results, of_sums = gradients[:results], gradients[results:]
+
+    def pull(x: Tensors, s: Tensors) -> Values:
+        of_outputs = (*x[n + k :], *s[len(shared) :])
+        return _pull(of, x[:n], s[: len(shared)], x[n : n + k], of_outputs, needed)
+
+    given = RowMap(pull, sum(needed[:n]))
+    return in_chunks(given, chunks, (*rows, *kept, *of_results), (*shared, *of_sums))
+
+
 class _InChunks(torch.autograd.Function):
     """Apply a map; differentiate it by applying the maps that are its derivatives."""
 
@@ -112,26 +167,7 @@ class _InChunks(torch.autograd.Function):
     def forward(of: RowMap, chunks: Chunks, split: int, *tensors: torch.Tensor) -> Tensors:
         # a view that is made here would count as a leaf of its own, as its base may do
         plain = tuple(x.detach() for x in tensors)
-        rows, shared = plain[:split], plain[split:]
-        results: list[torch.Tensor] = []
-        totals: list[_Total] = []
-
-        def collect(index: tuple[slice, ...]) -> None:
-            # a function, so that nothing of a chunk is alive when the next one takes its memory
-            parts, sums = of.fn(tuple(x[index] for x in rows), shared)
-            if not results:
-                lead = len(chunks.shape)
-                results.extend(part.new_empty(chunks.shape + part.shape[lead:]) for part in parts)
-            for result, part in zip(results, parts, strict=True):
-                result[index].copy_(part)
-            if not totals:
-                totals.extend(_Total() for _ in sums)
-            for total, added in zip(totals, sums, strict=True):
-                total.add(added)
-
-        for index in chunks:
-            collect(index)
-        return (*results, *(total.value() for total in totals))
+        return results_in_chunks(of, chunks, plain[:split], plain[split:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -152,15 +188,12 @@ class _InChunks(torch.autograd.Function):
             for gradient, (shape, dtype, device) in zip(arrived, ctx.like, strict=True)
         ]
         rows, shared, kept = _saved(ctx)
-        of, n, k, needed = ctx.of, len(rows), len(kept), tuple(ctx.needs_input_grad[3:])
-        of_results, of_sums = gradients[of.constants : of.results], gradients[of.results :]
-
-        def pull(x: Tensors, s: Tensors) -> Values:
-            of_outputs = (*x[n + k :], *s[len(shared) :])
-            return _pull(of, x[:n], s[: len(shared)], x[n : n + k], of_outputs, needed)
-
-        given = RowMap(pull, sum(needed[:n]))
-        found = iter(in_chunks(given, ctx.chunks, (*rows, *kept, *of_results), (*shared, *of_sums)))
+        needed = tuple(ctx.needs_input_grad[3:])
+        found = iter(
+            pulled_back(
+                ctx.of, ctx.chunks, rows, shared, kept, tuple(gradients[ctx.of.constants :]), needed
+            )
+        )
         return None, None, None, *(next(found) if flag else None for flag in needed)
 
     @staticmethod

@@ -13,11 +13,14 @@ shard without columns, or with none above minus infinity, has 0, minus infinity 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.tensor_parallel.cross_entropy.row_map import (
+    Chunks,
     Gradients,
     Product,
     RowMap,
@@ -25,7 +28,7 @@ from varcomm.tensor_parallel.cross_entropy.row_map import (
     Tensors,
 )
 
-__all__ = ["chunk_elements", "computed_in", "of_hidden", "of_logits"]
+__all__ = ["Statistics", "chunk_elements", "computed_in"]
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -39,6 +42,46 @@ def chunk_elements(device: torch.device) -> int:
     On a CPU they are to stay in a cache, elsewhere to give each kernel enough to do.
     """
     return 2**19 if device.type == "cpu" else 2**24
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Which map it is, and how many rows of it at a time.
+
+    Attributes
+    ----------
+    share : float
+        What smoothing gives to each class.
+    of_hidden, biased : bool
+        Whether logits are made of hidden states by a head, and that has a bias.
+    weighted : bool
+        Whether classes have weights.
+    chunk_rows : int, optional
+        Rows at a time, where the caller says how many.
+    """
+
+    share: float
+    of_hidden: bool
+    biased: bool
+    weighted: bool
+    chunk_rows: int | None = None
+
+    @property
+    def row_map(self) -> RowMap:
+        """The map; after its rows it takes head, bias and weights, as far as there are such."""
+        if self.of_hidden:
+            return _of_hidden(self.share, self.weighted, self.biased)
+        return _of_logits(self.share, self.weighted)
+
+    def chunks(self, values: torch.Tensor, shared: Tensors, shape: tuple[int, ...]) -> Chunks:
+        """Return the chunks of rows of this shape."""
+        if self.chunk_rows is not None:
+            return Chunks(shape, self.chunk_rows)
+        most, columns = chunk_elements(values.device), values.shape[-1]
+        if self.of_hidden:
+            # no more than hidden states take
+            most, columns = max(values.numel(), most), len(shared[0])
+        return Chunks(shape, max(1, most // max(1, columns)))
 
 
 def statistics(
@@ -103,7 +146,7 @@ def gradient(
     return result.scatter_add_(-1, y.unsqueeze(-1), -(q * of_part).unsqueeze(-1)).to(z.dtype)
 
 
-def of_logits(share: float, weighted: bool) -> RowMap:
+def _of_logits(share: float, weighted: bool) -> RowMap:
     """Return the map from logits: ``rows = (z, y, q)``, ``shared = (weight,)`` if `weighted`."""
 
     def forward(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
@@ -117,7 +160,7 @@ def of_logits(share: float, weighted: bool) -> RowMap:
     return RowMap(forward, results=3, constants=1, adjoint=adjoint)
 
 
-def of_hidden(share: float, weighted: bool, biased: bool) -> RowMap:
+def _of_hidden(share: float, weighted: bool, biased: bool) -> RowMap:
     """Return the map from hidden states, which makes a chunk's logits and forgets them.
 
     ``rows = (hidden, y, q)``, with hidden (*T, H); ``shared = (head, bias, weight)``, with head

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.tensor_parallel.cross_entropy.checks import (
     checked_floats,
@@ -17,19 +16,13 @@ from varcomm.tensor_parallel.cross_entropy.checks import (
     known_sizes,
 )
 from varcomm.tensor_parallel.cross_entropy.loss import Reduction, SmoothOver, Targets
-from varcomm.tensor_parallel.cross_entropy.row_map import Chunks
-from varcomm.tensor_parallel.cross_entropy.statistics import (
-    chunk_elements,
-    computed_in,
-    of_logits,
-)
+from varcomm.tensor_parallel.cross_entropy.statistics import computed_in
 from varcomm.tensor_parallel.mappings.sizes import sizes_of_shard
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
 
-@kept_from_compilation
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -133,10 +126,10 @@ def vocab_parallel_cross_entropy(
         checked_floats(logits, where, "logits", 1)
         what = f"the last dimension of logits, of shape {tuple(logits.shape)},"
         known = known_sizes(asked, logits.shape[-1], what, ranks, where)
-        checked_targets(target, logits.shape[:-1], logits.device, known, options, where)
+        target = checked_targets(
+            target, logits.shape[:-1], logits.device, known, options, name, ranks
+        )
         checked_weights(weight, "weight", logits.device, known, where)
     compared(name, known, options, target, weight, ranks)
     targets = Targets(target, known, weight, options, computed_in(logits.dtype), ranks)
-    size = chunk_elements(logits.device) // max(1, logits.shape[-1])
-    chunks = Chunks(tuple(target.shape), max(1, size))
-    return targets.loss(of_logits(targets.share, weight is not None), chunks, logits)
+    return targets.loss(logits)

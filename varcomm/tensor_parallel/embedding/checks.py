@@ -12,7 +12,14 @@ from varcomm.ops.checks import checked_shard, checked_tensor
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import Group
 
-__all__ = ["checked_ids", "checked_method", "checked_padding", "checked_range", "checked_table"]
+__all__ = [
+    "METHODS",
+    "checked_ids",
+    "checked_method",
+    "checked_padding",
+    "checked_range",
+    "checked_table",
+]
 
 METHODS = ("auto", "masked", "indexed")
 

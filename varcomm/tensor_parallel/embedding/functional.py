@@ -8,17 +8,24 @@ import torch
 
 from varcomm.layout import checked_dim
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.autograd import apply, kept_from_compilation
+from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_shard, checked_whole
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedGather
 from varcomm.tensor_parallel.embedding.checks import (
+    METHODS,
     checked_ids,
     checked_method,
     checked_padding,
     checked_range,
     checked_table,
+)
+from varcomm.tensor_parallel.embedding.in_graph import (
+    RowsOfIds,
+    RowsOfParts,
+    RowsOfTable,
+    as_padding,
 )
 from varcomm.tensor_parallel.embedding.lookup import Lookup, looked_up
 from varcomm.tensor_parallel.embedding.methods import Table
@@ -29,7 +36,6 @@ from varcomm.transport.group import GroupLike, resolve
 __all__ = ["feature_parallel_embedding", "vocab_parallel_embedding"]
 
 
-@kept_from_compilation
 def vocab_parallel_embedding(
     ids: torch.Tensor,
     weight: torch.Tensor,
@@ -130,7 +136,8 @@ def vocab_parallel_embedding(
             if sequence_sizes is not None:
                 checked_shard(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
     table, width = Table(weight, table_sizes, padding, ranks), weight.shape[1]
-    if input_is_parallel and method == "masked":
+    recorded = torch.compiler.is_compiling()  # in a graph that knows all shapes, but no ids
+    if input_is_parallel and (method == "masked" or recorded):
         sequence_sizes = sizes_of_shard(name, ids, sequence_sizes, 0, ranks, "sequence_sizes")
         ids = all_gather_v(ids, sequence_sizes, group=group)
     elif input_is_parallel:
@@ -138,20 +145,31 @@ def vocab_parallel_embedding(
 
     parts: tuple[int, ...] | None = None
     with checking(name, ranks):
-        flat = checked_range(ids, table_sizes.total, where)
         if sequence_sizes is not None:
             parts, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
-    if debugging():
-        call = {"ids": digest(ids), "sizes": list(table_sizes), "padding_idx": padding}
-        compare(ranks, {"operation": name, **call, "sequence_sizes": parts, "method": method})
-    if parts is None:
-        return table.replicated(flat, method).view(*ids.shape, width)
+        flat = ids.reshape(-1).to(torch.int64)
+        if not recorded:
+            checked_range(flat, table_sizes.total, where)
     each = ids.shape[1:].numel()
-    rows = table.of_part(flat, [part * each for part in parts], method)
-    return rows.view(parts[ranks.rank], *ids.shape[1:], width)
+    of_parts = None if parts is None else tuple(part * each for part in parts)
+    if recorded:
+        known = ranks, flat, table_sizes, as_padding(padding), METHODS.index(method)
+        if of_parts is None:
+            rows = apply(RowsOfIds(*known), weight)
+        else:
+            rows = apply(RowsOfParts(*known, of_parts), weight)
+    else:
+        if debugging():
+            call = {"ids": digest(ids), "sizes": list(table_sizes), "padding_idx": padding}
+            compare(ranks, {"operation": name, **call, "sequence_sizes": parts, "method": method})
+        if of_parts is None:
+            rows = table.replicated(flat, method)
+        else:
+            rows = table.of_part(flat, of_parts, method)
+    length = ids.shape[:1] if parts is None else (parts[ranks.rank],)
+    return rows.view(*length, *ids.shape[1:], width)
 
 
-@kept_from_compilation
 def feature_parallel_embedding(
     ids: torch.Tensor,
     weight: torch.Tensor,
@@ -213,13 +231,17 @@ def feature_parallel_embedding(
         plain = checked_table(weight, columns, 1, ranks, where)
         checked_ids(ids, weight, where)
         padding = checked_padding(padding_idx, len(weight), where)
-        flat = checked_range(ids, len(weight), where)
-    if debugging():
-        call = {"ids": digest(ids), "sizes": list(plain), "padding_idx": padding}
-        compare(ranks, {"operation": name, **call, "gather_output": gather_output})
-    constant = None if padding is None else flat == padding
-    lookup = Lookup(flat, None, len(weight), len(flat), constant)
-    rows = looked_up(weight, lookup)
+        flat = ids.reshape(-1).to(torch.int64)
+        if not torch.compiler.is_compiling():
+            checked_range(flat, len(weight), where)
+    if torch.compiler.is_compiling():
+        rows = apply(RowsOfTable(ranks, flat, len(weight), as_padding(padding)), weight)
+    else:
+        if debugging():
+            call = {"ids": digest(ids), "sizes": list(plain), "padding_idx": padding}
+            compare(ranks, {"operation": name, **call, "gather_output": gather_output})
+        constant = None if padding is None else flat == padding
+        rows = looked_up(weight, Lookup(flat, None, len(weight), len(flat), constant))
     if gather_output:
         rows = apply(ReplicatedGather(ranks, plain, 1, use_fp32=True), rows)
     return rows.view(*ids.shape, rows.shape[1])

@@ -13,6 +13,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes
+from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import apply
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import SMALL
@@ -51,9 +52,28 @@ class Table:
 
     def of_part(self, ids: torch.Tensor, parts: Sequence[int], method: str) -> torch.Tensor:
         """Return the rows of this rank's part of `ids`, which are the same on all ranks."""
-        if method == "masked" or (method == "auto" and self.group.size == 1):
+        if self._is_masked(method):
             partial = self._masked(ids)
             return reduce_scatter_v(partial, parts, group=self.group.process_group)
+        return self._received(*self._plan_of_part(ids, parts))
+
+    def adjoint_of_part(
+        self, ids: torch.Tensor, parts: Sequence[int], method: str, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of own rows from that of what :meth:`of_part` gives."""
+        if self._is_masked(method):
+            rows = all_gather_v(gradient, parts, group=self.group.process_group)
+            return self.of_own_ids(ids).slope.adjoint(rows)
+        plan, own, places = self._plan_of_part(ids, parts)
+        return plan.adjoint(self._repeated(plan, own, places).slope.adjoint(gradient))
+
+    def _is_masked(self, method: str) -> bool:
+        return method == "masked" or (method == "auto" and self.group.size == 1)
+
+    def _plan_of_part(
+        self, ids: torch.Tensor, parts: Sequence[int]
+    ) -> tuple[ExchangePlan, torch.Tensor, torch.Tensor]:
+        """Return how the rows travel, this rank's ids, and which of the rows is each one's."""
         tokens, rank, ranks = ShardSizes(parts), self.group.rank, self.group.size
         own = ids[tokens.offsets[rank] :][: tokens[rank]]
         needed, places = own.unique(return_inverse=True)
@@ -72,7 +92,7 @@ class Table:
             tuple(recv_counts),
             len(mine),
         )
-        return self._received(plan, own, places)
+        return plan, own, places
 
     def of_own(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of `ids`, which are this rank's own; all ranks raise if one has to."""
@@ -88,18 +108,22 @@ class Table:
     def _received(
         self, plan: ExchangePlan, ids: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
+        return looked_up(plan(self.weight), self._repeated(plan, ids, places))
+
+    def _repeated(self, plan: ExchangePlan, ids: torch.Tensor, places: torch.Tensor) -> Lookup:
         rows = sum(plan.recv_counts)
-        repeated = Lookup(places, None, rows, len(places), self._constant(ids))
-        return looked_up(plan(self.weight), repeated)
+        return Lookup(places, None, rows, len(places), self._constant(ids))
 
     def _masked(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of own ids, and zeros for all others."""
+        return looked_up(self.weight, self.of_own_ids(ids))
+
+    def of_own_ids(self, ids: torch.Tensor) -> Lookup:
+        """Return what gives the rows of own ids, and zeros for all others."""
         mine = self.sizes.range(self.group.rank)
         positions = torch.nonzero((ids >= mine.start) & (ids < mine.stop)).view(-1)
         own = ids[positions]
         everywhere = None if len(own) == len(ids) else positions
-        lookup = Lookup(own - mine.start, everywhere, len(mine), len(ids), self._constant(own))
-        return looked_up(self.weight, lookup)
+        return Lookup(own - mine.start, everywhere, len(mine), len(ids), self._constant(own))
 
     def _constant(self, ids: torch.Tensor) -> torch.Tensor | None:
         return None if self.padding is None else ids == self.padding

@@ -47,7 +47,7 @@ class RowsOfAll(_Repeated):
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """Return as many rows as there are places."""
-        return x.new_empty(len(self.places), *x.shape[1:])
+        return x.new_empty(self.places.shape[0], *x.shape[1:])
 
     @property
     def adjoint(self) -> OwnRows:

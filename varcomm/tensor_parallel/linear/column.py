@@ -15,7 +15,6 @@ from varcomm.ops.autograd import (
     apply_with_token,
     begin,
     is_recorded,
-    kept_from_compilation,
     refuse_vmap,
 )
 from varcomm.ops.replicated import ReplicatedUse
@@ -30,7 +29,6 @@ __all__ = ["column_product"]
 Before = ReplicatedUse | AllGatherV
 
 
-@kept_from_compilation
 def column_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -45,7 +43,8 @@ def column_product(
     `main_grad` is where the weight's gradient is added, in place of ``weight.grad``.
     """
     recorded = is_recorded(x, None)
-    result = _Column.apply(x, weight, bias, before, keep_gathered, main_grad, recorded)  # type: ignore[no-untyped-call]
+    node = _Column if torch.compiler.is_compiling() else _ColumnOfAnyOrder
+    result = node.apply(x, weight, bias, before, keep_gathered, main_grad, recorded)  # type: ignore[no-untyped-call]
     return result[0]  # type: ignore[no-any-return]
 
 
@@ -87,11 +86,15 @@ class _Column(torch.autograd.Function):
         x, rows, weight, token = ctx.saved_tensors
         found = (
             _differentiable(ctx, gradient, x, weight, token + of_token)
-            if torch.is_grad_enabled()
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling()
             else _overlapped(ctx, gradient, x, rows, weight)
         )
         of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return *found, of_bias, None, None, None, None
+
+
+class _ColumnOfAnyOrder(_Column):
+    """The same with what torch.compile does not take: forward mode, and a word on batches."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.autograd import uncompiled
 
 __all__ = ["MainGrad", "weight_gradient"]
 
@@ -33,8 +34,13 @@ class MainGrad:
         """Return that of a weight which has one, and a gradient."""
         values = getattr(weight, "main_grad", None)
         recorded = weight.requires_grad and torch.is_grad_enabled()
+        return cls._of(weight, values, where) if recorded and values is not None else None
+
+    @classmethod
+    @uncompiled("a graph does not know whether backward() adds to weight.main_grad; delete it")
+    def _of(cls, weight: torch.Tensor, values: object, where: str) -> MainGrad | None:
         # what transforms of torch.func differentiate is returned to them, not accumulated
-        if values is None or not recorded or torch._C._functorch.peek_interpreter_stack():
+        if torch._C._functorch.peek_interpreter_stack():
             return None
         if not isinstance(values, torch.Tensor) or values.shape != weight.shape:
             got = tuple(values.shape) if isinstance(values, torch.Tensor) else values

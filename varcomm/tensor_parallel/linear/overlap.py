@@ -26,6 +26,12 @@ def multiplied_while_gathered(
     pending = begin(gather, x, recorded)
     before = sum(gather.sizes[: gather.group.rank])
     behind = before + len(x)
+    if torch.compiler.is_compiling():
+        # in graphs nothing has a place of its own: what is written there would be copied whole
+        own = multiplied(x, factor, bias)
+        rows = pending.wait()
+        others = multiplied(rows[:before], factor, bias), multiplied(rows[behind:], factor, bias)
+        return torch.cat([others[0], own, others[1]]), rows
     if out is None:
         out = x.new_empty(sum(gather.sizes), factor.shape[1])
     multiplied(x, factor, bias, out[before:behind])

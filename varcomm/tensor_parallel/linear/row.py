@@ -16,7 +16,6 @@ from varcomm.ops.autograd import (
     apply_with_token,
     begin,
     is_recorded,
-    kept_from_compilation,
     refuse_vmap,
 )
 from varcomm.ops.replicated import ReplicatedSum
@@ -28,7 +27,6 @@ __all__ = ["row_product"]
 After = ReplicatedSum | ReduceScatterV
 
 
-@kept_from_compilation
 def row_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -41,7 +39,8 @@ def row_product(
     `main_grad` is where the weight's gradient is added, in place of ``weight.grad``.
     """
     recorded = is_recorded(x, None) or is_recorded(weight, None)
-    return _Row.apply(x, weight, bias, after, main_grad, recorded)[0]  # type: ignore[no-any-return, no-untyped-call]
+    node = _Row if torch.compiler.is_compiling() else _RowOfAnyOrder
+    return node.apply(x, weight, bias, after, main_grad, recorded)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Row(torch.autograd.Function):
@@ -75,7 +74,7 @@ class _Row(torch.autograd.Function):
         x, weight, token = ctx.saved_tensors
         adjoint = ctx.after.adjoint
         of_x = of_bias = None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # The bias is replicated: what follows uses its gradient alike on all ranks, but that
             # of the product otherwise on each.
             if ctx.of_bias:
@@ -93,6 +92,10 @@ class _Row(torch.autograd.Function):
             of_bias = gradient.sum(0) if ctx.of_bias else None
         of_weight = None if x is None else weight_gradient(ctx, gradient, x)
         return of_x, of_weight, of_bias, None, None, None
+
+
+class _RowOfAnyOrder(_Row):
+    """The same with what torch.compile does not take: forward mode, and a word on batches."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

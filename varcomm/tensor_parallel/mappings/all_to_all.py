@@ -8,10 +8,11 @@ import torch
 
 from varcomm.layout import checked_sizes
 from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.autograd import uncompiled
 from varcomm.ops.transpose_v import transpose_v
 from varcomm.tensor_parallel.mappings.sizes import sizes_of_shard, sizes_of_whole
 from varcomm.transport.agree import share
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = [
     "all_to_all",
@@ -42,9 +43,14 @@ def all_to_all(
     name, ranks = "all_to_all", resolve(group)
     sends = sizes_of_whole(name, tensor, input_split_sizes, dim, ranks)
     if output_split_sizes is None:
-        told = share(name, lambda: checked_sizes(sends, "input_split_sizes", ranks.size), ranks)
-        output_split_sizes = [counts[ranks.rank] for counts in told]
+        output_split_sizes = _told(name, sends, ranks)
     return all_to_all_v(tensor, sends, output_split_sizes, dim, group)
+
+
+@uncompiled("ranks ask each other for output_split_sizes, and graphs have none before; pass them")
+def _told(name: str, sends: Sequence[int], group: Group) -> list[int]:
+    told = share(name, lambda: checked_sizes(sends, "input_split_sizes", group.size), group)
+    return [counts[group.rank] for counts in told]
 
 
 def all_to_all_sp2hp(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from varcomm.layout import ShardSizes, checked_dim
+from varcomm.ops.autograd import uncompiled
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.transport.agree import share
@@ -38,9 +39,13 @@ def sizes_of_shard(
     what: str = "sizes",
 ) -> Sequence[int]:
     """Return `sizes`, or ask the ranks for theirs; collective then."""
-    if sizes is not None:
-        return sizes
+    return _told(name, tensor, dim, group, what) if sizes is None else sizes
 
+
+@uncompiled(
+    "without sizes, ranks ask each other for theirs, and graphs have none before; pass sizes"
+)
+def _told(name: str, tensor: torch.Tensor, dim: int, group: Group, what: str) -> Sequence[int]:
     def local() -> int:
         checked_tensor(tensor, "")
         return tensor.shape[checked_dim(dim, tensor.shape)]
