@@ -21,6 +21,7 @@ __all__ = [
     "apply_with_token",
     "begin",
     "is_recorded",
+    "joined",
     "kept_from_compilation",
     "refuse_vmap",
 ]
@@ -113,8 +114,7 @@ class _Apply(torch.autograd.Function):
         tangent, of_token, *_ = tangents
         (token,) = ctx.saved_tensors
         assert tangent is not None
-        token = token if of_token is None else token + of_token
-        return apply_with_token(ctx.operator, tangent, token)
+        return apply_with_token(ctx.operator, tangent, joined(token, of_token))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
@@ -142,6 +142,18 @@ def _keep(
     ctx.has_token = token is not None
     ctx.save_for_backward(of_result)
     ctx.save_for_forward(of_result)
+
+
+def joined(token: torch.Tensor, of_token: torch.Tensor | None) -> torch.Tensor:
+    """Return a token that depends on both, in forward mode as well.
+
+    torch computes the ``jvp`` of a Function with forward mode turned off, on its own level and on
+    those outside of it, where the derivative of a tangent is wanted.
+    """
+    if of_token is None:
+        return token
+    with forward_ad._set_fwd_grad_enabled(True):
+        return token + of_token
 
 
 def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:

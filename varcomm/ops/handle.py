@@ -21,6 +21,7 @@ from varcomm.ops.autograd import (
     apply_with_token,
     begin,
     is_recorded,
+    joined,
     refuse_vmap,
 )
 from varcomm.ops.checks import checked_tensor
@@ -152,9 +153,11 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        tangent, *_ = tangents
+        tangent, of_token, *_ = tangents
         assert tangent is not None
-        return tangent.new_empty(0, dtype=torch.float32)  # the wait moves the tangent of x
+        # the wait moves the tangent of x, and takes from here the token that it goes with
+        empty = tangent.new_empty(0, dtype=torch.float32)
+        return joined(empty, of_token)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
@@ -190,10 +193,10 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        tangent, *_ = tangents
+        tangent, of_ticket, *_ = tangents
         (token,) = ctx.saved_tensors
         assert tangent is not None
-        return apply_with_token(ctx.operator, tangent, token)
+        return apply_with_token(ctx.operator, tangent, joined(token, of_ticket))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Any, ticket: Any, operator: Operator, *_: Any) -> None:
