@@ -22,8 +22,8 @@ from varcomm.ops.autograd import (
     begin,
     is_recorded,
     joined,
-    refuse_vmap,
 )
+from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.library import start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
@@ -160,8 +160,22 @@ class _Start(torch.autograd.Function):
         return joined(empty, of_token)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
-        refuse_vmap(operator)
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        x: torch.Tensor,
+        token: Any,
+        operator: Operator,
+        recorded: bool,
+        shared: _Shared,
+    ) -> tuple[torch.Tensor, int]:
+        size = info.batch_size
+        compare_batches(operator.name, operator.group, size, x)
+        batch, of_token = batch_last(x, in_dims[0], size), of_batch(token, in_dims[1])
+        ticket = _StartInTransforms.apply(  # type: ignore[no-untyped-call]
+            batch, of_token, operator.batched(size), recorded, shared
+        )
+        return of_each(ticket, size), 1
 
 
 class _Wait(torch.autograd.Function):
@@ -199,8 +213,15 @@ class _Wait(torch.autograd.Function):
         return apply_with_token(ctx.operator, tangent, joined(token, of_ticket))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, ticket: Any, operator: Operator, *_: Any) -> None:
-        refuse_vmap(operator)
+    def vmap(
+        info: Any, in_dims: Any, x: torch.Tensor, ticket: Any, operator: Operator, shared: _Shared
+    ) -> tuple[Any, Any]:
+        size = info.batch_size
+        batch, of_ticket = batch_last(x, in_dims[0], size), of_batch(ticket, in_dims[1])
+        result, token = _WaitInTransforms.apply(  # type: ignore[no-untyped-call]
+            batch, of_ticket, operator.batched(size), shared
+        )
+        return (result, of_each(token, size)), (result.dim() - 1, 1)
 
 
 class _StartInTransforms(_Start):

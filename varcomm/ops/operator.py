@@ -56,6 +56,13 @@ class Operator(ABC):
         """
         return self
 
+    def batched(self, size: int) -> Operator:
+        """The same map of `size` tensors at once, which are side by side along a last dimension.
+
+        For operators that hold shapes, another one: they hold that dimension too.
+        """
+        return self
+
     @abstractmethod
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         """Tell what must fit between ranks, as :func:`varcomm.transport.agree.compare` takes it."""
