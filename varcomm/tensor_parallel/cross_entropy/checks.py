@@ -11,6 +11,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
+from varcomm.ops.batching import refuse_vmap
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.tensor_parallel.cross_entropy.loss import Options, Reduction, SmoothOver
@@ -129,6 +130,12 @@ def checked_targets(
             f"along the last dimension of logits); got {tuple(target.shape)}."
         )
     _checked_device(target, device, "target", where)
+    refuse_vmap(
+        where,
+        [target],
+        "Targets are looked at before they are used: give logits and targets one more dimension "
+        "in place of a batch, with reduction='none' for a loss of each token.",
+    )
     if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
         raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
     outside = ((target < 0) | (target >= sizes.total)) & (target != options.ignore_index)
