@@ -32,7 +32,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch._library.effects import EffectType
+from torch._subclasses.fake_tensor import FakeTensor
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
@@ -65,17 +67,36 @@ _under_way: dict[int, Pending] = {}
 _numbers = count(1)
 
 
-def is_traced(x: torch.Tensor) -> bool:
-    """Tell whether what happens to `x` is recorded, or only pretended: nothing can travel then."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+def is_traced(x: torch.Tensor | None) -> bool:
+    """Tell whether what happens to `x` is recorded, or only pretended: nothing can travel then.
+
+    Of None, whether it would be.
+
+    Raises
+    ------
+    ArgumentError
+        If it is torch.jit.trace that records.
+    """
+    if torch._C._is_tracing():
+        raise ArgumentError(
+            "a collective cannot be traced by torch.jit.trace. Take torch.compile, torch.export or "
+            "make_fx, which record it as an operator."
+        )
+    if _is_recorded():
         return True
+    if x is None:
+        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     kind = type(x)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
     return any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__)
 
 
-def in_graph(x: torch.Tensor) -> bool:
+def _is_recorded() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def in_graph(x: torch.Tensor | None) -> bool:
     """Tell whether a graph is being recorded, by torch.compile or as :func:`is_traced` tells."""
     return torch.compiler.is_compiling() or is_traced(x)
 
@@ -83,13 +104,13 @@ def in_graph(x: torch.Tensor) -> bool:
 def apply_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
     """Record that the operator is applied; return the result and its token."""
     call = getattr(torch.ops.varcomm, operator.name)
-    return call(x, token, *operator.arguments())  # type: ignore[no-any-return]
+    return call(x, token, *_arguments(operator, x))  # type: ignore[no-any-return]
 
 
 def start_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
     """Record that the operator begins; return ticket and promise."""
     call = getattr(torch.ops.varcomm, f"{operator.name}_start")
-    return call(x, token, *operator.arguments())  # type: ignore[no-any-return]
+    return call(x, token, *_arguments(operator, x))  # type: ignore[no-any-return]
 
 
 def wait_in_graph(
@@ -97,7 +118,17 @@ def wait_in_graph(
 ) -> Tensors:
     """Record that what has begun is waited for; return the result and its token."""
     call = getattr(torch.ops.varcomm, f"{operator.name}_wait")
-    return call(x, ticket, promise, *operator.arguments())  # type: ignore[no-any-return]
+    return call(x, ticket, promise, *_arguments(operator, x))  # type: ignore[no-any-return]
+
+
+def _arguments(operator: Operator, x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the operator as a graph holds it; its tensors are fakes where `x` is no more."""
+    arguments = operator.arguments()
+    if not isinstance(x, FakeTensor) or _is_recorded() or torch.compiler.is_compiling():
+        return arguments  # what records it makes constants of its own of them
+    convert = x.fake_mode.from_tensor
+    plain = (isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) for a in arguments)
+    return tuple(convert(a) if p else a for a, p in zip(arguments, plain, strict=True))
 
 
 def begin_in_graph(operator: Operator, x: torch.Tensor) -> Pending:

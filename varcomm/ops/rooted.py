@@ -14,7 +14,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import wire
 from varcomm.ops.batching import wrappers
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.library import is_traced
+from varcomm.ops.library import in_graph
 from varcomm.transport.agree import compare, debugging, share
 from varcomm.transport.announce import announce
 from varcomm.transport.group import Group
@@ -62,7 +62,7 @@ def input_of_root(
     another rank passes is not read, but where it requires a gradient it gets one, of zeros.
     """
     where = f"{name} on {group}: "
-    if torch.compiler.is_compiling() or (tensor is not None and is_traced(tensor)):
+    if in_graph(tensor):
         return _input_in_graph(tensor, src, group, check, where)
     if debugging():
         compare(group, {"operation": name, "root": src, "sizes": list(sizes)})
