@@ -6,7 +6,7 @@ them. So all ranks have as many directions, whatever their shards are.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 
 import varcomm
 from tests.graph.graphs import split_by, wild
-from tests.ops.primitives import PRIMITIVES, case
+from tests.ops.primitives import PRIMITIVES, case, setting
 from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -44,6 +44,8 @@ class Operation:
         inputs that are replicated as well, or from each rank's own.
     module : torch.nn.Module, optional
         What `call` calls, if it is one.
+    alone : callable, optional
+        Makes the same operation in one process, where torch or PyG may refuse it as well.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Operation:
     reference: Callable
     losses: str = "own"
     module: nn.Module | None = None
+    alone: Callable | None = None
 
     def x(self, theta, rank=None):
         a, b, c = self.inputs[self.rank if rank is None else rank]
@@ -98,6 +101,25 @@ def primitive(name, asynchronous):
         if asynchronous:
             return Operation(rank, lambda x: op(x, async_op=True).wait(), inputs, c.reference)
         return Operation(rank, lambda x: op(x), inputs, c.reference)
+
+    return make
+
+
+def indexed(asynchronous):
+    """Make ``indexed_all_to_all_v`` of indices that are made in the call, fake where x is."""
+
+    def make(rank, ranks):
+        s = setting("off by one", ranks)
+        rows = [index.tolist() for index in s.indices[rank]]
+        sizes = [[len(index) for index in indices] for indices in s.indices]
+
+        def call(x):
+            indices = [torch.tensor(row, dtype=torch.int64) for row in rows]
+            y = varcomm.indexed_all_to_all_v(x, indices, sizes, async_op=asynchronous)
+            return y.wait() if asynchronous else y
+
+        plain = primitive("indexed_all_to_all_v", asynchronous)(rank, ranks)
+        return replace(plain, call=call)
 
     return make
 
@@ -161,29 +183,38 @@ def model_of(layer):
             out = alone(whole(xs, ids), data.edge_index)
             return [out[own] for own, _ in ids]
 
-        return Operation(rank, lambda x: module(x), inputs, reference, module=module)
+        def in_one_process():
+            model = OnGraph(alone, data.edge_index)
+            xs = [drawn(data.num_nodes, 4, seed=seed) for seed in range(3)]
+            return Operation(0, lambda x: model(x), [xs], lambda xs: [model(xs[0])], "own", model)
+
+        def call(x):
+            return module(x)
+
+        return Operation(rank, call, inputs, reference, "own", module, in_one_process)
 
     return make
 
 
-def linear(kind):
+def linear(kind, **options):
     def make(rank, ranks):
         alone = made(lambda: nn.Linear(4, 5))
-        module = kind.from_linear(alone)
+        module = kind.from_linear(alone, **options)
         inputs = [[drawn(3, 4, seed=seed) for seed in range(3)] for _ in range(ranks)]
-        return Operation(
-            rank, lambda x: module(x), inputs, lambda xs: list(map(alone, xs)), "alike", module
-        )
+        call, reference = lambda x: module(x), lambda xs: list(map(alone, xs))
+        return Operation(rank, call, inputs, reference, "alike", module)
 
     return make
 
 
 def cross_entropy(rank, ranks):
-    sizes, target = varcomm.ShardSizes.balanced(5, ranks), torch.tensor([4, 0, 2])
+    sizes, classes = varcomm.ShardSizes.balanced(5, ranks), [4, 0, 2]
+    target = torch.tensor(classes)
     wholes = [drawn(3, 5, seed=seed).split(list(sizes), -1) for seed in range(3)]
     return Operation(
         rank,
-        lambda x: vocab_parallel_cross_entropy(x, target, sizes),
+        # made in the call, so that it is a fake tensor where x is
+        lambda x: vocab_parallel_cross_entropy(x, torch.tensor(classes), sizes),
         [[parts[r] for parts in wholes] for r in range(ranks)],
         lambda xs: [F.cross_entropy(torch.cat(xs, -1), target, reduction="none")] * ranks,
         "one",
@@ -191,12 +222,18 @@ def cross_entropy(rank, ranks):
 
 
 PLANS = ("plan_from_indices", "plan_from_needed", "adjoint_from_indices", "adjoint_from_needed")
-NAMES = [name for name in PRIMITIVES if name not in PLANS]
+
+
+def of_primitives(asynchronous):
+    names = [name for name in PRIMITIVES if name not in PLANS]
+    made = {name: primitive(name, asynchronous) for name in names}
+    return made | {"indexed_all_to_all_v": indexed(asynchronous)}
+
 
 # by the columns of the page
 OPERATIONS = {
-    "primitives": {name: primitive(name, False) for name in NAMES},
-    "with `async_op=True`": {name: primitive(name, True) for name in NAMES},
+    "primitives": of_primitives(False),
+    "with `async_op=True`": of_primitives(True),
     "`ExchangePlan`": {name: primitive(name, False) for name in PLANS},
     "halo exchange": {"with_halo": halo},
     "distributed models": {
@@ -204,8 +241,8 @@ OPERATIONS = {
         "GATConv": model_of(lambda: pyg.GATConv(4, 3, heads=2)),
     },
     "parallel linear layers": {
-        "ColumnParallelLinear": linear(ColumnParallelLinear),
-        "RowParallelLinear": linear(RowParallelLinear),
+        "ColumnParallelLinear": linear(ColumnParallelLinear, gather_output=True),
+        "RowParallelLinear": linear(RowParallelLinear, input_is_parallel=False),
     },
     "cross entropy": {"vocab_parallel_cross_entropy": cross_entropy},
 }

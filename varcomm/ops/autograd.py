@@ -17,6 +17,7 @@ from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
 __all__ = [
+    "REASON",
     "apply",
     "apply_with_token",
     "begin",
@@ -25,6 +26,9 @@ __all__ = [
     "joined",
     "kept_from_compilation",
 ]
+
+# Where torch.compile must not break its graph, it tells this.
+REASON = "varcomm: this function is run as it is. torch.export traces it with strict=False"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +46,7 @@ def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
         if "torch._dynamo" not in sys.modules:
             return fn(*args, **kwargs)
         if not disabled:
-            disabled.append(torch._dynamo.disable(fn))
+            disabled.append(torch._dynamo.disable(fn, reason=REASON))
         return disabled[0](*args, **kwargs)
 
     return call

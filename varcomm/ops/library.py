@@ -31,6 +31,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -41,8 +42,10 @@ from varcomm.transport.engine import Pending
 __all__ = [
     "apply_in_graph",
     "begin_in_graph",
+    "fake_mode",
     "in_graph",
     "is_traced",
+    "refuse_linearize",
     "start_in_graph",
     "torch_operator",
     "wait_in_graph",
@@ -71,25 +74,20 @@ def is_traced(x: torch.Tensor | None) -> bool:
     """Tell whether what happens to `x` is recorded, or only pretended: nothing can travel then.
 
     Of None, whether it would be.
-
-    Raises
-    ------
-    ArgumentError
-        If it is torch.jit.trace that records.
     """
-    if torch._C._is_tracing():
-        raise ArgumentError(
-            "a collective cannot be traced by torch.jit.trace. Take torch.compile, torch.export or "
-            "make_fx, which record it as an operator."
-        )
     if _is_recorded():
         return True
     if x is None:
-        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        return fake_mode() is not None
     kind = type(x)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
     return any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__)
+
+
+def fake_mode() -> object:
+    """Return the FakeTensorMode that is entered, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _is_recorded() -> bool:
@@ -99,6 +97,21 @@ def _is_recorded() -> bool:
 def in_graph(x: torch.Tensor | None) -> bool:
     """Tell whether a graph is being recorded, by torch.compile or as :func:`is_traced` tells."""
     return torch.compiler.is_compiling() or is_traced(x)
+
+
+def refuse_linearize(where: str, what: str) -> None:
+    """Raise ArgumentError if ``torch.func.linearize`` records.
+
+    It computes once what does not depend on the tangents, also tensors that `what` writes into:
+    the first call of what it returns would change them for the next.
+    """
+    if forward_ad._current_level < 0 or not _is_recorded():
+        return
+    if not torch._C._are_functorch_transforms_active():
+        raise ArgumentError(
+            f"{where}torch.func.linearize keeps tensors that {what} write into, and its result "
+            "would be wrong when called twice. Take torch.func.jvp."
+        )
 
 
 def apply_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
@@ -124,7 +137,7 @@ def wait_in_graph(
 def _arguments(operator: Operator, x: torch.Tensor) -> tuple[Any, ...]:
     """Return the operator as a graph holds it; its tensors are fakes where `x` is no more."""
     arguments = operator.arguments()
-    if not isinstance(x, FakeTensor) or _is_recorded() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_recorded() or not isinstance(x, FakeTensor):
         return arguments  # what records it makes constants of its own of them
     convert = x.fake_mode.from_tensor
     plain = (isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) for a in arguments)

@@ -110,6 +110,11 @@ class checking:
     def __enter__(self) -> str:
         where = f"{self.name} on {self.group}: "
         try:
+            if torch._C._get_tracing_state() is not None:
+                raise ArgumentError(
+                    f"{where}torch.jit.trace would record what this rank sends as constants. Take "
+                    "torch.compile, torch.export or make_fx, which record an operator."
+                )
             for flag, value in self.flags.items():
                 checked_flag(value, flag, where)
         except ArgumentError as error:

@@ -14,6 +14,7 @@ from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.batching import refuse_vmap
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
+from varcomm.ops.library import in_graph, refuse_linearize
 from varcomm.tensor_parallel.cross_entropy.loss import Options, Reduction, SmoothOver
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.group import Group
@@ -130,6 +131,7 @@ def checked_targets(
             f"along the last dimension of logits); got {tuple(target.shape)}."
         )
     _checked_device(target, device, "target", where)
+    refuse_linearize(where, "chunks of rows")
     refuse_vmap(
         where,
         [target],
@@ -138,6 +140,13 @@ def checked_targets(
     )
     if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
         raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
+    if in_graph(target):
+        return  # it has no values yet; what picks by it raises, if one is out of range
+    if in_graph(None):
+        raise ArgumentError(
+            f"{where}target must be a fake tensor, as others are inside of FakeTensorMode. Pass "
+            "mode.from_tensor(target)."
+        )
     outside = ((target < 0) | (target >= sizes.total)) & (target != options.ignore_index)
     if bool(outside.any()):
         first = tuple(outside.nonzero()[0].tolist())
