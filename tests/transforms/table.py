@@ -1,6 +1,7 @@
 """Every operation under every transform: it works, or is refused with a reason."""
 
 import re
+from itertools import groupby
 
 import torch
 
@@ -34,7 +35,7 @@ def verdict(check, op, title):
         return re.sub(r"(in a refusal: )?\w+ on rank \d+ of \d+: ", "", str(error))
     except Exception as error:
         if REASON in str(error):
-            return REASON.removeprefix("varcomm: ")
+            return REASON
         error.add_note(f"under {title}")
         if op.alone is None:
             raise
@@ -50,3 +51,53 @@ def refused_in_one_process(check, op, error):
         if type(alone) is type(error):
             return f"in one process it is refused as well: {type(error).__name__}"
     raise error
+
+
+# Models cost most, and asynchronous calls differ in what happens on this rank only.
+WORLDS = {column: (1, 2, 3) for column in OPERATIONS}
+WORLDS |= {"distributed models": (1, 2), "with `async_op=True`": (1, 2)}
+
+
+def found():
+    """Return the verdicts by column, transform and operation; they are the same on all ranks."""
+    merged = {}
+    for ranks in (1, 2, 3):
+        # ranks of its own: exporting leaves the compiler in a process
+        with varcomm.Ranks(ranks, timeout=120) as pool:
+            for column, names in OPERATIONS.items():
+                for name in names if ranks in WORLDS[column] else ():
+                    for told in pool.run(verdicts, ranks, column, name):
+                        for title, text in told.items():
+                            known = merged.setdefault((column, title, name), text)
+                            assert known == text, (ranks, column, title, name, known, text)
+    return merged
+
+
+def cell(told, numbers):
+    """Return what a column says of a transform, from the verdicts by operation."""
+    if set(told.values()) == {NOTHING}:
+        return "-"
+    refused = {name: text for name, text in told.items() if text not in (WORKS, NOTHING)}
+    if not refused:
+        return WORKS
+    notes = {name: numbers.setdefault(text, len(numbers) + 1) for name, text in refused.items()}
+    if len(refused) == len(told) and len(set(notes.values())) == 1:
+        return f"refused [{next(iter(notes.values()))}]"
+    by_note = groupby(sorted(notes, key=lambda name: notes[name]), key=lambda name: notes[name])
+    parts = [f"{', '.join(f'`{n}`' for n in names)} refused [{note}]" for note, names in by_note]
+    return "; ".join(parts if len(refused) == len(told) else [WORKS, *parts])
+
+
+def rows_and_notes(merged):
+    """Return the lines of the table, and of the reasons."""
+    numbers, lines = {}, []
+    lines.append(f"| | {' | '.join(OPERATIONS)} |")
+    lines.append(f"|{' --- |' * (len(OPERATIONS) + 1)}")
+    for title in TRANSFORMS:
+        cells = [
+            cell({name: merged[column, title, name] for name in names}, numbers)
+            for column, names in OPERATIONS.items()
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    lines.append(f"| CUDA graph capture |{' not run [gpu] |' * len(OPERATIONS)}")
+    return lines, [f"{number}. {text}" for text, number in numbers.items()]

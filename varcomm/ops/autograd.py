@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.library import apply_in_graph, begin_in_graph, in_graph, is_traced
@@ -27,8 +28,8 @@ __all__ = [
     "kept_from_compilation",
 ]
 
-# Where torch.compile must not break its graph, it tells this.
-REASON = "varcomm: this function is run as it is. torch.export traces it with strict=False"
+# Why torch.export, which cannot break its graph, does not take code that is kept from compilation.
+REASON = "this is run as it is by torch.compile: torch.export takes it with strict=False"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,8 +46,10 @@ def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return fn(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+            raise ArgumentError(REASON)
         if not disabled:
-            disabled.append(torch._dynamo.disable(fn, reason=REASON))
+            disabled.append(torch._dynamo.disable(fn))
         return disabled[0](*args, **kwargs)
 
     return call

@@ -69,7 +69,10 @@ class Operator(ABC):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator as a graph holds it, in the order of `schema`."""
-        return self.group.name, self.group.rank, *[getattr(self, name) for name in self.names]
+        fields = [getattr(self, name) for name in self.names]
+        # ShardSizes are tuples, but not to a tracer
+        plain = [tuple(value) if isinstance(value, tuple) else value for value in fields]
+        return self.group.name, self.group.rank, *plain
 
     @classmethod
     def from_arguments(cls, group: str, rank: int, *fields: Any) -> Self:
