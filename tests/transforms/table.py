@@ -50,29 +50,32 @@ def refused_in_one_process(check, op, error):
         check(op.alone())
     except Exception as alone:
         if type(alone) is type(error):
-            return f"torch refuses it of this layer in one process as well ({type(error).__name__})."
+            return (
+                f"torch refuses it of this layer in one process as well ({type(error).__name__})."
+            )
     raise error
 
 
-WORLDS = {column: (1, 2, 3) for column in OPERATIONS}
+WORLDS = dict.fromkeys(OPERATIONS, (1, 2, 3))
 WORLDS |= {"distributed models": (1, 2), "with `async_op=True`": (1, 2)}
 
 # The others do there only what is for one rank.
 ON_ONE_RANK = ("primitives", "halo exchange")
 
 
-def found():
-    """Return the verdicts by column, transform and operation; they are the same on all ranks."""
+def found(run):
+    """Return the verdicts by column, transform and operation; they are the same on all ranks.
+
+    `run` takes a number of ranks, a function of the rank, and its arguments.
+    """
     merged = {}
     for ranks in (1, 2, 3):
-        # ranks of its own: exporting leaves the compiler in a process
-        with varcomm.Ranks(ranks, timeout=120) as pool:
-            for column, names in OPERATIONS.items():
-                for name in names if ranks in WORLDS[column] else ():
-                    for told in pool.run(verdicts, ranks, column, name):
-                        for title, text in told.items():
-                            known = merged.setdefault((column, title, name), text)
-                            assert known == text, (ranks, column, title, name, known, text)
+        for column, names in OPERATIONS.items():
+            for name in names if ranks in WORLDS[column] else ():
+                for told in run(ranks, verdicts, ranks, column, name):
+                    for title, text in told.items():
+                        known = merged.setdefault((column, title, name), text)
+                        assert known == text, (ranks, column, title, name, known, text)
     return merged
 
 

@@ -86,9 +86,13 @@ def test_batches_that_differ_between_ranks(worlds):
 def without_batch(rank):
     """One rank does not batch; and where only the root's tensor is transformed."""
     x = torch.ones(3, SIZES[rank])
+
+    def gather(x):
+        return varcomm.all_gather_v(x, SIZES)
+
+    given, call = (x[0], gather) if rank == 0 else (x, vmap(gather))
     with pytest.raises(varcomm.DisagreementError) as debugged, varcomm.debug():
-        gather = lambda x: varcomm.all_gather_v(x, SIZES)  # noqa: E731
-        gather(x[0]) if rank == 0 else vmap(gather)(x)
+        call(given)
     told = []
     for given in (None, torch.ones(2)):
         with pytest.raises(varcomm.DisagreementError) as caught:
@@ -132,9 +136,7 @@ def refused(rank):
         )(x, target),
         "a batch of what all tokens share": lambda: vmap(head)(weight),
         "no rule for sums over tokens": lambda: vmap(
-            lambda h: grad(
-                lambda w: linear_cross_entropy(h, w, target[0], [5, 5]).sum()
-            )(weight[0])
+            lambda h: grad(lambda w: linear_cross_entropy(h, w, target[0], [5, 5]).sum())(weight[0])
         )(x),
     }
     for text, call in calls.items():

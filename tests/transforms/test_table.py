@@ -2,10 +2,12 @@
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import varcomm
 from tests.transforms.operations import OPERATIONS
 from tests.transforms.table import NOTHING, WORKS, found
 from tests.transforms.transforms import TRANSFORMS
@@ -14,8 +16,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def merged():
-    return found()
+def merged(worlds):
+    with varcomm.Ranks(1, timeout=100) as one:  # exporting leaves the compiler in a process
+        pools = {1: one.run, 2: partial(worlds.run, 2), 3: partial(worlds.run, 3)}
+        return found(lambda ranks, *job: pools[ranks](*job))
 
 
 def made(merged):

@@ -24,7 +24,6 @@ class NothingToDo(Exception):
     """The transform is not for this operation."""
 
 
-
 def transform(title):
     def add(fn):
         TRANSFORMS[title] = fn

@@ -167,7 +167,9 @@ def joined(token: torch.Tensor, of_token: torch.Tensor | None) -> torch.Tensor:
 
 
 def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
-    """Let what a ``jvp`` computes be differentiated in forward mode again; it is given what ctx saved.
+    """Let what a ``jvp`` computes be differentiated in forward mode again.
+
+    It is given what `ctx` saved, as a second argument.
 
     torch turns forward mode off in the ``jvp`` of a Function. Inside of ``torch.func.jvp`` it is
     then off for the transforms around that as well, and their derivatives would lack what torch's

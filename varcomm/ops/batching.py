@@ -75,7 +75,8 @@ def refuse_vmap(where: str, tensors: Sequence[object], instead: str) -> None:
     for x in tensors:
         if isinstance(x, torch.Tensor) and max(wrappers(x), default=-1) >= 0:
             raise ArgumentError(
-                f"{where}vmap, and with it jacrev, jacfwd and hessian, has no rule for it. {instead}"
+                f"{where}vmap, and with it jacrev, jacfwd and hessian, has no rule for this. "
+                f"{instead}"
             )
 
 

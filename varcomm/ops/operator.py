@@ -57,9 +57,9 @@ class Operator(ABC):
         return self
 
     def batched(self, size: int) -> Operator:
-        """The same map of `size` tensors at once, which are side by side along a last dimension.
+        """Return the same map of `size` tensors at once, side by side along a last dimension.
 
-        For operators that hold shapes, another one: they hold that dimension too.
+        Another operator, if it holds shapes: it holds that dimension too.
         """
         return self
 

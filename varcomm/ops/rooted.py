@@ -137,9 +137,7 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-def _agreed_transforms(
-    name: str, tensor: torch.Tensor | None, src: int, group: Group
-) -> list[int]:
+def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: Group) -> list[int]:
     """Return which transforms of ``torch.func`` reach the root's tensor; collective inside of any.
 
     They reach those that other ranks pass as well, or the ranks would part ways in derivatives.

@@ -14,12 +14,12 @@ from varcomm.ops.operator import Operator
 
 __all__ = ["batched_rows", "unbatched_rows"]
 
-O = TypeVar("O", bound=Operator)
+Kind = TypeVar("Kind", bound=Operator)
 
 
 def batched_rows(
-    info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, operator: O
-) -> tuple[torch.Tensor, O]:
+    info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, operator: Kind
+) -> tuple[torch.Tensor, Kind]:
     """Return all rows of a batch of (rows, in), row by row, and the operator for as many.
 
     Raises
@@ -43,4 +43,5 @@ def batched_rows(
 
 def unbatched_rows(rows: torch.Tensor, info: Any) -> torch.Tensor:
     """Return them as (rows, batch, out)."""
-    return rows.unflatten(0, (len(rows) // info.batch_size, info.batch_size))
+    result: torch.Tensor = rows.unflatten(0, (len(rows) // info.batch_size, info.batch_size))
+    return result

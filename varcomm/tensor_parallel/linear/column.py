@@ -97,7 +97,9 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     @in_forward_mode
-    def jvp(ctx: Any, saved: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def jvp(
+        ctx: Any, saved: Any, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         of_x, of_weight, of_bias, *_ = tangents
         x, _, weight, token = saved
         # together, so that ranks communicate once, and alike whichever tangents there are

@@ -98,7 +98,9 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     @in_forward_mode
-    def jvp(ctx: Any, saved: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def jvp(
+        ctx: Any, saved: Any, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         of_x, of_weight, of_bias, *_ = tangents
         x, weight, token = saved
         # ranks communicate alike, whichever tangents there are
