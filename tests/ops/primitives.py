@@ -6,6 +6,7 @@ the single-process twin of every derivative as well.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,7 +57,7 @@ class Setting:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(max(high, 1), (count if high else 0,), generator=generator)
 
-    @property
+    @cached_property
     def indices(self):
         """Own rows for each rank: ``indices[i][j]`` are those from i to j."""
         return [
@@ -64,7 +65,7 @@ class Setting:
             for i, n in enumerate(self.sizes)
         ]
 
-    @property
+    @cached_property
     def needed(self):
         """Global rows that each rank needs: owner by owner, own ones too, in no order within."""
         owned = ShardSizes(self.sizes)
@@ -78,7 +79,7 @@ class Setting:
             for j in range(self.ranks)
         ]
 
-    @property
+    @cached_property
     def needed_indices(self):
         """Those of `needed`, as each owner's rows for each rank."""
         owned = ShardSizes(self.sizes)

@@ -1,19 +1,15 @@
-"""Transforms of torch around collectives: those that work, and those that must be refused."""
+"""Transforms of torch around collectives; most are in tests/transforms."""
 
-import re
 import warnings
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.ops.primitives import PRIMITIVES, case
+from tests.ops.primitives import case
 from tests.ops.test_async import COMMUNICATE
-
-MADE = [name for name in PRIMITIVES if name != "shard_v"]
 
 
 def check_async_under_transforms(rank, name):
@@ -68,43 +64,6 @@ def test_reverse_over_forward_mode_where_one_rank_is_linear(worlds, name):
 def test_reverse_over_forward_mode_ends(worlds, name):
     *_, (_, linear) = worlds.run(2, reverse_over_forward, name)
     assert linear == 0
-
-
-def jit_trace(op, x):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.trace(op, (x,), check_trace=False)
-
-
-def refused(rank, name):
-    c = case(name, "off by one", 2)
-    call, x = c.bind(), c.input(rank, torch.float64)
-    told = []
-
-    def op(x):  # tracers look at signatures
-        return call(x)
-
-    for transform in (
-        lambda: torch.func.linearize(op, x),
-        lambda: make_fx(op)(x),
-        lambda: jit_trace(op, x),
-        lambda: torch.func.vmap(op)(torch.stack([x, x])),
-        lambda: torch.func.jacrev(op)(x),
-    ):
-        with pytest.raises(varcomm.ArgumentError) as caught:
-            transform()
-        told.append(str(caught.value))
-    varcomm.all_reduce(torch.ones(1))
-    return told
-
-
-@pytest.mark.parametrize("name", [name for name in MADE if name not in ("broadcast", "scatter_v")])
-def test_tracing_and_batching_are_refused(worlds, name):
-    for rank, told in enumerate(worlds.run(2, refused, name)):
-        for text in told[:3]:
-            assert re.match(rf"\w+ on rank {rank} of 2: a collective cannot be traced", text)
-        for text in told[3:]:
-            assert re.match(rf"\w+ on rank {rank} of 2: vmap, and with it jacrev", text)
 
 
 def compiled(rank, backend):

@@ -10,21 +10,26 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from varcomm.errors import ArgumentError
+from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.library import apply_in_graph, begin_in_graph, in_graph, is_traced
 from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
 __all__ = [
+    "UNCOMPILED",
     "apply",
     "apply_with_token",
     "begin",
+    "in_forward_mode",
     "is_recorded",
+    "joined",
     "kept_from_compilation",
-    "refuse_vmap",
     "uncompiled",
 ]
+
+# What torch.compile and torch.export say where they may not break a graph.
+UNCOMPILED = "it runs as it is, between graphs; torch.export takes it with strict=False"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +37,7 @@ R = TypeVar("R")
 
 def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
     """Let torch.compile break its graph at `fn`, which it runs as it is."""
-    return uncompiled("it runs as it is, between graphs")(fn)
+    return uncompiled(UNCOMPILED)(fn)
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -125,12 +130,18 @@ class _Apply(torch.autograd.Function):
         tangent, of_token, *_ = tangents
         (token,) = ctx.saved_tensors
         assert tangent is not None
-        token = token if of_token is None else token + of_token
-        return apply_with_token(ctx.operator, tangent, token)
+        return apply_with_token(ctx.operator, tangent, joined(token, of_token))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
-        refuse_vmap(operator)
+    def vmap(
+        info: Any, in_dims: Any, x: torch.Tensor, token: Any, operator: Operator, *_: Any
+    ) -> tuple[Any, Any]:
+        size = info.batch_size
+        compare_batches(operator.name, operator.group, size, x)
+        batch = batch_last(x, in_dims[0], size)
+        of_token = of_batch(token, in_dims[1])
+        result, passed_on = apply_with_token(operator.batched(size), batch, of_token)
+        return (result, of_each(passed_on, size)), (result.dim() - 1, 1)
 
 
 class _ApplyInTransforms(_Apply):
@@ -156,20 +167,41 @@ def _keep(
     ctx.save_for_forward(of_result)
 
 
+def joined(token: torch.Tensor, of_token: torch.Tensor | None) -> torch.Tensor:
+    """Return a token that depends on both; within a ``jvp``, as :func:`in_forward_mode` says."""
+    if of_token is None:
+        return token
+    with forward_ad._set_fwd_grad_enabled(True):
+        return token + of_token
+
+
+def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
+    """Let what a ``jvp`` computes be differentiated in forward mode again.
+
+    It is given what `ctx` saved, as a second argument.
+
+    torch turns forward mode off in the ``jvp`` of a Function. Inside of ``torch.func.jvp`` it is
+    then off for the transforms around that as well, and their derivatives would lack what torch's
+    own operations do there. Turned on, the saved inputs must not bring along tangents of their own.
+    """
+
+    @wraps(jvp)
+    def call(ctx: Any, *tangents: torch.Tensor | None) -> R:
+        saved = ctx.saved_tensors
+        if not torch._C._are_functorch_transforms_active():
+            return jvp(ctx, saved, *tangents)
+        with forward_ad._set_fwd_grad_enabled(True):
+            plain = [None if x is None else forward_ad.unpack_dual(x).primal for x in saved]
+            return jvp(ctx, plain, *tangents)
+
+    return call
+
+
 def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
     """Start to communicate, or write into the graph that is being recorded that it starts."""
     if in_graph(x):
         return begin_in_graph(operator, x)
     return started(operator, x, recorded)
-
-
-def refuse_vmap(operator: Operator) -> None:
-    """Raise ArgumentError: there is no rule for a batch."""
-    raise ArgumentError(
-        f"{operator.name} on {operator.group}: vmap, and with it jacrev, jacfwd and hessian, "
-        "cannot batch what ranks exchange. Loop over the batch on all ranks alike, or give the "
-        "tensor a dimension for it."
-    )
 
 
 def is_recorded(x: torch.Tensor, token: torch.Tensor | None) -> bool:

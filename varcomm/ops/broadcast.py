@@ -34,6 +34,9 @@ class _Rooted(Operator):
     elsewhere: tuple[int, ...]
     use_fp32: bool
 
+    def batched(self, size: int) -> Self:
+        return replace(self, shape=(*self.shape, size), elsewhere=(*self.elsewhere, size))
+
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {"root": self.root, "shape": list(self.shape), "use_fp32": self.use_fp32}
 
@@ -45,6 +48,9 @@ class Broadcast(_Rooted):
 
     name = "broadcast"
     into: torch.memory_format = torch.contiguous_format
+
+    def batched(self, size: int) -> Self:
+        return replace(super().batched(size), into=torch.contiguous_format)
 
     def start(self, x: torch.Tensor) -> Pending:
         if self.group.rank == self.root:

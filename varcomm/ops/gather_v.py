@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 
@@ -44,6 +44,9 @@ class _Rooted(Operator):
             at_root = [rows * row for rows in self.sizes]
         mine[self.root] = self.sizes[self.group.rank] * row
         return at_root, mine
+
+    def batched(self, size: int) -> Self:
+        return replace(self, shape=(*self.shape, size), elsewhere=(*self.elsewhere, size))
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {
@@ -91,6 +94,9 @@ class ScatterV(_Rooted):
 
     name = "scatter_v"
     into: torch.memory_format = torch.contiguous_format
+
+    def batched(self, size: int) -> Self:
+        return replace(super().batched(size), into=torch.contiguous_format)
 
     def start(self, x: torch.Tensor) -> Pending:
         at_root, mine = self._counts()

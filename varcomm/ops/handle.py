@@ -21,8 +21,9 @@ from varcomm.ops.autograd import (
     apply_with_token,
     begin,
     is_recorded,
-    refuse_vmap,
+    joined,
 )
+from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.library import start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
@@ -155,13 +156,29 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        tangent, *_ = tangents
+        tangent, of_token, *_ = tangents
         assert tangent is not None
-        return tangent.new_empty(0, dtype=torch.float32)  # the wait moves the tangent of x
+        # the wait moves the tangent of x, and takes from here the token that it goes with
+        empty = tangent.new_empty(0, dtype=torch.float32)
+        return joined(empty, of_token)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, token: Any, operator: Operator, *_: Any) -> None:
-        refuse_vmap(operator)
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        x: torch.Tensor,
+        token: Any,
+        operator: Operator,
+        recorded: bool,
+        shared: _Shared,
+    ) -> tuple[torch.Tensor, int]:
+        size = info.batch_size
+        compare_batches(operator.name, operator.group, size, x)
+        batch, of_token = batch_last(x, in_dims[0], size), of_batch(token, in_dims[1])
+        ticket = _StartInTransforms.apply(  # type: ignore[no-untyped-call]
+            batch, of_token, operator.batched(size), recorded, shared
+        )
+        return of_each(ticket, size), 1
 
 
 class _Wait(torch.autograd.Function):
@@ -193,14 +210,21 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        tangent, *_ = tangents
+        tangent, of_ticket, *_ = tangents
         (token,) = ctx.saved_tensors
         assert tangent is not None
-        return apply_with_token(ctx.operator, tangent, token)
+        return apply_with_token(ctx.operator, tangent, joined(token, of_ticket))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, ticket: Any, operator: Operator, *_: Any) -> None:
-        refuse_vmap(operator)
+    def vmap(
+        info: Any, in_dims: Any, x: torch.Tensor, ticket: Any, operator: Operator, shared: _Shared
+    ) -> tuple[Any, Any]:
+        size = info.batch_size
+        batch, of_ticket = batch_last(x, in_dims[0], size), of_batch(ticket, in_dims[1])
+        result, token = _WaitInTransforms.apply(  # type: ignore[no-untyped-call]
+            batch, of_ticket, operator.batched(size), shared
+        )
+        return (result, of_each(token, size)), (result.dim() - 1, 1)
 
 
 class _StartInTransforms(_Start):

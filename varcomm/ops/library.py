@@ -31,7 +31,9 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._library.effects import EffectType
+from torch._subclasses.fake_tensor import FakeTensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.inductor import keep_order
@@ -41,8 +43,10 @@ from varcomm.transport.engine import Pending
 __all__ = [
     "apply_in_graph",
     "begin_in_graph",
+    "fake_mode",
     "in_graph",
     "is_traced",
+    "refuse_linearize",
     "start_in_graph",
     "torch_operator",
     "wait_in_graph",
@@ -78,31 +82,60 @@ _under_way: dict[int, Pending] = {}
 _numbers = count(1)
 
 
-def is_traced(x: torch.Tensor) -> bool:
-    """Tell whether what happens to `x` is recorded, or only pretended: nothing can travel then."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+def is_traced(x: torch.Tensor | None) -> bool:
+    """Tell whether what happens to `x` is recorded, or only pretended: nothing can travel then.
+
+    Of None, whether it would be.
+    """
+    if _is_recorded():
         return True
+    if x is None:
+        return fake_mode() is not None
     kind = type(x)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
     return any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__)
 
 
-def in_graph(x: torch.Tensor) -> bool:
+def fake_mode() -> object:
+    """Return the FakeTensorMode that is entered, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def _is_recorded() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def in_graph(x: torch.Tensor | None) -> bool:
     """Tell whether a graph is being recorded, by torch.compile or as :func:`is_traced` tells."""
     return torch.compiler.is_compiling() or is_traced(x)
+
+
+def refuse_linearize(where: str, what: str) -> None:
+    """Raise ArgumentError if ``torch.func.linearize`` records.
+
+    It computes once what does not depend on the tangents, also tensors that `what` writes into:
+    the first call of what it returns would change them for the next.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or not _is_recorded():
+        return
+    if not torch._C._are_functorch_transforms_active():
+        raise ArgumentError(
+            f"{where}torch.func.linearize keeps tensors that {what} write into, and its result "
+            "would be wrong when called twice. Take torch.func.jvp."
+        )
 
 
 def apply_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
     """Record that the operator is applied; return the result and its token."""
     call = getattr(torch.ops.varcomm, operator.name)
-    return call(x, token, *operator.arguments())  # type: ignore[no-any-return]
+    return call(x, token, *_arguments(operator, x))  # type: ignore[no-any-return]
 
 
 def start_in_graph(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
     """Record that the operator begins; return ticket and promise."""
     call = getattr(torch.ops.varcomm, f"{operator.name}_start")
-    return call(x, token, *operator.arguments())  # type: ignore[no-any-return]
+    return call(x, token, *_arguments(operator, x))  # type: ignore[no-any-return]
 
 
 def wait_in_graph(
@@ -110,7 +143,17 @@ def wait_in_graph(
 ) -> Tensors:
     """Record that what has begun is waited for; return the result and its token."""
     call = getattr(torch.ops.varcomm, f"{operator.name}_wait")
-    return call(x, ticket, promise, *operator.arguments())  # type: ignore[no-any-return]
+    return call(x, ticket, promise, *_arguments(operator, x))  # type: ignore[no-any-return]
+
+
+def _arguments(operator: Operator, x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the operator as a graph holds it; its tensors are fakes where `x` is no more."""
+    arguments = operator.arguments()
+    if torch.compiler.is_compiling() or _is_recorded() or not isinstance(x, FakeTensor):
+        return arguments  # what records it makes constants of its own of them
+    convert = x.fake_mode.from_tensor
+    plain = (isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) for a in arguments)
+    return tuple(convert(a) if p else a for a, p in zip(arguments, plain, strict=True))
 
 
 def begin_in_graph(operator: Operator, x: torch.Tensor) -> Pending:

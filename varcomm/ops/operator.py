@@ -56,6 +56,13 @@ class Operator(ABC):
         """
         return self
 
+    def batched(self, size: int) -> Operator:
+        """Return the same map of `size` tensors at once, side by side along a last dimension.
+
+        Another operator, if it holds shapes: it holds that dimension too.
+        """
+        return self
+
     @abstractmethod
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         """Tell what must fit between ranks, as :func:`varcomm.transport.agree.compare` takes it."""
@@ -105,6 +112,11 @@ class checking:
     def __enter__(self) -> str:
         where = f"{self.name} on {self.group.label}: "
         try:
+            if torch._C._get_tracing_state() is not None:
+                raise ArgumentError(
+                    f"{where}torch.jit.trace would record what this rank sends as constants. Take "
+                    "torch.compile, torch.export or make_fx, which record an operator."
+                )
             for flag, value in self.flags.items():
                 checked_flag(value, flag, where)
         except ArgumentError as error:

@@ -12,9 +12,10 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import wire
+from varcomm.ops.batching import wrappers
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.library import is_traced
-from varcomm.transport.agree import compare, debugging
+from varcomm.ops.library import in_graph
+from varcomm.transport.agree import compare, debugging, share
 from varcomm.transport.announce import announce
 from varcomm.transport.group import Group
 
@@ -61,11 +62,12 @@ def input_of_root(
     another rank passes is not read, but where it requires a gradient it gets one, of zeros.
     """
     where = f"{name} on {group.label}: "
-    if torch.compiler.is_compiling() or (tensor is not None and is_traced(tensor)):
+    if in_graph(tensor):
         return _input_in_graph(tensor, src, group, check, where)
     if debugging():
         compare(group, {"operation": name, "root": src, "sizes": list(sizes)})
     digest = zlib.crc32(repr(list(sizes)).encode())
+    transformed = _agreed_transforms(name, tensor, src, group)
 
     def describe() -> dict[str, Any]:
         checked_tensor(tensor, where)
@@ -75,7 +77,7 @@ def input_of_root(
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "device": tensor.device.type,
             "shape": list(tensor.shape),
-            "memory_format": str(wire.memory_format(tensor)),
+            "memory_format": str(_memory_format(tensor, transformed)),
             "requires_grad": torch.is_grad_enabled() and tensor.requires_grad,
             "has_tangent": _has_tangent(tensor),
             "sizes": digest,
@@ -95,11 +97,11 @@ def input_of_root(
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, root["dtype"])
     empty = torch.empty(0, dtype=dtype, device=device)
-    if root["requires_grad"]:
+    if tensor is not None and transformed:
+        empty = _nothing_of(tensor).to(device, dtype)
+    elif root["requires_grad"]:
         if tensor is not None and tensor.requires_grad:
-            # through torch's own rules for views, whose gradient is zeros of the whole shape
-            rows = tensor if tensor.dim() else tensor.unsqueeze(0)
-            empty = rows.narrow(0, 0, 0).reshape(-1).to(device, dtype)
+            empty = _nothing_of(tensor).to(device, dtype)
         else:
             empty.requires_grad_()
     if root["has_tangent"] and not _has_tangent(empty):
@@ -125,9 +127,40 @@ def _input_in_graph(
     given = Input(tensor, tuple(tensor.shape), wire.memory_format(tensor))
     if group.rank == src:
         return given
+    return replace(given, tensor=_nothing_of(tensor))
+
+
+def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zero elements that belong to the graph of `tensor`, and to what transforms it."""
     # through torch's own rules for views, whose gradient is zeros of the whole shape
     rows = tensor if tensor.dim() else tensor.unsqueeze(0)
-    return replace(given, tensor=rows.narrow(0, 0, 0).reshape(-1))
+    return rows.narrow(0, 0, 0).reshape(-1)
+
+
+def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: Group) -> list[int]:
+    """Return which transforms of ``torch.func`` reach the root's tensor; collective inside of any.
+
+    They reach those that other ranks pass as well, or the ranks would part ways in derivatives.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return []
+    with torch._C._DisableFuncTorch():
+        told = share(name, lambda: wrappers(tensor), group)
+    for rank, other in enumerate(told):
+        if told[src] and other != told[src]:
+            raise DisagreementError(
+                f"{name} on {group.size} ranks: transforms of torch.func reach the tensor of the "
+                f"root, rank {src}, in another way than that of rank {rank}. There, pass a tensor "
+                "that depends on the arguments of the transformed function as the root's does, "
+                "with the same batch inside of vmap; it is not read."
+            )
+    return told[src]
+
+
+def _memory_format(tensor: torch.Tensor, transformed: Sequence[int]) -> torch.memory_format:
+    # a batch has no format, and does not answer what it is
+    batched = max(transformed, default=-1) >= 0
+    return torch.contiguous_format if batched else wire.memory_format(tensor)
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

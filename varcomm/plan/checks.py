@@ -32,6 +32,11 @@ def checked_index(
         raise ArgumentError(
             f"{where}{name} must have one dimension; got shape {tuple(index.shape)}."
         )
+    if in_graph(None) and not in_graph(index):
+        raise ArgumentError(
+            f"{where}{name} must be a fake tensor, as others are inside of FakeTensorMode. Pass "
+            "mode.from_tensor(index), or make an ExchangePlan before."
+        )
     if not in_graph(index):
         checked_range(index, num_rows, name, rows, where)
     return index.to(torch.int64)

@@ -17,6 +17,7 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.running.edges import DeepEdges, EdgeSet
 from varcomm.layout import holds_integers
 from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.library import fake_mode, is_traced, refuse_linearize
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
@@ -132,6 +133,21 @@ class Place:
 
     def checked(self, edge_index: Any, where: str) -> EdgeSet:
         """Return which edges these are; raise unless they are in the graph, or self loops."""
+        refuse_linearize(where, "aggregations")
+        mode: Any = fake_mode()
+        if mode is not None and not mode.allow_non_fake_inputs and not is_traced(edge_index):
+            raise ArgumentError(
+                f"{where}the graph's own tensors are no fakes. Take "
+                "FakeTensorMode(allow_non_fake_inputs=True)."
+            )
+        own = any(edge_index is known.edge_index for known in self.edge_sets.values())
+        if not own and is_traced(edge_index):
+            raise ArgumentError(
+                f"{where}the layer changes the edges, by self loops perhaps, and they cannot be "
+                "compared with those of the graph while they have no values. Change them before "
+                "the graph is partitioned, and have the layer leave them as they are "
+                "(add_self_loops=False)."
+            )
         edges = self.edges_of(edge_index, where)
         if edge_index is edges.edge_index:
             return edges

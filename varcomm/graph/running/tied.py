@@ -53,3 +53,7 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         return tangents[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return _Tied.apply(*inputs), in_dims[0]  # type: ignore[no-untyped-call]

@@ -11,8 +11,10 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes, checked_sizes, exact_int
+from varcomm.ops.batching import refuse_vmap
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
+from varcomm.ops.library import in_graph, refuse_linearize
 from varcomm.tensor_parallel.cross_entropy.classes import check_classes, checked_in_graph
 from varcomm.tensor_parallel.cross_entropy.loss import Options, Reduction, SmoothOver
 from varcomm.transport.agree import compare, debugging
@@ -135,14 +137,26 @@ def checked_targets(
             f"along the last dimension of logits); got {tuple(target.shape)}."
         )
     _checked_device(target, device, "target", where)
+    refuse_linearize(where, "chunks of rows")
+    refuse_vmap(
+        where,
+        [target],
+        "Targets are looked at before they are used: give logits and targets one more dimension "
+        "in place of a batch, with reduction='none' for a loss of each token.",
+    )
     if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
         raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
-    if torch.compiler.is_compiling():
+    if in_graph(target):
         ignored = options.ignore_index
         known: torch.Tensor = checked_in_graph(
             target, sizes.total, ignored, name, group.rank, group.size
         )
         return known
+    if in_graph(None):
+        raise ArgumentError(
+            f"{where}target must be a fake tensor, as others are inside of FakeTensorMode. Pass "
+            "mode.from_tensor(target)."
+        )
     check_classes(target, sizes.total, options.ignore_index, where)
     return target
 

@@ -184,3 +184,7 @@ class _UseInForwardMode(_Use):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
         return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, group: Group) -> tuple[torch.Tensor, int]:
+        return _Use.apply(x, group), in_dims[0]  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
 
 __all__ = [
@@ -211,6 +212,30 @@ class _InChunks(torch.autograd.Function):
         given = RowMap(push, of.results - of.constants)
         found = in_chunks(given, ctx.chunks, (*rows, *kept, *of_rows), (*shared, *of_shared))
         return (*[None] * of.constants, *found)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, of: RowMap, chunks: Chunks, split: int, *tensors: torch.Tensor
+    ) -> tuple[Tensors, int]:
+        """Take the entries of a batch as more rows, in front of the others."""
+        size, dims = info.batch_size, in_dims[3:]
+        pairs = list(zip(tensors, dims, strict=True))
+        if any(dim is not None for dim in dims[split:]):
+            raise ArgumentError(
+                "cross entropy: vmap has no rule for a batch of what all tokens share, such as the "
+                "weights of a head. Loop over them on all ranks alike."
+            )
+        rows = [
+            x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in pairs[:split]
+        ]
+        results = in_chunks(of, Chunks((size, *chunks.shape), chunks.size), rows, tensors[split:])
+        if len(results) > of.results:
+            raise ArgumentError(
+                "cross entropy: vmap has no rule for sums over tokens of each entry of a batch, "
+                "such as gradients of a head. Loop over the batch on all ranks alike."
+            )
+        return results, 0
 
 
 class _Total:

@@ -89,6 +89,12 @@ class _LookUp(torch.autograd.Function):
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
         return looked_up(tangent, ctx.lookup.slope)
 
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, table: torch.Tensor, lookup: Lookup
+    ) -> tuple[torch.Tensor, int]:
+        return looked_up(table.movedim(in_dims[0], -1), lookup), table.dim() - 1
+
 
 class _SumUp(torch.autograd.Function):
     """The adjoint; it is given slopes only, which have nothing constant."""
@@ -108,3 +114,10 @@ class _SumUp(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
         return _SumUp.apply(tangent, ctx.lookup)  # type: ignore[no-any-return, no-untyped-call]
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, result: torch.Tensor, lookup: Lookup
+    ) -> tuple[torch.Tensor, int]:
+        batch = result.movedim(in_dims[0], -1)
+        return _SumUp.apply(batch, lookup), result.dim() - 1  # type: ignore[no-untyped-call]

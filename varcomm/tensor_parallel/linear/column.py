@@ -14,10 +14,12 @@ from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.autograd import (
     apply_with_token,
     begin,
+    in_forward_mode,
     is_recorded,
-    refuse_vmap,
 )
+from varcomm.ops.batching import of_each
 from varcomm.ops.replicated import ReplicatedUse
+from varcomm.tensor_parallel.linear.batching import batched_rows, unbatched_rows
 from varcomm.tensor_parallel.linear.main_grad import MainGrad, weight_gradient
 from varcomm.tensor_parallel.linear.overlap import (
     multiplied,
@@ -97,9 +99,12 @@ class _ColumnOfAnyOrder(_Column):
     """The same with what torch.compile does not take: forward mode, and a word on batches."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    @in_forward_mode
+    def jvp(
+        ctx: Any, saved: Any, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         of_x, of_weight, of_bias, *_ = tangents
-        x, _, weight, token = ctx.saved_tensors
+        x, _, weight, token = saved
         # together, so that ranks communicate once, and alike whichever tangents there are
         pair = torch.stack([torch.zeros_like(x) if of_x is None else of_x, x], dim=1)
         pair, passed_on = apply_with_token(ctx.before, pair, token)
@@ -109,8 +114,14 @@ class _ColumnOfAnyOrder(_Column):
         return tangent if of_bias is None else tangent + of_bias, passed_on, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, weight: Any, bias: Any, before: Any, *_: Any) -> None:
-        refuse_vmap(before)
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *others: Any) -> tuple[Any, Any]:
+        weight, bias, before, *options = others
+        rows, operator = batched_rows(info, in_dims, x, before)
+        y, token, gathered = _Column.apply(rows, weight, bias, operator, *options)  # type: ignore[no-untyped-call]
+        results = unbatched_rows(y, info), of_each(token, info.batch_size)
+        if gathered is None:
+            return (*results, None), (1, 1, None)
+        return (*results, unbatched_rows(gathered, info)), (1, 1, 1)
 
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -15,10 +15,12 @@ from varcomm.ops.autograd import (
     apply,
     apply_with_token,
     begin,
+    in_forward_mode,
     is_recorded,
-    refuse_vmap,
 )
+from varcomm.ops.batching import of_each
 from varcomm.ops.replicated import ReplicatedSum
+from varcomm.tensor_parallel.linear.batching import batched_rows, unbatched_rows
 from varcomm.tensor_parallel.linear.main_grad import MainGrad, weight_gradient
 from varcomm.tensor_parallel.linear.overlap import multiplied_while_gathered
 
@@ -98,9 +100,12 @@ class _RowOfAnyOrder(_Row):
     """The same with what torch.compile does not take: forward mode, and a word on batches."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    @in_forward_mode
+    def jvp(
+        ctx: Any, saved: Any, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         of_x, of_weight, of_bias, *_ = tangents
-        x, weight, token = ctx.saved_tensors
+        x, weight, token = saved
         # ranks communicate alike, whichever tangents there are
         tangent = (torch.zeros_like(x) if of_x is None else of_x) @ weight.T
         if of_weight is not None:
@@ -109,8 +114,11 @@ class _RowOfAnyOrder(_Row):
         return tangent if of_bias is None else tangent + of_bias, passed_on
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, weight: Any, bias: Any, after: Any, *_: Any) -> None:
-        refuse_vmap(after)
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *others: Any) -> tuple[Any, Any]:
+        weight, bias, after, *options = others
+        rows, operator = batched_rows(info, in_dims, x, after)
+        y, token = _Row.apply(rows, weight, bias, operator, *options)  # type: ignore[no-untyped-call]
+        return (unbatched_rows(y, info), of_each(token, info.batch_size)), (1, 1)
 
 
 def _of_bias(after: After, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""Derivatives of derivatives by torch.func: no nesting hangs where one rank's loss is linear."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.func import grad, jvp, vjp
+
+import varcomm
+from tests.ops.comparing import Failures, assert_none
+from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
+
+SIZES = [2, 1]
+X = torch.tensor([0.4, -1.1, 0.7], dtype=torch.float64)
+
+
+def by_grad(f, rank):
+    return grad(lambda *xs: f(*xs).sum(), argnums=rank)
+
+
+def by_vjp(f, rank):
+    def pulled(*xs):
+        y, pull = vjp(f, *xs)
+        return pull(torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape))[rank]
+
+    return pulled
+
+
+def by_jvp(f, rank):
+    def pushed(*xs):
+        along = tuple(torch.linspace(1, 2, len(x), dtype=x.dtype) for x in xs)
+        return jvp(f, xs, along)[1]
+
+    return pushed
+
+
+TRANSFORMS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp}
+NESTINGS = [words for depth in (1, 2, 3) for words in product(TRANSFORMS, repeat=depth)]
+
+
+class Twin:
+    """What ranks do, in one process: each has its function of the inputs of all."""
+
+    def __init__(self, functions):
+        self.functions = functions
+
+    def then(self, word):
+        """Differentiate; a gradient is that of the sum over ranks, with own cotangents."""
+        fs = self.functions
+        if word == "jvp":
+            return Twin([by_jvp(f, 0) for f in fs])
+
+        def total(*xs):
+            ys = [f(*xs) for f in fs]
+            if word == "grad":
+                return sum(y.sum() for y in ys)
+            weights = [torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in ys]
+            return sum((w * y).sum() for w, y in zip(weights, ys, strict=True))
+
+        return Twin([grad(total, argnums=rank) for rank in range(len(fs))])
+
+
+def loss_of(y, rank):
+    return (y**3).sum() if rank == 0 else y.sum()
+
+
+def check_nestings(rank, async_op):
+    """Only rank 0 has a gradient that depends on anything."""
+    failures = Failures()
+
+    def loss(x):
+        y = varcomm.all_gather_v(x, SIZES, async_op=async_op)
+        return loss_of(y.wait() if async_op else y, rank)
+
+    def twin(rank):
+        return lambda *xs: loss_of(torch.cat(xs), rank)
+
+    for words in NESTINGS:
+        f, one = loss, Twin([twin(0), twin(1)])
+        for word in reversed(words):
+            f, one = TRANSFORMS[word](f, 0), one.then(word)
+        parts = X.split(SIZES)
+        got, want = f(parts[rank]), one.functions[rank](*parts)
+        with failures.named("(".join(words)):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    return failures
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_nestings_where_one_rank_is_linear(worlds, async_op):
+    assert_none(worlds.run(2, check_nestings, async_op, timeout=40))
+
+
+def forward_over_forward(rank):
+    """What a layer's own derivative computes is differentiated again, with torch's operations."""
+    weight = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)
+    own = list(torch.arange(3).split(SIZES))[rank]
+
+    def layer(x):
+        y = column_parallel_linear(x, weight[own], sizes=SIZES, gather_output=False).sin()
+        return row_parallel_linear(y, weight.T[:, own], sizes=SIZES, input_is_parallel=True)
+
+    def alone(x):
+        return (x @ weight.T).sin() @ weight
+
+    def twice(f):
+        x, t = torch.tensor([[0.3, -0.8]], dtype=torch.float64), torch.ones(1, 2).double()
+        return jvp(lambda x: jvp(f, (x,), (t,))[1], (x,), (t,))[1]
+
+    return float((twice(layer) - twice(alone)).abs().max()), float(twice(alone).abs().max())
+
+
+def test_forward_mode_over_forward_mode_of_layers(worlds):
+    for error, size in worlds.run(2, forward_over_forward):
+        assert error < 1e-14 < size
