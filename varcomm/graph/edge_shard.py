@@ -9,6 +9,7 @@ import torch
 
 from varcomm.graph.local_edges import LocalEdges, remember
 from varcomm.graph.shard import Shard
+from varcomm.ops.extent import extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard"]
@@ -47,8 +48,12 @@ class EdgeShard(Shard):
 
     rows = "edges"
 
+    #: tells compiled code how many targets there are
+    extent: torch.Tensor = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
         remember(self.edge_index, self.plan)
+        vars(self)["extent"] = extent_of(self.num_targets, device=self.edge_index.device)
 
     @property
     def num_sources(self) -> int:

@@ -10,10 +10,11 @@ import torch
 
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.local_edges import LocalEdges, remember
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["DeepEdges", "EdgeSet", "Edges", "with_halo"]
+__all__ = ["Counts", "DeepEdges", "EdgeSet", "Edges", "with_halo"]
 
 
 class EdgeSet(Protocol):
@@ -48,6 +49,10 @@ class EdgeSet(Protocol):
         """Nodes that edges may lead to, all of them owned."""
 
     @property
+    def extent(self) -> torch.Tensor:
+        """Tells compiled code how many targets there are."""
+
+    @property
     def local_edges(self) -> LocalEdges:
         """The edges, prepared to compare with them what a layer is given."""
 
@@ -65,9 +70,11 @@ class Edges:
     edge_index: torch.Tensor = field(repr=False)
     plan: ExchangePlan = field(repr=False)
     num_targets: int
+    extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         remember(self.edge_index, self.plan)
+        vars(self)["extent"] = extent_of(self.num_targets, device=self.edge_index.device)
 
     @property
     def group(self) -> Group:
@@ -130,6 +137,11 @@ class DeepEdges:
         return self.num_sources
 
     @property
+    def extent(self) -> torch.Tensor:
+        """Unused: a block of layers is not compiled as a whole."""
+        return self.shard.extent
+
+    @property
     def local_edges(self) -> LocalEdges:
         """The edges, prepared to compare with them what a layer is given."""
         return self.shard.local_edges
@@ -137,6 +149,24 @@ class DeepEdges:
     def refreshed(self, values: torch.Tensor) -> torch.Tensor:
         """Give nodes of the halo what their owners have for them."""
         return self.shard.with_halo(values[: self.shard.num_sources])
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many nodes edges are about: owned sources, the halo, and targets."""
+
+    sources: int
+    halo: int
+    targets: int
+
+    @classmethod
+    def of(cls, edges: EdgeSet) -> Counts:
+        """Count; in compiled code, so that other graphs may have other numbers."""
+        if torch.compiler.is_compiling():
+            halo, sources = edges.plan.rows()
+            (targets,) = counts_in(edges.extent)
+            return cls(sources, halo, targets)
+        return cls(edges.num_sources, edges.num_halo, edges.num_targets)
 
 
 def with_halo(edges: EdgeSet, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

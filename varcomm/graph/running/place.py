@@ -15,8 +15,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.running.edges import DeepEdges, EdgeSet
+from varcomm.graph.running.when_run import check_when_run, numbered
 from varcomm.layout import holds_integers
-from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
@@ -43,6 +43,10 @@ class Place:
     _without_loops: dict[EdgeSet, LocalEdges] = field(default_factory=dict)
     # None outside of a call that exchanges for several layers
     _steps: int | None = None
+    number: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = numbered(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return self
@@ -102,6 +106,8 @@ class Place:
 
     def known(self, edge_index: torch.Tensor) -> EdgeSet | None:
         """Return which edges these are, if the tensor itself tells it."""
+        if torch.compiler.is_compiling():
+            return next((s for s in self.edge_sets.values() if edge_index is s.edge_index), None)
         claimed: EdgeSet | None = self._claims.get(edge_index)
         plan = plan_of(edge_index)
         return self._by_plan.get(plan) if claimed is None and plan is not None else claimed
@@ -123,18 +129,30 @@ class Place:
                 f"{where}cannot tell which type these edges are of. Call the layer with "
                 "graph.edge_index_dict, or with the edges of one type, graph[edge_type].edge_index."
             )
+        if not torch.compiler.is_compiling():
+            self._check_plan(edge_index, edges, where)
+        return edges
+
+    def _check_plan(self, edge_index: torch.Tensor, edges: EdgeSet, where: str) -> None:
         if plan_of(edge_index) not in (None, edges.plan):
             raise ArgumentError(
                 f"{where}these are the edges of another graph than the one that the model is "
                 f"distributed on. {_AGAIN}"
             )
-        return edges
 
     def checked(self, edge_index: Any, where: str) -> EdgeSet:
         """Return which edges these are; raise unless they are in the graph, or self loops."""
         edges = self.edges_of(edge_index, where)
         if edge_index is edges.edge_index:
             return edges
+        if torch.compiler.is_compiling():
+            check_when_run(edge_index, self.number, self._which(edges))
+            return edges
+        self.check(edge_index, edges, where)
+        return edges
+
+    def check(self, edge_index: torch.Tensor, edges: EdgeSet, where: str) -> None:
+        """Raise unless these edges are among the others, or self loops."""
         sources, targets = edges.num_sources + edges.num_halo, edges.num_targets
         if edge_index.numel() and not (
             int(edge_index.min()) >= 0
@@ -152,7 +170,16 @@ class Place:
                 "of graph.edge_index may be left out, and self loops added, but no others. "
                 f"{_AGAIN}"
             )
-        return edges
+
+    def check_one_of(self, edge_index: torch.Tensor, which: int) -> None:
+        """Do what :meth:`checked` leaves for when compiled code runs."""
+        edges = [*self.edge_sets.values()][which]
+        with checking("propagate", self.group) as where:
+            self._check_plan(edge_index, edges, where)
+            self.check(edge_index, edges, where)
+
+    def _which(self, edges: EdgeSet) -> int:
+        return next(k for k, known in enumerate(self.edge_sets.values()) if known is edges)
 
     def _local_edges(self, edges: EdgeSet) -> LocalEdges:
         kinds = [kind for kind, known in self.edge_sets.items() if known is edges]
@@ -163,7 +190,6 @@ class Place:
             self._without_loops[edges] = LocalEdges(edges.edge_index, sources, loops=False)
         return self._without_loops[edges]
 
-    @kept_from_compilation
     def checked_in(self, name: str, edge_index: Any) -> EdgeSet:
         """Return which edges these are, for a call of that name."""
         with checking(name, self.group) as where:
