@@ -344,9 +344,9 @@ class ExchangePlan(Routes):
                 f"{where}the tensor of shape {tuple(tensor.shape)} has {tensor.shape[dim]} rows "
                 f"along dim {dim}, but the plan is for {rows} {which} rows."
             )
-        if tensor.device != self.send_index.device:
+        if tensor.device != self.extent.device:
             raise ArgumentError(
-                f"{where}the tensor is on {tensor.device}, the plan on {self.send_index.device}. "
+                f"{where}the tensor is on {tensor.device}, the plan on {self.extent.device}. "
                 f"Move one of them: plan.to({str(tensor.device)!r})."
             )
         return dim

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,6 +16,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.running.edges import DeepEdges, EdgeSet
+from varcomm.graph.running.rebind import Rebinding
 from varcomm.graph.running.when_run import check_when_run, numbered
 from varcomm.layout import holds_integers
 from varcomm.ops.operator import checking
@@ -41,6 +43,13 @@ class Place:
     _claims: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _running: list[EdgeSet] = field(default_factory=list)
     _without_loops: dict[EdgeSet, LocalEdges] = field(default_factory=dict)
+    #: what layers have made of several types of edges, and keep
+    joined: dict[Any, Any] = field(default_factory=dict)
+    #: what has exchanged functions in a model, and the modules of this model
+    rebind: Rebinding | None = None
+    modules: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
+    #: whether there are copies of the model
+    is_shared: bool = False
     # None outside of a call that exchanges for several layers
     _steps: int | None = None
     number: torch.Tensor = field(init=False)
@@ -49,7 +58,18 @@ class Place:
         self.number = numbered(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        self.is_shared = True
         return self
+
+    def move(self, graph: PartitionedGraph) -> None:
+        """Take another graph, and let all that runs here run on it.
+
+        What has been compiled finds the same place, and need not be compiled anew.
+        """
+        self.graph = graph
+        self._claims, self._without_loops, self.joined = WeakTensorKeyDictionary(), {}, {}
+        for name in ("_deep", "_by_plan"):
+            vars(self).pop(name, None)
 
     @property
     def group(self) -> Group:

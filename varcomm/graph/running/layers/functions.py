@@ -22,7 +22,12 @@ Function = Callable[..., Any]
 
 
 def _pool_at(pool: Function, place: Place) -> Function:
-    return pools_for(place.graph)[pool]
+    """Return one that asks for the graph when it is called: a model may be moved to another."""
+
+    def pooled(x: Any, batch: Any, size: int | None = None) -> Any:
+        return pools_for(place.graph)[pool](x, batch, size)
+
+    return pooled
 
 
 FUNCTIONS: dict[Any, Callable[[Place], Function]] = {

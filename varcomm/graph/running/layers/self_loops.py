@@ -9,6 +9,7 @@ import torch
 from torch_geometric import utils
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.running.edges import Counts
 from varcomm.graph.running.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.operator import checking
@@ -40,14 +41,15 @@ def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) 
     """
     with checking("add_self_loops", place.group) as where:
         edges = place.edges_of(edge_index, where)
-        if num_nodes is not None and num_nodes != edges.num_targets:
+        owned_nodes = Counts.of(edges).targets
+        if num_nodes is not None and num_nodes != owned_nodes:
             raise ArgumentError(
-                f"{where}num_nodes is {num_nodes}, but this rank owns {edges.num_targets} nodes. "
+                f"{where}num_nodes is {num_nodes}, but this rank owns {owned_nodes} nodes. "
                 "Take num_nodes=graph.num_nodes, or x.size(0)."
             )
         if num_nodes is None and None not in place.edge_sets:
             raise ArgumentError(f"{where}in a graph with types of edges, give num_nodes=x.size(0).")
-    nodes = torch.arange(edges.num_targets, device=edge_index.device)
+    nodes = torch.arange(owned_nodes, device=edge_index.device)
     if num_nodes is not None:
         return nodes
     graph = place.graph
@@ -73,7 +75,7 @@ def _without_counting(place: Place, original: Callable[..., Any]) -> Callable[..
         if num_nodes is not None:
             return original(edge_index, edge_attr, fill_value, num_nodes)  # type: ignore[no-any-return]
         nodes = looped_nodes(place, edge_index, None)
-        targets = place.edges_of(edge_index, "").num_targets
+        targets = Counts.of(place.edges_of(edge_index, "")).targets
         edge_index, edge_attr = original(edge_index, edge_attr, fill_value, targets)
         # all targets have a loop now, behind the other edges; those stay that are to have one
         straight = edge_index.shape[1] - targets
