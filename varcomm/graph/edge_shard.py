@@ -52,6 +52,7 @@ class EdgeShard(Shard):
     extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         remember(self.edge_index, self.plan)
         vars(self)["extent"] = extent_of(self.num_targets, device=self.edge_index.device)
 

@@ -14,6 +14,7 @@ from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.reductions import replicated_sum
 from varcomm.layout import ShardSizes, checked_rank
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.ops.gather_v import gather_v
 from varcomm.ops.operator import checking
 from varcomm.ops.scatter_v import scatter_v
@@ -49,6 +50,11 @@ class Shard:
 
     #: what the rows are, in messages
     rows: ClassVar[str]
+    #: tells compiled code how many rows this rank owns
+    owned_extent: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        vars(self)["owned_extent"] = extent_of(self.num_owned, device=self.ids.gaps.device)
 
     @property
     def owned_ids(self) -> torch.Tensor:
@@ -59,6 +65,12 @@ class Shard:
     def num_owned(self) -> int:
         """Rows that this rank owns, n."""
         return self.sizes[self.group.rank]
+
+    def counted(self) -> int:
+        """Return how many rows this rank owns; in compiled code other graphs may have others."""
+        if torch.compiler.is_compiling():
+            return counts_in(self.owned_extent)[0]
+        return self.num_owned
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the owned rows."""
@@ -268,7 +280,7 @@ class Shard:
         if debugging():
             row = {"dtype": str(values.dtype), "shape of a row": list(values.shape[1:])}
             compare(self.group, {"operation": what} | row)
-        if mask is not None and len(values) == self.num_owned:
+        if mask is not None and len(values) == self.counted():
             return values[mask]
         return values
 
@@ -300,7 +312,7 @@ class NodeShard(Shard):
 
 
 def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
-    owned = shard.num_owned
+    owned = shard.counted()
     if mask is not None and not (
         isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == (owned,)
     ):
