@@ -247,22 +247,21 @@ class Shard:
         Communication: 8 bytes a rank, then 16.
         """
         values = self._counting("graph.max", values, mask)
-        own = values.detach().reshape(-1).double()
-        own = own.amax(0, keepdim=True) if len(own) else own.new_full((1,), -torch.inf)
+        wide, own = values.double(), values.detach().double()
+        own = torch.cat([own.reshape(-1), own.new_full((1,), -torch.inf)])
         ranks = [1] * self.group.size
-        top = all_gather_v(own, ranks, group=self.group.process_group).amax()
+        pg = self.group.process_group
+        top = all_gather_v(own.amax(0, keepdim=True), ranks, group=pg).amax()
         # The value is that of `top`; its derivative goes to all that reach it.
-        reaching = values[values.detach().double() == top].double()
+        reaching, finite = wide.detach() == top, top.isfinite()
         # zero, so that the value is exact; of infinities, whose difference is none, the value
-        part = (reaching - reaching.detach() if top.isfinite() else reaching).sum()
-        total = replicated_sum(
-            torch.stack([part, torch.full_like(part, len(reaching))]), self.group
-        )
+        rise = torch.where(finite, wide - wide.detach(), wide)
+        part = torch.where(reaching, rise, 0.0).sum()
+        total = replicated_sum(torch.stack([part, reaching.sum().to(part.dtype)]), self.group)
         mean = total[0] / total[1].clamp(min=1)
-        if top.isfinite():
-            return (top + mean).to(values.dtype)
         # of NaN, and where nothing counts, nobody reaches it
-        return torch.where(total[1] > 0, mean, top).to(values.dtype)
+        infinite = torch.where(total[1] > 0, mean, top)
+        return torch.where(finite, top + mean, infinite).to(values.dtype)
 
     def _sum_and_count(
         self, what: str, values: torch.Tensor, mask: torch.Tensor | None
