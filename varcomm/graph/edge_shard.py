@@ -7,9 +7,9 @@ from functools import cached_property
 
 import torch
 
-from varcomm.graph.local_edges import LocalEdges, remember
+from varcomm.graph.local_edges import LocalEdges, extent_with, positions, remember
 from varcomm.graph.shard import Shard
-from varcomm.ops.extent import extent_of
+from varcomm.ops.extent import counts_in
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard"]
@@ -48,13 +48,14 @@ class EdgeShard(Shard):
 
     rows = "edges"
 
-    #: tells compiled code how many targets there are
+    #: tells compiled code how many targets, interior edges and self loops there are
     extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         remember(self.edge_index, self.plan)
-        vars(self)["extent"] = extent_of(self.num_targets, device=self.edge_index.device)
+        extent = extent_with(self.edge_index, self.num_sources, self.num_targets)
+        vars(self)["extent"] = extent
 
     @property
     def num_sources(self) -> int:
@@ -66,15 +67,27 @@ class EdgeShard(Shard):
         """Nodes of other ranks that this one has copies of, h."""
         return len(self.halo_ids)
 
-    @cached_property
+    @property
     def interior(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source this rank owns; int64, ascending."""
-        return torch.nonzero(self.edge_index[0] < self.num_sources).view(-1)
+        if torch.compiler.is_compiling():
+            sources, interior = self.plan.rows()[1], counts_in(self.extent)[1]
+            return positions(self.edge_index[0] < sources, interior)
+        return self._split[0]
 
-    @cached_property
+    @property
     def boundary(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source is in the halo; int64, ascending."""
-        return torch.nonzero(self.edge_index[0] >= self.num_sources).view(-1)
+        if torch.compiler.is_compiling():
+            sources, interior = self.plan.rows()[1], counts_in(self.extent)[1]
+            count = self.edge_index.shape[1] - interior
+            return positions(self.edge_index[0] >= sources, count)
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
+        is_interior = self.edge_index[0] < self.num_sources
+        return is_interior.nonzero().view(-1), (~is_interior).nonzero().view(-1)
 
     @cached_property
     def local_edges(self) -> LocalEdges:

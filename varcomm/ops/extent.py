@@ -16,13 +16,15 @@ _ABOVE = 2
 
 def extent_of(*counts: int, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor without elements whose shape tells these numbers."""
-    return torch.empty(*(count + _ABOVE for count in counts), 0, device=device)
+    shape = (*(count + _ABOVE for count in counts), 0)
+    # products of numbers of rows, as strides are, may be larger than any int64
+    return torch.empty_strided(shape, [0] * len(shape), device=device)
 
 
 def counts_in(extent: torch.Tensor) -> tuple[int, ...]:
     """Return the numbers that a shape tells.
 
-    >>> counts_in(extent_of(3, 0))
-    (3, 0)
+    >>> counts_in(extent_of(3, 0, 10**12))
+    (3, 0, 1000000000000)
     """
     return tuple(count - _ABOVE for count in extent.shape[:-1])

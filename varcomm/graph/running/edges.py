@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.local_edges import LocalEdges, remember
-from varcomm.ops.extent import counts_in, extent_of
+from varcomm.graph.local_edges import LocalEdges, extent_with, positions, remember
+from varcomm.ops.extent import counts_in
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["Counts", "DeepEdges", "EdgeSet", "Edges", "with_halo"]
+__all__ = ["Counts", "DeepEdges", "EdgeSet", "Edges", "loops_of", "with_halo"]
 
 
 class EdgeSet(Protocol):
@@ -50,7 +50,7 @@ class EdgeSet(Protocol):
 
     @property
     def extent(self) -> torch.Tensor:
-        """Tells compiled code how many targets there are."""
+        """Tells compiled code how many targets, interior edges and self loops there are."""
 
     @property
     def local_edges(self) -> LocalEdges:
@@ -74,7 +74,8 @@ class Edges:
 
     def __post_init__(self) -> None:
         remember(self.edge_index, self.plan)
-        vars(self)["extent"] = extent_of(self.num_targets, device=self.edge_index.device)
+        extent = extent_with(self.edge_index, self.num_sources, self.num_targets)
+        vars(self)["extent"] = extent
 
     @property
     def group(self) -> Group:
@@ -164,9 +165,18 @@ class Counts:
         """Count; in compiled code, so that other graphs may have other numbers."""
         if torch.compiler.is_compiling():
             halo, sources = edges.plan.rows()
-            (targets,) = counts_in(edges.extent)
+            targets, *_ = counts_in(edges.extent)
             return cls(sources, halo, targets)
         return cls(edges.num_sources, edges.num_halo, edges.num_targets)
+
+
+def loops_of(edges: EdgeSet, edge_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of edges that are no self loops, and of those that are."""
+    is_loop = edge_index[0] == edge_index[1]
+    if torch.compiler.is_compiling() and edge_index is edges.edge_index:
+        *_, loops = counts_in(edges.extent)
+        return positions(~is_loop, edge_index.shape[1] - loops), positions(is_loop, loops)
+    return (~is_loop).nonzero().view(-1), is_loop.nonzero().view(-1)
 
 
 def with_halo(edges: EdgeSet, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

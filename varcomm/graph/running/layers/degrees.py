@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch_geometric.utils import remove_self_loops
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.edges import Counts, DeepEdges, EdgeSet, with_halo
+from varcomm.graph.running.edges import Counts, DeepEdges, EdgeSet, loops_of, with_halo
 from varcomm.graph.running.layers.self_loops import looped_nodes
 from varcomm.graph.running.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
@@ -49,7 +48,8 @@ def gcn_norm_at(place: Place) -> Callable[..., Any]:
         if add_self_loops:
             nodes = looped_nodes(place, edge_index, num_nodes)
             fill, owned = 2.0 if improved else 1.0, Counts.of(edges).targets
-            edge_index, weight = _with_loops(edge_index, weight, nodes, owned, fill)
+            at = loops_of(edges, edge_index)
+            edge_index, weight = _with_loops(edge_index, weight, at, nodes, owned, fill)
         if flow == "source_to_target":
             degree = _at_targets(edges, edge_index, weight)
         else:
@@ -83,7 +83,8 @@ def get_laplacian_at(place: Place) -> Callable[..., Any]:
                     f"{where}normalization must be None, 'sym' or 'rw'; got {normalization!r}."
                 )
         weight = _column(edge_weight, edge_index, dtype)
-        edge_index, weight = remove_self_loops(edge_index, weight)
+        others, _ = loops_of(edges, edge_index)
+        edge_index, weight = edge_index[:, others], weight[others]
         degree = _at_sources(edges, edge_index, weight)
         source, target = edge_index
         if normalization == "sym":
@@ -139,14 +140,22 @@ def _column(
 
 
 def _with_loops(
-    edge_index: torch.Tensor, weight: torch.Tensor, nodes: torch.Tensor, owned: int, fill: float
+    edge_index: torch.Tensor,
+    weight: torch.Tensor,
+    at: tuple[torch.Tensor, torch.Tensor],
+    nodes: torch.Tensor,
+    owned: int,
+    fill: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a self loop to each of these nodes; one that there is keeps its weight."""
-    is_loop = edge_index[0] == edge_index[1]
+    """Give a self loop to each of these nodes; one that there is keeps its weight.
+
+    `at` is where there are other edges, and where self loops.
+    """
+    others, loop = at
     loops = weight.new_full((owned, 1), fill)
-    loops[edge_index[0, is_loop]] = weight[is_loop]
-    edge_index = torch.cat([edge_index[:, ~is_loop], nodes.expand(2, -1)], dim=1)
-    return edge_index, torch.cat([weight[~is_loop], loops[nodes]])
+    loops[edge_index[0, loop]] = weight[loop]
+    edge_index = torch.cat([edge_index[:, others], nodes.expand(2, -1)], dim=1)
+    return edge_index, torch.cat([weight[others], loops[nodes]])
 
 
 def _at_targets(edges: EdgeSet, edge_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch_geometric import utils
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.edges import Counts
+from varcomm.graph.running.edges import Counts, loops_of
 from varcomm.graph.running.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.operator import checking
 
-__all__ = ["add_remaining_self_loops_at", "add_self_loops_at", "looped_nodes"]
+__all__ = ["add_remaining_self_loops_at", "add_self_loops_at", "looped_nodes", "remove_self_loops_at"]
 
 
 def add_self_loops_at(place: Place) -> Callable[..., Any]:
@@ -25,6 +25,20 @@ def add_self_loops_at(place: Place) -> Callable[..., Any]:
 def add_remaining_self_loops_at(place: Place) -> Callable[..., Any]:
     """Return PyG's ``add_remaining_self_loops`` for edges of a graph at a place."""
     return _without_counting(place, utils.add_remaining_self_loops)
+
+
+def remove_self_loops_at(place: Place) -> Callable[..., Any]:
+    """Return PyG's ``remove_self_loops``; in compiled code it knows how many there are."""
+
+    def remove_self_loops(
+        edge_index: torch.Tensor, edge_attr: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not torch.compiler.is_compiling():
+            return utils.remove_self_loops(edge_index, edge_attr)  # type: ignore[no-any-return]
+        others, _ = loops_of(place.edges_of(edge_index, ""), edge_index)
+        return edge_index[:, others], None if edge_attr is None else edge_attr[others]
+
+    return remove_self_loops
 
 
 def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) -> torch.Tensor:
