@@ -318,12 +318,17 @@ def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
         raise ArgumentError(
             f"{where}mask must be of torch.bool and shape ({owned},); got {described(mask)}."
         )
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point() or values.dim() == 0:
-        rows: tuple[int, ...] = ()
-    else:
-        # counting what a mask lets through waits for the device
-        rows = (owned,) if mask is None or len(values) == owned else (owned, int(mask.sum()))
-    if not rows or len(values) not in rows:
+    is_fit = (
+        isinstance(values, torch.Tensor)
+        and values.is_floating_point()
+        and values.dim() > 0
+        and (
+            len(values) == owned
+            # counting what a mask lets through waits for the device
+            or (mask is not None and len(values) == int(mask.sum()))
+        )
+    )
+    if not is_fit:
         among = "" if mask is None else ", or for each of those that the mask lets through"
         raise ArgumentError(
             f"{where}values must be floats, one row for each of the {owned} owned {shard.rows}"

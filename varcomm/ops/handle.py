@@ -24,7 +24,7 @@ from varcomm.ops.autograd import (
     refuse_vmap,
 )
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.library import start_in_graph, wait_in_graph
+from varcomm.ops.library import Meanwhile, not_before, start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.engine import Pending
@@ -64,11 +64,36 @@ class Handle:
         return self._result
 
 
+    def meanwhile(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, for what is to be computed, and differentiated, before :meth:`wait`.
+
+        Outside of compiled code, that is what comes before it.
+        """
+        return x
+
+    def after(self, x: torch.Tensor) -> None:
+        """Let compiled code not wait before it has computed `x`."""
+
+
+class _HandleInGraph(Handle):
+    """A collective that a graph begins and waits for."""
+
+    def __init__(self, operator: Operator, x: torch.Tensor) -> None:
+        self._ticket, promise = start_in_graph(operator, x, None)
+        super().__init__(lambda: wait_in_graph(operator, x, self._ticket, promise)[0])
+
+    def meanwhile(self, x: torch.Tensor) -> torch.Tensor:
+        x, self._ticket = Meanwhile.apply(x, self._ticket)  # type: ignore[no-untyped-call]
+        return x
+
+    def after(self, x: torch.Tensor) -> None:
+        self._ticket = not_before(self._ticket, x)
+
+
 def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the result belongs to the graph."""
     if torch.compiler.is_compiling():
-        ticket, promise = start_in_graph(operator, x, None)
-        return Handle(lambda: wait_in_graph(operator, x, ticket, promise)[0])
+        return _HandleInGraph(operator, x)
     begun = _start(operator, x, None)
     changed = (
         f"{operator.name} on {operator.group}: the tensor was changed in place between "

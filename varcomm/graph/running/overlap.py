@@ -158,13 +158,14 @@ def _messages(
     (source, target), (j, i) = ends, edges.edge_index
     begun = edges.plan.start(source)
     inner, outer = edges.interior, edges.boundary
-    x_j = source.index_select(0, j.index_select(0, inner))
+    x_j = begun.meanwhile(source).index_select(0, j.index_select(0, inner))
     x_i = target.index_select(0, i.index_select(0, inner))
     first = message(x_i, x_j, *(value.index_select(0, inner) for value in edge_values))
     _check_messages(name, edges, first, len(inner))
     # All that does not need the halo comes before it is waited for, here and so in backward.
     x_i = target.index_select(0, i.index_select(0, outer))
     values = [value.index_select(0, outer) for value in edge_values]
+    begun.after(first)
     x_j = begun.wait().index_select(0, j.index_select(0, outer) - Counts.of(edges).sources)
     last = message(x_i, x_j, *values)
     _check_messages(name, edges, last, len(outer), first)
