@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch_geometric import nn as pyg
+from torch_geometric.data import HeteroData
 
 from tests.graph.graphs import split_by, wild
 from varcomm.data_parallel import sum_gradients
@@ -153,3 +154,34 @@ def summed(rank):
 
 def test_gradients_of_replicated_parameters(worlds):
     assert worlds.run(2, summed, timeout=300) == [None] * 2
+
+
+def in_parts(rank):
+    """What no single graph can hold is compiled in parts: halos of hops, and types of edges."""
+    fresh()
+    data = wild()
+    torch.manual_seed(0)
+    deep = partition(data, method="random", hops=2)
+    block = distribute(pyg.GCN(4, 6, 2, 2).double(), deep)
+    typed = HeteroData(
+        paper={"x": data.x},
+        author={"x": data.x[:7]},
+        paper__cites__paper={"edge_index": data.edge_index},
+        author__writes__paper={"edge_index": data.edge_index.remainder(7)},
+    )
+    parts = partition(typed, method="random")
+    convs = {kind: pyg.SAGEConv((4, 4), 3) for kind in typed.edge_types}
+    layer = distribute(pyg.HeteroConv(convs).double(), parts)
+    for model, given in (
+        (block, (deep.x, deep.edge_index)),
+        (layer, (parts.x_dict, parts.edge_index_dict)),
+    ):
+        got = torch.compile(model, backend="aot_eager")(*given)
+        torch.testing.assert_close(got, model(*given), **CLOSE)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(*given)
+    return stats()[1]
+
+
+def test_halos_of_hops_and_types_of_edges_break_the_graph(worlds):
+    assert min(worlds.run(2, in_parts, timeout=300)) > 0

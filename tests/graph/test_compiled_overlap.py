@@ -58,8 +58,9 @@ def order(rank, dynamic):
 
     def keep(module, inputs):
         # effects stand in the graph as with_effects(token, operator, ...)
-        nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-        graphs.append([f"{node.target} {node.args[1:2]}" for node in nodes])
+        calls = [node for node in module.graph.nodes if node.op == "call_function"]
+        effect = torch.ops.higher_order.with_effects
+        graphs.append([str(n.args[1] if n.target is effect else n.target) for n in calls])
         return make_boxed_func(module.forward)
 
     fast = torch.compile(

@@ -139,7 +139,7 @@ class DeepEdges:
 
     @property
     def extent(self) -> torch.Tensor:
-        """Unused: a block of layers is not compiled as a whole."""
+        """Those of the owned nodes alone."""
         return self.shard.extent
 
     @property
@@ -165,6 +165,8 @@ class Counts:
         """Count; in compiled code, so that other graphs may have other numbers."""
         if torch.compiler.is_compiling():
             halo, sources = edges.plan.rows()
+            if isinstance(edges, DeepEdges):
+                return cls(sources + halo, 0, sources + halo)
             targets, *_ = counts_in(edges.extent)
             return cls(sources, halo, targets)
         return cls(edges.num_sources, edges.num_halo, edges.num_targets)

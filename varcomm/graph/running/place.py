@@ -19,6 +19,7 @@ from varcomm.graph.running.edges import DeepEdges, EdgeSet
 from varcomm.graph.running.rebind import Rebinding
 from varcomm.graph.running.when_run import check_when_run, numbered
 from varcomm.layout import holds_integers
+from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
@@ -120,14 +121,21 @@ class Place:
         finally:
             self._running.pop()
 
+    @kept_from_compilation
     def claim(self, edge_index: torch.Tensor, edges: EdgeSet) -> None:
         """Let a tensor be of these edges, as long as it lives."""
         self._claims[edge_index] = edges
 
     def known(self, edge_index: torch.Tensor) -> EdgeSet | None:
         """Return which edges these are, if the tensor itself tells it."""
-        if torch.compiler.is_compiling():
-            return next((s for s in self.edge_sets.values() if edge_index is s.edge_index), None)
+        if torch.compiler.is_compiling() and len(self.edge_sets) == 1:
+            # which compiled code tells from being the same tensor, and not by looking it up
+            (edges,) = self.edge_sets.values()
+            return edges if edge_index is edges.edge_index else None
+        return self._looked_up(edge_index)
+
+    @kept_from_compilation
+    def _looked_up(self, edge_index: torch.Tensor) -> EdgeSet | None:
         claimed: EdgeSet | None = self._claims.get(edge_index)
         plan = plan_of(edge_index)
         return self._by_plan.get(plan) if claimed is None and plan is not None else claimed
