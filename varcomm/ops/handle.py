@@ -63,7 +63,6 @@ class Handle:
             self._finish = None  # which holds the input and what was sent
         return self._result
 
-
     def meanwhile(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`, for what is to be computed, and differentiated, before :meth:`wait`.
 

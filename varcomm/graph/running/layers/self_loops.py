@@ -14,7 +14,12 @@ from varcomm.graph.running.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.operator import checking
 
-__all__ = ["add_remaining_self_loops_at", "add_self_loops_at", "looped_nodes", "remove_self_loops_at"]
+__all__ = [
+    "add_remaining_self_loops_at",
+    "add_self_loops_at",
+    "looped_nodes",
+    "remove_self_loops_at",
+]
 
 
 def add_self_loops_at(place: Place) -> Callable[..., Any]:
