@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, Self
 from zlib import crc32
@@ -58,6 +58,9 @@ class ExchangePlan(Routes):
     >>> varcomm.launch(fn, 2)
     [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
     """
+
+    #: tells compiled code how many rows this rank receives and owns
+    extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # apart from the plan itself, so that what keeps them does not keep it in a circle

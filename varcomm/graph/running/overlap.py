@@ -310,6 +310,5 @@ def _inexact(kind: type[Aggregation]) -> str | None:
     return None if own or known.__name__ in EXACT_AGGREGATIONS else known.__name__
 
 
-for _fn in (_refusal, _inexact):
-    # torch.compiler.assume_constant_result, but for importing the compiler into every program
-    _fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compiler.assume_constant_result, but for importing the compiler into every program
+vars(_refusal)["_dynamo_marked_constant"] = vars(_inexact)["_dynamo_marked_constant"] = True
