@@ -7,9 +7,9 @@ from functools import cached_property
 
 import torch
 
-from varcomm.graph.local_edges import LocalEdges, extent_with, positions, remember
+from varcomm.graph.local_edges import LocalEdges, interior_and_loops, positions, remember
 from varcomm.graph.shard import Shard
-from varcomm.ops.extent import counts_in
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard"]
@@ -45,6 +45,8 @@ class EdgeShard(Shard):
     plan: ExchangePlan = field(repr=False)
     num_targets: int
     hops: int = 1
+    #: how many edges are interior, and how many self loops, once they have been counted
+    counts: tuple[int, int] | None = field(default=None, repr=False)
 
     rows = "edges"
 
@@ -54,8 +56,9 @@ class EdgeShard(Shard):
     def __post_init__(self) -> None:
         super().__post_init__()
         remember(self.edge_index, self.plan)
-        extent = extent_with(self.edge_index, self.num_sources, self.num_targets)
-        vars(self)["extent"] = extent
+        counts = self.counts or interior_and_loops(self.edge_index, self.num_sources)
+        extent = extent_of(self.num_targets, *counts, device=self.edge_index.device)
+        vars(self).update(counts=counts, extent=extent)
 
     @property
     def num_sources(self) -> int:

@@ -10,10 +10,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from varcomm.graph.running.outside import outside_transforms
-from varcomm.ops.extent import extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 
-__all__ = ["LocalEdges", "extent_with", "plan_of", "positions", "remember"]
+__all__ = ["LocalEdges", "interior_and_loops", "plan_of", "positions", "remember"]
 
 # Of the edge_index of each graph there is: so one that belongs to another graph is known for what
 # it is, even where all its edges exist in this graph as well.
@@ -30,11 +29,10 @@ def plan_of(edge_index: torch.Tensor) -> ExchangePlan | None:
     return _plans.get(edge_index)  # type: ignore[no-any-return]
 
 
-def extent_with(edge_index: torch.Tensor, sources: int, targets: int) -> torch.Tensor:
-    """Tell compiled code how many targets there are, edges from own sources, and self loops."""
+def interior_and_loops(edge_index: torch.Tensor, sources: int) -> tuple[int, int]:
+    """Return how many edges come from own sources, and how many are self loops."""
     source, target = edge_index
-    interior, loops = int((source < sources).sum()), int((source == target).sum())
-    return extent_of(targets, interior, loops, device=edge_index.device)
+    return int((source < sources).sum()), int((source == target).sum())
 
 
 def positions(mask: torch.Tensor, count: int) -> torch.Tensor:

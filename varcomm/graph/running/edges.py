@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.local_edges import LocalEdges, extent_with, positions, remember
-from varcomm.ops.extent import counts_in
+from varcomm.graph.local_edges import LocalEdges, interior_and_loops, positions, remember
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
@@ -74,7 +74,8 @@ class Edges:
 
     def __post_init__(self) -> None:
         remember(self.edge_index, self.plan)
-        extent = extent_with(self.edge_index, self.num_sources, self.num_targets)
+        counts = interior_and_loops(self.edge_index, self.num_sources)
+        extent = extent_of(self.num_targets, *counts, device=self.edge_index.device)
         vars(self)["extent"] = extent
 
     @property
