@@ -7,8 +7,9 @@ from functools import cached_property
 
 import torch
 
-from varcomm.graph.local_edges import LocalEdges, remember
+from varcomm.graph.local_edges import LocalEdges, interior_and_loops, positions, remember
 from varcomm.graph.shard import Shard
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard"]
@@ -44,11 +45,20 @@ class EdgeShard(Shard):
     plan: ExchangePlan = field(repr=False)
     num_targets: int
     hops: int = 1
+    #: how many edges are interior, and how many self loops, once they have been counted
+    counts: tuple[int, int] | None = field(default=None, repr=False)
 
     rows = "edges"
 
+    #: tells compiled code how many targets, interior edges and self loops there are
+    extent: torch.Tensor = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         remember(self.edge_index, self.plan)
+        counts = self.counts or interior_and_loops(self.edge_index, self.num_sources)
+        extent = extent_of(self.num_targets, *counts, device=self.edge_index.device)
+        vars(self).update(counts=counts, extent=extent)
 
     @property
     def num_sources(self) -> int:
@@ -60,15 +70,27 @@ class EdgeShard(Shard):
         """Nodes of other ranks that this one has copies of, h."""
         return len(self.halo_ids)
 
-    @cached_property
+    @property
     def interior(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source this rank owns; int64, ascending."""
-        return torch.nonzero(self.edge_index[0] < self.num_sources).view(-1)
+        if torch.compiler.is_compiling():
+            sources, interior = self.plan.rows()[1], counts_in(self.extent)[1]
+            return positions(self.edge_index[0] < sources, interior)
+        return self._split[0]
 
-    @cached_property
+    @property
     def boundary(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source is in the halo; int64, ascending."""
-        return torch.nonzero(self.edge_index[0] >= self.num_sources).view(-1)
+        if torch.compiler.is_compiling():
+            sources, interior = self.plan.rows()[1], counts_in(self.extent)[1]
+            count = self.edge_index.shape[1] - interior
+            return positions(self.edge_index[0] >= sources, count)
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
+        is_interior = self.edge_index[0] < self.num_sources
+        return is_interior.nonzero().view(-1), (~is_interior).nonzero().view(-1)
 
     @cached_property
     def local_edges(self) -> LocalEdges:

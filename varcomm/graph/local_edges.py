@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from varcomm.graph.running.outside import outside_transforms
 from varcomm.plan.exchange_plan import ExchangePlan
 
-__all__ = ["LocalEdges", "plan_of", "remember"]
+__all__ = ["LocalEdges", "interior_and_loops", "plan_of", "positions", "remember"]
 
 # Of the edge_index of each graph there is: so one that belongs to another graph is known for what
 # it is, even where all its edges exist in this graph as well.
@@ -27,6 +27,20 @@ def remember(edge_index: torch.Tensor, plan: ExchangePlan) -> None:
 def plan_of(edge_index: torch.Tensor) -> ExchangePlan | None:
     """Return the plan of the graph whose ``edge_index`` this is, or None."""
     return _plans.get(edge_index)  # type: ignore[no-any-return]
+
+
+def interior_and_loops(edge_index: torch.Tensor, sources: int) -> tuple[int, int]:
+    """Return how many edges come from own sources, and how many are self loops."""
+    source, target = edge_index
+    return int((source < sources).sum()), int((source == target).sum())
+
+
+def positions(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Return where a mask of this many edges is true; int64, ascending.
+
+    For compiled code, in which the shape of a result must not depend on data.
+    """
+    return torch.nonzero_static(mask, size=count).view(-1)
 
 
 class LocalEdges:

@@ -14,6 +14,7 @@ from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.reductions import replicated_sum
 from varcomm.layout import ShardSizes, checked_rank
 from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.ops.gather_v import gather_v
 from varcomm.ops.operator import checking
 from varcomm.ops.scatter_v import scatter_v
@@ -49,6 +50,11 @@ class Shard:
 
     #: what the rows are, in messages
     rows: ClassVar[str]
+    #: tells compiled code how many rows this rank owns
+    owned_extent: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        vars(self)["owned_extent"] = extent_of(self.num_owned, device=self.ids.gaps.device)
 
     @property
     def owned_ids(self) -> torch.Tensor:
@@ -59,6 +65,12 @@ class Shard:
     def num_owned(self) -> int:
         """Rows that this rank owns, n."""
         return self.sizes[self.group.rank]
+
+    def counted(self) -> int:
+        """Return how many rows this rank owns; in compiled code other graphs may have others."""
+        if torch.compiler.is_compiling():
+            return counts_in(self.owned_extent)[0]
+        return self.num_owned
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the owned rows."""
@@ -235,22 +247,21 @@ class Shard:
         Communication: 8 bytes a rank, then 16.
         """
         values = self._counting("graph.max", values, mask)
-        own = values.detach().reshape(-1).double()
-        own = own.amax(0, keepdim=True) if len(own) else own.new_full((1,), -torch.inf)
+        wide, own = values.double(), values.detach().double()
+        own = torch.cat([own.reshape(-1), own.new_full((1,), -torch.inf)])
         ranks = [1] * self.group.size
-        top = all_gather_v(own, ranks, group=self.group.process_group).amax()
+        pg = self.group.process_group
+        top = all_gather_v(own.amax(0, keepdim=True), ranks, group=pg).amax()
         # The value is that of `top`; its derivative goes to all that reach it.
-        reaching = values[values.detach().double() == top].double()
+        reaching, finite = wide.detach() == top, top.isfinite()
         # zero, so that the value is exact; of infinities, whose difference is none, the value
-        part = (reaching - reaching.detach() if top.isfinite() else reaching).sum()
-        total = replicated_sum(
-            torch.stack([part, torch.full_like(part, len(reaching))]), self.group
-        )
+        rise = torch.where(finite, wide - wide.detach(), wide)
+        part = torch.where(reaching, rise, 0.0).sum()
+        total = replicated_sum(torch.stack([part, reaching.sum().to(part.dtype)]), self.group)
         mean = total[0] / total[1].clamp(min=1)
-        if top.isfinite():
-            return (top + mean).to(values.dtype)
         # of NaN, and where nothing counts, nobody reaches it
-        return torch.where(total[1] > 0, mean, top).to(values.dtype)
+        infinite = torch.where(total[1] > 0, mean, top)
+        return torch.where(finite, top + mean, infinite).to(values.dtype)
 
     def _sum_and_count(
         self, what: str, values: torch.Tensor, mask: torch.Tensor | None
@@ -268,7 +279,7 @@ class Shard:
         if debugging():
             row = {"dtype": str(values.dtype), "shape of a row": list(values.shape[1:])}
             compare(self.group, {"operation": what} | row)
-        if mask is not None and len(values) == self.num_owned:
+        if mask is not None and len(values) == self.counted():
             return values[mask]
         return values
 
@@ -300,19 +311,24 @@ class NodeShard(Shard):
 
 
 def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
-    owned = shard.num_owned
+    owned = shard.counted()
     if mask is not None and not (
         isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == (owned,)
     ):
         raise ArgumentError(
             f"{where}mask must be of torch.bool and shape ({owned},); got {described(mask)}."
         )
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point() or values.dim() == 0:
-        rows: tuple[int, ...] = ()
-    else:
-        # counting what a mask lets through waits for the device
-        rows = (owned,) if mask is None or len(values) == owned else (owned, int(mask.sum()))
-    if not rows or len(values) not in rows:
+    is_fit = (
+        isinstance(values, torch.Tensor)
+        and values.is_floating_point()
+        and values.dim() > 0
+        and (
+            len(values) == owned
+            # counting what a mask lets through waits for the device
+            or (mask is not None and len(values) == int(mask.sum()))
+        )
+    )
+    if not is_fit:
         among = "" if mask is None else ", or for each of those that the mask lets through"
         raise ArgumentError(
             f"{where}values must be floats, one row for each of the {owned} owned {shard.rows}"

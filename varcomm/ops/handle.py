@@ -25,7 +25,7 @@ from varcomm.ops.autograd import (
 )
 from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.library import start_in_graph, wait_in_graph
+from varcomm.ops.library import Meanwhile, not_before, start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.engine import Pending
@@ -64,15 +64,56 @@ class Handle:
             self._finish = None  # which holds the input and what was sent
         return self._result
 
+    def meanwhile(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, as an input of what is to be computed while the data travel.
+
+        It matters in compiled code, where an order that the data do not ask for is not kept: there
+        the backward of :meth:`wait` waits for the gradient of what this returns. Elsewhere, what
+        comes before `wait()` overlaps, in both directions.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            Any tensor.
+
+        Returns
+        -------
+        torch.Tensor
+            `x`, or in compiled code a view of it.
+        """
+        return x
+
+    def after(self, x: torch.Tensor) -> None:
+        """Let compiled code not wait before it has computed `x`; elsewhere it has.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            A result of what is to be computed while the data travel.
+        """
+
+
+class _HandleInGraph(Handle):
+    """A collective that a graph begins and waits for."""
+
+    def __init__(self, operator: Operator, x: torch.Tensor) -> None:
+        # as it is now: a graph has no versions, and where nothing changes x no copy is compiled
+        x, operator = x.clone(), operator.in_one_round
+        self._ticket, promise = start_in_graph(operator, x, None)
+        super().__init__(lambda: wait_in_graph(operator, x, self._ticket, promise)[0])
+
+    def meanwhile(self, x: torch.Tensor) -> torch.Tensor:
+        x, self._ticket = Meanwhile.apply(x, self._ticket)  # type: ignore[no-untyped-call]
+        return x
+
+    def after(self, x: torch.Tensor) -> None:
+        self._ticket = not_before(self._ticket, x)
+
 
 def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the result belongs to the graph."""
     if torch.compiler.is_compiling():
-        # as it is now: a graph has no versions, and where nothing changes x no copy is compiled
-        x = x.clone()
-        operator = operator.in_one_round
-        ticket, promise = start_in_graph(operator, x, None)
-        return Handle(lambda: wait_in_graph(operator, x, ticket, promise)[0])
+        return _HandleInGraph(operator, x)
     begun = _start(operator, x, None)
     changed = (
         f"{operator.name} on {operator.group}: the tensor was changed in place between "

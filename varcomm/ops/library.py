@@ -41,11 +41,13 @@ from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
 __all__ = [
+    "Meanwhile",
     "apply_in_graph",
     "begin_in_graph",
     "fake_mode",
     "in_graph",
     "is_traced",
+    "not_before",
     "refuse_linearize",
     "start_in_graph",
     "torch_operator",
@@ -184,6 +186,42 @@ def torch_operator(kind: Kind) -> Kind:
         torch.library._register_effectful_op(f"varcomm::{name}", EffectType.ORDERED)
     KINDS.append(kind)
     return kind
+
+
+_library.define("not_before(Tensor ticket, Tensor value) -> Tensor")
+_library.impl("not_before", lambda ticket, value: ticket.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "varcomm::not_before", lambda ticket, value: torch.empty_like(ticket), lib=_library
+)
+torch.library.register_autograd(
+    "varcomm::not_before", lambda ctx, of_ticket: (of_ticket, None), lib=_library
+)
+
+
+def not_before(ticket: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `ticket` that a graph knows only when it knows `value`.
+
+    A compiler may compute things in any order in which each comes after what it is made of, and
+    would wait at once for what has begun. With this the wait comes after what is to overlap.
+    """
+    return torch.ops.varcomm.not_before(ticket, value)  # type: ignore[no-any-return]
+
+
+class Meanwhile(torch.autograd.Function):
+    """A tensor and a ticket, the same; in backward, the ticket is known after the gradient is."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, ticket: torch.Tensor) -> Tensors:
+        return x.view_as(x), ticket.view_as(ticket)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Tensors:
+        gradient, of_ticket = gradients
+        return gradient, not_before(of_ticket, gradient)
 
 
 Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]

@@ -67,6 +67,10 @@ class Numbered:
     num_received: int
     num_rows: int
 
+    def rows(self) -> tuple[int, int]:
+        """Return how many rows this rank receives, and how many it owns."""
+        return self.num_received, self.num_rows
+
     @property
     def routes(self) -> Routes:
         """The plan.
@@ -128,8 +132,7 @@ class _Planned(Operator):
         return self.plan.group  # type: ignore[no-any-return]
 
     def arguments(self) -> tuple[Any, ...]:
-        plan = self.plan
-        known = plan.number, plan.num_received, plan.num_rows
+        known = self.plan.number, *self.plan.rows()
         return self.group.name, self.group.rank, *known, self.dim, self.use_fp32
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, Self
 from zlib import crc32
@@ -15,6 +15,7 @@ from varcomm.layout import ShardSizes, checked_dim, checked_sizes
 from varcomm.ops import wire
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.ops.handle import Handle, start
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
@@ -59,11 +60,15 @@ class ExchangePlan(Routes):
     [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
     """
 
+    #: tells compiled code how many rows this rank receives and owns
+    extent: torch.Tensor = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
         # apart from the plan itself, so that what keeps them does not keep it in a circle
         routes = Routes(*(getattr(self, part.name) for part in fields(Routes)))
         known = {"number": numbered(routes), "row_sum": routes.row_sum}
-        vars(self).update(known, num_received=routes.num_received)
+        extent = extent_of(routes.num_received, self.num_rows, device=self.send_index.device)
+        vars(self).update(known, num_received=routes.num_received, extent=extent)
 
     @classmethod
     def from_indices(
@@ -245,8 +250,15 @@ class ExchangePlan(Routes):
         """
         with checking("exchange_adjoint", self.group, use_fp32=use_fp32) as where:
             checked_summable(tensor, where, use_fp32)
-            dim = self._checked_dim(tensor, dim, self.num_received, "received", where)
+            dim = self._checked_dim(tensor, dim, self.rows()[0], "received", where)
         return apply(ExchangeAdjoint(self, dim, use_fp32), tensor)
+
+    def rows(self) -> tuple[int, int]:
+        """Return how many rows this rank receives, and how many it owns."""
+        if torch.compiler.is_compiling():
+            received, owned = counts_in(self.extent)
+            return received, owned
+        return self.num_received, self.num_rows
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
@@ -326,7 +338,7 @@ class ExchangePlan(Routes):
     def _operator(self, tensor: torch.Tensor, dim: int, use_fp32: bool) -> Exchange:
         with checking("exchange", self.group, use_fp32=use_fp32) as where:
             checked_tensor(tensor, where)
-            dim = self._checked_dim(tensor, dim, self.num_rows, "own", where)
+            dim = self._checked_dim(tensor, dim, self.rows()[1], "own", where)
         return Exchange(self, dim, use_fp32)
 
     def _checked_dim(
@@ -338,9 +350,9 @@ class ExchangePlan(Routes):
                 f"{where}the tensor of shape {tuple(tensor.shape)} has {tensor.shape[dim]} rows "
                 f"along dim {dim}, but the plan is for {rows} {which} rows."
             )
-        if tensor.device != self.send_index.device:
+        if tensor.device != self.extent.device:
             raise ArgumentError(
-                f"{where}the tensor is on {tensor.device}, the plan on {self.send_index.device}. "
+                f"{where}the tensor is on {tensor.device}, the plan on {self.extent.device}. "
                 f"Move one of them: plan.to({str(tensor.device)!r})."
             )
         return dim

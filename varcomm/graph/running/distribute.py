@@ -25,6 +25,9 @@ __all__ = ["distribute"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
+# Where a module keeps its place.
+_AT = "_place_of_varcomm"
+
 
 def distribute(model: Model, graph: PartitionedGraph) -> Model:
     """Let every message-passing layer of a model exchange halos before it propagates.
@@ -117,10 +120,13 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"{', '.join(names[:3])}{more}. Seed the ranks alike before the model is made, or "
             "broadcast those of one rank."
         )
-    place = Place(graph)
-    rebind = Rebinding(functions_at(place))
+    place = _place(model, graph)
+    if place.rebind is None or not place.rebind.is_current():
+        place.rebind = Rebinding(functions_at(place))
     for module in model.modules():
-        rebind(module)
+        vars(module)[_AT] = place
+        place.modules.add(module)
+        place.rebind(module)
         listen(module, place)
         if isinstance(module, MessagePassing):
             attach(module, place)
@@ -131,6 +137,20 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         vars(readout)["forward"] = global_readout(readout, graph)
     enclose(model, place)
     return model
+
+
+def _place(model: torch.nn.Module, graph: PartitionedGraph) -> Place:
+    """Return the place where this model is, and nothing else, moved to the graph; or a new one.
+
+    At the same place, what torch.compile has made of the model stays valid.
+    """
+    modules = set(model.modules())
+    known = {vars(module).get(_AT) for module in modules}
+    place = known.pop()
+    if not isinstance(place, Place) or known or place.is_shared or not modules >= {*place.modules}:
+        return Place(graph)
+    place.move(graph)
+    return place
 
 
 def _readouts(model: torch.nn.Module) -> list[Aggregation]:

@@ -9,11 +9,12 @@ from typing import Protocol
 import torch
 
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.local_edges import LocalEdges, remember
+from varcomm.graph.local_edges import LocalEdges, interior_and_loops, positions, remember
+from varcomm.ops.extent import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
 
-__all__ = ["DeepEdges", "EdgeSet", "Edges", "with_halo"]
+__all__ = ["Counts", "DeepEdges", "EdgeSet", "Edges", "loops_of", "with_halo"]
 
 
 class EdgeSet(Protocol):
@@ -48,6 +49,10 @@ class EdgeSet(Protocol):
         """Nodes that edges may lead to, all of them owned."""
 
     @property
+    def extent(self) -> torch.Tensor:
+        """Tells compiled code how many targets, interior edges and self loops there are."""
+
+    @property
     def local_edges(self) -> LocalEdges:
         """The edges, prepared to compare with them what a layer is given."""
 
@@ -65,9 +70,13 @@ class Edges:
     edge_index: torch.Tensor = field(repr=False)
     plan: ExchangePlan = field(repr=False)
     num_targets: int
+    extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         remember(self.edge_index, self.plan)
+        counts = interior_and_loops(self.edge_index, self.num_sources)
+        extent = extent_of(self.num_targets, *counts, device=self.edge_index.device)
+        vars(self)["extent"] = extent
 
     @property
     def group(self) -> Group:
@@ -130,6 +139,11 @@ class DeepEdges:
         return self.num_sources
 
     @property
+    def extent(self) -> torch.Tensor:
+        """Those of the owned nodes alone."""
+        return self.shard.extent
+
+    @property
     def local_edges(self) -> LocalEdges:
         """The edges, prepared to compare with them what a layer is given."""
         return self.shard.local_edges
@@ -137,6 +151,35 @@ class DeepEdges:
     def refreshed(self, values: torch.Tensor) -> torch.Tensor:
         """Give nodes of the halo what their owners have for them."""
         return self.shard.with_halo(values[: self.shard.num_sources])
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many nodes edges are about: owned sources, the halo, and targets."""
+
+    sources: int
+    halo: int
+    targets: int
+
+    @classmethod
+    def of(cls, edges: EdgeSet) -> Counts:
+        """Count; in compiled code, so that other graphs may have other numbers."""
+        if torch.compiler.is_compiling():
+            halo, sources = edges.plan.rows()
+            if isinstance(edges, DeepEdges):
+                return cls(sources + halo, 0, sources + halo)
+            targets, *_ = counts_in(edges.extent)
+            return cls(sources, halo, targets)
+        return cls(edges.num_sources, edges.num_halo, edges.num_targets)
+
+
+def loops_of(edges: EdgeSet, edge_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of edges that are no self loops, and of those that are."""
+    is_loop = edge_index[0] == edge_index[1]
+    if torch.compiler.is_compiling() and edge_index is edges.edge_index:
+        *_, loops = counts_in(edges.extent)
+        return positions(~is_loop, edge_index.shape[1] - loops), positions(is_loop, loops)
+    return (~is_loop).nonzero().view(-1), is_loop.nonzero().view(-1)
 
 
 def with_halo(edges: EdgeSet, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -12,8 +12,8 @@ from torch_geometric.nn.resolver import aggregation_resolver
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.running.edges import Counts
 from varcomm.graph.running.layers import EXACT_AGGREGATIONS
-from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 
@@ -23,7 +23,6 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Message: TypeAlias = Callable[..., torch.Tensor]
 
 
-@kept_from_compilation
 def message_passing(
     graph: PartitionedGraph | EdgeShard,
     message: Message,
@@ -104,10 +103,9 @@ def message_passing(
     messages = _messages("graph.message_passing", edges, message, ends, edge_values)
     target = edges.edge_index[1].index_select(0, _order(edges))
     # PyG is not typed
-    return aggregate(messages, target, dim_size=edges.num_targets, dim=0)  # type: ignore[no-any-return]
+    return aggregate(messages, target, dim_size=Counts.of(edges).targets, dim=0)  # type: ignore[no-any-return]
 
 
-@kept_from_compilation
 def edge_update(
     graph: PartitionedGraph | EdgeShard,
     update: Message,
@@ -160,14 +158,15 @@ def _messages(
     (source, target), (j, i) = ends, edges.edge_index
     begun = edges.plan.start(source)
     inner, outer = edges.interior, edges.boundary
-    x_j = source.index_select(0, j.index_select(0, inner))
+    x_j = begun.meanwhile(source).index_select(0, j.index_select(0, inner))
     x_i = target.index_select(0, i.index_select(0, inner))
     first = message(x_i, x_j, *(value.index_select(0, inner) for value in edge_values))
     _check_messages(name, edges, first, len(inner))
     # All that does not need the halo comes before it is waited for, here and so in backward.
     x_i = target.index_select(0, i.index_select(0, outer))
     values = [value.index_select(0, outer) for value in edge_values]
-    x_j = begun.wait().index_select(0, j.index_select(0, outer) - edges.num_sources)
+    begun.after(first)
+    x_j = begun.wait().index_select(0, j.index_select(0, outer) - Counts.of(edges).sources)
     last = message(x_i, x_j, *values)
     _check_messages(name, edges, last, len(outer), first)
     if first.dim() == 1:
@@ -214,7 +213,8 @@ def _checked(
         )
     source, target = x if isinstance(x, tuple | list) else (x, x)
     names = ("x", "x") if target is source else ("x of sources", "x of targets")
-    nodes = (edges.num_sources, edges.num_targets)
+    counts = Counts.of(edges)
+    nodes = (counts.sources, counts.targets)
     for name, value, rows in zip(names, (source, target), nodes, strict=True):
         _check_rows(name, value, rows, "nodes", edges, where)
     for number, value in enumerate(edge_values):
@@ -264,25 +264,51 @@ def _check_messages(
             )
 
 
+# What PyG makes of names of aggregations.
+_made: dict[str | tuple[Any, ...], Aggregation] = {}
+
+
 def _aggregation(aggr: Any, where: str) -> Aggregation:
     """Return the module that `aggr` stands for, if it is exact on a part of the graph."""
-    try:
-        if not isinstance(aggr, str | list | tuple | Aggregation):
-            raise TypeError(f"{type(aggr).__name__} is none of these")
-        module = aggregation_resolver(aggr)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"{where}aggr must be the name of an aggregation of PyG, several of them, or a module; "
-            f"got {aggr!r}: {error}."
-        ) from error
-    for part in module.modules():
-        if not isinstance(part, Aggregation):
-            continue
-        known = next(c for c in type(part).__mro__ if c.__module__.startswith("torch_geometric."))
-        own = known is Aggregation and type(part) is not Aggregation
-        if not own and known.__name__ not in EXACT_AGGREGATIONS:
+    if isinstance(aggr, Aggregation):
+        module = aggr
+    else:
+        name = tuple(aggr) if isinstance(aggr, list) else aggr
+        if why := _refusal(name):
             raise ArgumentError(
-                f"{where}{known.__name__} is not known to be exact on a part of the graph. Known "
-                f"are {', '.join(sorted(EXACT_AGGREGATIONS))}, and own subclasses of Aggregation."
+                f"{where}aggr must be the name of an aggregation of PyG, several of them, or a "
+                f"module; got {aggr!r}: {why}."
+            )
+        module = _made[name]
+    for part in module.modules():
+        if isinstance(part, Aggregation) and (known := _inexact(type(part))) is not None:
+            raise ArgumentError(
+                f"{where}{known} is not known to be exact on a part of the graph. Known are "
+                f"{', '.join(sorted(EXACT_AGGREGATIONS))}, and own subclasses of Aggregation."
             )
     return module
+
+
+def _refusal(name: Any) -> str:
+    """Let PyG make what a name, or several, stand for; return why it cannot, if it cannot."""
+    try:
+        if not isinstance(name, str | tuple):
+            raise TypeError(f"{type(name).__name__} is none of these")
+        _made[name] = aggregation_resolver(name)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _inexact(kind: type[Aggregation]) -> str | None:
+    """Return how PyG calls the aggregation that a class is of, unless that is exact, or one's own.
+
+    An aggregation of one's own derives from PyG's base class and nothing else there.
+    """
+    known = next(c for c in kind.__mro__ if c.__module__.startswith("torch_geometric."))
+    own = known is Aggregation and kind is not Aggregation
+    return None if own or known.__name__ in EXACT_AGGREGATIONS else known.__name__
+
+
+# torch.compiler.assume_constant_result, but for importing the compiler into every program
+vars(_refusal)["_dynamo_marked_constant"] = vars(_inexact)["_dynamo_marked_constant"] = True

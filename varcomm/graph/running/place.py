@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,6 +16,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.running.edges import DeepEdges, EdgeSet
+from varcomm.graph.running.rebind import Rebinding
+from varcomm.graph.running.when_run import check_when_run, numbered
 from varcomm.layout import holds_integers
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.library import fake_mode, is_traced, refuse_linearize
@@ -42,11 +45,33 @@ class Place:
     _claims: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _running: list[EdgeSet] = field(default_factory=list)
     _without_loops: dict[EdgeSet, LocalEdges] = field(default_factory=dict)
+    #: what layers have made of several types of edges, and keep
+    joined: dict[Any, Any] = field(default_factory=dict)
+    #: what has exchanged functions in a model, and the modules of this model
+    rebind: Rebinding | None = None
+    modules: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
+    #: whether there are copies of the model
+    is_shared: bool = False
     # None outside of a call that exchanges for several layers
     _steps: int | None = None
+    number: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = numbered(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        self.is_shared = True
         return self
+
+    def move(self, graph: PartitionedGraph) -> None:
+        """Take another graph, and let all that runs here run on it.
+
+        What has been compiled finds the same place, and need not be compiled anew.
+        """
+        self.graph = graph
+        self._claims, self._without_loops, self.joined = WeakTensorKeyDictionary(), {}, {}
+        for name in ("_deep", "_by_plan"):
+            vars(self).pop(name, None)
 
     @property
     def group(self) -> Group:
@@ -97,12 +122,21 @@ class Place:
         finally:
             self._running.pop()
 
+    @kept_from_compilation
     def claim(self, edge_index: torch.Tensor, edges: EdgeSet) -> None:
         """Let a tensor be of these edges, as long as it lives."""
         self._claims[edge_index] = edges
 
     def known(self, edge_index: torch.Tensor) -> EdgeSet | None:
         """Return which edges these are, if the tensor itself tells it."""
+        if torch.compiler.is_compiling() and len(self.edge_sets) == 1:
+            # which compiled code tells from being the same tensor, and not by looking it up
+            (edges,) = self.edge_sets.values()
+            return edges if edge_index is edges.edge_index else None
+        return self._looked_up(edge_index)
+
+    @kept_from_compilation
+    def _looked_up(self, edge_index: torch.Tensor) -> EdgeSet | None:
         claimed: EdgeSet | None = self._claims.get(edge_index)
         plan = plan_of(edge_index)
         return self._by_plan.get(plan) if claimed is None and plan is not None else claimed
@@ -124,12 +158,16 @@ class Place:
                 f"{where}cannot tell which type these edges are of. Call the layer with "
                 "graph.edge_index_dict, or with the edges of one type, graph[edge_type].edge_index."
             )
+        if not torch.compiler.is_compiling():
+            self._check_plan(edge_index, edges, where)
+        return edges
+
+    def _check_plan(self, edge_index: torch.Tensor, edges: EdgeSet, where: str) -> None:
         if plan_of(edge_index) not in (None, edges.plan):
             raise ArgumentError(
                 f"{where}these are the edges of another graph than the one that the model is "
                 f"distributed on. {_AGAIN}"
             )
-        return edges
 
     def checked(self, edge_index: Any, where: str) -> EdgeSet:
         """Return which edges these are; raise unless they are in the graph, or self loops."""
@@ -151,6 +189,14 @@ class Place:
         edges = self.edges_of(edge_index, where)
         if edge_index is edges.edge_index:
             return edges
+        if torch.compiler.is_compiling():
+            check_when_run(edge_index, self.number, self._which(edges))
+            return edges
+        self.check(edge_index, edges, where)
+        return edges
+
+    def check(self, edge_index: torch.Tensor, edges: EdgeSet, where: str) -> None:
+        """Raise unless these edges are among the others, or self loops."""
         sources, targets = edges.num_sources + edges.num_halo, edges.num_targets
         if edge_index.numel() and not (
             int(edge_index.min()) >= 0
@@ -168,7 +214,16 @@ class Place:
                 "of graph.edge_index may be left out, and self loops added, but no others. "
                 f"{_AGAIN}"
             )
-        return edges
+
+    def check_one_of(self, edge_index: torch.Tensor, which: int) -> None:
+        """Do what :meth:`checked` leaves for when compiled code runs."""
+        edges = [*self.edge_sets.values()][which]
+        with checking("propagate", self.group) as where:
+            self._check_plan(edge_index, edges, where)
+            self.check(edge_index, edges, where)
+
+    def _which(self, edges: EdgeSet) -> int:
+        return next(k for k, known in enumerate(self.edge_sets.values()) if known is edges)
 
     def _local_edges(self, edges: EdgeSet) -> LocalEdges:
         kinds = [kind for kind, known in self.edge_sets.items() if known is edges]
@@ -179,7 +234,6 @@ class Place:
             self._without_loops[edges] = LocalEdges(edges.edge_index, sources, loops=False)
         return self._without_loops[edges]
 
-    @kept_from_compilation
     def checked_in(self, name: str, edge_index: Any) -> EdgeSet:
         """Return which edges these are, for a call of that name."""
         with checking(name, self.group) as where:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.edges import EdgeSet, with_halo
+from varcomm.graph.running.edges import Counts, EdgeSet, with_halo
 from varcomm.graph.running.place import Place
 from varcomm.graph.running.tied import tied
 from varcomm.graph.running.turned import TurnedEdges, turned
@@ -135,10 +135,10 @@ class _WithHalos:
         own: Callable[..., Any] = getattr(type(self.layer), self.method)
         return tied(own(self.layer, edge_index, size=size, **values), values.values())
 
-    @kept_from_compilation
     def _exchange(self, edge_index: Any, values: Values) -> tuple[tuple[int, int], Values]:
         edges = self._checked(edge_index, values)
-        return _size(edges), self._paired(edges, values)
+        counts = Counts.of(edges)
+        return (counts.sources + counts.halo, counts.targets), self._paired(edges, values)
 
     @kept_from_compilation
     def _turn(self, edge_index: Any, values: Values) -> tuple[TurnedEdges, tuple[int, int], Values]:
@@ -158,14 +158,16 @@ class _WithHalos:
                 if is_needed and not value.requires_grad:
                     value = value.detach().requires_grad_()
                 values[name] = met.turned.plan(value)
-        return met.turned, _size(met.turned.edges), values
+        edges = met.turned.edges
+        return met.turned, (edges.num_sources + edges.num_halo, edges.num_targets), values
 
     def _checked(self, edge_index: Any, values: Values) -> EdgeSet:
         with checking(self.method, self.place.group) as where:
             edges = self.place.checked(edge_index, where)
             if self.method == "propagate":
                 self.place.step(where)
-            rows = edges.num_sources, edges.num_targets
+            counts = Counts.of(edges)
+            rows = counts.sources, counts.targets
             if self.layer.flow == "target_to_source":
                 rows = rows[::-1]
                 for name in self.reads.at_edges:
@@ -212,11 +214,6 @@ def _is_compiled(layer: MessagePassing, method: str) -> bool:
 
 def _with_ending(ending: str, names: Sequence[str]) -> frozenset[str]:
     return frozenset(name.removesuffix(ending) for name in names if name.endswith(ending))
-
-
-def _size(edges: EdgeSet) -> tuple[int, int]:
-    """Return the numbers of sources and of targets, in which PyG thinks."""
-    return edges.num_sources + edges.num_halo, edges.num_targets
 
 
 def _check_rows(

@@ -57,6 +57,17 @@ class Rebinding:
         self._rebuilt: dict[FunctionType, FunctionType] = {}
         self._kinds: dict[type, type] = {}
         self._passed: set[type] = set()
+        self._seen: list[tuple[Callable[[], Mapping[str, Any]], dict[str, Any]]] = []
+
+    def is_current(self) -> bool:
+        """Return whether all names that have been looked at still mean what they meant then."""
+        return all(
+            len(now := look()) == len(then) and all(now.get(k, self) is v for k, v in then.items())
+            for look, then in self._seen
+        )
+
+    def _look(self, look: Callable[[], Mapping[str, Any]]) -> None:
+        self._seen.append((look, dict(look())))
 
     def check(self, module: torch.nn.Module, what: str) -> None:
         """Raise ArgumentError if code of a module's class reaches a function as none can rebind.
@@ -111,6 +122,8 @@ class Rebinding:
 
     def _exchanged(self, kind: type) -> type:
         """Return a class like `kind` in which methods are rebound; itself, if none needs to be."""
+        for owner in _classes(kind):
+            self._look(functools.partial(vars, owner))
         parts = {
             owner: {name: self._value(vars(owner)[name]) for name in self._affected(owner)}
             for owner in _classes(kind)
@@ -190,6 +203,7 @@ class Rebinding:
         if scope_of(function) is not own:
             return own
         if id(own) not in self._scopes:
+            self._look(lambda: own)
             # by its name torch.compile would find the module, and there what ours stand for
             self._scopes[id(own)] = {key: own[key] for key in own if key != "__name__"}
         scope = self._scopes[id(own)]
@@ -199,6 +213,7 @@ class Rebinding:
 
     def _cell(self, cell: CellType) -> CellType:
         held = content(cell)
+        self._look(lambda: {"": content(cell)})
         return CellType(self._value(held)) if self._affects(held) else cell
 
     def _module(
@@ -214,6 +229,7 @@ class Rebinding:
         modules it was reached.
         """
         new, within = {}, (*within, module)
+        self._look(lambda: dict(members(module, wanted)))
         for name, value in members(module, wanted):
             if not isinstance(value, ModuleType):
                 new[name] = self._value(value)

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from varcomm.ops.autograd import kept_from_compilation
-
 __all__ = ["tied"]
 
 
-@kept_from_compilation
 def tied(result: Any, others: Iterable[Any]) -> Any:
     """Return `result`, through whose tensors backward also comes to those in `others`.
 
@@ -28,7 +25,9 @@ def tied(result: Any, others: Iterable[Any]) -> Any:
     needed = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
     if not needed or not torch.is_grad_enabled():
         return result
-    return tree_map_only(torch.Tensor, lambda one: _Tied.apply(one, *needed), result)  # type: ignore[no-untyped-call]
+    # torch.compile takes no functions that have a rule for tangents, which it does not know
+    tie = _Tied if torch.compiler.is_compiling() else _TiedWithTangents
+    return tree_map_only(torch.Tensor, lambda one: tie.apply(one, *needed), result)  # type: ignore[no-untyped-call]
 
 
 class _Tied(torch.autograd.Function):
@@ -49,6 +48,10 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*gradients, *[None] * ctx.others)
+
+
+class _TiedWithTangents(_Tied):
+    """The same in forward mode."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch_geometric.utils import remove_self_loops
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.edges import DeepEdges, EdgeSet, with_halo
+from varcomm.graph.running.edges import Counts, DeepEdges, EdgeSet, loops_of, with_halo
 from varcomm.graph.running.layers.self_loops import looped_nodes
 from varcomm.graph.running.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
@@ -35,7 +34,6 @@ def gcn_norm_at(place: Place) -> Callable[..., Any]:
     ``flow="target_to_source"`` also one back. As much in backward, if weights are differentiated.
     """
 
-    @kept_from_compilation
     def gcn_norm(
         edge_index: torch.Tensor,
         edge_weight: torch.Tensor | None = None,
@@ -49,8 +47,9 @@ def gcn_norm_at(place: Place) -> Callable[..., Any]:
         weight = _column(edge_weight, edge_index, dtype)
         if add_self_loops:
             nodes = looped_nodes(place, edge_index, num_nodes)
-            fill, owned = 2.0 if improved else 1.0, edges.num_targets
-            edge_index, weight = _with_loops(edge_index, weight, nodes, owned, fill)
+            fill, owned = 2.0 if improved else 1.0, Counts.of(edges).targets
+            at = loops_of(edges, edge_index)
+            edge_index, weight = _with_loops(edge_index, weight, at, nodes, owned, fill)
         if flow == "source_to_target":
             degree = _at_targets(edges, edge_index, weight)
         else:
@@ -70,7 +69,6 @@ def get_laplacian_at(place: Place) -> Callable[..., Any]:
     None, one from it. As much in backward, if weights are differentiated.
     """
 
-    @kept_from_compilation
     def get_laplacian(
         edge_index: torch.Tensor,
         edge_weight: torch.Tensor | None = None,
@@ -85,7 +83,8 @@ def get_laplacian_at(place: Place) -> Callable[..., Any]:
                     f"{where}normalization must be None, 'sym' or 'rw'; got {normalization!r}."
                 )
         weight = _column(edge_weight, edge_index, dtype)
-        edge_index, weight = remove_self_loops(edge_index, weight)
+        others, _ = loops_of(edges, edge_index)
+        edge_index, weight = edge_index[:, others], weight[others]
         degree = _at_sources(edges, edge_index, weight)
         source, target = edge_index
         if normalization == "sym":
@@ -141,18 +140,26 @@ def _column(
 
 
 def _with_loops(
-    edge_index: torch.Tensor, weight: torch.Tensor, nodes: torch.Tensor, owned: int, fill: float
+    edge_index: torch.Tensor,
+    weight: torch.Tensor,
+    at: tuple[torch.Tensor, torch.Tensor],
+    nodes: torch.Tensor,
+    owned: int,
+    fill: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a self loop to each of these nodes; one that there is keeps its weight."""
-    is_loop = edge_index[0] == edge_index[1]
+    """Give a self loop to each of these nodes; one that there is keeps its weight.
+
+    `at` is where there are other edges, and where self loops.
+    """
+    others, loop = at
     loops = weight.new_full((owned, 1), fill)
-    loops[edge_index[0, is_loop]] = weight[is_loop]
-    edge_index = torch.cat([edge_index[:, ~is_loop], nodes.expand(2, -1)], dim=1)
-    return edge_index, torch.cat([weight[~is_loop], loops[nodes]])
+    loops[edge_index[0, loop]] = weight[loop]
+    edge_index = torch.cat([edge_index[:, others], nodes.expand(2, -1)], dim=1)
+    return edge_index, torch.cat([weight[others], loops[nodes]])
 
 
 def _at_targets(edges: EdgeSet, edge_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    degree = weight.new_zeros(edges.num_targets, 1).index_add(0, edge_index[1], weight)
+    degree = weight.new_zeros(Counts.of(edges).targets, 1).index_add(0, edge_index[1], weight)
     return edges.refreshed(degree) if isinstance(edges, DeepEdges) else degree
 
 
@@ -162,9 +169,10 @@ def _at_sources(edges: EdgeSet, edge_index: torch.Tensor, weight: torch.Tensor) 
             "edges are counted where they leave a node, and halos of several hops lack these. "
             "Partition the graph with hops=1."
         )
-    local = weight.new_zeros(edges.num_sources + edges.num_halo, 1)
+    counts = Counts.of(edges)
+    local = weight.new_zeros(counts.sources + counts.halo, 1)
     local = local.index_add(0, edge_index[0], weight)
-    return local[: edges.num_sources] + edges.plan.adjoint(local[edges.num_sources :])
+    return local[: counts.sources] + edges.plan.adjoint(local[counts.sources :])
 
 
 def _power(degree: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -22,7 +22,12 @@ Function = Callable[..., Any]
 
 
 def _pool_at(pool: Function, place: Place) -> Function:
-    return pools_for(place.graph)[pool]
+    """Return one that asks for the graph when it is called: a model may be moved to another."""
+
+    def pooled(x: Any, batch: Any, size: int | None = None) -> Any:
+        return pools_for(place.graph)[pool](x, batch, size)
+
+    return pooled
 
 
 FUNCTIONS: dict[Any, Callable[[Place], Function]] = {
@@ -30,6 +35,7 @@ FUNCTIONS: dict[Any, Callable[[Place], Function]] = {
     utils.get_laplacian: degrees.get_laplacian_at,
     utils.add_self_loops: self_loops.add_self_loops_at,
     utils.add_remaining_self_loops: self_loops.add_remaining_self_loops_at,
+    utils.remove_self_loops: self_loops.remove_self_loops_at,
     construct_bipartite_edge_index: hetero.hgt_edges_at,
     han_group: hetero.han_group_at,
     pyg.ChebConv.__norm__: degrees.cheb_norm_at,

@@ -49,7 +49,6 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
     Its sources are the sources of all types of edges, one type after the other, and its targets the
     nodes of all types. Halos of all types come in one exchange, rank by rank.
     """
-    joined: dict[Any, tuple[ExchangePlan, list[torch.Tensor]]] = {}
 
     @kept_from_compilation
     def construct_bipartite_edge_index(
@@ -68,9 +67,9 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
             sets = [place.checked(edge_index_dict[kind], where) for kind in src_offset_dict]
         offsets = tuple(src_offset_dict.values())
         which = (offsets, *(edges.plan for edges in sets))
-        if which not in joined:
-            joined[which] = _all_in_one(sets, offsets)
-        plan, numbers = joined[which]
+        if which not in place.joined:
+            place.joined[which] = _all_in_one(sets, offsets)
+        plan, numbers = place.joined[which]
         parts, attributes = [], []
         for edge_type, number in zip(src_offset_dict, numbers, strict=True):
             source, target = edge_index_dict[edge_type]

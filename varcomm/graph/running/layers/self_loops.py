@@ -9,11 +9,17 @@ import torch
 from torch_geometric import utils
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.running.edges import Counts, loops_of
 from varcomm.graph.running.place import Place
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.operator import checking
 
-__all__ = ["add_remaining_self_loops_at", "add_self_loops_at", "looped_nodes"]
+__all__ = [
+    "add_remaining_self_loops_at",
+    "add_self_loops_at",
+    "looped_nodes",
+    "remove_self_loops_at",
+]
 
 
 def add_self_loops_at(place: Place) -> Callable[..., Any]:
@@ -24,6 +30,20 @@ def add_self_loops_at(place: Place) -> Callable[..., Any]:
 def add_remaining_self_loops_at(place: Place) -> Callable[..., Any]:
     """Return PyG's ``add_remaining_self_loops`` for edges of a graph at a place."""
     return _without_counting(place, utils.add_remaining_self_loops)
+
+
+def remove_self_loops_at(place: Place) -> Callable[..., Any]:
+    """Return PyG's ``remove_self_loops``; in compiled code it knows how many there are."""
+
+    def remove_self_loops(
+        edge_index: torch.Tensor, edge_attr: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not torch.compiler.is_compiling():
+            return utils.remove_self_loops(edge_index, edge_attr)  # type: ignore[no-any-return]
+        others, _ = loops_of(place.edges_of(edge_index, ""), edge_index)
+        return edge_index[:, others], None if edge_attr is None else edge_attr[others]
+
+    return remove_self_loops
 
 
 def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) -> torch.Tensor:
@@ -40,14 +60,15 @@ def looped_nodes(place: Place, edge_index: torch.Tensor, num_nodes: int | None) 
     """
     with checking("add_self_loops", place.group) as where:
         edges = place.edges_of(edge_index, where)
-        if num_nodes is not None and num_nodes != edges.num_targets:
+        owned_nodes = Counts.of(edges).targets
+        if num_nodes is not None and num_nodes != owned_nodes:
             raise ArgumentError(
-                f"{where}num_nodes is {num_nodes}, but this rank owns {edges.num_targets} nodes. "
+                f"{where}num_nodes is {num_nodes}, but this rank owns {owned_nodes} nodes. "
                 "Take num_nodes=graph.num_nodes, or x.size(0)."
             )
         if num_nodes is None and None not in place.edge_sets:
             raise ArgumentError(f"{where}in a graph with types of edges, give num_nodes=x.size(0).")
-    nodes = torch.arange(edges.num_targets, device=edge_index.device)
+    nodes = torch.arange(owned_nodes, device=edge_index.device)
     if num_nodes is not None:
         return nodes
     graph = place.graph
@@ -73,7 +94,7 @@ def _without_counting(place: Place, original: Callable[..., Any]) -> Callable[..
         if num_nodes is not None:
             return original(edge_index, edge_attr, fill_value, num_nodes)  # type: ignore[no-any-return]
         nodes = looped_nodes(place, edge_index, None)
-        targets = place.edges_of(edge_index, "").num_targets
+        targets = Counts.of(place.edges_of(edge_index, "")).targets
         edge_index, edge_attr = original(edge_index, edge_attr, fill_value, targets)
         # all targets have a loop now, behind the other edges; those stay that are to have one
         straight = edge_index.shape[1] - targets

@@ -1,0 +1,78 @@
+"""Write ``compiled_layers.md``: which layers go into one graph of torch.compile.
+
+Run it from the root of the repository, after PyG, PyTorch or ``varcomm/graph/running`` have
+changed: ``python docs/make_compiled_layers.py``. It compiles each layer that the tests have, on two
+ranks, which takes minutes.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+import varcomm
+from tests.graph.layers import LAYERS, example
+
+PAGE = Path(__file__).with_name("compiled_layers.md")
+
+# A process that has compiled many graphs keeps much of them.
+AT_ONCE = 12
+
+HEAD = """\
+# Layers under torch.compile
+
+Of `varcomm.graph.distribute(layer, graph)`, what `torch.compile(layer, fullgraph=True)` does: "one
+graph" where outputs and gradients are those without it, compared on two ranks in fp64 to 1e-12;
+else the graph breaks, for the reason given, and without `fullgraph=True` the layer runs in parts.
+
+This page is made by `docs/make_compiled_layers.py`, which compiles each of them, with torch
+{torch} and the backend `aot_eager`.
+
+| layer, as the tests have it | |
+| --- | --- |
+"""
+
+
+def outcome(layer, model, call, graph):
+    """Return the output and the gradients of parameters."""
+    torch.manual_seed(0)
+    out = layer.call(call, graph, graph.edge_index)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return out, torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
+
+
+def compiled(rank, names):
+    """Return what becomes of each of these layers."""
+    torch.set_num_threads(1)
+    graph, verdicts = varcomm.graph.partition(example(), method="random"), []
+    for name in names:
+        torch.manual_seed(0)
+        layer = LAYERS[name]
+        model = varcomm.graph.distribute(layer.make().double(), graph)
+        want = outcome(layer, model, model, graph)
+        torch._dynamo.reset()
+        fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+        try:
+            got = outcome(layer, model, fast, graph)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            verdicts.append(f"breaks: {str(error).splitlines()[0]}")
+            continue
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        verdicts.append("one graph")
+    return verdicts
+
+
+def main() -> None:
+    """Write the page."""
+    names, verdicts = [*LAYERS], []
+    for first in range(0, len(names), AT_ONCE):
+        some, others = varcomm.launch(compiled, 2, names[first : first + AT_ONCE])
+        pairs = zip(some, others, strict=True)
+        verdicts += [max(pair, key=lambda verdict: verdict != "one graph") for pair in pairs]
+    rows = [f"| {name} | {told} |\n" for name, told in zip(names, verdicts, strict=True)]
+    PAGE.write_text(HEAD.format(torch=torch.__version__.partition("+")[0]) + "".join(rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

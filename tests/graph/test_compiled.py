@@ -1,0 +1,188 @@
+"""Distributed models in one graph of torch.compile, forward and backward, and moved to others."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch_geometric import nn as pyg
+from torch_geometric.data import HeteroData
+
+from tests.graph.graphs import split_by, wild
+from varcomm.data_parallel import sum_gradients
+from varcomm.errors import ArgumentError
+from varcomm.graph import distribute, partition
+from varcomm.models.mesh_graph_net import MeshGraphNet
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+MODELS = {
+    "SAGE": lambda: pyg.GraphSAGE(4, 6, 2, 2),
+    "GAT": lambda: pyg.GATConv(4, 2),
+    "GCN": lambda: pyg.GCN(4, 6, 2, 2),
+    "MeshGraphNet": lambda: MeshGraphNet(4, 3, 2, hidden_channels=6, num_blocks=2),
+}
+
+
+def stats():
+    """Return how often graphs have been compiled, and how often they broke."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def fresh():
+    """Forget what was compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+class Step(torch.nn.Module):
+    """A model and its loss, on a graph that may be exchanged."""
+
+    def __init__(self, model, graph):
+        super().__init__()
+        self.model, self.graph = model, graph
+
+    def forward(self, x, edge_index, edge_attr, y, mask):
+        more = (edge_attr,) if isinstance(self.model, MeshGraphNet) else ()
+        out = self.model(x, edge_index, *more)
+        return out, self.graph.mean(F.mse_loss(out, y, reduction="none"), mask)
+
+
+def outcome(step, call, graph):
+    """Return outputs, loss, gradients."""
+    x = graph.x.clone().requires_grad_()
+    out, loss = call(x, graph.edge_index, graph.edge_attr, graph.y, graph.train_mask)
+    return out, loss, torch.autograd.grad(loss, [x, *step.parameters()])
+
+
+def check(rank, name, backend, dynamic, cases, ranks):
+    fresh()
+    torch.manual_seed(0)
+    model, counts = MODELS[name]().double(), []
+    graphs = [
+        partition(wild(nodes), method=split_by(method, nodes, ranks)) for nodes, method in cases
+    ]
+    step = Step(distribute(model, graphs[0]), graphs[0])
+    # before anything has run
+    fast = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)
+    for graph in graphs:
+        distribute(model, graph)
+        step.graph = graph
+        got, want = outcome(step, fast, graph), outcome(step, step, graph)
+        torch.testing.assert_close(got, want, **CLOSE)
+        counts.append(stats())
+    return counts
+
+
+CASES = [(24, "random"), (31, "block"), (43, "random")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_graphs_run_through_the_same_code(worlds, name):
+    """Of other sizes, with other neighbours.
+
+    Where one of the sizes is 0 or 1, or two of a graph are the same, torch.compile makes code for
+    that alone: so there may be another code for the second graph, but not for the third.
+    """
+    counts = worlds.run(2, check, name, "aot_eager", True, CASES, 2, timeout=300)
+    for (first, _), (second, _), (third, broken) in counts:
+        assert (first, broken) == (1, 0)
+        assert second <= 2
+        assert third == second
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_in_other_worlds_and_where_a_rank_owns_nothing(worlds, ranks):
+    cases = [(24, "random"), (31, "a rank owns nothing"), (43, "block")]
+    counts = worlds.run(ranks, check, "SAGE", "aot_eager", True, cases, ranks, timeout=300)
+    assert all(broken == 0 and compiled <= 2 for rank in counts for compiled, broken in rank)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor(worlds, dynamic):
+    name = "GAT" if dynamic else "SAGE"
+    counts = worlds.run(2, check, name, "inductor", dynamic, CASES[:1], 2, timeout=300)
+    assert counts == [[(1, 0)]] * 2
+
+
+def other_edges(rank):
+    """Compiled code refuses edges that are not in the graph, when it runs and before it sends."""
+    fresh()
+    graph = partition(wild(), method="block")
+    torch.manual_seed(0)
+    model = distribute(pyg.SAGEConv(4, 4).double(), graph)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    part = graph.edge_index[:, ::2].clone()
+    torch.testing.assert_close(fast(graph.x, part), model(graph.x, part), **CLOSE)
+    beyond = part.clone()
+    beyond[1, 0] = graph.num_owned
+    to_all = torch.stack([torch.zeros_like(part[0]), torch.arange(part.shape[1]) % graph.num_owned])
+    with pytest.raises(ArgumentError, match="edges reach beyond the"):
+        fast(graph.x, beyond)
+    with pytest.raises(ArgumentError, match="some edges are not in the graph"):
+        fast(graph.x, to_all)
+    with pytest.raises(ArgumentError, match="these are the edges of another graph"):
+        fast(graph.x, partition(wild(), method="random").edge_index)
+    # of shapes, while it is compiled
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rows, but this rank owns"):
+        fast(graph.x[1:], part)
+
+
+def test_what_is_wrong_is_an_error_as_well(worlds):
+    assert worlds.run(2, other_edges, timeout=300) == [None] * 2
+
+
+def summed(rank):
+    """Gradients of replicated parameters, summed over ranks, compiled or not."""
+    fresh()
+    data = wild()
+    graph = partition(data, method="random")
+    torch.manual_seed(0)
+    model = pyg.GraphSAGE(4, 6, 2, 2).double()
+    steps = [Step(distribute(copy.deepcopy(model), graph), graph) for _ in range(2)]
+    fast = torch.compile(steps[0], backend="aot_eager", fullgraph=True)
+    given = graph.x, graph.edge_index, graph.edge_attr, graph.y, graph.train_mask
+    for step, call in zip(steps, (fast, steps[1]), strict=True):
+        call(*given)[1].backward()
+        sum_gradients(step)
+    alone = F.mse_loss(model(data.x, data.edge_index), data.y, reduction="none")
+    alone[data.train_mask].mean().backward()
+    of_both = [[p.grad for p in one.parameters()] for one in (*steps, model)]
+    torch.testing.assert_close(of_both[0], of_both[1], **CLOSE)
+    torch.testing.assert_close(of_both[0], of_both[2], **CLOSE)
+
+
+def test_gradients_of_replicated_parameters(worlds):
+    assert worlds.run(2, summed, timeout=300) == [None] * 2
+
+
+def in_parts(rank):
+    """What no single graph can hold is compiled in parts: halos of hops, and types of edges."""
+    fresh()
+    data = wild()
+    torch.manual_seed(0)
+    deep = partition(data, method="random", hops=2)
+    block = distribute(pyg.GCN(4, 6, 2, 2).double(), deep)
+    typed = HeteroData(
+        paper={"x": data.x},
+        author={"x": data.x[:7]},
+        paper__cites__paper={"edge_index": data.edge_index},
+        author__writes__paper={"edge_index": data.edge_index.remainder(7)},
+    )
+    parts = partition(typed, method="random")
+    convs = {kind: pyg.SAGEConv((4, 4), 3) for kind in typed.edge_types}
+    layer = distribute(pyg.HeteroConv(convs).double(), parts)
+    for model, given in (
+        (block, (deep.x, deep.edge_index)),
+        (layer, (parts.x_dict, parts.edge_index_dict)),
+    ):
+        got = torch.compile(model, backend="aot_eager")(*given)
+        torch.testing.assert_close(got, model(*given), **CLOSE)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(*given)
+    return stats()[1]
+
+
+def test_halos_of_hops_and_types_of_edges_break_the_graph(worlds):
+    assert min(worlds.run(2, in_parts, timeout=300)) > 0
