@@ -1,5 +1,7 @@
 """Pools of ranks that live as long as the session: each start costs seconds of imports."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -35,6 +37,8 @@ class Worlds:
 
 
 def _on_one_thread(rank, fn, *args):
+    warnings.simplefilter("error")  # as pyproject.toml says of this process
+    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     return fn(rank, *args)
