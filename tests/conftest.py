@@ -9,6 +9,12 @@ from varcomm.testing import Ranks
 
 WORLDS = (1, 2, 3, 5)
 
+# What its use of torch and of Python 3.13 is warned of
+OF_TORCH_GEOMETRIC = (
+    ".torch.jit.script. is deprecated",
+    "Failing to pass a value to the .type_params. parameter of .typing._eval_type.",
+)
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -37,8 +43,10 @@ class Worlds:
 
 
 def _on_one_thread(rank, fn, *args):
-    warnings.simplefilter("error")  # as pyproject.toml says of this process
-    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+    for kind in (DeprecationWarning, FutureWarning):  # as pyproject.toml says of this process
+        warnings.simplefilter("error", kind)
+    for message in OF_TORCH_GEOMETRIC:
+        warnings.filterwarnings("ignore", message)
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     return fn(rank, *args)
