@@ -72,7 +72,7 @@ def test_reverse_over_forward_mode_ends(worlds, name):
 
 def jit_trace(op, x):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit.trace. is deprecated")
         return torch.jit.trace(op, (x,), check_trace=False)
 
 
