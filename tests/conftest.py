@@ -1,11 +1,21 @@
 """Pools of ranks that live as long as the session: each start costs seconds of imports."""
 
+import warnings
+
 import pytest
 import torch
 
 from varcomm.testing import Ranks
 
 WORLDS = (1, 2, 3, 5)
+
+ALLOWED = (
+    # torch_geometric's, of torch and of Python 3.13
+    ".torch.jit.script. is deprecated",
+    "Failing to pass a value to the .type_params. parameter of .typing._eval_type.",
+    # the backend serves them as long as torch has them
+    "`torch.distributed.all_(gather|reduce)_coalesced` will be deprecated",
+)
 
 
 def pytest_addoption(parser):
@@ -35,6 +45,10 @@ class Worlds:
 
 
 def _on_one_thread(rank, fn, *args):
+    for kind in (DeprecationWarning, FutureWarning):  # as pyproject.toml says of this process
+        warnings.simplefilter("error", kind)
+    for message in ALLOWED:
+        warnings.filterwarnings("ignore", message)
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     return fn(rank, *args)

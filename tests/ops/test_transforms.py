@@ -1,12 +1,9 @@
 """Transforms of torch around collectives; most are in tests/transforms."""
 
-import warnings
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import case
 from tests.ops.test_async import COMMUNICATE
@@ -64,25 +61,3 @@ def test_reverse_over_forward_mode_where_one_rank_is_linear(worlds, name):
 def test_reverse_over_forward_mode_ends(worlds, name):
     *_, (_, linear) = worlds.run(2, reverse_over_forward, name)
     assert linear == 0
-
-
-def compiled(rank, backend):
-    sizes = [2, 1]
-
-    def fn(x):
-        return varcomm.all_gather_v(x**2, sizes).sin() * varcomm.all_reduce(x.sum())
-
-    x = torch.arange(1.0, sizes[rank] + 1).requires_grad_()
-    want = fn(x)
-    (gradient,) = torch.autograd.grad(want.sum(), x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, of what it does not know
-        got = torch.compile(fn, backend=backend)(x)
-    (of_compiled,) = torch.autograd.grad(got.sum(), x)
-    return torch.allclose(got, want), torch.allclose(of_compiled, gradient)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_functions_break_their_graph_at_collectives(backend):
-    """In ranks of its own: the compiler stays in a process."""
-    assert varcomm.launch(compiled, 2, backend) == [(True, True)] * 2

@@ -230,7 +230,9 @@ def test_residual_in_a_wider_dtype(worlds):
 
 def allocations(fn):
     """Bytes of every single allocation of torch's, also of those that it frees at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         fn()
     events = profiled.profiler.kineto_results.events()
     return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]

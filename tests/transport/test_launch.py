@@ -199,7 +199,8 @@ def test_collectives_have_at_least_the_time_of_a_run(ranks):
         dist.barrier()
         return backend.options._timeout
 
-    assert min(ranks.run(limit, timeout=1e10)) >= timedelta(days=24)
+    # torch 2.15 rounds seconds to float32
+    assert min(ranks.run(limit, timeout=1e10)) > timedelta(days=24) - timedelta(seconds=1)
 
 
 def test_fn_must_be_callable(ranks):

@@ -306,6 +306,5 @@ def several_tensors_in_threads(rank):
     return failures
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed.all_.*_coalesced")
 def test_several_tensors_in_several_threads(mpi_worlds):
     assert mpi_worlds.run(2, several_tensors_in_threads, timeout=60) == [[], []]

@@ -130,7 +130,7 @@ class CheckpointWithoutOutput:
             return result, _kept(torch.empty(0, device="cpu"))
 
         result, anchor = run_again_in_backward(recorded, args)
-        run.node = anchor.grad_fn
+        run.anchor = anchor
         for index, output in enumerate(_tensors(result)):
             self._outputs.append(_Output(run, index, output))
             if output.grad_fn is not None:
@@ -144,10 +144,10 @@ class CheckpointWithoutOutput:
         # keep it as if this block were not there: by the hooks around it, or torch's own checks
         self._hooks.__exit__()
         try:
-            node = _kept(x.detach()).grad_fn
+            kept = _kept(x.detach())
         finally:
             self._hooks.__enter__()
-        return lambda: node.saved_tensors[0]  # type: ignore[union-attr]
+        return lambda: kept.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
 
 
 def _unpack(noted: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -186,7 +186,9 @@ class _Run:
     The notes own it, and it owns, by a node of the graph, all that torch's checkpoint has kept.
     """
 
-    node: Any  # asked for what it has saved, it lets torch's checkpoint run the function
+    # Its node, asked for what it has saved, lets torch's checkpoint run the function. Before torch
+    # 2.13, a node is gone with its tensor, whoever else holds it.
+    anchor: Any
 
     def __init__(self) -> None:
         self._layouts: list[tuple[object, ...]] | None = None
@@ -216,7 +218,7 @@ class _Run:
         """Return an output in a backward."""
         found = self._in_this_backward()
         if index not in found:
-            _ = self.node.saved_tensors
+            _ = self.anchor.grad_fn.saved_tensors
         output = found[index]
         self._end(_NO_BACKWARD)
         if output is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed import distributed_c10d as c10d
 
 from varcomm.transport.mpi import communicators, rounds
 from varcomm.transport.mpi.buffers import second_round, users
@@ -40,6 +41,9 @@ def register_backend(name: str) -> None:
     """Make the backend known to torch.distributed, once."""
     if name.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(name, _make, extended_api=True, devices=["cpu", "cuda"])
+        # torch 2.15 attaches its flight recorder to each new group of a backend that does not
+        # record for itself, and cannot to one that is written in Python.
+        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(name)
 
 
 def _make(options: Any, _: object) -> ProcessGroupMPI4Py:
