@@ -6,6 +6,7 @@ every operation under every transform, on one to three ranks, and takes a minute
 
 from pathlib import Path
 
+from tests.transforms.operations import OPERATIONS
 from tests.transforms.table import found, rows_and_notes
 from varcomm import Ranks
 
@@ -58,9 +59,13 @@ def page(merged) -> str:
 
 def main() -> None:
     """Write the page."""
+    merged = {}
     with Ranks(1) as one, Ranks(2) as two, Ranks(3) as three:
         pools = {1: one, 2: two, 3: three}
-        merged = found(lambda ranks, fn, *args: pools[ranks].run(fn, *args))
+        for column, names in OPERATIONS.items():
+            for name in names:
+                told = found(lambda ranks, *job: pools[ranks].run(*job), column, name)
+                merged |= {(column, title, name): text for title, text in told.items()}
     PAGE.write_text(page(merged))
 
 

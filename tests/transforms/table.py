@@ -63,19 +63,17 @@ WORLDS |= {"distributed models": (1, 2), "with `async_op=True`": (1, 2)}
 ON_ONE_RANK = ("primitives", "halo exchange")
 
 
-def found(run):
-    """Return the verdicts by column, transform and operation; they are the same on all ranks.
+def found(run, column, name):
+    """Return the verdicts on an operation, by transform; they are the same on all ranks.
 
     `run` takes a number of ranks, a function of the rank, and its arguments.
     """
     merged = {}
-    for ranks in (1, 2, 3):
-        for column, names in OPERATIONS.items():
-            for name in names if ranks in WORLDS[column] else ():
-                for told in run(ranks, verdicts, ranks, column, name):
-                    for title, text in told.items():
-                        known = merged.setdefault((column, title, name), text)
-                        assert known == text, (ranks, column, title, name, known, text)
+    for ranks in WORLDS[column]:
+        for told in run(ranks, verdicts, ranks, column, name):
+            for title, text in told.items():
+                known = merged.setdefault(title, text)
+                assert known == text, (ranks, column, name, title, known, text)
     return merged
 
 
@@ -107,3 +105,18 @@ def rows_and_notes(merged):
         lines.append(f"| {title} | {' | '.join(cells)} |")
     lines.append(f"| CUDA graph capture |{' not run [gpu] |' * len(OPERATIONS)}")
     return lines, [f"{number}. {text}" for text, number in numbers.items()]
+
+
+def read(page):
+    """Return the verdicts that a page tells, by column, transform and operation."""
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
+    merged = {}
+    for title in TRANSFORMS:
+        (row,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", page, re.MULTILINE)
+        for (column, names), said in zip(OPERATIONS.items(), row.split(" | "), strict=True):
+            alike = re.fullmatch(r"refused \[(\d+)\]", said)
+            common = {"-": NOTHING, **({said: notes[alike[1]]} if alike else {})}.get(said, WORKS)
+            merged |= {(column, title, name): common for name in names}
+            for some, note in re.findall(r"(`[^;]*`) refused \[(\d+)\]", said):
+                merged |= {(column, title, name): notes[note] for name in some[1:-1].split("`, `")}
+    return merged

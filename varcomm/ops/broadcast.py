@@ -178,6 +178,9 @@ def broadcast(
     ArgumentError
         Before any data moves: on every rank, if `tensor` on `src` is no dense tensor; on this rank,
         if `src` is no rank of the group.
+    DisagreementError
+        On every rank, if transforms of ``torch.func`` reach the tensor on `src`, and those that
+        others pass not in the same way.
     GroupError
         If this rank is not in `group`, or the group does not communicate on the tensor's device.
 

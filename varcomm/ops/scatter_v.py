@@ -78,6 +78,8 @@ def scatter_v(
         on this rank, if `sizes`, `dim` or `src` are wrong in themselves.
     DisagreementError
         On a rank whose `sizes` are not those of `src`.
+        On every rank, if transforms of ``torch.func`` reach the tensor on `src`, and those that
+        others pass not in the same way.
     GroupError
         If this rank is not in `group`, or the group does not communicate on the tensor's device.
 
