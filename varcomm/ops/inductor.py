@@ -2,10 +2,10 @@
 
 Other ranks wait for what a rank calls, so all have to call the same in the same order. A graph says
 so: each of our operators takes the token that the one before has given. Inductor drops tokens, and
-is to order the operators by dependencies of its own instead. These it writes down under the names
-of buffers and looks up under those of operations (torch 2.13), so that they have no effect, and two
-ranks whose shards differ wait for each other in different places. Here they are written down under
-the names under which they are looked up.
+is to order the operators by dependencies of its own instead. Up to torch 2.13 it writes these down
+under the names of buffers and looks them up under those of operations, so that they have no effect,
+and two ranks whose shards differ wait for each other in different places. Here they are written
+down under the names under which they are looked up. In torch 2.15 that is mended.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def keep_order(operator: OpOverload) -> None:
         first = len(V.graph.operations)
         result = pytree.tree_map(wrapped, ir.FallbackKernel.create(operator, *args, **kwargs))
         before = V.graph.effectful_ops.get(EffectType.ORDERED)
-        if before is not None:
+        looked_up = getattr(V.graph, "additional_star_deps", None)  # gone where it is mended
+        if before is not None and looked_up is not None:
             for made in V.graph.operations[first:]:
-                name = made.get_operation_name()
-                V.graph.additional_star_deps[name].add(before.get_name())
+                looked_up[made.get_operation_name()].add(before.get_name())
         return result
