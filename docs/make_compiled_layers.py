@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import varcomm
-from tests.graph.layers import LAYERS, example
+from tests.graph.layers import example
+from tests.graph.layers_beyond import LAYERS
 
 PAGE = Path(__file__).with_name("compiled_layers.md")
 
@@ -34,17 +35,18 @@ This page is made by `docs/make_compiled_layers.py`, which compiles each of them
 
 
 def outcome(layer, model, call, graph):
-    """Return the output and the gradients of parameters."""
+    """Return the output, and the gradients of features and parameters."""
     torch.manual_seed(0)
     out = layer.call(call, graph, graph.edge_index)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return out, torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
+    by = [graph.x, *model.parameters()]
+    return out, torch.autograd.grad(out.square().sum(), by, allow_unused=True)
 
 
 def compiled(rank, names):
     """Return what becomes of each of these layers."""
     torch.set_num_threads(1)
     graph, verdicts = varcomm.graph.partition(example(), method="random"), []
+    graph.x.requires_grad_()
     for name in names:
         torch.manual_seed(0)
         layer = LAYERS[name]
