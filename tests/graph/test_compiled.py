@@ -106,6 +106,26 @@ def test_inductor(worlds, dynamic):
     assert counts == [[(1, 0)]] * 2
 
 
+def marked(rank):
+    """Where sizes are marked as dynamic, those of halos are as well."""
+    fresh()
+    torch.manual_seed(0)
+    model = pyg.GraphSAGE(4, 6, 2, 2).double()
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for nodes, method in CASES:
+        graph = partition(wild(nodes), method=method)
+        distribute(model, graph)
+        x = graph.x.requires_grad_()
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(graph.edge_index, 1)
+        torch.testing.assert_close(fast(x, graph.edge_index), model(x, graph.edge_index), **CLOSE)
+    return stats()
+
+
+def test_sizes_that_are_marked_as_dynamic(worlds):
+    assert worlds.run(2, marked, timeout=300) == [(1, 0)] * 2
+
+
 def other_edges(rank):
     """Compiled code refuses edges that are not in the graph, when it runs and before it sends."""
     fresh()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch_geometric.nn import aggr, conv
 
+from tests.graph.layers_beyond import LAYERS
 from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,3 +40,11 @@ def test_the_lists_name_nothing_that_pyg_has_not():
     assert EXACT.keys() | REFUSED.keys() == set(conv.__all__)
     assert not EXACT.keys() & REFUSED.keys()
     assert all(hasattr(aggr, name) or name == "FusedAggregation" for name in EXACT_AGGREGATIONS)
+
+
+def test_the_page_of_compiled_layers_has_those_of_the_tests():
+    page = (DOCS / "compiled_layers.md").read_text()
+    told = dict(re.findall(r"^\| (.*?) \| (one graph|breaks: .+) \|$", page, re.MULTILINE))
+    assert told.keys() == LAYERS.keys(), "run: python docs/make_compiled_layers.py"
+    # what the tests of compiled models rely on
+    assert {told[name] for name in ("SAGEConv mean", "GATConv heads", "GCNConv")} == {"one graph"}

@@ -18,7 +18,11 @@ def extent_of(*counts: int, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor without elements whose shape tells these numbers."""
     shape = (*(count + _ABOVE for count in counts), 0)
     # products of numbers of rows, as strides are, may be larger than any int64
-    return torch.empty_strided(shape, [0] * len(shape), device=device)
+    extent = torch.empty_strided(shape, [0] * len(shape), device=device)
+    # torch._dynamo.maybe_mark_dynamic, but for importing the compiler into every program: whoever
+    # marks the sizes of features as dynamic means those of halos as well
+    vars(extent)["_dynamo_weak_dynamic_indices"] = set(range(len(counts)))
+    return extent
 
 
 def counts_in(extent: torch.Tensor) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import wire
+from varcomm.ops.extent import extent_of
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.plan.checks import checked_range
@@ -47,6 +48,11 @@ class Routes:
     def row_sum(self) -> RowSum:
         """How the adjoint sums, planned when it is first needed."""
         return RowSum(self.send_index, self.num_rows)
+
+    @cached_property
+    def extent(self) -> torch.Tensor:
+        """What tells compiled code how many rows this rank receives and owns."""
+        return extent_of(self.num_received, self.num_rows, device=self.send_index.device)
 
     @property
     def routes(self) -> Routes:

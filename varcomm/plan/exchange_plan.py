@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Self
 from zlib import crc32
@@ -15,7 +15,7 @@ from varcomm.layout import ShardSizes, checked_dim, checked_sizes
 from varcomm.ops import wire
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.extent import counts_in, extent_of
+from varcomm.ops.extent import counts_in
 from varcomm.ops.handle import Handle, start
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
@@ -60,15 +60,11 @@ class ExchangePlan(Routes):
     [([4.0], [0.0, 1.0]), ([1.0], [0.0, 0.0, 1.0])]
     """
 
-    #: tells compiled code how many rows this rank receives and owns
-    extent: torch.Tensor = field(init=False, repr=False)
-
     def __post_init__(self) -> None:
         # apart from the plan itself, so that what keeps them does not keep it in a circle
         routes = Routes(*(getattr(self, part.name) for part in fields(Routes)))
         known = {"number": numbered(routes), "row_sum": routes.row_sum}
-        extent = extent_of(routes.num_received, self.num_rows, device=self.send_index.device)
-        vars(self).update(known, num_received=routes.num_received, extent=extent)
+        vars(self).update(known, num_received=routes.num_received, extent=routes.extent)
 
     @classmethod
     def from_indices(

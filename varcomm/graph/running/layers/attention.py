@@ -28,7 +28,7 @@ def gps_forward_at(place: Place) -> Callable[..., Any]:
     def attention(
         self: Any, x: torch.Tensor, batch: torch.Tensor | None, where: str
     ) -> torch.Tensor:
-        sizes, pg = place.graph.node_sizes, place.group.process_group
+        sizes, pg = tuple(place.graph.node_sizes), place.group.process_group
         if len(x) != sizes[place.group.rank]:
             raise ArgumentError(
                 f"{where}x has {len(x)} rows, but this rank owns {sizes[place.group.rank]} nodes."
