@@ -46,8 +46,8 @@ there for machines that have one.
   layers, and what models compute, are cast as torch casts its own.
 - **Fake tensors** have the shapes, strides and dtypes of real results, in forward and backward,
   without a message. A plan may be made before the mode is entered.
-- `torch.compile` is another page of the same story: operators are its operators, see
-  [the architecture](architecture/index.md).
+- Inside of functions that **`torch.compile`** compiles, transforms of `torch.func` run as they are,
+  at a break of the graph: with `fullgraph=True` that is an error of the compiler.
 """
 
 

@@ -61,3 +61,33 @@ def test_reverse_over_forward_mode_where_one_rank_is_linear(worlds, name):
 def test_reverse_over_forward_mode_ends(worlds, name):
     *_, (_, linear) = worlds.run(2, reverse_over_forward, name)
     assert linear == 0
+
+
+def compiled_transforms(rank):
+    """Run as they are, at a break of the graph: torch's operators have no rules for transforms."""
+    sizes = [2, 1]
+    x = torch.arange(3.0 * sizes[rank]).view(3, sizes[rank]) + rank
+
+    def gather(x):
+        return varcomm.all_gather_v(x**2, sizes)
+
+    def later(x):
+        return varcomm.all_gather_v(x**2, sizes, async_op=True).wait()
+
+    answers = []
+    for fn in (gather, later):
+        for transformed in (
+            lambda x, fn=fn: torch.func.jvp(fn, (x[0],), (x[1],))[1],
+            lambda x, fn=fn: torch.func.vmap(fn)(x),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler's, of what it does not know
+                with varcomm.trace() as t:
+                    got = torch.compile(transformed, backend="eager")(x)
+            answers.append((torch.equal(got, transformed(x)), t.total.calls))
+    return answers
+
+
+def test_compiled_transforms_are_run_as_they_are():
+    # a value and a tangent, or one call for the batch
+    assert varcomm.launch(compiled_transforms, 2) == [[(True, 2), (True, 1)] * 2] * 2

@@ -12,7 +12,12 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.library import apply_in_graph, begin_in_graph, in_graph, is_traced
+from varcomm.ops.library import (
+    apply_in_graph,
+    begin_in_graph,
+    in_graph,
+    is_traced,
+)
 from varcomm.ops.operator import Operator, started
 from varcomm.transport.engine import Pending
 
@@ -66,7 +71,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
     """Apply an operator, so that it can be differentiated."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         result, _ = apply_in_graph(operator, x, None)
     else:
         result, _ = apply_with_token(operator, x, None)
@@ -79,10 +84,20 @@ def apply_with_token(
     """Apply an operator with the token of what it is a derivative of; return a token beside."""
     recorded = is_recorded(x, token)
     if torch._C._are_functorch_transforms_active():
-        return _ApplyInTransforms.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_in_transforms(x, token, operator, recorded)
     if recorded or _has_tangent(x) or (token is not None and _has_tangent(token)):
         return _Apply.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
     return _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+
+
+@kept_from_compilation
+def _apply_in_transforms(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply, where transforms of ``torch.func`` are compiled as well.
+
+    Torch operators have no rules for them: forward mode would be wrong without a word, and vmap
+    would send a message for each entry of a batch.
+    """
+    return _ApplyInTransforms.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _has_tangent(x: torch.Tensor) -> bool:

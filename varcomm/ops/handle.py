@@ -22,6 +22,7 @@ from varcomm.ops.autograd import (
     begin,
     is_recorded,
     joined,
+    kept_from_compilation,
 )
 from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.checks import checked_tensor
@@ -113,6 +114,9 @@ class _HandleInGraph(Handle):
 def start(operator: Operator, x: torch.Tensor) -> Handle:
     """Begin to communicate; the result belongs to the graph."""
     if torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            result = apply(operator.in_one_round, x)  # which runs it as it is, at once
+            return Handle(lambda: result)
         return _HandleInGraph(operator, x)
     begun = _start(operator, x, None)
     changed = (
@@ -148,8 +152,9 @@ class _Begun:
 
 def _start(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> _Begun:
     operator, shared = operator.in_one_round, _Shared()
-    node = _StartInTransforms if torch._C._are_functorch_transforms_active() else _Start
-    ticket = node.apply(x, token, operator, is_recorded(x, token), shared)  # type: ignore[no-untyped-call]
+    transformed = torch._C._are_functorch_transforms_active()
+    node = _start_in_transforms if transformed else _Start.apply
+    ticket = node(x, token, operator, is_recorded(x, token), shared)
     return _Begun(operator, x, _version(x), ticket, shared)
 
 
@@ -161,8 +166,9 @@ def _wait(begun: _Begun, changed: str) -> tuple[torch.Tensor, torch.Tensor]:
         compare(operator.group, call)
     if _version(begun.x) != begun.version:
         raise ArgumentError(changed)
-    node = _WaitInTransforms if torch._C._are_functorch_transforms_active() else _Wait
-    return node.apply(begun.x, begun.ticket, operator, begun.shared)  # type: ignore[no-any-return, no-untyped-call]
+    transformed = torch._C._are_functorch_transforms_active()
+    node = _wait_in_transforms if transformed else _Wait.apply
+    return node(begun.x, begun.ticket, operator, begun.shared)
 
 
 class _Start(torch.autograd.Function):
@@ -298,6 +304,16 @@ class _WaitInTransforms(_Wait):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         _keep(ctx, inputs[2], inputs[3], output[1])
+
+
+@kept_from_compilation
+def _start_in_transforms(*inputs: Any) -> torch.Tensor:
+    return _StartInTransforms.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@kept_from_compilation
+def _wait_in_transforms(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _WaitInTransforms.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _started(operator: Operator, x: torch.Tensor, recorded: bool, shared: _Shared) -> torch.Tensor:
