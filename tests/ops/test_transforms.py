@@ -1,9 +1,12 @@
 """Transforms of torch around collectives; most are in tests/transforms."""
 
+import warnings
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import case
 from tests.ops.test_async import COMMUNICATE
