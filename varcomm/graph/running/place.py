@@ -19,8 +19,8 @@ from varcomm.graph.running.edges import DeepEdges, EdgeSet
 from varcomm.graph.running.rebind import Rebinding
 from varcomm.graph.running.when_run import check_when_run, numbered
 from varcomm.layout import holds_integers
-from varcomm.ops.autograd import kept_from_compilation
-from varcomm.ops.library import fake_mode, is_traced, refuse_linearize
+from varcomm.ops.autograd import UNCOMPILED, kept_from_compilation
+from varcomm.ops.library import fake_mode, in_graph, is_traced, refuse_linearize
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.transport.group import Group
@@ -171,25 +171,15 @@ class Place:
 
     def checked(self, edge_index: Any, where: str) -> EdgeSet:
         """Return which edges these are; raise unless they are in the graph, or self loops."""
-        refuse_linearize(where, "aggregations")
-        mode: Any = fake_mode()
-        if mode is not None and not mode.allow_non_fake_inputs and not is_traced(edge_index):
-            raise ArgumentError(
-                f"{where}the graph's own tensors are no fakes. Take "
-                "FakeTensorMode(allow_non_fake_inputs=True)."
-            )
-        own = any(edge_index is known.edge_index for known in self.edge_sets.values())
-        if not own and is_traced(edge_index):
-            raise ArgumentError(
-                f"{where}the layer changes the edges, by self loops perhaps, and they cannot be "
-                "compared with those of the graph while they have no values. Change them before "
-                "the graph is partitioned, and have the layer leave them as they are "
-                "(add_self_loops=False)."
-            )
+        if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_exporting():  # which fails on its own guards, torch 2.13
+                raise ArgumentError(f"{where}{UNCOMPILED}")
+        else:
+            _refuse_tracers(edge_index, where)
         edges = self.edges_of(edge_index, where)
         if edge_index is edges.edge_index:
             return edges
-        if torch.compiler.is_compiling():
+        if in_graph(edge_index):
             check_when_run(edge_index, self.number, self._which(edges))
             return edges
         self.check(edge_index, edges, where)
@@ -243,3 +233,14 @@ class Place:
 def _are_edges(edge_index: torch.Tensor) -> bool:
     dense = edge_index.layout == torch.strided
     return dense and holds_integers(edge_index) and edge_index.shape[:-1] == (2,)
+
+
+def _refuse_tracers(edge_index: Any, where: str) -> None:
+    """Raise where what is recorded would be wrong, or cannot be."""
+    refuse_linearize(where, "aggregations")
+    mode: Any = fake_mode()
+    if mode is not None and not mode.allow_non_fake_inputs and not is_traced(edge_index):
+        raise ArgumentError(
+            f"{where}the graph's own tensors are no fakes. Take "
+            "FakeTensorMode(allow_non_fake_inputs=True)."
+        )
