@@ -211,7 +211,9 @@ def test_other_operators_pass_opcheck(compiling, name):
 def test_no_operator_is_forgotten():
     of_primitives = {name for name in PRIMITIVES if "from" not in name} - {"shard_v"}
     of_plans = {"exchange", "exchange_adjoint", "indexed_all_to_all_v_adjoint"}
-    assert {kind.name for kind in library.KINDS} == of_primitives | of_plans | set(OTHERS)
+    # lookups in tables are checked beside them, in tests/tensor_parallel
+    kinds = {kind.name for kind in library.KINDS if not kind.__module__.endswith("in_graph")}
+    assert kinds == of_primitives | of_plans | set(OTHERS)
 
 
 def other_sizes(rank, dynamic):

@@ -143,7 +143,8 @@ class Place:
 
     def edges_of(self, edge_index: Any, where: str) -> EdgeSet:
         """Return which edges these are, if they are edges at all."""
-        if type(edge_index) is not torch.Tensor or not _are_edges(edge_index):
+        plain = type(edge_index) is torch.Tensor or is_traced(edge_index)
+        if not plain or not _are_edges(edge_index):
             raise ArgumentError(
                 f"{where}edges must be given as graph.edge_index, of shape (2, E); got "
                 f"{type(edge_index).__name__}."
