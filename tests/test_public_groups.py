@@ -69,7 +69,10 @@ def ranks_taken(fn):
     for parameter in parameters:
         text = str(parameter.annotation)
         if parameter.name in NAMES or "Group" in text or "DeviceMesh" in text:
-            found[parameter.name] = kinds(evaluated(fn, parameter)), parameter.default
+            named = kinds(evaluated(fn, parameter))
+            if int in named:  # how many ranks, or which: what a simulation takes
+                continue
+            found[parameter.name] = named, parameter.default
     return found
 
 
