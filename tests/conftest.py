@@ -13,6 +13,8 @@ ALLOWED = (
     # torch_geometric's, of torch and of Python 3.13
     ".torch.jit.script. is deprecated",
     "Failing to pass a value to the .type_params. parameter of .typing._eval_type.",
+    # torch's own, where its module of distributed optimizers is imported
+    ".torch.jit.interface. is deprecated",
     # the backend serves them as long as torch has them
     "`torch.distributed.all_(gather|reduce)_coalesced` will be deprecated",
 )

@@ -43,7 +43,8 @@ def register_backend(name: str) -> None:
         dist.Backend.register_backend(name, _make, extended_api=True, devices=["cpu", "cuda"])
         # torch 2.15 attaches its flight recorder to each new group of a backend that does not
         # record for itself, and cannot to one that is written in Python.
-        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(name)
+        recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recording.add(name)
 
 
 def _make(options: Any, _: object) -> ProcessGroupMPI4Py:
