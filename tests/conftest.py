@@ -15,6 +15,8 @@ ALLOWED = (
     "Failing to pass a value to the .type_params. parameter of .typing._eval_type.",
     # torch.compile's own, where it follows an autograd.Function
     "<class 'torch.autograd.function.Function'> should not be instantiated",
+    # torch's own, where its module of distributed optimizers is imported
+    ".torch.jit.interface. is deprecated",
     # the backend serves them as long as torch has them
     "`torch.distributed.all_(gather|reduce)_coalesced` will be deprecated",
 )
