@@ -208,6 +208,12 @@ def test_other_operators_pass_opcheck(compiling, name):
     assert told == [[name, f"{name}_start", f"{name}_wait"]] * 2
 
 
+def test_order_of_a_ticket_passes_opcheck():
+    ticket = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    told = torch.library.opcheck(torch.ops.varcomm.not_before.default, (ticket, torch.ones(2)))
+    assert set(told.values()) == {"SUCCESS"}
+
+
 def test_no_operator_is_forgotten():
     of_primitives = {name for name in PRIMITIVES if "from" not in name} - {"shard_v"}
     of_plans = {"exchange", "exchange_adjoint", "indexed_all_to_all_v_adjoint"}

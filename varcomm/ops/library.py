@@ -34,6 +34,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.inductor import keep_order
@@ -93,10 +94,7 @@ def is_traced(x: torch.Tensor | None) -> bool:
         return True
     if x is None:
         return fake_mode() is not None
-    kind = type(x)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return False
-    return any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__)
+    return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 def fake_mode() -> object:
@@ -188,23 +186,18 @@ def torch_operator(kind: Kind) -> Kind:
     return kind
 
 
-_library.define("not_before(Tensor ticket, Tensor value) -> Tensor")
-_library.impl("not_before", lambda ticket, value: ticket.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "varcomm::not_before", lambda ticket, value: torch.empty_like(ticket), lib=_library
-)
-torch.library.register_autograd(
-    "varcomm::not_before", lambda ctx, of_ticket: (of_ticket, None), lib=_library
-)
-
-
+@torch.library.custom_op("varcomm::not_before", mutates_args=())
 def not_before(ticket: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of `ticket` that a graph knows only when it knows `value`.
 
     A compiler may compute things in any order in which each comes after what it is made of, and
     would wait at once for what has begun. With this the wait comes after what is to overlap.
     """
-    return torch.ops.varcomm.not_before(ticket, value)  # type: ignore[no-any-return]
+    return ticket.clone()
+
+
+not_before.register_fake(lambda ticket, value: torch.empty_like(ticket))
+not_before.register_autograd(lambda ctx, of_ticket: (of_ticket, None))
 
 
 class Meanwhile(torch.autograd.Function):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from math import prod
 from typing import Any, Self
-from weakref import WeakValueDictionary
 
 import torch
 
-from varcomm.errors import ArgumentError
 from varcomm.ops import wire
+from varcomm.ops.by_number import ByNumber
 from varcomm.ops.extent import extent_of
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
@@ -22,11 +20,6 @@ from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, named
 
 __all__ = ["Exchange", "ExchangeAdjoint", "IndexedAllToAllV", "Routes", "numbered"]
-
-
-# Plans that are alive, by the numbers under which graphs know them.
-_plans: WeakValueDictionary[int, Routes] = WeakValueDictionary()
-_numbers = count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +57,7 @@ class Routes:
 class Numbered:
     """What a graph knows of a plan: what shapes depend on, and by which number to find it.
 
-    So other plans go through the same compiled code, whoever their neighbours are. A tensor,
-    because torch.compile takes the ints of a module for constants.
+    So other plans go through the same compiled code, whoever their neighbours are.
     """
 
     group: Group
@@ -86,13 +78,9 @@ class Numbered:
         ArgumentError
             If nobody has kept it.
         """
-        found = _plans.get(int(self.number))
-        if found is None:
-            raise ArgumentError(
-                f"exchange on {self.group}: the plan of a traced or compiled graph exists no "
-                "longer. Keep it as long as the graph."
-            )
-        return found
+        return _plans.find(
+            self.number, f"exchange on {self.group}: the plan of a traced or compiled graph"
+        )
 
 
 class Unchecked(Routes):
@@ -112,11 +100,13 @@ class Unchecked(Routes):
         return self
 
 
+_plans: ByNumber[Routes] = ByNumber()
+
+
 def numbered(routes: Routes) -> torch.Tensor:
     """Return a number for the plan; whoever holds that tensor keeps the plan."""
-    number = torch.tensor(next(_numbers))
+    number = _plans.give(routes)
     number.routes = routes  # type: ignore[attr-defined]
-    _plans[int(number)] = routes
     return number
 
 

@@ -17,7 +17,7 @@ from varcomm.graph.local_edges import LocalEdges, plan_of
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.running.edges import DeepEdges, EdgeSet
 from varcomm.graph.running.rebind import Rebinding
-from varcomm.graph.running.when_run import check_when_run, numbered
+from varcomm.graph.running.when_run import PLACES, check_when_run
 from varcomm.layout import holds_integers
 from varcomm.ops.autograd import UNCOMPILED, kept_from_compilation
 from varcomm.ops.library import fake_mode, in_graph, is_traced, refuse_linearize
@@ -57,7 +57,7 @@ class Place:
     number: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.number = numbered(self)
+        self.number = PLACES.give(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         self.is_shared = True
