@@ -1,0 +1,184 @@
+"""What the examples have in common: their options, what they cost, and whether ranks agree with one.
+
+Nothing here is needed to use varcomm; it keeps the examples to what they are about.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from tqdm import tqdm
+
+import varcomm as vc
+
+LIMITS = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-4, 1e-3)}  # of losses, of gradients
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of an example, all of which know ``--smoke``: what to set to be done in seconds."""
+
+    def __init__(self, description: str | None, smoke: dict[str, Any]) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=form)
+        self.smoke = smoke
+        said = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in smoke.items())
+        self.add_argument("--smoke", action="store_true", help=f"a quick look: {said}")
+
+    def add_whole(self, name: str, default: int, help: str) -> None:
+        """Add an option that is a positive whole number."""
+        self.add_argument(
+            name, type=positive, default=default, metavar="N", help=f"{help} (%(default)s)"
+        )
+
+    def add_picture(self, default: str) -> None:
+        """Add the option that says what to draw."""
+        self.add_argument(
+            "--picture",
+            type=image,
+            default=Path(default),
+            metavar="FILE",
+            help="what to draw (%(default)s)",
+        )
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Return the options; what is given counts for more than ``--smoke``."""
+        if self.parse_args(arguments).smoke:
+            self.set_defaults(**self.smoke)
+        options = self.parse_args(arguments)
+        if hasattr(options, "picture"):
+            problem = [hindrance(options.picture) if is_first() else None]
+            torch.distributed.broadcast_object_list(problem)
+            if problem[0]:
+                self.error(problem[0])
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Say it once, on the first rank, before any rank leaves."""
+        if is_first():
+            print(f"{self.format_usage()}{self.prog}: error: {message}", file=sys.stderr)
+        torch.distributed.barrier()
+        sys.exit(2)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def image(text: str) -> Path:
+    if Path(text).suffix not in {".png", ".pdf", ".svg"}:
+        raise argparse.ArgumentTypeError(f"need a name that ends in .png, .pdf or .svg: {text!r}")
+    return Path(text)
+
+
+def hindrance(picture: Path) -> str | None:
+    """Why the picture could not be written once all is done."""
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.open("ab").close()
+    except OSError as error:
+        return f"argument --picture: cannot write {str(picture)!r}: {error.strerror}"
+    return None
+
+
+def is_first() -> bool:
+    return vc.init().rank == 0
+
+
+def say(text: str) -> None:
+    """Print on the first rank."""
+    if is_first():
+        print(text, flush=True)
+
+
+class Cost:
+    """How long steps take, and how much memory this rank needs meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds.append(time.perf_counter() - began)
+
+    def report(self) -> str:
+        """Time of the median step, and the most memory that each rank had; collective."""
+        peaks = vc.all_gather_v(torch.tensor([peak_memory()]), [1] * vc.init().size)
+        ranks = " and ".join(f"{peak:.0f}" for peak in peaks)
+        return (
+            f"{statistics.median(self.seconds):.3f} s a step, the median of {len(self.seconds)}; "
+            f"at most {ranks} MiB a rank"
+        )
+
+
+def peak_memory() -> float:
+    """The most memory that this process had so far, in MiB; Linux tells, others do not."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) / 1024 if found else float("nan")
+
+
+def training(
+    losses: Iterable[float], steps: int, cost: Cost, form: str = "{:.4f}"
+) -> Iterator[float]:
+    """Pass losses on, one a step, with a bar that shows them; notes what each step costs."""
+    iterator = iter(losses)
+    with tqdm(total=steps, desc="training", unit="step", disable=not is_first()) as bar:
+        while True:
+            with cost.step():
+                loss = next(iterator, None)
+            if loss is None:
+                cost.seconds.pop()
+                return
+            bar.set_postfix(loss=form.format(loss), refresh=False)
+            bar.update()
+            yield loss
+
+
+Record = tuple[Sequence[float], Sequence[torch.Tensor]]
+
+
+def differences(on_ranks: Callable[[], Record], alone: Callable[[], Record]) -> tuple[float, float]:
+    """How far a training on ranks is from one in one process; the same on every rank.
+
+    Both give the losses of all steps and the whole gradients of the first. What comes back is
+    relative, at its worst: of losses, and of the gradients of any parameter, by the largest of its
+    entries. The first rank runs `alone`; the others wait.
+    """
+    losses, gradients = on_ranks()
+    found = None
+    if is_first():
+        true_losses, true_gradients = alone()
+        values = torch.tensor(losses, dtype=torch.float64)
+        wanted = torch.tensor(true_losses, dtype=torch.float64)
+        errors = [
+            ((x - y).abs().max() / y.abs().max()).double()
+            for x, y in zip(gradients, true_gradients, strict=True)
+        ]
+        found = torch.stack([((values - wanted) / wanted).abs().max(), max(errors)])
+    of_losses, of_gradients = vc.broadcast(found).tolist()
+    return of_losses, of_gradients
+
+
+def one_answer(found: Callable[[torch.dtype], tuple[float, float]]) -> bool:
+    """Say whether ranks give what one process gives, in double and in single precision."""
+    passed = True
+    for dtype, (loss_limit, gradient_limit) in LIMITS.items():
+        loss_error, gradient_error = found(dtype)
+        passed &= loss_error <= loss_limit and gradient_error <= gradient_limit
+        say(
+            f"  {dtype}: losses differ by {loss_error:.1e} (allowed {loss_limit:.0e}), "
+            f"first gradients by {gradient_error:.1e} (allowed {gradient_limit:.0e})"
+        )
+    say("one answer" if passed else "NOT one answer")
+    return passed
