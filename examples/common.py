@@ -1,4 +1,4 @@
-"""What the examples have in common: their options, what they cost, and whether ranks agree with one.
+"""What the examples share: their options, what they cost, whether ranks agree with one process.
 
 Nothing here is needed to use varcomm; it keeps the examples to what they are about.
 """
