@@ -1,0 +1,65 @@
+"""What a step of each example takes on 1, 2 and 4 ranks: the tables of their READMEs.
+
+``python benchmarks/examples.py``: runs the first command of each README with few steps, one after
+the other. Prints a table in Markdown for each.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+COST = re.compile(r"([\d.]+) s a step, the median of (\d+); at most (.*) MiB a rank")
+
+
+def command(folder):
+    """Return the first command of a README, as words, without what starts it."""
+    text = (folder / "README.md").read_text()
+    line = re.search(r"^ {4}torchrun --nproc-per-node \d+ (.*?)(?:\s+#.*)?$", text, re.MULTILINE)
+    return shlex.split(line[1]) if line else None
+
+
+def cost(words, ranks, steps, scratch):
+    """Return seconds of the median step, how many there were, and MiB on each rank."""
+    script, *options = words
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        + ["--nproc-per-node", str(ranks), str(ROOT / script), *options, "--steps", str(steps)],
+        cwd=scratch,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    found = COST.search(done.stdout)
+    if found is None:
+        sys.exit(f"{script} on {ranks} ranks:\n{done.stdout}\n{done.stderr}")
+    return found.groups()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = {
+        folder.name: command(folder) for folder in sorted(EXAMPLES.iterdir()) if folder.is_dir()
+    }
+    commands = {name: words for name, words in commands.items() if words}
+    parser.add_argument("examples", nargs="*", default=[*commands], help="all that train")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    for name in options.examples:
+        print(f"\n{name}: {' '.join(commands[name])} --steps {options.steps}\n")
+        print("| ranks | s a step | MiB a rank, at most |\n| --- | --- | --- |", flush=True)
+        for ranks in options.ranks:
+            with tempfile.TemporaryDirectory() as scratch:
+                seconds, _, memory = cost(commands[name], ranks, options.steps, scratch)
+            print(f"| {ranks} | {seconds} | {memory} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
