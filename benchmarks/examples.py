@@ -29,8 +29,10 @@ def cost(words, ranks, steps, scratch):
     """Return seconds of the median step, how many there were, and MiB on each rank."""
     script, *options = words
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        + ["--nproc-per-node", str(ranks), str(ROOT / script), *options, "--steps", str(steps)],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), str(ROOT / script), *options, "--steps", str(steps)),
+        ],
         cwd=scratch,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
