@@ -66,6 +66,7 @@ def test_a_mesh(tmp_path, capsys):
         (["--ranks", "few"], "ascending positive integers"),
         (["--width", "0"], "--width must be positive"),
         (["--grid", "3"], "give rows x columns"),
+        (["--grid", "\u00b2x5"], "give rows x columns"),
         (["--mesh", "a.vtu", "--weak"], "a mesh cannot be coarsened"),
     ],
 )
@@ -80,6 +81,21 @@ def test_weak_scaling_needs_powers(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", *SMALL, "--grid", "4x8", "--ranks", "1,2", "--weak"])
     assert "4 times each other" in capsys.readouterr().err
+
+
+def test_weak_scaling_takes_those_that_are_four_times_each_other(capsys):
+    arguments = [*SMALL, "--grid", "8x16", "--ranks", "1,3,4", "--weak"]
+    assert main(["simulate", *arguments]) == 0
+    *_, weak, _ = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in weak.splitlines()[1:]] == ["1", "4"]
+
+
+def test_a_picture_in_no_folder(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", *SMALL, "--plot", str(tmp_path / "none" / "a.png")])
+    told = capsys.readouterr()
+    assert "there is no folder" in told.err
+    assert not told.out, "it is said before the work"
 
 
 def test_a_picture_of_no_kind(capsys):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch.nn.functional import mse_loss
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import HeteroConv, SAGEConv
 
 import varcomm as vc
 from tests.graph.graphs import grid, wild
@@ -128,3 +130,73 @@ def test_refusals(parts):
 
     with pytest.raises(DisagreementError, match="All ranks must make the same ones"):
         vc.simulate.step(uneven, vc.simulate.partition(wild(), 3, "block"))
+
+
+def one_way():
+    """Return a graph of 12 ranks: two swap rows, and of the others each second only sends."""
+    ranks, each = 12, 10
+    edges = [(i, each + i) for i in range(each)] + [(each + i, i) for i in range(each)]
+    edges += [(a * each + i, (a + 1) * each + i) for a in range(2, ranks, 2) for i in range(3)]
+    edge_index = torch.tensor(edges).T
+    return vc.simulate.partition(
+        Data(x=torch.ones(ranks * each, 4), edge_index=edge_index), ranks, "block"
+    )
+
+
+def prepare_layer(graph):
+    model = vc.data_parallel.replicate(vc.graph.distribute(SAGEConv(4, 4), graph))
+    x = graph.x.clone().requires_grad_()
+    return lambda: graph.sum(model(x, graph.edge_index)).backward()
+
+
+@pytest.mark.parametrize("ranks", [None, [0, 2], [3]])
+def test_halos_that_go_one_way(ranks):
+    told = vc.simulate.step(prepare_layer, one_way(), ranks)
+    right = vc.simulate.step(prepare_layer, one_way(), range(12))
+    assert told.sent.tolist() == right.sent.tolist()
+    assert told.messages.tolist() == right.messages.tolist()
+
+
+def test_a_rank_without_a_halo_does_not_tell_what_a_row_has():
+    edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 0, 4, 5, 2, 3]])
+    parts = vc.simulate.partition(Data(x=torch.ones(6, 4), edge_index=edge_index), 3, "block")
+    with pytest.raises(ArgumentError, match=r"ranks \[0\] exchange no rows .* as well: 1\."):
+        vc.simulate.step(prepare_layer, parts, [0])
+    told = vc.simulate.step(prepare_layer, parts, [1])
+    assert told.sent.tolist() == vc.simulate.step(prepare_layer, parts).sent.tolist()
+
+
+def both_types():
+    """Return a graph whose two types of edges have the same halo on rank 0 and on no other."""
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.ones(6, 4), torch.ones(6, 4)
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 2, 4], [2, 4, 2]])
+    data["b", "to", "a"].edge_index = torch.tensor([[0, 2, 3, 4, 5], [2, 4, 4, 2, 2]])
+    return vc.simulate.partition(data, 3, "block")
+
+
+def prepare_types(graph):
+    convs = {key: SAGEConv((4, 4), 4) for key in graph.edge_types}
+    model = vc.data_parallel.replicate(vc.graph.distribute(HeteroConv(convs), graph))
+    x = {key: value.clone().requires_grad_() for key, value in graph.x_dict.items()}
+
+    def step():
+        out = model(x, graph.edge_index_dict)
+        sum(graph[key].sum(value) for key, value in out.items()).backward()
+
+    return step
+
+
+def test_types_that_look_alike_on_the_ranks_that_ran():
+    with pytest.raises(ArgumentError, match=r"from ranks \[0\] it cannot be told .* as well: \[1"):
+        vc.simulate.step(prepare_types, both_types(), [0])
+    told = vc.simulate.step(prepare_types, both_types(), [1])
+    right = vc.simulate.step(prepare_types, both_types(), range(3))
+    assert told.sent.tolist() == right.sent.tolist()
+
+
+def test_a_sample_without_halos():
+    edge_index = torch.tensor([[0, 1], [1, 0]])
+    apart = Data(x=torch.ones(4, 4), edge_index=edge_index)
+    with pytest.raises(ArgumentError, match=r"the small graph has no halos on 2 ranks"):
+        vc.simulate.sample(prepare_layer, apart, [2], "block")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             parser.error(f"--{name} must be positive")
     if options.weak and options.mesh is not None:
         parser.error("--weak coarsens a grid; a mesh cannot be coarsened")
-    if options.plot is not None:
-        figure_types(options.plot)  # before the work
+    chain = _chain(sizes)
+    if options.weak and len(chain) < 2:
+        parser.error("--weak needs numbers of ranks that are 4 times each other: 1,4,16,64")
+    if options.plot is not None:  # before the work
+        figure_types(options.plot)
+        if not options.plot.absolute().parent.is_dir():
+            parser.error(f"--plot {options.plot}: there is no folder {options.plot.parent}")
     machine = simulate.MACHINES[options.machine]
     whole, cells, name = _graph(options, parser)
     data = whole()
@@ -89,9 +95,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     print(strong)
     scalings, notes = [strong], [f"strong: {name}, {strong.points[0].nodes:,} nodes"]
     if options.weak:
-        grown, middle = _grown(cells, counts, options.method)
-        if len(grown) < 2:
-            parser.error("--weak needs numbers of ranks that are 4 times each other: 1,4,16,64")
+        chosen = [each for each in counts if each.size in chain]
+        grown, middle = _grown(cells, chosen, options.method)
         weak = simulate.scaling(sample, grown, machine, weak=True)
         print(f"\n{weak}")
         scalings.append(weak)
@@ -137,7 +142,7 @@ def _graph(
         name = f"the ocean at 1/{cells.shape[1] / 360:g} degree"
     else:
         rows, _, columns = options.grid.partition("x")
-        if not (rows.isdigit() and columns.isdigit() and int(rows) > 0 and int(columns) > 2):
+        if not (rows.isdecimal() and columns.isdecimal() and int(rows) > 0 and int(columns) > 2):
             parser.error(f"--grid {options.grid}: give rows x columns, as 180x360")
         cells, name = np.ones((int(rows), int(columns)), dtype=bool), f"a grid of {options.grid}"
     return lambda: simulate.ocean(cells), cells, name
@@ -178,24 +183,29 @@ def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
     return prepare
 
 
+def _chain(sizes: Sequence[int]) -> list[int]:
+    """Return the most of these numbers that are 4 times each other."""
+    chains = [
+        list(takewhile(lambda size: size in sizes, (first * 4**place for place in count())))
+        for first in sizes
+    ]
+    return max(chains, key=len)
+
+
 def _grown(cells: Any, counts: Sequence[Any], method: str) -> tuple[list[Any], int]:
     """Return counts of grids that grow with the ranks, and which number has the grid itself.
 
-    The grid is that of the middle of those numbers of ranks that are 4 times each other. Below it,
-    the grid is coarser and cut anew; above, its parts are taken to be finer.
+    The numbers are 4 times each other, and the grid is that of the middle one. Below it, the grid
+    is coarser and cut anew; above, its parts are taken to be finer.
     """
     from varcomm import simulate
 
-    chosen = [counts[0]]
-    for each in counts:
-        if each.size == 4 * chosen[-1].size:
-            chosen.append(each)
-    middle = len(chosen) // 2
+    middle = len(counts) // 2
     grown = []
-    for place, each in enumerate(chosen):
+    for place, each in enumerate(counts):
         if place < middle:
             coarse = simulate.ocean(simulate.coarsened(cells, 2 ** (middle - place)))
             grown.append(simulate.partition(coarse, each.size, method).without_graph())
         else:
             grown.append(each.refined(2 ** (place - middle)))
-    return grown, chosen[middle].size
+    return grown, counts[middle].size

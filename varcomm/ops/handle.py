@@ -98,8 +98,10 @@ class _HandleInGraph(Handle):
     """A collective that a graph begins and waits for."""
 
     def __init__(self, operator: Operator, x: torch.Tensor) -> None:
-        # as it is now: a graph has no versions, and where nothing changes x no copy is compiled
-        x, operator = x.clone(), operator.in_one_round
+        # as it is now: a graph has no versions, and where nothing changes x no copy is compiled;
+        # whoever waits asks for a gradient, not who starts
+        with torch.enable_grad():
+            x, operator = x.clone(), operator.in_one_round
         self._ticket, promise = start_in_graph(operator, x, None)
         super().__init__(lambda: wait_in_graph(operator, x, self._ticket, promise)[0])
 

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._library.autograd import Info, make_autograd_impl
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -178,9 +179,10 @@ def torch_operator(kind: Kind) -> Kind:
         _library.define(f"{name}({inputs}, {kind.schema}) -> (Tensor, Tensor)", tags=_TAGS)
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"varcomm::{name}", _in_order(name, fake), lib=_library)
-        torch.library.register_autograd(
-            f"varcomm::{name}", differentiate, setup_context=keep, lib=_library
+        formula = make_autograd_impl(
+            getattr(torch.ops.varcomm, name).default, Info(differentiate, keep)
         )
+        _library.impl(name, _without_tangents(name, formula), "Autograd", with_keyset=True)
         torch.library._register_effectful_op(f"varcomm::{name}", EffectType.ORDERED)
     KINDS.append(kind)
     return kind
@@ -308,6 +310,20 @@ def _in_order(name: str, fake: Callable[..., Tensors]) -> Callable[..., Tensors]
     def called(*arguments: Any) -> Tensors:
         keep_order(getattr(torch.ops.varcomm, name).default)
         return fake(*arguments)
+
+    return called
+
+
+def _without_tangents(name: str, formula: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Return the formula, which torch would let drop tangents: an operator has no rule for them."""
+
+    def called(keys: torch._C.DispatchKeySet, x: torch.Tensor, *arguments: Any) -> Tensors:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise ArgumentError(
+                f"{name}: what was recorded has no forward mode. Take torch.func.jvp of the "
+                "function before it is compiled, exported or traced."
+            )
+        return formula(keys, x, *arguments)
 
     return called
 

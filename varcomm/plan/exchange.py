@@ -52,6 +52,9 @@ class Routes:
         """Itself; of what a graph knows of a plan, the plan."""
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # copies of graphs communicate by it too
+
 
 @dataclass(frozen=True, eq=False)
 class Numbered:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from varcomm.errors import DisagreementError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.simulate.counts import Flows
 from varcomm.simulate.machine import Machine
 from varcomm.simulate.parts import Parts
@@ -98,6 +98,8 @@ def recognised(parts: Parts, works: Mapping[int, Work]) -> tuple[Halo | Alike, .
 
     Raises
     ------
+    ArgumentError
+        If these ranks do not tell which halo a call exchanges.
     DisagreementError
         If ranks make other calls than others do.
     """
@@ -118,25 +120,60 @@ def recognised(parts: Parts, works: Mapping[int, Work]) -> tuple[Halo | Alike, .
 def _one(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> Halo | Alike:
     most = max(transfers, key=lambda rank: sum(transfers[rank].send) + sum(transfers[rank].recv))
     transfer = transfers[most]
-    if transfer.schedule == "neighbours" and len(transfer.ranks) == parts.size:
-        for edge_type, needs in parts.needs.items():
-            _, asked = needs.asked_of(most)
-            got = needs.asked_by(most)
-            for back, (send, recv) in enumerate(((asked, got), (got, asked))):
-                if (width := _width(transfer, send, recv)) is not None:
-                    return Halo(name, edge_type, width, bool(back))
-    return Alike(name, transfer)
+    if transfer.schedule != "neighbours" or len(transfer.ranks) != parts.size:
+        return Alike(name, transfer)
+    halos = [halo for key in parts.needs for halo in _fitting(parts, key, name, transfers)]
+    different = {_sent(parts, halo): halo for halo in reversed(halos)}
+    if len(different) > 1:
+        numbers = torch.stack([halo.numbers(_lanes(parts, halo))[1] for halo in halos])
+        apart = torch.nonzero((numbers != numbers[0]).any(dim=0)).view(-1).tolist()
+        raise ArgumentError(
+            f"simulate: from ranks {sorted(transfers)} it cannot be told whose halo a call of "
+            f"{name} exchanges, or which way. Run a rank that tells as well: {apart[:5]}."
+        )
+    if halos and halos[0].width == 0 and len(parts.flows[halos[0].edge_type].rows):
+        has = int(parts.halo.argmax())
+        raise ArgumentError(
+            f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the bytes of "
+            f"a row are not known. Run a rank that has a halo as well: {has}."
+        )
+    return halos[0] if halos else Alike(name, transfer)
 
 
-def _width(transfer: Transfer, send: tuple[int, ...], recv: tuple[int, ...]) -> int | None:
-    """Return the bytes a row, if the bytes are those of these rows."""
-    rows = sum(send) + sum(recv)
-    if rows == 0:
-        return 0 if not any(transfer.send) and not any(transfer.recv) else None
-    width = (sum(transfer.send) + sum(transfer.recv)) // rows
+def _fitting(
+    parts: Parts, edge_type: Any, name: str, transfers: Mapping[int, Transfer]
+) -> Iterator[Halo]:
+    """Yield what the transfers are of a halo, if they are: rows that go out, or that come back."""
+    needs = parts.needs[edge_type]
+    ends = [(needs.asked_of(rank)[1], needs.asked_by(rank)) for rank in transfers]
+    ways = {"exchange": [False], "exchange_adjoint": [True]}.get(name, [False, True])
+    for back in ways:
+        counts = [count for pair in ends for count in (reversed(pair) if back else pair)]
+        given = [sizes for each in transfers.values() for sizes in (each.send, each.recv)]
+        if (width := _width(given, counts)) is not None:
+            yield Halo(name, edge_type, width, back)
+
+
+def _width(given: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]) -> int | None:
+    """Return the bytes a row, if the bytes are those of these rows; 0 of no rows."""
+    rows = sum(map(sum, counts))
+    width = sum(map(sum, given)) // rows if rows else 0
     fits = all(
         nbytes == width * count
-        for given, counts in ((transfer.send, send), (transfer.recv, recv))
-        for nbytes, count in zip(given, counts, strict=True)
+        for pair in zip(given, counts, strict=True)
+        for nbytes, count in zip(*pair, strict=True)
     )
     return width if fits else None
+
+
+def _lanes(parts: Parts, halo: Halo) -> Lanes:
+    return Lanes.of(parts.flows[halo.edge_type], parts.size, 1)
+
+
+def _sent(parts: Parts, halo: Halo) -> tuple[tuple[int, ...], ...]:
+    """Return who sends how many bytes to whom, to tell halos apart."""
+    flows = parts.flows[halo.edge_type]
+    ends = (flows.receiver, flows.sender) if halo.back else (flows.sender, flows.receiver)
+    pair = ends[0] * parts.size + ends[1]
+    order = pair.argsort()
+    return tuple(pair[order].tolist()), tuple((flows.rows[order] * halo.width).tolist())

@@ -148,6 +148,11 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     -------
     Sample
         To be applied to counts of any graph.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes` are none, or the small graph has no halos on one of them.
     """
     simulated, transfers = [], {}
     different = list(dict.fromkeys(sizes))
@@ -159,10 +164,17 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
         order = parts.edges.argsort()
         order = order[parts.edges[order] > 0] if parts.edges.any() else order
         places = torch.linspace(len(order) - 1, len(order) // 4, ranks_each).round().long()
-        ranks = dict.fromkeys(order[places].tolist())
+        # and one with a halo, which tells the bytes of its rows
+        ranks = dict.fromkeys([*order[places].tolist(), int(parts.halo.argmax())])
         works = run(prepare, parts, list(ranks))
         simulated.append((parts, works))
         transfers[size] = recognised(parts, works)
+        known = (not isinstance(each, Halo) or each.width > 0 for each in transfers[size])
+        if size > 1 and not all(known):
+            raise ArgumentError(
+                f"simulate.sample: the small graph has no halos on {size} ranks, so that the bytes "
+                "of a row are not known. Take one with edges between parts."
+            )
 
     for size in different:
         simulate(size, max(2, ceil(_RANKS / len(different))))

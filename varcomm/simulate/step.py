@@ -198,7 +198,7 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Raises
     ------
     ArgumentError
-        If `ranks` are none of the partition's.
+        If `ranks` are none of the partition's, or do not tell what others exchange.
     DisagreementError
         If ranks make different calls.
     GroupError
@@ -243,10 +243,17 @@ def run(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> d
 
 def _telling(parts: Parts) -> list[int]:
     """Return ranks that tell much about the others."""
+    # of each halo a rank that has rows, and one that tells what goes out from what comes back
     ranks = []
+    for flows in parts.flows.values():
+        sent, received = (
+            torch.zeros(parts.size, dtype=torch.int64).index_add_(0, end, flows.rows)
+            for end in (flows.sender, flows.receiver)
+        )
+        ranks += [int(received.argmax()), int((sent - received).abs().argmax())]
     for counts in (parts.edges, parts.halo, parts.sent):
         ranks += [int(counts.argmax()), int(counts.argmin())]
     order = parts.edges.argsort()
     places = torch.linspace(0, parts.size - 1, _RANKS).round().long()
     ranks += order[places].tolist()
-    return list(dict.fromkeys(ranks))[:_RANKS]
+    return list(dict.fromkeys(ranks))[: max(_RANKS, 2 * len(parts.flows))]

@@ -93,10 +93,12 @@ def resolve(group: GroupLike) -> Group:
         process_group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(map(str, range(group.ndim)))
+            names = group.mesh_dim_names
+            named = "without names" if names is None else names
+            pick = "mesh.get_group(0)" if names is None else f"mesh[{names[0]!r}]"
             raise GroupError(
                 f"group must be one dimension of a DeviceMesh; got a mesh of {group.ndim} "
-                f"dimensions {names}. Pick one: mesh[{names[0]!r}]."
+                f"dimensions {named}. Pick one: {pick}."
             )
         if group.get_coordinate() is None:
             raise GroupError(f"rank {dist.get_rank()} of the world is not in the mesh {group}.")
