@@ -39,19 +39,18 @@ class RadialBasis(nn.Module):
         Where they end, in units of length.
     """
 
-    frequencies: Tensor
+    numbers: Tensor
 
     def __init__(self, size: int, cutoff: float) -> None:
         super().__init__()
         self.cutoff = cutoff
-        frequencies = torch.arange(1, size + 1) * (math.pi / cutoff)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("numbers", torch.arange(1.0, size + 1), persistent=False)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return the waves, (E, R), at distances (E,); zeros from the cutoff on."""
-        envelope = (1 + torch.cos(distance * (math.pi / self.cutoff))) / 2
-        envelope = torch.where(distance < self.cutoff, envelope / distance, 0)
-        return torch.sin(distance[:, None] * self.frequencies) * envelope[:, None]
+        phase = distance * (math.pi / self.cutoff)
+        envelope = torch.where(distance < self.cutoff, (1 + phase.cos()) / (2 * distance), 0)
+        return torch.sin(phase[:, None] * self.numbers) * envelope[:, None]
 
 
 class PaiNNMessage(MessagePassing):
@@ -99,7 +98,7 @@ class PaiNNMessage(MessagePassing):
 
     def message(self, sent_j: Tensor, waves: Tensor, direction: Tensor) -> Tensor:
         """Scale the scalar, the vector and the direction of an edge; (E, 4, F)."""
-        filtered = sent_j[:, :3] * self.filter(waves).view(len(waves), 3, -1)
+        filtered = sent_j[:, :3] * self.filter(waves).unflatten(1, (3, -1))
         scalar, along_vector, along_edge = filtered.split(1, dim=1)
         vector = sent_j[:, 3:] * along_vector + direction[:, :, None] * along_edge
         return torch.cat([scalar, vector], dim=1)

@@ -9,7 +9,8 @@ import torch
 from neighbours import neighbours
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing
+
+from varcomm.models.painn import Displacements
 
 DEPTH, SIGMA = 0.0103, 3.405  # of the potential: eV, Angstrom
 SWITCH, CUTOFF = 4.8, 5.8  # where it begins to end, and where it has ended
@@ -54,28 +55,28 @@ def pair(distance: Tensor) -> tuple[Tensor, Tensor]:
     return energy * switch, slope * switch + energy * falling
 
 
-def truth(pos: Tensor, edge_index: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
-    """Energies of atoms, half of that of each of their pairs, (N,), and forces, (N, 3)."""
+class LennardJones(torch.nn.Module):
+    """The true potential, to be called as the network is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.displacements = Displacements()
+
+    def forward(self, types: Tensor, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
+        """Return energies of atoms, half of that of each of their pairs, (N,)."""
+        distance = self.displacements(pos, edge_index, shifts).square().sum(1).sqrt()
+        energy, _ = pair(distance)
+        return torch.zeros_like(pos[:, 0]).index_add(0, edge_index[1], energy / 2)
+
+
+def true_forces(pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
+    """Forces by the formula, without autograd, (N, 3)."""
     source, target = edge_index
     vector = pos[source] + shifts - pos[target]
     distance = vector.square().sum(1).sqrt()
-    energy, slope = pair(distance)
+    _, slope = pair(distance)
     pull = vector * (slope / distance)[:, None]
-    energies = torch.zeros_like(pos[:, 0]).index_add(0, target, energy / 2)
-    return energies, torch.zeros_like(pos).index_add(0, target, pull)
-
-
-class LennardJones(MessagePassing):
-    """The same energies as a layer, called as the network is."""
-
-    def forward(self, types: Tensor, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
-        """Return energies of atoms, (N,)."""
-        return self.propagate(edge_index, pos=pos, shifts=shifts)[:, 0]
-
-    def message(self, pos_i: Tensor, pos_j: Tensor, shifts: Tensor) -> Tensor:
-        """Return half of the energy of each pair, (E, 1)."""
-        distance = (pos_j + shifts - pos_i).square().sum(1, keepdim=True).sqrt()
-        return pair(distance)[0] / 2
+    return torch.zeros_like(pos).index_add(0, target, pull)
 
 
 def as_graph(crystal: Crystal, cutoff: float = CUTOFF) -> Data:
@@ -87,5 +88,7 @@ def as_graph(crystal: Crystal, cutoff: float = CUTOFF) -> Data:
 
 def with_truth(data: Data) -> Data:
     """Add the true energies of atoms, and the true forces."""
-    data.energies, data.forces = truth(data.pos, data.edge_index, data.shifts)
+    given = data.pos, data.edge_index, data.shifts
+    data.energies = LennardJones()(data.types, *given)
+    data.forces = true_forces(*given)
     return data

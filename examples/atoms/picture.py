@@ -55,7 +55,7 @@ def _parts(ax: Axes, crystal: Crystal, owner: Tensor) -> None:
         frameon=False,
     )
     ax.set(xlabel="x, Å", ylabel="y, Å", aspect="equal")
-    ax.set_title(f"{len(crystal.pos):,} atoms, two layers of them shown", loc="left")
+    ax.set_title(f"Two layers of {len(crystal.pos):,} atoms", loc="left")
 
 
 def _parity(ax: Axes, truth: Tensor, forces: Tensor) -> None:
@@ -63,10 +63,10 @@ def _parity(ax: Axes, truth: Tensor, forces: Tensor) -> None:
     limit = float(truth.abs().max())
     bins = ax.hexbin(truth, forces, gridsize=70, norm=LogNorm(), cmap="viridis", linewidths=0)
     ax.plot([-limit, limit], [-limit, limit], color=INK, linewidth=0.8)
-    ax.figure.colorbar(bins, ax=ax, label="components of forces", shrink=0.8)
+    ax.figure.colorbar(bins, ax=ax, label="number of components", shrink=0.8)
     error = (forces - truth).square().mean().sqrt()
     ax.set(xlabel="true force, meV/Å", ylabel="force of the network, meV/Å", aspect="equal")
-    ax.set_title(f"Forces at the end: RMS error {error:.2f} meV/Å", loc="left")
+    ax.set_title(f"Forces at the end: off by {error:.1f} meV/Å (RMS)", loc="left")
 
 
 def _energies(ax: Axes, energies: Tensor, true_energies: Tensor, timestep: float) -> None:
@@ -87,6 +87,11 @@ def _energies(ax: Axes, energies: Tensor, true_energies: Tensor, timestep: float
         if true is not None:
             ax.plot(time, true, color=INK, linestyle=":", linewidth=1.5)
     ax.plot([], [], color=INK, linestyle=":", label="by the true potential")
-    ax.set(xlabel="time, ps", ylabel="energy of the mean atom, meV", xlim=(0, float(time[-1])))
-    ax.legend(frameon=False, loc="center right")
-    ax.set_title("Energy over time, potential from its start", loc="left")
+    ax.set(
+        xlabel="time, ps",
+        ylabel="energy per atom, meV (potential: from its start)",
+        xlim=(0, float(time[-1])),
+    )
+    ax.legend(frameon=False, loc=(0.48, 0.6))
+    off = (energies.sum(1) - energies[0].sum()).abs().max()
+    ax.set_title(f"Energy: the total stays within {off:.3f} meV", loc="left")

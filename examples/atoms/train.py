@@ -12,7 +12,6 @@ import argparse
 import copy
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -57,7 +56,7 @@ def whole(potential: MovingAtoms, moment: Moment) -> tuple[torch.Tensor, torch.T
 
 
 def force_errors(data: Data, forces: torch.Tensor, sites: torch.Tensor) -> dict[str, float]:
-    """Root mean square errors of forces, in meV / Angstrom, of the network and of simple guesses."""
+    """Root mean square errors of forces, in meV / Angstrom: of the network, and of guesses."""
     away = data.pos - sites
     spring = (away * data.forces).sum() / away.square().sum()
     guesses = {
