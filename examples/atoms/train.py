@@ -103,10 +103,9 @@ def check(options: argparse.Namespace, crystals: list[Data], learned: torch.nn.M
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(
-        __doc__, smoke={"steps": 30, "moves": 10, "cells": 6, "crystals": 4, "timestep": 4}
-    )
-    parser.add_whole("--steps", 600, "of training")
+    smoke = {"steps": 20, "crystals": 4, "small": 4, "cells": 6, "moves": 10}
+    parser = Parser(__doc__, smoke)
+    parser.add_whole("--steps", 400, "of training")
     parser.add_whole("--crystals", 20, "to learn from")
     parser.add_whole("--small", 5, "cubic cells of 4 atoms along each side of these")
     parser.add_whole("--cells", 14, "along each side of the crystal that moves")
@@ -120,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="compare with one process as well")
     parser.add_picture("out/atoms.png")
-    options = parser.parse()
+    options = parser.parse(arguments)
 
     crystals = small_crystals(options.crystals, options.small)
     graphs = [vc.graph.partition(data, method="rcb") for data in crystals]

@@ -1,5 +1,8 @@
 """Atoms: who is near whom, the true potential, and a motion that keeps its energy."""
 
+import contextlib
+import io
+import re
 from itertools import islice
 
 import pytest
@@ -223,3 +226,32 @@ def test_errors_of_forces():
     assert errors["no forces"] == pytest.approx(size)
     (springs,) = (error for name, error in errors.items() if name.startswith("springs"))
     assert 0.1 * size < springs < 0.9 * size
+
+
+SMALL = "--steps 2 --crystals 1 --small 3 --cells 3 --moves 2 --hidden 4 --blocks 1 --check"
+
+
+def run_main(rank, arguments):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()),  # the bars
+    ):
+        code = train().main(arguments)
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_main(worlds, ranks, tmp_path):
+    path = tmp_path / "a folder" / "atoms.png"
+    arguments = [*SMALL.split(), "--picture", str(path)]
+    (code, printed), *others = worlds.run(ranks, run_main, arguments)
+    assert code == 0
+    assert others == [(0, "")] * (ranks - 1), "only the first rank prints"
+    assert "1 crystals of 108 atoms to learn from" in printed
+    assert f"108 nodes and 1,944 edges on {ranks} rank" in printed
+    assert re.search(r"2 steps of 8 fs, 1 lists of neighbours\n  network: drift [+-]", printed)
+    for name in ("network", "springs to the sites", "no forces"):
+        assert re.search(rf"\d\.\d\d  {name}", printed)
+    assert re.search(r"one answer\nforces on 108 atoms differ by .* \(allowed 1e-12\)", printed)
+    assert f"picture: {path}" in printed
+    assert path.read_bytes()[:4] == b"\x89PNG"
