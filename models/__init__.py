@@ -14,11 +14,12 @@ from varcomm.errors import MissingModuleError
 if TYPE_CHECKING:
     from .gpt import GPT
     from .mesh_graph_net import MeshGraphNet
+    from .painn import PaiNN
 
-__all__ = ["GPT", "MeshGraphNet"]
+__all__ = ["GPT", "MeshGraphNet", "PaiNN"]
 
-_FILES = {"GPT": "gpt", "MeshGraphNet": "mesh_graph_net"}
-_GRAPH_NETWORKS = frozenset({"MeshGraphNet"})
+_FILES = {"GPT": "gpt", "MeshGraphNet": "mesh_graph_net", "PaiNN": "painn"}
+_GRAPH_NETWORKS = frozenset({"MeshGraphNet", "PaiNN"})
 
 
 def __getattr__(name: str) -> type:

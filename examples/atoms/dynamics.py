@@ -1,0 +1,106 @@
+"""Atoms that move by the forces of a learned potential, each rank its own."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from crystal import BOLTZMANN, CUTOFF, MASS, MOTION, Crystal, as_graph
+from potential import energy_and_forces
+from torch import Tensor
+
+import varcomm as vc
+
+
+class MovingAtoms:
+    """A crystal whose atoms stay on their ranks while they move, and a potential for them.
+
+    The list of neighbours reaches farther than the potential, by a skin. As long as no atom has
+    moved by half of it, nobody else has come into reach; then list, halo and plan are made anew.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The potential.
+    crystal : Crystal
+        Where all atoms are, the same on every rank.
+    skin : float
+        How much farther the list reaches, in Angstrom.
+    method : str or Tensor
+        How to split the atoms over ranks.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, crystal: Crystal, skin: float, method: str | Tensor = "rcb"
+    ) -> None:
+        self.model, self.box, self.skin = model, crystal.box, skin
+        self.owner, self.lists = method, 0
+        self._renew(crystal.pos)
+        ranks = torch.full((self.graph.num_owned,), self.graph.group.rank)
+        self.owner = self.graph.gather(ranks, dst=0)
+
+    def _renew(self, pos: Tensor) -> None:
+        """Find neighbours on the first rank, which has all positions, and give each its part."""
+        data, owner = None, None
+        if vc.init().rank == 0:
+            data, owner = as_graph(Crystal(pos, self.box), CUTOFF + self.skin), self.owner
+        self.graph = vc.graph.partition(data, src=0, method=owner)
+        vc.graph.distribute(self.model, self.graph)
+        self.lists += 1
+
+    def __call__(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Return energies, (n,), and forces, (n, 3), of this rank's atoms at positions, (n, 3)."""
+        moved = (pos - self.graph.pos).square().sum(1)
+        if self.graph.max(moved) > (self.skin / 2) ** 2:
+            self._renew(self.graph.gather(pos, dst=0))
+        return energy_and_forces(self.model, self.graph, pos)
+
+
+def thermal(atoms: int, temperature: float, seed: int) -> Tensor:
+    """Velocities in Angstrom / fs that add up to none, (N, 3)."""
+    draws = torch.Generator().manual_seed(seed)
+    spread = (BOLTZMANN * temperature / (MASS * MOTION)) ** 0.5
+    velocity = spread * torch.randn(atoms, 3, generator=draws, dtype=torch.float64)
+    return velocity - velocity.mean(0)
+
+
+class Moment(NamedTuple):
+    """Atoms at one time: positions and velocities, (n, 3), potential and kinetic energies, (n,)."""
+
+    pos: Tensor
+    velocity: Tensor
+    potential: Tensor
+    kinetic: Tensor
+
+
+def moments(
+    potential: Callable[[Tensor], tuple[Tensor, Tensor]],
+    pos: Tensor,
+    velocity: Tensor,
+    timestep: float,
+) -> Iterator[Moment]:
+    """Move atoms by Newton's law for as long as one wants, in steps of so many fs.
+
+    Velocity Verlet: forward and backward alike, and so the total energy does not drift.
+    """
+    energies, forces = potential(pos)
+    while True:
+        kinetic = velocity.square().sum(1) * (MASS * MOTION / 2)
+        yield Moment(pos, velocity, energies, kinetic)
+        velocity = velocity + forces * (timestep / (2 * MASS * MOTION))
+        pos = pos + timestep * velocity
+        energies, forces = potential(pos)
+        velocity = velocity + forces * (timestep / (2 * MASS * MOTION))
+
+
+def drift(energies: Tensor, timestep: float) -> str:
+    """How well the total energy stays, by a line through it and by the farthest moment."""
+    total = energies.sum(1) * 1000
+    time = torch.arange(len(total), dtype=total.dtype) * timestep / 1000
+    time = time - time.mean()
+    slope = (time * total).sum() / time.square().sum()
+    kinetic = energies[len(energies) // 2 :, 1].mean() * 1000
+    off = (total - total[0]).abs().max()
+    return (
+        f"drift {slope:+.5f} meV an atom and ps, at most {off:.5f} meV off, "
+        f"{off / kinetic:.1e} of the kinetic energy of {kinetic:.2f} meV"
+    )

@@ -1,0 +1,84 @@
+"""A potential that is learned: its forces, its loss, its training."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from crystal import CUTOFF, as_graph, shaken, with_truth
+from torch import Tensor
+from torch_geometric.data import Data
+
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+from varcomm.models import PaiNN
+
+Part = Data | PartitionedGraph  # of one process, of ranks
+
+
+def energy_and_forces(
+    model: torch.nn.Module, part: Part, pos: Tensor, create_graph: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Energies of atoms, (n,), and what all atoms' energies say of the forces on these, (n, 3).
+
+    On ranks, the energies of other ranks' atoms depend on positions here: the exchange of positions
+    brings these derivatives back, as long as all ranks ask for them.
+    """
+    if not pos.requires_grad:
+        pos = pos.detach().requires_grad_()
+    energies = model(part.types, pos, part.edge_index, part.shifts).double()
+    (slope,) = torch.autograd.grad(energies.sum(), pos, create_graph=create_graph)
+    return energies if create_graph else energies.detach(), -slope
+
+
+def small_crystals(count: int, cells: int) -> list[Data]:
+    """Crystals to learn from, shaken by little to much: 0.03 to 0.13 Angstrom."""
+    amplitudes = torch.linspace(0.03, 0.13, count).tolist()
+    return [
+        with_truth(as_graph(shaken(cells, amplitude, seed)))
+        for seed, amplitude in enumerate(amplitudes)
+    ]
+
+
+def new_model(crystals: Sequence[Data], hidden: int, blocks: int, seed: int) -> PaiNN:
+    """The same on every rank, since all draw from the same seed."""
+    torch.manual_seed(seed)
+    energies = torch.cat([data.energies for data in crystals])
+    forces = torch.cat([data.forces for data in crystals])
+    return PaiNN(
+        1,
+        CUTOFF,
+        hidden_channels=hidden,
+        num_blocks=blocks,
+        mean=energies.mean().item(),
+        scale=forces.square().mean().sqrt().item(),  # eV, as energies change over an Angstrom
+    )
+
+
+def loss_of(model: torch.nn.Module, part: Part) -> Tensor:
+    """Mean square error of forces, and of the energy an atom, in units of the model's scale."""
+    mean = part.mean if isinstance(part, PartitionedGraph) else torch.mean
+    energies, forces = energy_and_forces(model, part, part.pos, create_graph=True)
+    of_energy = mean(energies - part.energies).square()
+    return (mean((forces - part.forces).square()) + 10 * of_energy) / model.scale**2
+
+
+def fit(model: torch.nn.Module, parts: Sequence[Part], steps: int) -> Iterator[float]:
+    """Train on one crystal after the other; yields the loss before each step.
+
+    Partitioning changes two lines: the model moves to the graph, and gradients are summed.
+    """
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-2, total_steps=steps, pct_start=0.2, cycle_momentum=False
+    )
+    for step in range(steps):
+        part = parts[step % len(parts)]
+        if isinstance(part, PartitionedGraph):
+            vc.graph.distribute(model, part)
+        optimizer.zero_grad()
+        value = loss_of(model, part)
+        value.backward()
+        if isinstance(part, PartitionedGraph):
+            vc.data_parallel.sum_gradients(model)
+        yield value.item()
+        optimizer.step()
+        schedule.step()

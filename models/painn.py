@@ -1,0 +1,239 @@
+"""PaiNN: the energy of atoms, from messages that carry vectors as well as scalars.
+
+K. Schuett, O. Unke and M. Gastegger, "Equivariant message passing for the prediction of tensorial
+properties and molecular spectra", International Conference on Machine Learning, 2021.
+"""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+
+class Displacements(MessagePassing):
+    """From each target of an edge to its source, which may be in another cell of a crystal."""
+
+    def forward(self, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
+        """Return the vectors, (E, 3), of positions (N, 3) and shifts (E, 3)."""
+        # At edges, not by pos[edge_index]: there the positions of other ranks' atoms are known.
+        return cast(Tensor, self.edge_updater(edge_index, pos=pos, shifts=shifts))
+
+    def edge_update(self, pos_i: Tensor, pos_j: Tensor, shifts: Tensor) -> Tensor:
+        """Subtract the target ``i`` from the source ``j``."""
+        return pos_j + shifts - pos_i
+
+
+class RadialBasis(nn.Module):
+    """Waves ``sin(n pi d / cutoff) / d`` that end smoothly at the cutoff.
+
+    Each is multiplied by ``(1 + cos(pi d / cutoff)) / 2``, and so goes to zero like the third power
+    of what is left to the cutoff: values, slopes and curvatures are continuous there.
+
+    Parameters
+    ----------
+    size : int
+        Number of waves ``R``.
+    cutoff : float
+        Where they end, in units of length.
+    """
+
+    numbers: Tensor
+
+    def __init__(self, size: int, cutoff: float) -> None:
+        super().__init__()
+        self.cutoff = cutoff
+        self.register_buffer("numbers", torch.arange(1.0, size + 1), persistent=False)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Return the waves, (E, R), at distances (E,); zeros from the cutoff on."""
+        phase = distance * (math.pi / self.cutoff)
+        envelope = torch.where(distance < self.cutoff, (1 + phase.cos()) / (2 * distance), 0)
+        return torch.sin(phase[:, None] * self.numbers) * envelope[:, None]
+
+
+class PaiNNMessage(MessagePassing):
+    """Sum over neighbours: scalars and vectors, as much of each as the distance says.
+
+    Parameters
+    ----------
+    channels : int
+        Width ``F`` of the scalars, and of the vectors.
+    radial_size : int
+        Number ``R`` of functions of the distance.
+    """
+
+    def __init__(self, channels: int, radial_size: int) -> None:
+        super().__init__(aggr="sum", node_dim=0)
+        self.scalar_mlp = nn.Sequential(
+            nn.Linear(channels, channels), nn.SiLU(), nn.Linear(channels, 3 * channels)
+        )
+        # without a bias, which would not be as smooth at the cutoff as the waves
+        self.filter = nn.Linear(radial_size, 3 * channels, bias=False)
+
+    def forward(
+        self, s: Tensor, v: Tensor, edge_index: Tensor, waves: Tensor, direction: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add what neighbours send.
+
+        Parameters
+        ----------
+        s, v : Tensor
+            Scalars of atoms, (N, F), and vectors, (N, 3, F).
+        edge_index : Tensor
+            Sources above targets, (2, E).
+        waves, direction : Tensor
+            Functions of the distance, (E, R), and unit vectors from target to source, (E, 3).
+
+        Returns
+        -------
+        tuple of Tensor
+            The new scalars, (N, F), and the new vectors, (N, 3, F).
+        """
+        # Side by side, so that what neighbours need of an atom is one value, sent once.
+        sent = torch.cat([self.scalar_mlp(s).view(len(s), 3, s.shape[1]), v], dim=1)
+        received = self.propagate(edge_index, sent=sent, waves=waves, direction=direction)
+        return s + received[:, 0], v + received[:, 1:]
+
+    def message(self, sent_j: Tensor, waves: Tensor, direction: Tensor) -> Tensor:
+        """Scale the scalar, the vector and the direction of an edge; (E, 4, F)."""
+        filtered = sent_j[:, :3] * self.filter(waves).unflatten(1, (3, -1))
+        scalar, along_vector, along_edge = filtered.split(1, dim=1)
+        vector = sent_j[:, 3:] * along_vector + direction[:, :, None] * along_edge
+        return torch.cat([scalar, vector], dim=1)
+
+
+class PaiNNUpdate(nn.Module):
+    """Mix the scalars and vectors of each atom.
+
+    Vectors are mixed with each other, and scaled; scalars learn of them by products, and by
+    ``sqrt(1 + length^2) - 1`` in place of lengths.
+
+    Parameters
+    ----------
+    channels : int
+        Width ``F`` of the scalars, and of the vectors.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(channels, 2 * channels, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(2 * channels, channels), nn.SiLU(), nn.Linear(channels, 3 * channels)
+        )
+
+    def forward(self, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new scalars, (N, F), and the new vectors, (N, 3, F)."""
+        left, right = self.mix(v).chunk(2, dim=2)
+        # Smooth where a vector is zero, as at the sites of a crystal, where a length has a kink.
+        length = (1 + right.square().sum(1)).sqrt() - 1
+        gates = self.mlp(torch.cat([s, length], dim=1))
+        vector_gate, product_gate, scalar = gates.chunk(3, dim=1)
+        s = s + scalar + product_gate * (left * right).sum(1)
+        return s, v + vector_gate[:, None] * left
+
+
+class PaiNN(nn.Module):
+    """Energies of atoms, whose sum does not change where all atoms are moved, turned or mirrored.
+
+    Each atom has scalars and vectors. Blocks let it hear of its neighbours within the cutoff, and
+    mix the two; at the end the scalars tell its energy. Forces are what ``torch.autograd.grad``
+    gives for ``-energy.sum()`` and the positions; with ``create_graph=True`` a loss of forces can
+    be trained. Energies and forces, and the forces' slopes, are continuous where atoms come
+    within the cutoff; edges longer than it count as none. [1]_
+
+    Parameters
+    ----------
+    num_types : int
+        Kinds of atoms; their types are ``0 ... num_types - 1``.
+    cutoff : float
+        Distance beyond which atoms do not feel each other, in the length unit of the positions.
+    hidden_channels : int
+        Width ``F`` of the scalars, and of the vectors.
+    num_blocks : int
+        Messages, one after the other: how many edges away an atom can feel.
+    radial_size : int
+        Number of functions of the distance.
+    mean, scale : float
+        An energy is ``mean + scale * output`` of the last layer: a typical energy of an atom, and
+        how much energies differ, in the unit in which they are wanted.
+
+    References
+    ----------
+    .. [1] K. Schuett et al., "Equivariant message passing for the prediction of tensorial
+       properties and molecular spectra", ICML 2021. Here filters are without a bias, and lengths
+       are made smooth.
+
+    Examples
+    --------
+    Two atoms, each the neighbour of the other: their forces are opposite.
+
+    >>> import torch
+    >>> model = PaiNN(1, cutoff=2.0, hidden_channels=8, num_blocks=2)
+    >>> pos = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], requires_grad=True)
+    >>> edge_index = torch.tensor([[0, 1], [1, 0]])
+    >>> energy = model(torch.zeros(2, dtype=torch.long), pos, edge_index, torch.zeros(2, 3))
+    >>> (gradient,) = torch.autograd.grad(energy.sum(), pos)
+    >>> torch.allclose(gradient[0], -gradient[1])
+    True
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        num_types: int,
+        cutoff: float,
+        *,
+        hidden_channels: int,
+        num_blocks: int,
+        radial_size: int = 12,
+        mean: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_types, hidden_channels)
+        self.displacements = Displacements()
+        self.basis = RadialBasis(radial_size, cutoff)
+        self.messages = nn.ModuleList(
+            PaiNNMessage(hidden_channels, radial_size) for _ in range(num_blocks)
+        )
+        self.updates = nn.ModuleList(PaiNNUpdate(hidden_channels) for _ in range(num_blocks))
+        self.readout = nn.Sequential(
+            nn.Linear(hidden_channels, hidden_channels), nn.SiLU(), nn.Linear(hidden_channels, 1)
+        )
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, types: Tensor, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
+        """Tell the energy of each atom.
+
+        Parameters
+        ----------
+        types : Tensor
+            Types of the atoms, integers of shape (N,).
+        pos : Tensor
+            Positions, (N, 3), in the length unit of the cutoff. They may be more precise than the
+            parameters: what is rounded is how far neighbours are apart.
+        edge_index : Tensor
+            Neighbours above the atoms that feel them, (2, E), each pair in both directions. An
+            atom may neighbour its own images in other cells, but not itself.
+        shifts : Tensor
+            What is added to the position of an edge's source, (E, 3): in a periodic crystal the
+            vector to the cell in which the neighbour is, else zeros.
+
+        Returns
+        -------
+        Tensor
+            Energies, (N,).
+        """
+        vector = self.displacements(pos, edge_index, shifts).to(self.scale.dtype)
+        distance = vector.square().sum(1).sqrt()
+        direction, waves = vector / distance[:, None], self.basis(distance)
+        s = self.embedding(types)
+        v = s.new_zeros(len(s), 3, s.shape[1])
+        for message, update in zip(self.messages, self.updates, strict=True):
+            s, v = update(*message(s, v, edge_index, waves, direction))
+        return cast(Tensor, self.mean + self.scale * self.readout(s)[:, 0])
