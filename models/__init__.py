@@ -14,11 +14,16 @@ from varcomm.errors import MissingModuleError
 if TYPE_CHECKING:
     from .gpt import GPT
     from .mesh_graph_net import MeshGraphNet
+    from .multi_mesh import EncodeProcessDecode
 
-__all__ = ["GPT", "MeshGraphNet"]
+__all__ = ["GPT", "EncodeProcessDecode", "MeshGraphNet"]
 
-_FILES = {"GPT": "gpt", "MeshGraphNet": "mesh_graph_net"}
-_GRAPH_NETWORKS = frozenset({"MeshGraphNet"})
+_FILES = {
+    "EncodeProcessDecode": "multi_mesh",
+    "GPT": "gpt",
+    "MeshGraphNet": "mesh_graph_net",
+}
+_GRAPH_NETWORKS = frozenset({"EncodeProcessDecode", "MeshGraphNet"})
 
 
 def __getattr__(name: str) -> type:
