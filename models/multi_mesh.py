@@ -51,7 +51,7 @@ class EncodeProcessDecode(nn.Module):
     References
     ----------
     .. [1] R. Keisler, "Forecasting Global Weather with Graph Neural Networks", 2022.
-    .. [2] R. Lam et al., "Learning skillful medium-range global weather forecasting", Science, 2023.
+    .. [2] R. Lam et al., "Learning skillful medium-range global weather forecasting", Science 2023.
 
     Examples
     --------

@@ -23,7 +23,7 @@ from torch_geometric.data import HeteroData
 
 FILE = Path(__file__).parent / "data" / "coads_2deg.npz"
 FIELDS = ("sst", "airt", "speh", "wspd", "uwnd", "vwnd", "slp")
-MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
+MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 HELD_OUT = (1, 5, 9)  # February, June and October: no training looks at them, nor predicts them
 SEEN = [month for month in range(12) if month not in HELD_OUT]
 # A forecast starts at a month, and is of the next; December comes before January.

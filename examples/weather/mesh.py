@@ -84,9 +84,7 @@ def around(mesh: np.ndarray, faces: np.ndarray, points: np.ndarray) -> np.ndarra
     return np.stack([chosen.ravel(), np.arange(len(points)).repeat(3)])
 
 
-def seen_from_target(
-    source: np.ndarray, target: np.ndarray, edge_index: np.ndarray
-) -> np.ndarray:
+def seen_from_target(source: np.ndarray, target: np.ndarray, edge_index: np.ndarray) -> np.ndarray:
     """Of each edge (E, 4): where its source lies, to the east, to the north and up, and how far.
 
     The longest edge has the length 1.

@@ -1,4 +1,4 @@
-"""Forecast the temperature of the sea a month ahead, on grid and mesh, on as many ranks as there are.
+"""Forecast the temperature of the sea a month ahead, on as many ranks as there are.
 
     torchrun --nproc-per-node 2 examples/weather/train.py
 
@@ -111,7 +111,9 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.no_grad():
         parts = [forecast(model, graph, month) for month in range(12)]
     change = graph["grid"].gather(torch.cat(parts, dim=1), dst=0) * data.y_std
-    say(f"\nloss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last\n{cost.report()}\n")
+    say(
+        f"\nloss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last\n{cost.report()}\n"
+    )
     if is_first():
         found = change.T.double().numpy()
         linear = climate.linear(data)
