@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples.loading import EXAMPLES, example
+from tests.examples.loading import example
 
 climate, mesh, split = (example("weather", name) for name in ("climate", "mesh", "split"))
 KINDS = [("grid", "to", "mesh"), ("mesh", "to", "mesh"), ("mesh", "to", "grid")]
@@ -188,9 +188,3 @@ def test_main(worlds, ranks, tmp_path):
     assert re.search(r"in blocks of numbers +[\d,]+  2 x [\d,]+ +[\d,]+ +\d+\.\d\d", printed)
     assert re.search(r"( +\d\.\d\d){4}  network", printed)
     assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_readme_shows_the_picture():
-    folder = EXAMPLES / "weather"
-    assert "(weather.png)" in (folder / "README.md").read_text()
-    assert (folder / "weather.png").stat().st_size <= 250_000
