@@ -14,12 +14,18 @@ from varcomm.errors import MissingModuleError
 if TYPE_CHECKING:
     from .gpt import GPT
     from .mesh_graph_net import MeshGraphNet
+    from .multi_mesh import EncodeProcessDecode
     from .painn import PaiNN
 
-__all__ = ["GPT", "MeshGraphNet", "PaiNN"]
+__all__ = ["GPT", "EncodeProcessDecode", "MeshGraphNet", "PaiNN"]
 
-_FILES = {"GPT": "gpt", "MeshGraphNet": "mesh_graph_net", "PaiNN": "painn"}
-_GRAPH_NETWORKS = frozenset({"MeshGraphNet", "PaiNN"})
+_FILES = {
+    "EncodeProcessDecode": "multi_mesh",
+    "GPT": "gpt",
+    "MeshGraphNet": "mesh_graph_net",
+    "PaiNN": "painn",
+}
+_GRAPH_NETWORKS = frozenset(_FILES) - {"GPT"}
 
 
 def __getattr__(name: str) -> type:

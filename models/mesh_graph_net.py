@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 
-def _mlp(in_channels: int, channels: int) -> nn.Sequential:
+def mlp(in_channels: int, channels: int) -> nn.Sequential:
+    """Return two layers with a norm behind them."""
     return nn.Sequential(
         nn.Linear(in_channels, channels),
         nn.SiLU(),
@@ -40,15 +41,17 @@ class GraphNetBlock(MessagePassing):
         self.edge_mlp = nn.Sequential(
             nn.SiLU(), nn.Linear(channels, channels), nn.LayerNorm(channels)
         )
-        self.node_mlp = _mlp(2 * channels, channels)
+        self.node_mlp = mlp(2 * channels, channels)
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor | tuple[Tensor, Tensor], edge_index: Tensor, edge_attr: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Update the features of nodes and edges.
 
         Parameters
         ----------
-        x : Tensor
-            Node features, (N, F).
+        x : Tensor or tuple of Tensor
+            Node features, (N, F); or those of sources and of targets, where these are two kinds.
         edge_index : Tensor
             Sources above targets, (2, E).
         edge_attr : Tensor
@@ -57,12 +60,13 @@ class GraphNetBlock(MessagePassing):
         Returns
         -------
         tuple of Tensor
-            The new node features, (N, F), and the new edge features, (E, F).
+            The new features of nodes, or of targets, (N, F), and of edges, (E, F).
         """
+        source, target = (x, x) if isinstance(x, Tensor) else x
         # A pair, because only the sources' share is ever needed at another node's edges.
-        ends = (self.from_source(x), self.from_target(x))
+        ends = (self.from_source(source), self.from_target(target))
         edge_attr, received = self.propagate(edge_index, ends=ends, edge_attr=edge_attr)
-        return x + self.node_mlp(torch.cat([x, received], dim=1)), edge_attr
+        return target + self.node_mlp(torch.cat([target, received], dim=1)), edge_attr
 
     def message(self, ends_i: Tensor, ends_j: Tensor, edge_attr: Tensor) -> Tensor:
         """Update the edges, (E, F); ``i`` is the target, ``j`` the source."""
@@ -119,8 +123,8 @@ class MeshGraphNet(nn.Module):
         num_blocks: int,
     ) -> None:
         super().__init__()
-        self.node_encoder = _mlp(in_channels, hidden_channels)
-        self.edge_encoder = _mlp(edge_channels, hidden_channels)
+        self.node_encoder = mlp(in_channels, hidden_channels)
+        self.edge_encoder = mlp(edge_channels, hidden_channels)
         self.blocks = nn.ModuleList(GraphNetBlock(hidden_channels) for _ in range(num_blocks))
         self.decoder = nn.Sequential(
             nn.Linear(hidden_channels, hidden_channels),

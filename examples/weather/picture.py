@@ -1,0 +1,106 @@
+"""Draw a forecast: how grid and mesh are split, the truth, the forecast, the error."""
+
+from pathlib import Path
+
+import numpy as np
+from climate import MONTHS
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import Normalize, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, Patch
+from mesh import on_sphere
+from split import Owner
+from torch_geometric.data import HeteroData
+
+LAND, INK = "#d5d1ca", "#22272b"
+PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+WEST, STEP = 20, 2  # where the grid begins, in Africa, and its spacing, in degrees
+
+
+def draw(path: Path, data: HeteroData, owner: Owner, change: np.ndarray, start: int) -> None:
+    """Save a globe and three maps of the forecast that starts at a month, of `change` (12, G)."""
+    truth = data["grid"].y[:, start].numpy() * data.y_std
+    error = change[start] - truth
+    rmse = np.sqrt(np.average(error**2, weights=data["grid"].area[:, 0]))
+    lat, lon = places(data)
+    month, following = MONTHS[start], MONTHS[(start + 1) % 12]
+    limit = np.percentile(np.abs(truth), 99)
+    image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
+
+    with rc_context({"font.size": 14, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(14.4, 6.8), dpi=80, facecolor="white")
+        panels = figure.subplots(2, 2)
+        figure.subplots_adjust(0.04, 0.05, 0.88, 0.94, wspace=0.12, hspace=0.2)
+        globe(panels[0, 0], data, owner)
+        maps = {
+            f"Truth: the change from {month} to {following}": truth,
+            "Forecast of a month that no training saw": change[start],
+            f"Error: forecast - truth, RMSE {rmse:.2f} °C": error,
+        }
+        for ax, (title, values) in zip(panels.flat[1:], maps.items(), strict=True):
+            cells = np.full((180 // STEP, 360 // STEP), np.nan)
+            cells[((lat + 90) // STEP).astype(int), ((lon - WEST) % 360 // STEP).astype(int)] = (
+                values
+            )
+            world_map(ax, cells, image)
+            ax.set_title(title, loc="left", fontsize=17)
+        bar = figure.colorbar(image, figure.add_axes((0.91, 0.1, 0.014, 0.8)), extend="both")
+        bar.set_label("change of the temperature of the sea's surface in a month, °C")
+        figure.savefig(path)
+
+
+def places(data: HeteroData) -> tuple[np.ndarray, np.ndarray]:
+    """Latitude and longitude (G,) of the cells, in degrees."""
+    x, y, z = data["grid"].pos.numpy().T
+    return np.rad2deg(np.arcsin(z)), np.rad2deg(np.arctan2(y, x))
+
+
+def world_map(ax: Axes, cells: np.ndarray, image: ScalarMappable) -> None:
+    ax.set_facecolor(LAND)
+    extent = (WEST, WEST + 360, -90, 90)
+    place = {"origin": "lower", "extent": extent, "interpolation": "nearest"}
+    ax.imshow(cells, cmap=image.cmap, norm=image.norm, **place)
+    ax.set_ylim(-80, 84)
+    ax.set_xticks([60, 120, 180, 240, 300, 360], ["60°E", "120°E", "180°", "120°W", "60°W", "0°"])
+    ax.set_yticks([-60, -30, 0, 30, 60], ["60°S", "30°S", "0°", "30°N", "60°N"])
+    ax.tick_params(length=3, labelsize=12)
+
+
+def view(data: HeteroData, owner: Owner) -> np.ndarray:
+    """Turn positions (..., 3) so that edges between ranks are in front: right, up, to the eye."""
+    edges = data["mesh", "to", "grid"].edge_index
+    between = owner["mesh"][edges[0]] != owner["grid"][edges[1]]
+    places = data["grid"].pos[edges[1, between]].numpy()
+    towards = on_sphere(np.full(36, 15), np.arange(0, 360, 10))
+    eye = towards[(towards @ places.T).clip(0).sum(axis=1).argmax()]
+    right = np.array([-eye[1], eye[0], 0]) / np.hypot(*eye[:2])
+    return np.stack([right, np.cross(eye, right), eye], axis=1)
+
+
+def globe(ax: Axes, data: HeteroData, owner: Owner) -> None:
+    """Cells of the grid, pale, and the mesh's shortest edges, in the colours of their ranks."""
+    turn = view(data, owner)
+    lat, lon = places(data)
+    square = [(-1, -1), (-1, 1), (1, 1), (1, -1)]
+    corners = np.stack([on_sphere(lat + n, lon + e) for n, e in square], axis=1) @ turn
+    ranks = owner["grid"].numpy()
+    colours = np.array([to_rgb(PALETTE[rank % len(PALETTE)]) for rank in range(ranks.max() + 1)])
+    front = corners[:, :, 2].min(axis=1) > 0
+    ax.add_patch(Circle((0, 0), 1, color=LAND))
+    pale = 0.5 * colours[ranks[front]] + 0.5
+    ax.add_collection(PolyCollection(corners[front, :, :2], facecolors=pale))
+
+    ends = data["mesh", "to", "mesh"].edge_index.numpy()
+    lines = (data["mesh"].pos.numpy() @ turn)[ends.T]
+    length = np.linalg.norm(lines[:, 0] - lines[:, 1], axis=1)
+    shown = (lines[:, :, 2].min(axis=1) > 0) & (ends[0] < ends[1]) & (length < 1.5 * length.min())
+    colour = colours[owner["mesh"].numpy()[ends[1, shown]]]
+    ax.add_collection(LineCollection(lines[shown, :, :2], colors=colour, linewidths=0.7))
+    ax.set(xlim=(-1.02, 1.02), ylim=(-1.02, 1.02), aspect="equal", anchor="W")
+    ax.axis("off")
+    ax.set_title("Cells and mesh, split together", loc="left", fontsize=17)
+    legend = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours)]
+    ax.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)

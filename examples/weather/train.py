@@ -1,0 +1,126 @@
+"""Forecast the temperature of the sea a month ahead, on as many ranks as there are.
+
+    torchrun --nproc-per-node 2 examples/weather/train.py
+
+The model sends what the grid of observations knows to a mesh with edges of several lengths, passes
+messages there, and brings the result back. Grid and mesh are split over the ranks together; the
+model knows nothing of that.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import climate
+import numpy as np
+import split
+import torch
+from picture import draw
+from torch_geometric.data import HeteroData
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import Cost, Parser, is_first, say, training
+
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+from varcomm.models import EncodeProcessDecode
+
+
+def new_model(data: HeteroData, hidden: int, blocks: int, seed: int) -> EncodeProcessDecode:
+    """The same on every rank, since all draw from the same seed."""
+    torch.manual_seed(seed)
+    grid, mesh = data["grid"].x.shape[-1], data["mesh"].x.shape[-1]
+    return EncodeProcessDecode(grid, mesh, 4, 1, hidden_channels=hidden, num_blocks=blocks)
+
+
+def forecast(
+    model: torch.nn.Module, part: HeteroData | PartitionedGraph, month: int
+) -> torch.Tensor:
+    """How much warmer each cell will be a month after `month`, (n, 1), in units of ``y_std``."""
+    x = {"grid": part["grid"].x[:, month], "mesh": part["mesh"].x}
+    return model(x, part.edge_index_dict, part.edge_attr_dict)
+
+
+def squared_error(
+    model: torch.nn.Module, part: HeteroData | PartitionedGraph, month: int
+) -> torch.Tensor:
+    """Of each cell, by its area."""
+    error = forecast(model, part, month) - part["grid"].y[:, month, None]
+    return part["grid"].area * error.square()
+
+
+def fit(model: torch.nn.Module, graph: PartitionedGraph, steps: int, seed: int) -> Iterator[float]:
+    """Train on one month a step; yields the loss of each."""
+    draws = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=5e-3, total_steps=steps, pct_start=0.2, cycle_momentum=False
+    )
+    months: list[int] = []
+    for _ in range(steps):
+        if not months:
+            months = [climate.TRAIN[i] for i in torch.randperm(len(climate.TRAIN), generator=draws)]
+        optimizer.zero_grad()
+        loss = graph["grid"].mean(squared_error(model, graph, months.pop()))
+        loss.backward()
+        vc.data_parallel.sum_gradients(model)
+        optimizer.step()
+        schedule.step()
+        yield loss.item()
+
+
+def errors(changes: dict[str, np.ndarray]) -> str:
+    """A table of errors: a column for each month held out."""
+    months = [climate.MONTHS[month] for month in climate.HELD_OUT]
+    lines = [f"RMSE in deg C   {'  '.join(f'{month:>5}' for month in [*months, 'all'])}"]
+    for name, change in changes.items():
+        each = climate.rmse(change, climate.TEST)
+        columns = [*each, np.sqrt(np.mean(each**2))]
+        lines.append(f"{'':16}{'  '.join(f'{error:5.2f}' for error in columns)}  {name}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    world = vc.init()
+    smoke = {"level": 2, "steps": 6, "hidden": 8, "blocks": 2}
+    parser = Parser(__doc__, smoke)
+    parser.add_whole("--level", 4, "times that the mesh is refined: 4 is 2,562 nodes, 6 is 40,962")
+    parser.add_whole("--steps", 360, "of training")
+    parser.add_whole("--hidden", 32, "width of the network")
+    parser.add_whole("--blocks", 4, "steps of the processor")
+    parser.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of weights and of months (%(default)s)"
+    )
+    parser.add_picture("out/weather.png")
+    options = parser.parse(arguments)
+
+    data = climate.load(options.level)
+    owner = split.together(data, world.size, options.blocks)
+    graph = vc.graph.partition(data, method=owner)
+    say(
+        f"{data['grid'].num_nodes:,} cells and {data['mesh'].num_nodes:,} nodes of the mesh\n"
+        f"{graph.report()}\n"
+        f"{split.table(data, owner, world.size, options.blocks, options.hidden)}\n"
+    )
+
+    model = new_model(data, options.hidden, options.blocks, options.seed)
+    vc.graph.distribute(model, graph)
+    cost = Cost()
+    losses = [*training(fit(model, graph, options.steps, options.seed), options.steps, cost)]
+
+    with torch.no_grad():
+        parts = [forecast(model, graph, month) for month in range(12)]
+    change = graph["grid"].gather(torch.cat(parts, dim=1), dst=0) * data.y_std
+    say(
+        f"\nloss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last\n{cost.report()}\n"
+    )
+    if is_first():
+        found = change.T.double().numpy()
+        linear = climate.linear(data)
+        print(errors({"network": found, "linear": linear, **climate.baselines()}))
+        draw(options.picture, data, owner, found, climate.TEST[1])
+        print(f"picture: {options.picture}")
+
+
+if __name__ == "__main__":
+    main()
