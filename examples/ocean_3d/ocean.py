@@ -144,10 +144,15 @@ class Ocean:
         return Data(**attributes, edge_index=edge_index, edge_attr=edge_attr)
 
     def celsius(self, prediction: np.ndarray) -> np.ndarray:
-        """Temperatures (C, L) in deg C, of a standardised prediction at all nodes, (N,)."""
+        """Temperatures (C, L) in deg C, of a standardised prediction at all nodes, (N,).
+
+        At the surface those that are known.
+        """
         table = np.full(self.temperature.shape, np.nan)
         table[np.isfinite(self.temperature)] = prediction
-        return table * self.std + self.mean
+        table = table * self.std + self.mean
+        table[:, 0] = self.temperature[:, 0]
+        return table
 
     def linear_fit(self) -> np.ndarray:
         """Temperatures (C, L) by a fit at each level to all that the surface shows."""

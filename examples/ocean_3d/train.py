@@ -61,6 +61,11 @@ def new_model(options: argparse.Namespace) -> MeshGraphNet:
     return model
 
 
+def rate(step: int) -> float:
+    """How fast to learn, as a share of the greatest rate; of no account is when to end."""
+    return min((step + 1) / 20, 1.0) * 0.985**step
+
+
 class Training:
     """All that decides how training goes on; none of it depends on the number of ranks."""
 
@@ -68,9 +73,7 @@ class Training:
         self.graph = graph
         self.model = vc.graph.distribute(new_model(options).to(graph.x.dtype), graph)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=1e-2)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min((step + 1) / 20, 1.0) * 0.985**step
-        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
         self.losses: list[float] = []  # of the steps so far
 
     def state(self) -> dict[str, Any]:
