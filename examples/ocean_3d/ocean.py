@@ -40,7 +40,8 @@ class Ocean:
     - ``first`` (C,): the number of each column's first node.
     - ``temperature`` (C, L), in deg C, NaN below the sea floor.
     - ``test`` (C,): whether a column is in a test tile.
-    - ``mean``, ``std`` (L,): of the temperature at each level, over the other columns.
+    - ``fit`` (C, L): a linear fit at each level to what the surface shows in the other columns,
+      in deg C, and ``std`` (L,): how far these are from it. The network learns what the fit leaves.
     - ``edges`` (2, e): which columns are neighbours, source above target.
     """
 
@@ -70,8 +71,6 @@ class Ocean:
         tile_row, tile_column = (self.pos // TILE).astype(np.int64).T
         # A knight's move from one test tile to the next: no two touch, but where the grid ends.
         self.test = (tile_row + 2 * tile_column) % 5 == 0
-        self.mean = np.nanmean(self.temperature[~self.test], axis=0)
-        self.std = np.nanstd(self.temperature[~self.test], axis=0)
 
         phi, theta = np.deg2rad(self.pos).T
         place = [np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)]
@@ -79,6 +78,9 @@ class Ocean:
         shown = [self.temperature[:, 0], salinity, on_log_scale(floor)]
         shown = [(values - values.mean()) / values.std() for values in shown]
         self.surface = np.stack([*place, *shown], axis=1)  # (C, 6), known everywhere
+        self.fit = self._linear_fit()
+        self.std = np.nanstd((self.temperature - self.fit)[~self.test], axis=0)
+        self.std[0] = 1  # the fit leaves nothing of the surface, which is known
 
     @property
     def num_nodes(self) -> int:
@@ -101,11 +103,11 @@ class Ocean:
 
         - ``x`` (n, 7): place on the unit sphere, what the surface above shows (temperature,
           salinity), depth of the sea floor, and of the node.
-        - ``y`` (n, 1): temperature, standardised at each level over the training columns.
+        - ``y`` (n, 1): temperature beyond the linear fit, in standard deviations of the level.
         - ``train`` (n,): below the surface of no test tile.
         """
         number, column, level = self.nodes(columns)
-        y = (self.temperature[column, level] - self.mean[level]) / self.std[level]
+        y = (self.temperature - self.fit)[column, level] / self.std[level]
         x = np.column_stack([self.surface[column], on_log_scale(self.depth[level])])
         attributes = {
             "x": torch.from_numpy(x).to(dtype),
@@ -144,24 +146,28 @@ class Ocean:
         return Data(**attributes, edge_index=edge_index, edge_attr=edge_attr)
 
     def celsius(self, prediction: np.ndarray) -> np.ndarray:
-        """Temperatures (C, L) in deg C, of a standardised prediction at all nodes, (N,).
+        """Temperatures (C, L) in deg C, of a prediction of `y` at all nodes, (N,).
 
         At the surface those that are known.
         """
         table = np.full(self.temperature.shape, np.nan)
         table[np.isfinite(self.temperature)] = prediction
-        table = table * self.std + self.mean
+        table = self.fit + table * self.std
         table[:, 0] = self.temperature[:, 0]
         return table
 
-    def linear_fit(self) -> np.ndarray:
-        """Temperatures (C, L) by a fit at each level to all that the surface shows."""
+    def _linear_fit(self) -> np.ndarray:
         known = np.column_stack([self.surface, np.ones(len(self.pos))])
-        fitted = np.empty(self.temperature.shape)
+        fit = np.empty(self.temperature.shape)
         for level, truth in enumerate(self.temperature.T):
             used = np.isfinite(truth) & ~self.test
-            fitted[:, level] = known @ np.linalg.lstsq(known[used], truth[used])[0]
-        return fitted
+            fit[:, level] = known @ np.linalg.lstsq(known[used], truth[used])[0]
+        return fit
+
+    def level_mean(self) -> np.ndarray:
+        """Temperatures (C, L) of which each is the mean of its level, over training columns."""
+        mean = np.nanmean(self.temperature[~self.test], axis=0)
+        return np.broadcast_to(mean, self.temperature.shape)
 
     def rmse(self, prediction: np.ndarray) -> tuple[np.ndarray, float]:
         """Errors of temperatures (C, L) in the test tiles, in deg C: at each level, and below 0."""

@@ -122,8 +122,7 @@ def is_there(folder: Path) -> bool:
 
 def tell(ocean: Ocean, prediction: np.ndarray) -> None:
     """Print the errors at some depths, and of all nodes below the surface."""
-    level_mean = np.broadcast_to(ocean.mean, ocean.temperature.shape)
-    found = [ocean.rmse(values) for values in (prediction, ocean.linear_fit(), level_mean)]
+    found = [ocean.rmse(values) for values in (prediction, ocean.fit, ocean.level_mean())]
     print("RMSE in the test tiles, in deg C:\n   depth   network  linear fit  mean of the depth")
     for level in range(1, len(ocean.depth), 3):
         network, linear, mean = (errors[level] for errors, _ in found)
@@ -136,7 +135,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, smoke={"resolution": 6, "levels": 8, "steps": 15, "hidden": 16})
     parser.add_argument(
         "--resolution",
-        default=3,
+        default=4,
         type=int,
         choices=RESOLUTIONS,
         metavar="N",

@@ -125,7 +125,7 @@ def positive(text: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # not the others' Parser, which imports torch: this process is no rank, and its agents would wait
+    # not the Parser of the others, which imports torch: this process is no rank, and starts sooner
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -94,11 +94,11 @@ def test_attributes():
     level = np.array([cell[2] for cell in cells(sea)])
     known = np.log(1 + sea.depth[level] / 100)
     np.testing.assert_allclose(data.x[:, 6], known, rtol=1e-6)
-    for at in range(20):
-        used = torch.from_numpy(level == at) & (data.train if at else torch.tensor(True))
-        if at:
-            assert abs(data.y[used].mean()) < 1e-4
-            assert data.y[used].std(correction=0) == pytest.approx(1, abs=1e-4)
+    assert data.y[level == 0].abs().max() < 1e-9, "of the surface the fit leaves nothing"
+    for at in range(1, 20):
+        used = torch.from_numpy(level == at) & data.train
+        assert abs(data.y[used].mean()) < 1e-4
+        assert data.y[used].std(correction=0) == pytest.approx(1, abs=1e-4)
     np.testing.assert_allclose(sea.surface[:, 3:].mean(axis=0), 0, atol=1e-6)
     np.testing.assert_allclose(sea.surface[:, 3:].std(axis=0), 1, rtol=1e-6)
 
@@ -147,6 +147,10 @@ def test_predictions_in_degrees_celsius():
     celsius = sea.celsius(sea.whole(torch.float64).y[:, 0].numpy())
     np.testing.assert_allclose(celsius, sea.temperature, atol=1e-12)
     assert sea.rmse(celsius)[1] < 1e-12
+    more = sea.celsius(sea.whole(torch.float64).y[:, 0].numpy() + 1) - celsius
+    by_level = np.where(np.isfinite(celsius), sea.std, np.nan)
+    by_level[:, 0] = 0  # that of the surface is known
+    np.testing.assert_allclose(more, by_level, atol=1e-12)
     errors, below = sea.rmse(celsius + 2.0)
     assert below == pytest.approx(2.0)
     np.testing.assert_allclose(errors, 2.0)
@@ -156,15 +160,15 @@ def test_predictions_in_degrees_celsius():
 
 def test_the_linear_fit():
     sea = load(5, 20)
-    fitted = sea.linear_fit()
     known = torch.cat([torch.from_numpy(sea.surface), torch.ones(len(sea.pos), 1)], dim=1)
     for level in (1, 10, 19):
         truth = torch.from_numpy(sea.temperature[:, level])
         used = truth.isfinite() & ~torch.from_numpy(sea.test)
         weights = torch.linalg.pinv(known[used]) @ truth[used]
-        np.testing.assert_allclose(fitted[:, level], known @ weights, rtol=1e-8, atol=1e-8)
-    mean = np.broadcast_to(sea.mean, sea.temperature.shape)
-    assert 0 < sea.rmse(fitted)[1] < sea.rmse(mean)[1]
+        np.testing.assert_allclose(sea.fit[:, level], known @ weights, rtol=1e-8, atol=1e-8)
+        mean = sea.level_mean()[:, level]
+        np.testing.assert_allclose(mean, truth[used].mean(), rtol=1e-9)
+    assert 0 < sea.rmse(sea.fit)[1] < sea.rmse(sea.level_mean())[1]
 
 
 @pytest.mark.parametrize("asked", [(7, 20), (0, 20), (20, 20), (3, 1), (3, 21)])
@@ -366,7 +370,7 @@ def test_training_learns(worlds):
 def test_picture(tmp_path, ranks):
     sea, path = load(6, 20), Path(tmp_path / "ocean.png")
     rank = np.arange(len(sea.pos)) % ranks
-    example("ocean_3d", "picture").draw(path, sea, rank, sea.linear_fit())
+    example("ocean_3d", "picture").draw(path, sea, rank, sea.fit)
     content = path.read_bytes()
     width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))
     assert (width, height) == (1600, 1000)
