@@ -12,17 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import ocean
 import torch
 from picture import draw
 from torch_geometric.data import Data
-from tqdm import tqdm
 
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
 from varcomm.models import MeshGraphNet
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import Cost, Parser, Record, differences, one_answer, say, training
 
 
 def new_model(data: Data, hidden: int, blocks: int, seed: int) -> MeshGraphNet:
@@ -79,106 +80,51 @@ def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]
     )
 
 
-def record(model: torch.nn.Module, losses: Iterator[float]) -> tuple[torch.Tensor, ...]:
+def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
     """Run a training; return its losses, and the gradients of its first step."""
     first = next(losses)
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    return torch.tensor([first, *losses], dtype=torch.float64), *gradients
+    return [first, *losses], gradients
 
 
-def differences(
+def compare(
     model: torch.nn.Module, data: Data, method: str | torch.Tensor | None, steps: int
 ) -> tuple[float, float]:
-    """How far training on ranks is from training alone; the same on every rank.
-
-    Relative, at its worst: of the losses of all steps, and of the first step's gradients of any
-    parameter, by the largest of its entries.
-    """
+    """How far training on ranks is from training alone; the same on every rank."""
     graph = vc.graph.partition(data, method=method)
-    copied = copy.deepcopy(model)
-    losses, *gradients = record(copied, fit_on_ranks(copied, graph, steps))
-    found = None
-    if graph.group.rank == 0:  # the others wait
-        copied = copy.deepcopy(model)
-        losses_alone, *gradients_alone = record(copied, fit_alone(copied, data, steps))
-        errors = [
-            (x - y).abs().max() / y.abs().max()
-            for x, y in zip(gradients, gradients_alone, strict=True)
-        ]
-        found = torch.stack([((losses - losses_alone) / losses_alone).abs().max(), max(errors)])
-    loss_error, gradient_error = vc.broadcast(found).tolist()
-    return loss_error, gradient_error
+    together, alone = copy.deepcopy(model), copy.deepcopy(model)
+    return differences(
+        lambda: record(together, fit_on_ranks(together, graph, steps)),
+        lambda: record(alone, fit_alone(alone, data, steps)),
+    )
 
 
 def in_precision(data: Data, dtype: torch.dtype) -> Data:
     return data.clone().apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def check(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
+def check(options: argparse.Namespace) -> bool:
     """Tell whether ranks give what one process gives, in double and in single precision."""
     spacing = options.check or options.spacing
     say(f"\n20 steps on the grid of {spacing} degrees, on ranks and in one process:")
     data = ocean.load(spacing)
-    passed = True
-    for dtype, loss_limit, gradient_limit in (
-        (torch.float64, 1e-10, 1e-12),
-        (torch.float32, 1e-4, 1e-3),
-    ):
+
+    def found(dtype: torch.dtype) -> tuple[float, float]:
         model = new_model(data, options.hidden, options.blocks, options.seed).to(dtype)
-        floats = in_precision(data, dtype)
-        loss_error, gradient_error = differences(model, floats, options.method, 20)
-        passed &= loss_error <= loss_limit and gradient_error <= gradient_limit
-        say(
-            f"  {dtype}: losses differ by {loss_error:.1e} (allowed {loss_limit:.0e}), "
-            f"first gradients by {gradient_error:.1e} (allowed {gradient_limit:.0e})"
-        )
-    say("one answer" if passed else "NOT one answer")
-    return passed
+        return compare(model, in_precision(data, dtype), options.method, 20)
+
+    return one_answer(found)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say it once, on the first rank, before any rank leaves."""
-        if vc.init().rank == 0:
-            print(f"{self.format_usage()}{self.prog}: error: {message}", file=sys.stderr)
-        torch.distributed.barrier()
-        sys.exit(2)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
-def image(text: str) -> Path:
-    if Path(text).suffix not in {".png", ".pdf", ".svg"}:
-        raise argparse.ArgumentTypeError(f"need a name that ends in .png, .pdf or .svg: {text!r}")
-    return Path(text)
-
-
-def hindrance(picture: Path) -> str | None:
-    """Why the picture could not be written once training is over."""
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.open("ab").close()
-    except OSError as error:
-        return f"argument --picture: cannot write {str(picture)!r}: {error.strerror}"
-    return None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__, smoke={"spacing": 4, "steps": 20, "hidden": 16})
     grid = {"type": int, "choices": ocean.SPACINGS, "metavar": "N"}
-    whole = {"type": positive, "metavar": "N"}
     parser.add_argument(
         "--spacing", default=1, help="of the grid, in degrees (%(default)s)", **grid
     )
-    parser.add_argument("--steps", default=200, help="of training (%(default)s)", **whole)
-    parser.add_argument("--hidden", default=32, help="width of the network (%(default)s)", **whole)
-    parser.add_argument(
-        "--blocks", default=4, help="steps of message passing (%(default)s)", **whole
-    )
+    parser.add_whole("--steps", 200, "of training")
+    parser.add_whole("--hidden", 32, "width of the network")
+    parser.add_whole("--blocks", 4, "steps of message passing")
     parser.add_argument(
         "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
     )
@@ -187,13 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         choices=["metis", "rcb", "block", "random"],
         help="how to split the graph (metis where pymetis is installed)",
     )
-    parser.add_argument(
-        "--picture",
-        type=image,
-        default=Path("out/ocean.png"),
-        metavar="FILE",
-        help="what to draw (%(default)s)",
-    )
+    parser.add_picture("out/ocean.png")
     parser.add_argument(
         "--check",
         nargs="?",
@@ -202,38 +142,31 @@ def main(arguments: list[str] | None = None) -> int:
         help="compare 20 steps with those of one process as well, on a grid of N degrees (that of "
         "the training)",
     )
-    options = parser.parse_args(arguments)
+    return parser.parse(arguments)
 
+
+def main(arguments: list[str] | None = None) -> int:
     world = vc.init()
-    first = world.rank == 0
-    problem = [hindrance(options.picture) if first else None]
-    torch.distributed.broadcast_object_list(problem)
-    if problem[0]:
-        parser.error(problem[0])
-
-    def say(text: str) -> None:
-        if first:
-            print(text, flush=True)
-
+    options = parsed(arguments)
     data = ocean.load(options.spacing)
     graph = vc.graph.partition(data, method=options.method)
     report = graph.report()
     say(f"{report}\nbytes a rank sends in each layer: {report.nbytes(options.hidden)}\n")
 
     model = new_model(data, options.hidden, options.blocks, options.seed)
+    cost = Cost()
     began = time.perf_counter()
-    with tqdm(total=options.steps, desc="training", unit="step", disable=not first) as bar:
-        for loss in fit_on_ranks(model, graph, options.steps):
-            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-            bar.update()
+    for _ in training(fit_on_ranks(model, graph, options.steps), options.steps, cost):
+        pass
     seconds = time.perf_counter() - began
 
     with torch.no_grad():
         part = model(graph.x, graph.edge_index, graph.edge_attr)
     prediction = graph.gather(part, dst=0)
     rank = graph.gather(torch.full((graph.num_owned,), world.rank), dst=0)
-    if first:
-        print(f"\n{options.steps} steps in {seconds:.0f} s. RMSE on the test tiles, in deg C:")
+    say(f"\n{cost.report()}")
+    if world.rank == 0:
+        print(f"{options.steps} steps in {seconds:.0f} s. RMSE on the test tiles, in deg C:")
         network = ocean.rmse(data, prediction)
         for name, error in [("network", network), *ocean.baselines(data).items()]:
             print(f"  {error:6.2f}  {name}")
@@ -249,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
             + ("one rank" if world.size == 1 else f"{world.size} ranks"),
         )
         print(f"picture: {options.picture}")
-    if options.check is not None and not check(options, say):
+    if options.check is not None and not check(options):
         return 1
     return 0
 

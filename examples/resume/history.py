@@ -16,6 +16,7 @@ class Run:
     children: dict[int, int]  # process numbers of ranks, by those of the agents
     losses: dict[int, float] = field(default_factory=dict)  # by step
     saves: list[int] = field(default_factory=list)  # steps before which one was begun
+    cost: str = ""  # of its steps, once it is over
 
 
 @dataclass
@@ -37,6 +38,8 @@ class History:
                 found.append(Run(fact["ranks"], fact["step"], children))
             elif event == "step":
                 found[-1].losses[fact["step"]] = fact["loss"]
+            elif event == "end":
+                found[-1].cost = fact["cost"]
             else:
                 found[-1].saves.append(fact["step"])
         return found

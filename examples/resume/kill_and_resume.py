@@ -107,6 +107,8 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
     worst = max(differences(uninterrupted, runs))
     print(f"greatest relative difference: {worst:.1e} (allowed {LIMIT:.0e})")
     interrupted, resumed = runs[-2:]
+    for run in (uninterrupted, resumed):
+        print(f"on {run.ranks} ranks: {run.cost}")
     known = resumed.start in interrupted.saves[-2:]  # the last may not have been complete
     whole = list(resumed.losses) == list(range(resumed.start, options.steps))
     if not (known and whole):
@@ -123,10 +125,14 @@ def positive(text: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    # not the Parser of the others, which imports torch: this process is no rank, and starts sooner
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whole = {"type": positive, "metavar": "N"}
+    parser.add_argument(
+        "--smoke", action="store_true", help="a quick look: --steps 60, --every 10, --side 20"
+    )
     parser.add_argument(
         "--moment",
         choices=["step", "save"],
@@ -144,6 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--within", default=240, help="seconds, after which to give up (%(default)s)", **whole
     )
+    if parser.parse_args(arguments).smoke:
+        parser.set_defaults(steps=60, every=10, side=20)
     options = parser.parse_args(arguments)
     if options.steps <= 3 * options.every:
         parser.error(f"argument --steps: need more than three times --every, got {options.steps}")

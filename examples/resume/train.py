@@ -22,6 +22,9 @@ from varcomm.checkpoint import Rows
 from varcomm.graph import PartitionedGraph
 from varcomm.models import MeshGraphNet
 
+sys.path.append(str(Path(__file__).parents[1]))
+from common import Cost, Parser, say
+
 
 class Training:
     """All that decides how training goes on.
@@ -83,31 +86,29 @@ class Training:
         return loss.item()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    whole = {"type": int, "metavar": "N"}
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__, smoke={"steps": 60, "every": 10, "side": 20})
     parser.add_argument("folder", type=Path, help="of the checkpoint")
-    parser.add_argument("--steps", default=150, help="of training (%(default)s)", **whole)
+    parser.add_whole("--steps", 150, "of training")
+    parser.add_whole("--every", 20, "steps from one checkpoint to the next")
+    parser.add_whole("--side", 60, "nodes along a side")
+    parser.add_whole("--hidden", 16, "width of the network")
+    parser.add_whole("--blocks", 2, "steps of message passing")
     parser.add_argument(
-        "--every", default=20, help="steps from one checkpoint to the next (%(default)s)", **whole
+        "--seed", default=0, type=int, metavar="N", help="of all draws (%(default)s)"
     )
-    parser.add_argument("--side", default=60, help="nodes along a side (%(default)s)", **whole)
-    parser.add_argument("--hidden", default=16, help="width of the network (%(default)s)", **whole)
-    parser.add_argument(
-        "--blocks", default=2, help="steps of message passing (%(default)s)", **whole
-    )
-    parser.add_argument("--seed", default=0, help="of all draws (%(default)s)", **whole)
     parser.add_argument(
         "--async", dest="async_", action="store_true", help="train on while a checkpoint is saved"
     )
     parser.add_argument(
         "--history", type=Path, metavar="FILE", help="where to add what happens, in lines of JSON"
     )
-    options = parser.parse_args(arguments)
+    return parser.parse(arguments)
 
+
+def main(arguments: list[str] | None = None) -> int:
     world = vc.init(timeout=60)
+    options = parsed(arguments)
     first = world.rank == 0
     graph = vc.graph.partition(mesh.load(options.side))
     training = Training(graph, options)
@@ -123,19 +124,24 @@ def main(arguments: list[str] | None = None) -> int:
     own = torch.tensor([[os.getpid(), os.getppid()]])
     processes = vc.all_gather_v(own, [1] * world.size).tolist()
     note("start", step=training.step, ranks=world.size, processes=processes)
-    if first:
-        print(f"from step {training.step} on {world.size} ranks, of {list(graph.node_sizes)} nodes")
-    saving = None
+    say(f"from step {training.step} on {world.size} ranks, of {list(graph.node_sizes)} nodes")
+    saving, cost = None, Cost()
     while training.step < options.steps:
-        step, loss = training.step, training.advance()
+        step = training.step
+        with cost.step():
+            loss = training.advance()
         note("step", step=step, loss=loss)
-        if first and step % 10 == 0:
-            print(f"step {step:4}  loss {loss:.6f}", flush=True)
+        if step % 10 == 0:
+            say(f"step {step:4}  loss {loss:.6f}")
         if training.step % options.every == 0 or training.step == options.steps:
             note("save", step=training.step)
             saving = vc.checkpoint.save(training.state(), options.folder, async_=options.async_)
     if saving:
         saving.wait()
+    if cost.seconds:
+        report = cost.report()
+        note("end", cost=report)
+        say(report)
     return 0
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples.ocean_modules import FOLDER, example
+from tests.examples.loading import EXAMPLES, example
 
-ocean = example("ocean")
+FOLDER = EXAMPLES / "ocean"
+ocean = example("ocean", "ocean")
 SPACINGS = (1, 5)
 
 
@@ -197,7 +198,7 @@ def test_picture(tmp_path, ranks):
     data = load(5)
     path = tmp_path / "ocean.png"
     truth = data.y[:, 0].numpy()
-    example("picture").draw(
+    example("ocean", "picture").draw(
         path,
         data.pos.numpy(),
         np.arange(data.num_nodes) % ranks,

@@ -10,19 +10,19 @@ import sys
 import pytest
 import torch
 
-from tests.examples.ocean_modules import FOLDER, example
+from tests.examples.loading import EXAMPLES, example
 from tests.graph.graphs import WORLDS, split_by
 
 METHODS = ("metis", "block", "random", "a rank owns nothing")
 
 
 def compare(rank, dtype, method, steps):
-    ocean, train = example("ocean"), example("train")
+    ocean, train = example("ocean", "ocean"), example("ocean", "train")
     data = train.in_precision(ocean.load(5), dtype)
     assert data.num_nodes == 1654
     model = train.new_model(data, hidden=16, blocks=2, seed=0).to(dtype)
     owner = split_by(method, data.num_nodes, torch.distributed.get_world_size())
-    return train.differences(model, data, owner, steps)
+    return train.compare(model, data, owner, steps)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -43,7 +43,7 @@ def test_losses_in_single_precision(worlds, ranks, method):
 
 
 def run_main(rank, arguments):
-    train = example("train")
+    train = example("ocean", "train")
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         contextlib.redirect_stderr(io.StringIO()),  # the bar
@@ -59,10 +59,11 @@ def test_main(worlds, ranks, tmp_path):
     (code, printed), *others = worlds.run(ranks, run_main, arguments)
     assert code == 0
     assert others == [(0, "")] * (ranks - 1), "only the first rank prints"
-    edges = example("ocean").load(5).num_edges
+    edges = example("ocean", "ocean").load(5).num_edges
     method = "metis" if ranks > 1 else "block"
     assert f"1,654 nodes and {edges:,} edges on {ranks} ranks by {method}" in printed
     assert re.search(r"bytes a rank sends in each layer: \(\d+,", printed)
+    assert re.search(r"\d s a step, the median of 3; at most [\d and]+ MiB a rank", printed)
     assert re.search(r"3 steps in \d+ s\. RMSE on the test tiles, in deg C:", printed)
     for name in ("network", "mean of the field", "linear fit to position"):
         assert re.search(rf"\d\.\d\d  {name}", printed)
@@ -72,7 +73,7 @@ def test_main(worlds, ranks, tmp_path):
 
 def refused(rank, arguments):
     with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
-        example("train").main(arguments)
+        example("ocean", "train").main(arguments)
     return told.getvalue()
 
 
@@ -99,7 +100,7 @@ def test_wrong_options_are_told_once_before_training(worlds, arguments, message)
 
 
 def test_every_spacing_on_offer_has_nodes_to_train_and_to_test():
-    ocean = example("ocean")
+    ocean = example("ocean", "ocean")
     for spacing in ocean.SPACINGS:
         data = ocean.load(spacing)
         assert data.train_mask.any()
@@ -107,7 +108,7 @@ def test_every_spacing_on_offer_has_nodes_to_train_and_to_test():
 
 
 def losses_of_training(rank):
-    ocean, train = example("ocean"), example("train")
+    ocean, train = example("ocean", "ocean"), example("ocean", "train")
     data = ocean.load(5)
     model = train.new_model(data, hidden=16, blocks=2, seed=0)
     return list(train.fit_alone(model, data, 40))
@@ -121,14 +122,14 @@ def test_training_learns(worlds):
 def test_torchrun(tmp_path):
     """As the example's first lines say: with --check, ranks are compared with one process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(FOLDER / "train.py"), "--check"]
+    command += ["--nproc-per-node", "2", str(EXAMPLES / "ocean" / "train.py"), "--check"]
     command += ["--spacing", "5", "--steps", "2", "--hidden", "8", "--blocks", "1"]
     command += ["--picture", str(tmp_path / "ocean.png")]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command,
         env=environ | {"OMP_NUM_THREADS": "1"},
-        cwd=FOLDER.parents[1],
+        cwd=EXAMPLES.parent,
         capture_output=True,
         text=True,
         timeout=100,

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -10,25 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "examples" / "resume"
+from tests.examples.loading import EXAMPLES
+from tests.examples.loading import example as module
+
 SMALL = ["--side", "12", "--hidden", "4", "--blocks", "1"]
 
 
-@cache
 def example(name):
-    """Import a module of the example, whose names are those of other examples as well."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # for what it imports itself
-    spec = importlib.util.spec_from_file_location(f"resume_{name}", FOLDER / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module("resume", name)
 
 
 def test_the_mesh():
@@ -65,6 +58,8 @@ def test_training_learns(worlds, tmp_path):
     (run,) = runs(tmp_path / "one")
     assert run.saves == list(range(10, 101, 10))
     assert run.losses[99] < 0.2 * run.losses[0]
+    assert re.fullmatch(r"0\.\d{3} s a step, the median of 100; at most \d+ MiB a rank", run.cost)
+    assert printed.endswith(f"{run.cost}\n")
 
 
 @pytest.mark.parametrize("more", [[], ["--async"]], ids=["", "async"])
@@ -78,6 +73,7 @@ def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path, more):
     found, (uninterrupted,) = runs(folder), runs(alone)
     assert [(run.ranks, run.start) for run in found] == [(3, 0), (2, 15), (5, 30), (1, 45)]
     assert [step for run in found for step in run.losses] == list(range(50))
+    assert [run.cost.count(" and ") for run in found] == [2, 1, 4, 0], "memory of each rank"
     assert max(example("history").differences(uninterrupted, found)) <= 1e-9
 
 
@@ -128,7 +124,13 @@ def naming(text):
 @contextlib.contextmanager
 def demonstration(folder, *arguments):
     """Of what the README says, where it leaves its files."""
-    command = [sys.executable, "-u", str(FOLDER / "kill_and_resume.py"), "--side", "12"]
+    command = [
+        sys.executable,
+        "-u",
+        str(EXAMPLES / "resume" / "kill_and_resume.py"),
+        "--side",
+        "12",
+    ]
     command += ["--every", "20", "--steps", "150", "--within", "100", *arguments]
     with subprocess.Popen(
         command,
@@ -153,6 +155,8 @@ def test_a_rank_is_killed_and_two_go_on(tmp_path, moment):
     assert re.search(r"two ranks go on from step (\d+)", printed)[1] in steps
     assert re.search(r"^  step +one process +3 ranks +2 ranks$", printed, re.MULTILINE)
     assert float(re.search(r"greatest relative difference: (\S+)", printed)[1]) <= 1e-9
+    assert re.search(r"^on 1 ranks: .* s a step, the median of 150;", printed, re.MULTILINE)
+    assert re.search(r"^on 2 ranks: .* s a step, .* and \d+ MiB a rank$", printed, re.MULTILINE)
     assert printed.endswith("\none answer\n")
     assert naming(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
@@ -233,10 +237,27 @@ def test_differences():
     ]
 
 
-def test_too_few_steps_to_be_interrupted(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "60"], "--steps: need more than three times --every, got 60"),
+        (["--smoke", "--steps", "30"], "--steps: need more than three times --every, got 30"),
+        (["--every", "0"], "--every: need a whole number from 1 on, got '0'"),
+    ],
+)
+def test_wrong_options(capsys, arguments, message):
     with pytest.raises(SystemExit, match=r"^2$"):
-        example("kill_and_resume").main(["--steps", "60"])
-    assert "--steps: need more than three times --every, got 60" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"^2$"):
-        example("kill_and_resume").main(["--every", "0"])
-    assert "--every: need a whole number from 1 on, got '0'" in capsys.readouterr().err
+        example("kill_and_resume").main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def refused(rank, arguments):
+    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
+        example("train").main(arguments)
+    return told.getvalue()
+
+
+def test_wrong_options_of_a_rank_are_told_once(worlds):
+    told, other = worlds.run(2, refused, ["folder", "--side", "-3"])
+    assert "--side: need a whole number from 1 on, got '-3'" in told
+    assert other == ""

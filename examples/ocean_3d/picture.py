@@ -1,0 +1,126 @@
+"""Draw what a network learned of the ocean: a map of the ranks, and a section from pole to pole."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, Normalize
+from matplotlib.figure import Figure
+from ocean import Ocean
+
+LAND, INK = "#d5d1ca", "#22272b"
+PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+WEST = 20  # the map begins at this meridian, in Africa, which leaves each ocean in one piece
+ATLANTIC = 330  # degrees east: the section, which crosses three test tiles
+
+
+def draw(path: Path | str, ocean: Ocean, rank: np.ndarray, prediction: np.ndarray) -> None:
+    """Save a map and three sections as one picture, in the format that the suffix says.
+
+    ``rank`` (C,) says which rank owns a column; ``prediction`` (C, L) is in deg C.
+    """
+    shown = Section(ocean)
+    truth, guess = shown.cells(ocean.temperature), shown.cells(prediction)
+    error = guess - truth
+    ranks = int(rank.max()) + 1
+    celsius = ScalarMappable(Normalize(np.nanmin(truth), np.nanmax(truth)), "plasma")
+    limit = np.nanpercentile(np.abs(error), 99)
+
+    with rc_context({"font.size": 14, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(16, 10), dpi=100, facecolor="white", layout="constrained")
+        several = "one rank" if ranks == 1 else f"{ranks} ranks"
+        title = f"The ocean in three dimensions, learned from its surface on {several}"
+        figure.suptitle(title, fontsize=22, weight="bold", x=0.01, ha="left")
+        panels = figure.subplots(2, 2)
+        image = ScalarMappable(BoundaryNorm(np.arange(ranks + 1) - 0.5, ranks), colours(ranks))
+        partition(panels[0, 0], ocean, rank, image, shown.longitude)
+        bar = figure.colorbar(image, ax=panels[0, 0], ticks=range(ranks), label="rank")
+        bar.minorticks_off()
+
+        for ax, values, heading in (
+            (panels[0, 1], truth, "Truth"),
+            (panels[1, 0], guess, "Prediction"),
+        ):
+            shown.draw(ax, values, celsius)
+            ax.set_title(f"{heading} at {shown.name}", loc="left")
+            figure.colorbar(celsius, ax=ax, label="temperature, °C")
+
+        image = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
+        shown.draw(panels[1, 1], error, image)
+        _, rmse = ocean.rmse(prediction)
+        panels[1, 1].set_title(f"Error: RMSE {rmse:.2f} °C in all test tiles", loc="left")
+        figure.colorbar(image, ax=panels[1, 1], extend="both", label="prediction - truth, °C")
+        figure.savefig(path)
+
+
+class Section:
+    """A cut through the sea along a meridian: latitudes to the right, levels downwards."""
+
+    def __init__(self, ocean: Ocean) -> None:
+        self.ocean = ocean
+        here = np.unique(ocean.pos[:, 1])
+        self.longitude = float(here[np.argmin(np.abs(here - ATLANTIC))])
+        self.name = f"{360 - self.longitude:g}° W"
+        self.columns = np.flatnonzero(ocean.pos[:, 1] == self.longitude)
+        self.row = ((ocean.pos[self.columns, 0] + 90) // ocean.resolution).astype(int)
+
+    def cells(self, values: np.ndarray) -> np.ndarray:
+        """Of columns (C, L), those on the section, by level and row of the grid; NaN where land."""
+        found = np.full((len(self.ocean.depth), 180 // self.ocean.resolution), np.nan)
+        found[:, self.row] = values[self.columns].T
+        return found
+
+    def draw(self, ax: Axes, cells: np.ndarray, image: ScalarMappable) -> None:
+        levels, rows = cells.shape
+        edges = np.arange(rows + 1) * self.ocean.resolution - 90
+        ax.set_facecolor(LAND)
+        ax.pcolormesh(edges, np.arange(levels + 1) - 0.5, cells, cmap=image.cmap, norm=image.norm)
+        hidden = np.zeros(rows)
+        hidden[self.row] = self.ocean.test[self.columns]
+        for first, last in runs(hidden):
+            lines = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
+            ax.axvline(edges[first], **lines)
+            ax.axvline(edges[last], **lines)
+            ax.text((edges[first] + edges[last]) / 2, -0.6, "test", ha="center", va="bottom")
+        ticks = range(0, levels, max(levels // 7, 1))
+        ax.set_yticks(ticks, [f"{self.ocean.depth[level]:.0f}" for level in ticks])
+        ax.set(xlim=(-80, 80), ylim=(levels - 0.5, -1.9), ylabel="depth, m (levels)")
+        ax.set_xticks(range(-60, 61, 30), ["60° S", "30° S", "0°", "30° N", "60° N"])
+        ax.set_xlabel("latitude")
+
+
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Where a mask is true: the first place of each run, and the one behind its last."""
+    steps = np.diff(np.concatenate([[0], mask, [0]]))
+    return list(zip(np.flatnonzero(steps > 0), np.flatnonzero(steps < 0), strict=True))
+
+
+def partition(
+    ax: Axes, ocean: Ocean, rank: np.ndarray, image: ScalarMappable, longitude: float
+) -> None:
+    """A map of who owns which column; test tiles are outlined, the section is a line."""
+    row = ((ocean.pos[:, 0] + 90) // ocean.resolution).astype(int)
+    column = ((ocean.pos[:, 1] - WEST) // ocean.resolution).astype(int)
+    extent = WEST, WEST + 360, -90, 90
+    cells = np.full((180 // ocean.resolution, 360 // ocean.resolution), np.nan)
+    cells[row, column] = rank
+    inside = np.zeros(cells.shape)
+    inside[row, column] = ocean.test
+    ax.set_facecolor(LAND)
+    place = {"origin": "lower", "extent": extent, "aspect": "auto"}
+    ax.imshow(cells, cmap=image.cmap, norm=image.norm, interpolation="nearest", **place)
+    fine = inside.repeat(8, axis=0).repeat(8, axis=1)
+    ax.contour(fine, [0.5], extent=extent, origin="lower", colors=INK, linewidths=0.6)
+    ax.axvline(longitude, color="white", linewidth=2.5)
+    ax.set_xticks(range(60, 361, 60), ["60° E", "120° E", "180°", "120° W", "60° W", "0°"])
+    ax.set_yticks(range(-60, 61, 30), ["60° S", "30° S", "0°", "30° N", "60° N"])
+    ax.set(xlabel="longitude", ylabel="latitude", ylim=(-80, 90))
+    ax.set_title("Partition; test tiles outlined, the section a white line", loc="left")
+
+
+def colours(count: int) -> Colormap:
+    """One colour a rank, as distinct as so many can be."""
+    few = count <= len(PALETTE)
+    return ListedColormap(PALETTE[:count]) if few else colormaps["turbo"].resampled(count)

@@ -1,0 +1,202 @@
+"""Train a graph network on the ocean in three dimensions, on as many ranks as there are.
+
+    torchrun --nproc-per-node 2 examples/ocean_3d/train.py
+
+From what the surface shows it predicts the temperature at 19 depths. Each rank makes its own part
+of the graph alone. With --checkpoint, training goes on from there, on any other number of ranks.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ocean import CHANNELS, DEPTHS, RESOLUTIONS, Ocean
+from picture import draw
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data
+
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+from varcomm.models import MeshGraphNet
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import Cost, Parser, say, training
+
+
+def owners(ocean: Ocean, ranks: int) -> torch.Tensor:
+    """Which rank has which column: each whole, so that no edge up or down is between ranks."""
+    surface = Data(edge_index=torch.from_numpy(ocean.edges), pos=torch.from_numpy(ocean.pos))
+    return vc.graph.assign(surface, ranks, node_weight=torch.from_numpy(ocean.levels))
+
+
+def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> PartitionedGraph:
+    """The graph; this rank only ever makes its own nodes, and the edges into them."""
+    world = vc.init()
+    owner = owners(ocean, world.size)
+    ids, nodes, edge_index, moved = ocean.part(np.flatnonzero(owner == world.rank), dtype)
+    sizes = vc.ShardSizes.balanced(ocean.num_nodes, world.size)  # each tells owners of so many
+    of_nodes = owner.repeat_interleave(torch.from_numpy(ocean.levels))
+    return vc.graph.from_edges(
+        edge_index,
+        sizes,
+        node_attrs=nodes,
+        edge_attrs={"edge_attr": moved},
+        node_ids=ids,
+        method=of_nodes.split(list(sizes))[world.rank],
+    )
+
+
+def new_model(options: argparse.Namespace) -> MeshGraphNet:
+    """The same on every rank, since all draw from the same seed."""
+    torch.manual_seed(options.seed)
+    model = MeshGraphNet(*CHANNELS, hidden_channels=options.hidden, num_blocks=options.blocks)
+    if options.recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def rate(step: int) -> float:
+    """How fast to learn, as a share of the greatest rate; of no account is when to end."""
+    return min((step + 1) / 20, 1.0) * 0.985**step
+
+
+class Training:
+    """All that decides how training goes on; none of it depends on the number of ranks."""
+
+    def __init__(self, graph: PartitionedGraph, options: argparse.Namespace) -> None:
+        self.graph = graph
+        self.model = vc.graph.distribute(new_model(options).to(graph.x.dtype), graph)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=1e-2)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+        self.losses: list[float] = []  # of the steps so far
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "losses": self.losses,
+        }
+
+    def resume(self, folder: Path) -> None:
+        """Take it all up where a checkpoint was saved, on whatever number of ranks."""
+        state = self.state()
+        vc.checkpoint.load(state, folder)
+        self.losses = state["losses"]
+
+    def advance(self) -> float:
+        """Make one step on the whole graph; the loss before it."""
+        graph = self.graph
+        prediction = self.model(graph.x, graph.edge_index, graph.edge_attr)
+        loss = graph.mean((prediction - graph.y).square(), graph.train)
+        self.optimizer.zero_grad()
+        loss.backward()
+        vc.data_parallel.sum_gradients(self.model)
+        self.optimizer.step()
+        self.schedule.step()
+        self.losses.append(loss.item())
+        return self.losses[-1]
+
+    def run(self, options: argparse.Namespace) -> Iterator[float]:
+        """Train to the end, and save now and then; the loss of each step."""
+        while len(self.losses) < options.steps:
+            loss = self.advance()
+            made = len(self.losses)
+            if options.checkpoint and (made % options.every == 0 or made == options.steps):
+                vc.checkpoint.save(self.state(), options.checkpoint)
+            yield loss
+
+
+def is_there(folder: Path) -> bool:
+    """One rank looks: what one machine has written, others may see later."""
+    there = torch.tensor((folder / ".metadata").exists()) if vc.init().rank == 0 else None
+    return bool(vc.broadcast(there))
+
+
+def tell(ocean: Ocean, prediction: np.ndarray) -> None:
+    """Print the errors at some depths, and of all nodes below the surface."""
+    found = [ocean.rmse(values) for values in (prediction, ocean.fit, ocean.level_mean())]
+    print("RMSE in the test tiles, in deg C:\n   depth   network  linear fit  mean of the depth")
+    for level in range(1, len(ocean.depth), 3):
+        network, linear, mean = (errors[level] for errors, _ in found)
+        print(f"{ocean.depth[level]:6.0f} m {network:9.2f} {linear:11.2f} {mean:18.2f}")
+    network, linear, mean = (error for _, error in found)
+    print(f"     all {network:9.2f} {linear:11.2f} {mean:18.2f}")
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__, smoke={"resolution": 6, "levels": 8, "steps": 15, "hidden": 16})
+    parser.add_argument(
+        "--resolution",
+        default=4,
+        type=int,
+        choices=RESOLUTIONS,
+        metavar="N",
+        help="of the grid, in degrees, which divide 180 (%(default)s)",
+    )
+    parser.add_argument(
+        "--levels",
+        default=DEPTHS,
+        type=int,
+        choices=range(2, DEPTHS + 1),
+        metavar="N",
+        help="how many of the 20 depths, from the surface to 5000 m (%(default)s)",
+    )
+    parser.add_whole("--steps", 200, "of training, with those before the checkpoint")
+    parser.add_whole("--hidden", 32, "width of the network")
+    parser.add_whole("--blocks", 4, "steps of message passing")
+    parser.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="compute each block again in backward, rather than keep what backward needs",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="where to save, and to go on from if something was saved there",
+    )
+    parser.add_whole("--every", 50, "steps from one checkpoint to the next")
+    parser.add_picture("out/ocean_3d.png")
+    return parser.parse(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    world = vc.init()
+    options = parsed(arguments)
+    ocean = Ocean(options.resolution, options.levels)
+    graph = on_ranks(ocean)
+    say(f"{graph.report()}\n")
+    run = Training(graph, options)
+    if options.checkpoint and is_there(options.checkpoint):
+        run.resume(options.checkpoint)
+        say(f"going on from step {len(run.losses)}")
+
+    cost = Cost()
+    for _ in training(run.run(options), options.steps - len(run.losses), cost):
+        pass
+    if cost.seconds:
+        say(f"\nloss {run.losses[-1]:.4f} in step {len(run.losses)}; {cost.report()}")
+    with torch.no_grad():
+        part = run.model(graph.x, graph.edge_index, graph.edge_attr)
+    whole = graph.gather(part, dst=0)
+    if world.rank == 0:
+        prediction = ocean.celsius(whole[:, 0].numpy())
+        tell(ocean, prediction)
+        draw(options.picture, ocean, owners(ocean, world.size).numpy(), prediction)
+        print(f"picture: {options.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
