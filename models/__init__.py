@@ -13,12 +13,17 @@ from varcomm.errors import MissingModuleError
 
 if TYPE_CHECKING:
     from .gpt import GPT
+    from .graph_transformer import GraphTransformer
     from .mesh_graph_net import MeshGraphNet
 
-__all__ = ["GPT", "MeshGraphNet"]
+__all__ = ["GPT", "GraphTransformer", "MeshGraphNet"]
 
-_FILES = {"GPT": "gpt", "MeshGraphNet": "mesh_graph_net"}
-_GRAPH_NETWORKS = frozenset({"MeshGraphNet"})
+_FILES = {
+    "GPT": "gpt",
+    "GraphTransformer": "graph_transformer",
+    "MeshGraphNet": "mesh_graph_net",
+}
+_GRAPH_NETWORKS = frozenset({"GraphTransformer", "MeshGraphNet"})
 
 
 def __getattr__(name: str) -> type:
