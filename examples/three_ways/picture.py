@@ -53,7 +53,7 @@ def draw(
         above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
         places = above.subfigures(1, len(meshes), wspace=0.04, squeeze=False)
         for place, ranks, name in zip(places.flat, meshes, curves, strict=True):
-            place.suptitle(f"{name} ranks (data x graph x tensor)", weight="bold", fontsize=13)
+            place.suptitle(f"{name} ranks (data x graph x tensor)", weight="bold", fontsize=12)
             sizes = [max(part.at[dim] for part in ranks) + 1 for dim in range(3)]
             columns = next((size for size in reversed(sizes) if size > 1), 1)
             boxes = place.subplots(len(ranks) // columns, columns, squeeze=False)
@@ -74,12 +74,12 @@ def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> Non
     nodes.scatter(*pos[part.nodes].T, s=4, color=colour, linewidths=0)
     nodes.set_aspect("equal", anchor="W")
     nodes.set_axis_off()
-    held = (("samples", "samples"), ("heads", "heads"), ("wide", "wide features"))
+    held = (("samples", "samples"), ("heads", "heads"), ("wide", "features"))
     for line, (name, what) in enumerate(held):
         mine: range = getattr(part, name)
         total = max(getattr(other, name).stop for other in ranks)
         y = 0.78 - 0.32 * line
-        ax.text(0.5, y + 0.13, f"{len(mine)} of {total} {what}", fontsize=8.5, va="center")
+        ax.text(0.5, y + 0.13, f"{len(mine)} of {total} {what}", fontsize=8, va="center")
         ax.add_patch(Rectangle((0.5, y - 0.07), 0.5, 0.12, color=GREY, linewidth=0))
         left, width = 0.5 + 0.5 * mine.start / total, 0.5 * len(mine) / total
         ax.add_patch(Rectangle((left, y - 0.07), width, 0.12, color=colour, linewidth=0))

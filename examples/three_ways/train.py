@@ -214,7 +214,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="data x graph x tensor ranks, whose product is that of all; several are trained one "
         "after the other (as equal as can be)",
     )
-    parser.add_whole("--steps", 200, "of training")
+    parser.add_whole("--steps", 100, "of training")
     parser.add_whole("--side", 24, "of the plate, in nodes")
     parser.add_whole("--samples", 64, "to train on")
     parser.add_whole("--batch", 9, "samples a step")
