@@ -12,13 +12,13 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from pathlib import Path
 
 import plate
 import torch
+from mesh import DIMENSIONS, compact, named, new_mesh, own, sizes_of
 from picture import Part, draw
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch_geometric.data import Data
 
 import varcomm as vc
@@ -28,9 +28,17 @@ from varcomm.tensor_parallel import parallelize, shard_spec
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from common import Cost, Parser, Record, differences, is_first, one_answer, say, training
-
-DIMENSIONS = ("data", "graph", "tensor")
+from common import (
+    Cost,
+    Parser,
+    Record,
+    differences,
+    is_first,
+    one_answer,
+    positive,
+    say,
+    training,
+)
 
 
 def new_model(options: argparse.Namespace) -> GraphTransformer:
@@ -85,13 +93,6 @@ def spread(model: GraphTransformer, data: Data, mesh: DeviceMesh) -> Partitioned
     graph = vc.graph.partition(data, group=mesh["graph"])
     vc.graph.distribute(model, graph)
     return graph
-
-
-def own(samples: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Which of some samples are this rank's, along the mesh's first dimension."""
-    replicas = mesh["data"]
-    shares = vc.ShardSizes.balanced(len(samples), replicas.size())
-    return samples.split(shares)[replicas.get_local_rank()]
 
 
 def fit_on_mesh(
@@ -181,27 +182,10 @@ def parts_of(graph: PartitionedGraph, mesh: DeviceMesh, options: argparse.Namesp
     sizes, at = [mesh[name].size() for name in DIMENSIONS], mesh.get_coordinate()
     shared = ((options.batch, 0), (options.heads, 2), (options.wide, 2))
     ranges = [vc.ShardSizes.balanced(n, sizes[d]).range(at[d]) for n, d in shared]
-    part = Part(tuple(at), graph.owned_ids.numpy(), graph.num_halo, *ranges)
-    found: list[Part] = [part] * math.prod(sizes)
+    part = (tuple(at), graph.owned_ids.numpy(), graph.num_halo, *ranges)
+    found = [part] * math.prod(sizes)
     torch.distributed.all_gather_object(found, part)
-    return found
-
-
-def sizes_of(text: str) -> tuple[int, ...]:
-    """Read a mesh as it is written: 1x2x2."""
-    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
-    if len(sizes) != 3 or 0 in sizes:
-        raise argparse.ArgumentTypeError(
-            f"need data x graph x tensor ranks, such as 1x2x2, got {text!r}"
-        )
-    return sizes
-
-
-def compact(ranks: int) -> tuple[int, ...]:
-    """Three sizes whose product is a number of ranks, as equal as can be."""
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    found = (sizes for sizes in product(divisors, repeat=3) if math.prod(sizes) == ranks)
-    return min(found, key=lambda sizes: (max(sizes), sizes))
+    return [Part(*part) for part in found]
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -229,7 +213,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--check",
-        type=int,
+        type=positive,
         nargs="?",
         const=20,
         metavar="N",
@@ -248,10 +232,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def named(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     data = plate.load(options.side, options.samples, 16)
@@ -259,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     curves: dict[str, list[float]] = {}
     errors, parts = {}, []
     for sizes in options.mesh:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=DIMENSIONS)
+        mesh = new_mesh(sizes)
         model, cost = new_model(options), Cost()
         graph = spread(model, data, mesh)
         name = named(sizes)
@@ -290,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = True
     for sizes in options.mesh if options.check else []:
         say(f"\n{options.check} steps on {named(sizes)} ranks and in one process:")
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=DIMENSIONS)
+        mesh = new_mesh(sizes)
         passed &= one_answer(lambda dtype, mesh=mesh: compare(data, mesh, options, dtype))
     return 0 if passed else 1
 
