@@ -42,7 +42,7 @@ def draw(
         )
         ax.set(xlabel="step", ylabel="loss, nats a token", xlim=(0, len(losses) * 1.01))
         ax.set_title("A GPT learns to write docstrings", loc="left", weight="bold")
-        ax.legend(frameon=False, loc=(0.55, 0.55))
+        ax.legend(frameon=False, loc="lower left")
         for side in ("top", "right"):
             ax.spines[side].set_visible(False)
         figure.savefig(path)
