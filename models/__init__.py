@@ -1,6 +1,7 @@
 """Complete models in one readable file each; none of them knows of ranks but by its layers.
 
-Each is loaded when it is first used: graph networks need PyTorch Geometric, and GPT does not.
+Each is loaded when it is first used: graph networks need PyTorch Geometric, and GPT does not. What
+several need is beside them: ``generation`` draws texts, ``shard_sizes`` checks how models are cut.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from varcomm.errors import MissingModuleError
 
 if TYPE_CHECKING:
     from .gpt import GPT
+    from .graph_transformer import GraphTransformer
     from .mesh_graph_net import MeshGraphNet
     from .multi_mesh import EncodeProcessDecode
     from .painn import PaiNN
 
-__all__ = ["GPT", "EncodeProcessDecode", "MeshGraphNet", "PaiNN"]
+__all__ = ["GPT", "EncodeProcessDecode", "GraphTransformer", "MeshGraphNet", "PaiNN"]
 
 _FILES = {
     "EncodeProcessDecode": "multi_mesh",
     "GPT": "gpt",
+    "GraphTransformer": "graph_transformer",
     "MeshGraphNet": "mesh_graph_net",
     "PaiNN": "painn",
 }

@@ -12,10 +12,8 @@ RMSNorm [1]_ before each layer, grouped-query attention [2]_ with rotary embeddi
 .. [4] N. Shazeer, "GLU variants improve transformer", 2020, https://arxiv.org/abs/2002.05202
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from typing import Any, cast
 
 import torch
@@ -23,21 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes
-from varcomm.ops.broadcast import broadcast
-from varcomm.ops.operator import checking
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     checkpoint,
-    gather_from_tensor_model_parallel_region,
     sequence_parallel,
     vocab_parallel_cross_entropy,
 )
 from varcomm.tensor_parallel.attention import attention, split_heads
-from varcomm.transport.agree import agree
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import GroupLike
+
+from .generation import generate
+from .shard_sizes import agreed_sizes
 
 EPS = 1e-5  # of the norms
 Turn = Callable[[Tensor], Tensor]
@@ -201,9 +197,9 @@ class GPT(nn.Module):
 
         Sharded, these are of this rank's part of the vocabulary, and of the whole sequence.
         """
-        return cast(Tensor, self.head(self._hidden(ids)))
+        return cast(Tensor, self.head(self.hidden(ids)))
 
-    def _hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
         """Return what the head looks at: (S, *F, H), or this rank's part of the sequence."""
         x = self.embedding(ids)
         turn = rotary(len(ids), self.head_dim, x)
@@ -255,25 +251,12 @@ class GPT(nn.Module):
         ArgumentError
             On every rank, if sizes are not of this model on one of them.
         """
-        ranks = resolve(group)
-
         wholes = {
             "head_sizes": (head_sizes, self.kv_heads),
             "mlp_sizes": (mlp_sizes, self.mlp_size),
             "vocab_sizes": (vocab_sizes, self.embedding.num_embeddings),
         }
-
-        def check() -> Iterator[ShardSizes]:
-            for name, (given, total) in wholes.items():
-                sizes = ShardSizes.balanced(total, ranks.size) if given is None else given
-                sizes = ShardSizes(checked_sizes(sizes, name, ranks.size))
-                if sizes.total != total:
-                    raise ArgumentError(
-                        f"{name} {list(sizes)} sum to {sizes.total}, but there are {total}."
-                    )
-                yield sizes
-
-        heads, features, tokens = agree("GPT.tensor_parallel_plan", lambda: [*check()], ranks)
+        heads, features, tokens = agreed_sizes("GPT.tensor_parallel_plan", wholes, group)
         keys = heads * self.head_dim
         queries = keys * self.queries_per_key
         options: dict[str, Any] = {"sequence_sizes": sequence_sizes, "group": group}
@@ -290,7 +273,6 @@ class GPT(nn.Module):
         norm = {} if sequence_sizes is None else {"*norm": partial(sequence_parallel, group=group)}
         return plan | norm
 
-    @torch.no_grad()
     def generate(
         self,
         ids: Tensor,
@@ -299,102 +281,9 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         context: int | None = None,
     ) -> Tensor:
-        """Continue texts, one token after the other.
+        """Continue texts ``ids``, (S, *F), by so many tokens: (S + steps, *F), on all ranks alike.
 
-        Parameters
-        ----------
-        ids : Tensor
-            How the texts begin, (S, *F) of int64 with S at least 1; the same on all ranks.
-        steps : int
-            Tokens to be added.
-        temperature : float
-            What logits are divided by before a token is drawn; at 0 the likeliest is taken.
-        generator : torch.Generator, optional
-            Of the draws, by default torch's own. Sharded, that of the group's first rank counts.
-        context : int, optional
-            How many of the last tokens the model looks at; None is all.
-
-        Returns
-        -------
-        Tensor
-            (S + steps, *F), the same on all ranks.
-
-        Raises
-        ------
-        ArgumentError
-            If arguments are out of range, or if with `sequence_sizes` the model would have to look
-            at more tokens than these sum to.
-        FloatingPointError
-            If logits are not finite.
-
-        Notes
-        -----
-        Draws do not depend on the number of ranks, and logits do by rounding alone.
-
-        Communication: that of the layers, which see the whole context for each token; an all-gather
-        of the last place's logits; one broadcast of all draws.
+        They are drawn at a `temperature`, from a `generator`, by what the model makes of the last
+        `context` tokens; :func:`varcomm.models.generation.generate` says all of it.
         """
-        name, group = "GPT.generate", getattr(self.head, "group", None)
-        with nullcontext(f"{name}: ") if group is None else checking(name, group) as where:
-            longest = self._longest(ids, steps, temperature, context, where)
-        for draw in self._draws((steps, *ids.shape[1:], 1), generator, ids.device):
-            logits = self._last_logits(ids[-longest:]).double()
-            if not logits.isfinite().all():
-                raise FloatingPointError("GPT.generate: logits are not finite.")
-            if temperature == 0:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
-                below = logits - logits.amax(-1, keepdim=True)  # finite, however small the divisor
-                shares = (below / temperature).softmax(-1).cumsum(-1)
-                chosen = torch.searchsorted(shares, draw * shares[..., -1:], right=True)
-                chosen = chosen.clamp(max=shares.shape[-1] - 1)
-            ids = torch.cat([ids, chosen.movedim(-1, 0)])
-        return ids
-
-    def _longest(
-        self, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
-    ) -> int:
-        """Return how many tokens the model will look at together, if `generate` can be done."""
-        counted = steps >= 0 and (context is None or context >= 1)
-        if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):
-            raise ArgumentError(
-                f"{where}needs a token, steps and temperature of at least 0 and a context of at "
-                f"least 1; got ids {tuple(ids.shape)}, {steps}, {temperature} and {context}."
-            )
-        longest = min(len(ids) + steps - 1, len(ids) + steps if context is None else context)
-        sizes = getattr(self.head, "sequence_sizes", None)
-        if sizes is not None and longest > sum(sizes):
-            raise ArgumentError(
-                f"{where}{longest} tokens are more than sequence_sizes {list(sizes)} sum to, "
-                f"{sum(sizes)}. Pass context."
-            )
-        return longest
-
-    def _draws(
-        self, shape: Sequence[int], generator: torch.Generator | None, device: torch.device
-    ) -> Tensor:
-        """Return numbers from [0, 1), of the first rank's generator on all ranks."""
-        on = generator.device if generator else device
-        draws = torch.rand(*shape, generator=generator, dtype=torch.float64, device=on).to(device)
-        if not isinstance(self.head, ColumnParallelLinear):
-            return draws
-        return broadcast(draws, group=self.head.group.process_group)
-
-    def _last_logits(self, ids: Tensor) -> Tensor:
-        """Return the logits of all tokens that may come next, (*F, V)."""
-        last = len(ids) - 1
-        head: Any = self.head
-        if not isinstance(head, ColumnParallelLinear):
-            return cast(Tensor, head(self._hidden(ids)[last]))
-        if head.sequence_sizes is None:
-            logits = head(self._hidden(ids)[last:])
-        else:
-            # to the length that ranks share; what follows the last place is not looked at
-            sizes, rank = ShardSizes(head.sequence_sizes), head.group.rank
-            behind = ids.new_zeros(sizes.total - len(ids), *ids.shape[1:])
-            own, owner = self._hidden(torch.cat([ids, behind])), sizes.owner(last)
-            start = last - sizes.offsets[rank] if rank == owner else len(own)
-            row = [int(other == owner) for other in range(len(sizes))]
-            logits = head(own[start : start + 1], sequence_sizes=row)
-        group = head.group.process_group
-        return gather_from_tensor_model_parallel_region(logits[0], head.spec.sizes, -1, group)
+        return generate(self, ids, steps, temperature, generator, context)

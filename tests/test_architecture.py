@@ -42,4 +42,4 @@ def test_import_leaves_optional_packages_alone():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_can_be_read_at_one_sitting(path):
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= (300 if path.parent == ROOT / "models" else 400)

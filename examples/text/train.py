@@ -10,17 +10,30 @@ import argparse
 import copy
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import corpus
 import torch
-from tqdm import tqdm
+from picture import draw
 
 import varcomm as vc
 from varcomm.models import GPT
 from varcomm.tensor_parallel import parallelize, shard_spec
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from common import (
+    Cost,
+    Parser,
+    Record,
+    differences,
+    is_first,
+    one_answer,
+    positive,
+    say,
+    training,
+)
 
 HELD_OUT = 20_000  # tokens at the end of the text
 
@@ -46,10 +59,8 @@ def pieces(ids: torch.Tensor, starts: torch.Tensor, length: int) -> tuple[torch.
     return ids[places[:-1]], ids[places[1:]]
 
 
-def fit(
-    model: GPT, ids: torch.Tensor, options: argparse.Namespace, steps: int
-) -> Iterator[torch.Tensor]:
-    """Train, on pieces that are the same on all ranks; yields the loss of each step."""
+def fit(model: GPT, ids: torch.Tensor, options: argparse.Namespace, steps: int) -> Iterator[float]:
+    """Train, on pieces that are the same on all ranks; yields the loss of each step, after it."""
     draws = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -60,9 +71,9 @@ def fit(
         optimizer.zero_grad()
         loss = model.loss(*pieces(ids, starts, options.length))
         loss.backward()
-        yield loss.detach()
         optimizer.step()
         schedule.step()
+        yield loss.item()
 
 
 @torch.no_grad()
@@ -80,90 +91,46 @@ def by_frequency(ids: torch.Tensor, held_out: torch.Tensor, tokens: int) -> floa
     return -shares.log()[held_out].mean().item()
 
 
-def record(model: GPT, losses: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+def record(model: GPT, losses: Iterator[float]) -> Record:
     """Run a training; return its losses, and the whole gradients of its first step."""
     first, gradients = next(losses), []
     for parameter in model.parameters():
         spec = shard_spec(parameter)
         gradients.append(parameter.grad.clone() if spec is None else spec.gather(parameter.grad))
-    return [torch.stack([first, *losses]), *gradients]
+    return [first, *losses], gradients
 
 
-def differences(
-    model: GPT, ids: torch.Tensor, options: argparse.Namespace, steps: int
-) -> tuple[float, float]:
-    """How far training on ranks is from training alone; the same on every rank.
+def compare(model: GPT, ids: torch.Tensor, options: argparse.Namespace) -> tuple[float, float]:
+    """How far some steps on ranks are from those in one process."""
 
-    Relative, at its worst: of the losses of all steps, and of the first step's gradients of any
-    parameter, by the largest of its entries.
-    """
-    together = over_ranks(copy.deepcopy(model), options)
-    losses, *gradients = record(together, fit(together, ids, options, steps))
-    found = None
-    if vc.init().rank == 0:  # the others wait
-        losses_alone, *gradients_alone = record(model, fit(model, ids, options, steps))
-        errors = [
-            (x - y).abs().max() / y.abs().max()
-            for x, y in zip(gradients, gradients_alone, strict=True)
-        ]
-        found = torch.stack([((losses - losses_alone) / losses_alone).abs().max(), max(errors)])
-    loss_error, gradient_error = vc.broadcast(found).tolist()
-    return loss_error, gradient_error
+    def on_ranks() -> Record:
+        together = over_ranks(copy.deepcopy(model), options)
+        return record(together, fit(together, ids, options, options.check))
 
+    def alone() -> Record:
+        single = copy.deepcopy(model)
+        return record(single, fit(single, ids, options, options.check))
 
-def check(
-    ids: torch.Tensor, tokens: int, options: argparse.Namespace, say: Callable[[str], None]
-) -> bool:
-    """Tell whether ranks give what one process gives, in double and in single precision."""
-    say(f"\n{options.check} steps on ranks and in one process:")
-    passed = True
-    for dtype, loss_limit, gradient_limit in (
-        (torch.float64, 1e-10, 1e-12),
-        (torch.float32, 1e-4, 1e-3),
-    ):
-        model = new_model(options, tokens).to(dtype)
-        loss_error, gradient_error = differences(model, ids, options, options.check)
-        passed &= loss_error <= loss_limit and gradient_error <= gradient_limit
-        say(
-            f"  {dtype}: losses differ by {loss_error:.1e} (allowed {loss_limit:.0e}), "
-            f"first gradients by {gradient_error:.1e} (allowed {gradient_limit:.0e})"
-        )
-    say("one answer" if passed else "NOT one answer")
-    return passed
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say it once, on the first rank, before any rank leaves."""
-        if vc.init().rank == 0:
-            print(f"{self.format_usage()}{self.prog}: error: {message}", file=sys.stderr)
-        torch.distributed.barrier()
-        sys.exit(2)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
-    return int(text)
+    return differences(on_ranks, alone)
 
 
 def even(text: str) -> int:
-    if positive(text) % 2:
-        raise argparse.ArgumentTypeError(f"need an even number, got {text!r}")
+    if not text.isdecimal() or int(text) == 0 or int(text) % 2:
+        raise argparse.ArgumentTypeError(f"need an even number from 2 on, got {text!r}")
     return int(text)
 
 
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = {"type": positive, "metavar": "N"}
-    parser.add_argument("--steps", default=500, help="of training (%(default)s)", **whole)
-    parser.add_argument("--layers", default=3, help="of the model (%(default)s)", **whole)
-    parser.add_argument("--heads", default=5, help="in each layer (%(default)s)", **whole)
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    smoke = {"steps": 8, "layers": 1, "head_size": 8, "length": 32, "sample": 40}
+    parser = Parser(__doc__, smoke)
+    parser.add_whole("--steps", 500, "of training")
+    parser.add_whole("--layers", 3, "of the model")
+    parser.add_whole("--heads", 5, "in each layer")
     parser.add_argument(
         "--head-size", default=32, type=even, metavar="N", help="features of a head (%(default)s)"
     )
-    parser.add_argument("--length", default=128, help="tokens of a piece (%(default)s)", **whole)
-    parser.add_argument("--batch", default=8, help="pieces a step (%(default)s)", **whole)
+    parser.add_whole("--length", 128, "tokens of a piece")
+    parser.add_whole("--batch", 8, "pieces a step")
     parser.add_argument(
         "--rate", default=4e-3, type=float, metavar="X", help="of learning (%(default)s)"
     )
@@ -175,67 +142,73 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="share out the sequence as well, between the layers",
     )
-    parser.add_argument("--sample", default=300, help="tokens of a sample (%(default)s)", **whole)
+    parser.add_whole("--sample", 300, "tokens of a sample")
     parser.add_argument(
         "--check",
         nargs="?",
         const=20,
-        **whole,
+        type=positive,
+        metavar="N",
         help="compare N steps (20) with those of one process as well",
     )
-    options = parser.parse_args(arguments)
+    parser.add_picture("out/text.png")
+    options = parser.parse(arguments)
     if options.length >= HELD_OUT:
         parser.error(f"argument --length: need less than {HELD_OUT}, got {options.length}")
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
+def shares(model: GPT, options: argparse.Namespace) -> str:
+    """What each rank has of a model."""
+    heads = vc.ShardSizes.balanced(options.heads, vc.init().size)
+    sizes = vc.ShardSizes.from_local(sum(p.numel() for p in model.parameters()))
+    tokens = model.head.spec.sizes
+    return f"{list(tokens)} tokens, {list(heads)} heads and {list(sizes)} parameters a rank"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
-    world = vc.init()
-    first = world.rank == 0
-
-    def say(text: str) -> None:
-        if first:
-            print(text, flush=True)
-
     text = corpus.text()
     vocabulary = corpus.Vocabulary(text[:100_000])
     ids, tokens = vocabulary.encode(text), len(vocabulary)
+    say(f"{len(text):,} characters, {len(ids):,} tokens, {tokens} of them different")
     ids, held_out = ids[:-HELD_OUT], ids[-HELD_OUT:]
     model = new_model(options, tokens)
     parameters = sum(p.numel() for p in model.parameters())
     model = over_ranks(model, options)
-    sizes = vc.ShardSizes.from_local(sum(p.numel() for p in model.parameters()))
-    spec = model.head.spec
-    say(
-        f"{len(text):,} characters, {len(ids) + len(held_out):,} tokens, {tokens} of them different"
-        f"\n{parameters:,} parameters; {list(spec.sizes)} tokens, "
-        f"{list(vc.ShardSizes.balanced(options.heads, world.size))} heads and {list(sizes)} "
-        "parameters a rank\n"
-    )
+    say(f"{parameters:,} parameters; {shares(model, options)}\n")
 
-    began = time.perf_counter()
-    with tqdm(total=options.steps, desc="training", unit="step", disable=not first) as bar:
-        for loss in fit(model, ids, options, options.steps):
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            bar.update()
-    seconds = time.perf_counter() - began
+    cost, losses, known = Cost(), [], {}
+    for loss in training(fit(model, ids, options, options.steps), options.steps, cost):
+        losses.append(loss)
+        step = len(losses)
+        if step % max(1, options.steps // 8) == 0 or step == options.steps:
+            known[step] = held_out_loss(model, held_out, options.length)
+    say(cost.report())
+    guesses = {
+        "frequency of tokens": by_frequency(ids, held_out, tokens),
+        "all tokens alike": math.log(tokens),
+    }
+    say(f"\nloss on held-out text after {options.steps} steps, in nats a token:")
+    for name, loss in {"model": known[options.steps], **guesses}.items():
+        say(f"  {loss:6.3f}  {name}")
 
-    loss = held_out_loss(model, held_out, options.length)
-    say(
-        f"\n{options.steps} steps in {seconds:.0f} s. Loss on held-out text, in nats a token:\n"
-        f"  {loss:6.3f}  model\n"
-        f"  {by_frequency(ids, held_out, tokens):6.3f}  frequency of tokens\n"
-        f"  {math.log(tokens):6.3f}  all tokens alike\n"
-    )
     begin = vocabulary.encode("\n\n\nReturn ")[:, None].expand(-1, 2)
     draws = torch.Generator().manual_seed(options.seed)
     texts = model.generate(begin, options.sample, 0.7, draws, context=options.length)
     for number, written in enumerate(texts.T, 1):
-        say(f"--- sample {number} ---\n{vocabulary.decode(written).strip()}\n")
-    if options.check is not None and not check(ids, tokens, options, say):
-        return 1
-    return 0
+        say(f"\n--- sample {number} ---\n{vocabulary.decode(written).strip()}")
+    if is_first():
+        draw(options.picture, losses, known, guesses)
+    say(f"\npicture: {options.picture}")
+    if options.check is None:
+        return 0
+
+    def found(dtype: torch.dtype) -> tuple[float, float]:
+        return compare(new_model(options, tokens).to(dtype), ids, options)
+
+    say(f"\n{options.check} steps on ranks and in one process:")
+    return 0 if one_answer(found) else 1
 
 
 if __name__ == "__main__":

@@ -1,32 +1,23 @@
 """The text, its tokens, and a short training: on any number of ranks as on one."""
 
-import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import re
 import subprocess
 import sys
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "examples" / "text"
+from tests.examples.loading import EXAMPLES
+from tests.examples.loading import example as load
+
+FOLDER = EXAMPLES / "text"
 SMALL = ["--layers", "1", "--head-size", "4", "--length", "16", "--batch", "2", "--sample", "20"]
 
-
-@cache
-def example(name):
-    """Import a module of the example, whose names are those of other examples as well."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # for what it imports itself
-    spec = importlib.util.spec_from_file_location(f"text_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+example = partial(load, "text")
 
 
 @cache
@@ -75,23 +66,22 @@ def test_pairs_of_pairs():
     assert vocabulary.encode("abcab").tolist() == [97, 96]
 
 
-def options(*more):
-    return example("train").parsed([*SMALL, *more])
+def options(folder, *more):
+    return example("train").parsed([*SMALL, "--picture", str(folder / "text.png"), *more])
 
 
-def compare(rank, in_parts):
+def compare(rank, folder, in_parts):
     train = example("train")
     torch.manual_seed(0)
     ids = torch.randint(131, (2000,))
-    chosen = options(*["--sequence-parallel"] * in_parts)
-    model = train.new_model(chosen, 131).double()
-    return train.differences(model, ids, chosen, 5)
+    chosen = options(folder, "--check", "5", *["--sequence-parallel"] * in_parts)
+    return train.compare(train.new_model(chosen, 131).double(), ids, chosen)
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, in_parts):
-    answers = worlds.run(ranks, compare, in_parts)
+def test_losses_and_gradients_are_those_of_one_process(worlds, tmp_path, ranks, in_parts):
+    answers = worlds.run(ranks, compare, tmp_path, in_parts)
     assert answers == answers[:1] * ranks, "ranks differ"
     losses, gradients = answers[0]
     assert losses <= 1e-10
@@ -108,32 +98,37 @@ def run_main(rank, arguments):
 
 
 @pytest.mark.parametrize("more", [[], ["--sequence-parallel"]], ids=["", "in parts"])
-def test_main(worlds, more):
-    (code, printed), other = worlds.run(2, run_main, [*SMALL, "--steps", "3", *more])
+def test_main(worlds, tmp_path, more):
+    picture = tmp_path / "text.png"
+    arguments = [*SMALL, "--steps", "3", "--picture", str(picture), *more]
+    (code, printed), other = worlds.run(2, run_main, arguments)
     assert code == 0
     assert other == (0, ""), "only the first rank prints"
     assert re.search(r"\d{3},\d{3} characters, \d{3},\d{3} tokens, 131 of them different", printed)
     assert re.search(r"\[66, 65\] tokens, \[3, 2\] heads and \[\d+, \d+\] parameters a", printed)
-    assert re.search(r"3 steps in \d+ s\. Loss on held-out text, in nats a token:", printed)
+    assert re.search(r"a step, the median of 3; at most .* MiB a rank", printed)
+    assert "loss on held-out text after 3 steps, in nats a token:" in printed
     for name in ("model", "frequency of tokens", "all tokens alike"):
         assert re.search(rf"\d\.\d\d\d  {name}", printed)
     assert re.search(r"--- sample 2 ---\nReturn", printed)
+    assert f"picture: {picture}" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def losses_of_training(rank):
+def losses_of_training(rank, folder):
     train, ids = (
         example("train"),
         example("corpus").Vocabulary(text()[:20_000]).encode(text()[:80_000]),
     )
-    chosen = options("--head-size", "8", "--rate", "0.01", "--batch", "8")
+    chosen = options(folder, "--head-size", "8", "--rate", "0.01", "--batch", "8")
     model = train.new_model(chosen, 131)
     losses = list(train.fit(model, ids, chosen, 150))
     known = train.by_frequency(ids, ids, 131)
-    return losses[0].item(), torch.stack(losses[-20:]).mean().item(), known
+    return losses[0], sum(losses[-20:]) / 20, known
 
 
-def test_training_learns_more_than_frequencies(worlds):
-    first, last, known = worlds.run(1, losses_of_training)[0]
+def test_training_learns_more_than_frequencies(worlds, tmp_path):
+    first, last, known = worlds.run(1, losses_of_training, tmp_path)[0]
     assert first > known > last + 0.3
 
 
@@ -147,29 +142,38 @@ def refused(rank, arguments):
     ("arguments", "message"),
     [
         (["--steps", "0"], r"argument --steps: need a whole number from 1 on, got '0'"),
-        (["--head-size", "5"], r"argument --head-size: need an even number, got '5'"),
+        (["--head-size", "5"], r"argument --head-size: need an even number from 2 on, got '5'"),
         (["--length", "20000"], r"argument --length: need less than 20000, got 20000"),
+        (["--picture", "text.bmp"], r"need a name that ends in .png, .pdf or .svg: 'text.bmp'"),
     ],
 )
-def test_wrong_options_are_told_once(worlds, arguments, message):
-    told, other = worlds.run(2, refused, arguments)
+def test_wrong_options_are_told_once(worlds, tmp_path, arguments, message):
+    told, other = worlds.run(2, refused, ["--picture", str(tmp_path / "text.png"), *arguments])
     assert re.search(message, told)
     assert other == ""
 
 
-def test_a_difference_is_told(monkeypatch):
-    train, said = example("train"), []
-    monkeypatch.setattr(train, "differences", lambda *args: (0.0, 1e-2))
-    assert not train.check(torch.zeros(5), 131, options("--check", "3"), said.append)
-    assert said[-1] == "NOT one answer"
-    assert isinstance(options("--check"), argparse.Namespace)
+def differing(rank, folder):
+    train = example("train")
+    before, train.compare = train.compare, lambda *args: (0.0, 1e-2)
+    try:
+        more = ["--steps", "1", "--sample", "1", "--check", "3"]
+        return run_main(rank, [*SMALL, "--picture", str(folder / "text.png"), *more])
+    finally:
+        train.compare = before
 
 
-def test_torchrun():
+def test_a_difference_is_told(worlds, tmp_path):
+    ((code, printed),) = worlds.run(1, differing, tmp_path)
+    assert code == 1
+    assert printed.endswith("\nNOT one answer\n")
+
+
+def test_torchrun(tmp_path):
     """As the example's first lines say: with --check, ranks are compared with one process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(FOLDER / "train.py"), *SMALL]
-    command += ["--steps", "2", "--check", "3"]
+    command += ["--steps", "2", "--check", "3", "--picture", str(tmp_path / "text.png")]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command,

@@ -1,0 +1,129 @@
+"""Draw which rank of a mesh has what, and the losses of each mesh beside those of one process."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+INK, GREY = "#22272b", "#dedbd5"
+PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
+LINES = ["--", ":", "-."]  # of meshes, each over the ones before
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has."""
+
+    at: tuple[int, int, int]  # along data, graph and tensor
+    nodes: np.ndarray
+    halo: int
+    samples: range  # of each batch
+    heads: range
+    wide: range
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        return (
+            f"{len(self.samples)} samples, {len(self.nodes)} nodes and {self.halo} of others, "
+            f"{len(self.heads)} heads, {len(self.wide)} wide features"
+        )
+
+
+def draw(
+    path: Path,
+    pos: np.ndarray,
+    meshes: Sequence[Sequence[Part]],
+    alone: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    baselines: Mapping[str, float],
+) -> None:
+    """Save the picture, in the format that the suffix of `path` says.
+
+    ``pos`` (N, 2) is of all nodes; `meshes` are the ranks of each, of which `curves` are the losses
+    by name, in the same order; `alone` are those of one process; `baselines` are errors as well.
+    """
+    style = {"font.size": 12, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
+    with rc_context(style):
+        figure = Figure(figsize=(13, 9), dpi=100, facecolor="white", layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+        places = above.subfigures(1, len(meshes), wspace=0.04, squeeze=False)
+        for place, ranks, name in zip(places.flat, meshes, curves, strict=True):
+            place.suptitle(f"{name} ranks (data x graph x tensor)", weight="bold", fontsize=12)
+            sizes = [max(part.at[dim] for part in ranks) + 1 for dim in range(3)]
+            columns = next((size for size in reversed(sizes) if size > 1), 1)
+            boxes = place.subplots(len(ranks) // columns, columns, squeeze=False)
+            for rank, (box, part) in enumerate(zip(boxes.flat, ranks, strict=True)):
+                box.set_title(f"rank {rank}", loc="left", fontsize=11, pad=3)
+                holding(box, pos, part, ranks)
+        left, right = below.subplots(1, 2)
+        compare_losses(left, alone, curves, baselines)
+        compare_digits(right, alone, curves)
+        figure.savefig(path)
+
+
+def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> None:
+    """Draw what a rank has, in colour, of what there is: nodes, samples, heads, wide features."""
+    colour = PALETTE[part.at[1] % len(PALETTE)]
+    nodes = ax.inset_axes((0, 0, 0.46, 1))
+    nodes.scatter(*pos.T, s=3, color=GREY, linewidths=0)
+    nodes.scatter(*pos[part.nodes].T, s=4, color=colour, linewidths=0)
+    nodes.set_aspect("equal", anchor="W")
+    nodes.set_axis_off()
+    held = (("samples", "samples"), ("heads", "heads"), ("wide", "features"))
+    for line, (name, what) in enumerate(held):
+        mine: range = getattr(part, name)
+        total = max(getattr(other, name).stop for other in ranks)
+        y = 0.78 - 0.32 * line
+        ax.text(0.5, y + 0.13, f"{len(mine)} of {total} {what}", fontsize=8, va="center")
+        ax.add_patch(Rectangle((0.5, y - 0.07), 0.5, 0.12, color=GREY, linewidth=0))
+        left, width = 0.5 + 0.5 * mine.start / total, 0.5 * len(mine) / total
+        ax.add_patch(Rectangle((left, y - 0.07), width, 0.12, color=colour, linewidth=0))
+        for cut in range(1, total) if total < 20 else ():
+            ax.plot([0.5 + 0.5 * cut / total] * 2, [y - 0.07, y + 0.05], color="white", linewidth=1)
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    ax.set_axis_off()
+
+
+def styled(
+    curves: Mapping[str, Sequence[float]],
+) -> Iterator[tuple[str, Sequence[float], dict[str, str]]]:
+    """Curves, their names, and how to draw them."""
+    for number, (name, losses) in enumerate(curves.items()):
+        style = {"linestyle": LINES[number % 3], "color": PALETTE[(number + 3) % len(PALETTE)]}
+        yield name, losses, style
+
+
+def compare_losses(
+    ax: Axes,
+    alone: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    baselines: Mapping[str, float],
+) -> None:
+    """Draw the losses of each step, all of which lie on each other, and errors to be beaten."""
+    steps = np.arange(1, len(alone) + 1)
+    ax.semilogy(steps, alone, color=GREY, linewidth=7, label="one process")
+    for name, losses, style in styled(curves):
+        ax.semilogy(steps, losses, linewidth=1.8, label=f"{name} ranks", **style)
+    for name, error in baselines.items():
+        ax.axhline(error, color=INK, linewidth=0.7)
+        ax.text(steps[-1], error * 1.04, name, ha="right", va="bottom", fontsize=9)
+    ax.set(xlabel="step", ylabel="mean squared error", xlim=(1, len(alone)))
+    ax.set_title("Losses lie on each other", loc="left", weight="bold")
+    ax.legend(frameon=False, loc="lower left")
+
+
+def compare_digits(ax: Axes, alone: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    """Draw how far losses are from those of one process: rounding, which training makes larger."""
+    steps, wanted = np.arange(1, len(alone) + 1), np.array(alone)
+    for name, losses, style in styled(curves):
+        apart = np.abs(np.array(losses) - wanted) / wanted
+        ax.semilogy(steps, np.maximum(apart, 1e-8), label=f"{name} ranks", **style)
+    ax.set(xlabel="step", ylabel="relative difference of losses", xlim=(1, len(alone)))
+    ax.set_ylim(1e-8, 1)
+    ax.set_title("How far from one process, in single precision", loc="left", weight="bold")
+    ax.legend(frameon=False, loc="upper left")

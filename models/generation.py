@@ -1,0 +1,146 @@
+"""Text from a decoder, one token after the other; the same from all ranks that share its layers."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from math import inf
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from varcomm.errors import ArgumentError
+from varcomm.layout import ShardSizes
+from varcomm.ops.broadcast import broadcast
+from varcomm.ops.operator import checking
+from varcomm.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
+
+
+class Decoder(Protocol):
+    """What a text can be drawn from, such as :class:`varcomm.models.GPT`."""
+
+    head: Any  # an nn.Linear, or what ``parallelize`` made of it
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Return what the head looks at: (S, *F, H), or this rank's part of the sequence."""
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    ids: Tensor,
+    steps: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    context: int | None = None,
+) -> Tensor:
+    """Continue texts, one token after the other.
+
+    Parameters
+    ----------
+    model : Decoder
+        The same on all ranks, in one piece or sharded.
+    ids : Tensor
+        How the texts begin, (S, *F) of int64 with S at least 1; the same on all ranks.
+    steps : int
+        Tokens to be added.
+    temperature : float
+        What logits are divided by before a token is drawn; at 0 the likeliest is taken.
+    generator : torch.Generator, optional
+        Of the draws, by default torch's own. Sharded, that of the group's first rank counts.
+    context : int, optional
+        How many of the last tokens the model looks at; None is all.
+
+    Returns
+    -------
+    Tensor
+        (S + steps, *F), the same on all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        If arguments are out of range, or if with `sequence_sizes` the model would have to look
+        at more tokens than these sum to.
+    FloatingPointError
+        If logits are not finite.
+
+    Notes
+    -----
+    Draws do not depend on the number of ranks, and logits do by rounding alone.
+
+    Communication: that of the layers, which see the whole context for each token; an all-gather
+    of the last place's logits; one broadcast of all draws.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.models import GPT
+    >>> model = GPT(11, 8, num_layers=1, num_heads=2)
+    >>> model.generate(torch.tensor([3, 1, 4]), 5).shape
+    torch.Size([8])
+    """
+    name, group = f"{type(model).__name__}.generate", getattr(model.head, "group", None)
+    with nullcontext(f"{name}: ") if group is None else checking(name, group) as where:
+        longest = _longest(model.head, ids, steps, temperature, context, where)
+    for draw in _draws(model.head, (steps, *ids.shape[1:], 1), generator, ids.device):
+        logits = _last_logits(model, ids[-longest:]).double()
+        if not logits.isfinite().all():
+            raise FloatingPointError(f"{name}: logits are not finite.")
+        if temperature == 0:
+            chosen = logits.argmax(-1, keepdim=True)
+        else:
+            below = logits - logits.amax(-1, keepdim=True)  # finite, however small the divisor
+            shares = (below / temperature).softmax(-1).cumsum(-1)
+            chosen = torch.searchsorted(shares, draw * shares[..., -1:], right=True)
+            chosen = chosen.clamp(max=shares.shape[-1] - 1)
+        ids = torch.cat([ids, chosen.movedim(-1, 0)])
+    return ids
+
+
+def _longest(
+    head: Any, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
+) -> int:
+    """Return how many tokens the model will look at together, if it can be done."""
+    counted = steps >= 0 and (context is None or context >= 1)
+    if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):
+        raise ArgumentError(
+            f"{where}needs a token, steps and temperature of at least 0 and a context of at "
+            f"least 1; got ids {tuple(ids.shape)}, {steps}, {temperature} and {context}."
+        )
+    longest = min(len(ids) + steps - 1, len(ids) + steps if context is None else context)
+    sizes = getattr(head, "sequence_sizes", None)
+    if sizes is not None and longest > sum(sizes):
+        raise ArgumentError(
+            f"{where}{longest} tokens are more than sequence_sizes {list(sizes)} sum to, "
+            f"{sum(sizes)}. Pass context."
+        )
+    return longest
+
+
+def _draws(
+    head: Any, shape: Sequence[int], generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Return numbers from [0, 1), of the first rank's generator on all ranks."""
+    on = generator.device if generator else device
+    draws = torch.rand(*shape, generator=generator, dtype=torch.float64, device=on).to(device)
+    if not isinstance(head, ColumnParallelLinear):
+        return draws
+    return broadcast(draws, group=head.group.process_group)
+
+
+def _last_logits(model: Decoder, ids: Tensor) -> Tensor:
+    """Return the logits of all tokens that may come next, (*F, V)."""
+    last, head = len(ids) - 1, model.head
+    if not isinstance(head, ColumnParallelLinear):
+        return cast(Tensor, head(model.hidden(ids)[last]))
+    if head.sequence_sizes is None:
+        logits = head(model.hidden(ids)[last:])
+    else:
+        # to the length that ranks share; what follows the last place is not looked at
+        sizes, rank = ShardSizes(head.sequence_sizes), head.group.rank
+        behind = ids.new_zeros(sizes.total - len(ids), *ids.shape[1:])
+        own, owner = model.hidden(torch.cat([ids, behind])), sizes.owner(last)
+        start = last - sizes.offsets[rank] if rank == owner else len(own)
+        row = [int(other == owner) for other in range(len(sizes))]
+        logits = head(own[start : start + 1], sequence_sizes=row)
+    group = head.group.process_group
+    return gather_from_tensor_model_parallel_region(logits[0], head.spec.sizes, -1, group)

@@ -1,0 +1,238 @@
+"""GraphTransformer alone, and on ranks that share nodes, heads, or both."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import varcomm
+from tests.graph.graphs import METHODS, WORLDS, split_by, wild
+from tests.ops.comparing import Failures, assert_none
+from varcomm import ArgumentError
+from varcomm.data_parallel import sum_gradients
+from varcomm.graph import distribute, partition
+from varcomm.models import GraphTransformer
+from varcomm.models.graph_transformer import GraphAttention
+from varcomm.tensor_parallel import parallelize, shard_spec
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-11}
+HIDDEN, HEADS, WIDE = 15, 5, 17
+
+
+def new_model(blocks=2, mlp_channels=WIDE):
+    torch.manual_seed(0)
+    return GraphTransformer(
+        *(4, 3, 2),
+        hidden_channels=HIDDEN,
+        num_blocks=blocks,
+        num_heads=HEADS,
+        mlp_channels=mlp_channels,
+    ).double()
+
+
+def samples(data, *batch):
+    """Features of several samples, (N, *batch, 4)."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (data.num_nodes, *batch, 4)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (0,), (2, 3)])
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_shapes(blocks, batch):
+    data = wild()
+    out = new_model(blocks)(samples(data, *batch), data.edge_index, data.edge_attr)
+    assert out.shape == (24, *batch, 2)
+
+
+@pytest.mark.parametrize("wide", [WIDE, None])
+def test_number_of_parameters(wide):
+    mlp = 4 * HIDDEN if wide is None else wide
+    attention = 4 * HIDDEN**2 + 3 * HIDDEN + HIDDEN  # with edges, and a bias at the end
+    block = attention + 2 * HIDDEN * mlp + mlp + HIDDEN + 4 * HIDDEN
+    total = sum(p.numel() for p in new_model(mlp_channels=wide).parameters())
+    assert total == 5 * HIDDEN + 2 * block + 2 * HIDDEN + 2 * HIDDEN + 2
+
+
+def test_attention_by_its_formula():
+    """Node by node, head by head, edge by edge."""
+    torch.manual_seed(0)
+    layer, data, heads, width = GraphAttention(6, 3, 2).double(), wild(), 2, 3
+    x = samples(data)[:, :1].expand(-1, 6) * torch.linspace(-1, 1, 6, dtype=torch.float64)
+    query, key, value = (x @ w.T for w in layer.qkv.weight.split(6))
+    edge = data.edge_attr @ layer.edge.weight.T
+    read = torch.zeros_like(x)
+    for node in range(data.num_nodes):
+        into = (data.edge_index[1] == node).nonzero()[:, 0]
+        for head in range(heads):
+            own = slice(head * width, (head + 1) * width)
+            sources = data.edge_index[0, into]
+            score = (key[sources][:, own] + edge[into][:, own]) @ query[node, own] / width**0.5
+            told = value[sources][:, own] + edge[into][:, own]
+            read[node, own] = score.softmax(0) @ told
+    want = read @ layer.out.weight.T + layer.out.bias
+    torch.testing.assert_close(layer(x, data.edge_index, data.edge_attr), want, **CLOSE)
+
+
+def test_samples_do_not_know_each_other():
+    model, data = new_model(), wild()
+    x = samples(data, 2, 3)
+    together = model(x, data.edge_index, data.edge_attr)
+    alone = model(x[:, 1, 2], data.edge_index, data.edge_attr)
+    torch.testing.assert_close(together[:, 1, 2], alone, **CLOSE)
+
+
+def test_numbers_of_nodes_and_edges_mean_nothing():
+    model, data = new_model(), wild()
+    out = model(data.x, data.edge_index, data.edge_attr)
+    nodes, edges = torch.randperm(data.num_nodes), torch.randperm(data.num_edges)
+    edge_index = nodes.argsort()[data.edge_index[:, edges]]
+    permuted = model(data.x[nodes], edge_index, data.edge_attr[edges])
+    torch.testing.assert_close(permuted, out[nodes], **CLOSE)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_node_sees_as_many_edges_away_as_there_are_blocks(blocks):
+    line = torch.stack([torch.arange(4), torch.arange(1, 5)])
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    out = new_model(blocks)(x, line, torch.ones(4, 3, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(out[4].sum(), x)
+    assert (gradient.abs().sum(1) > 0).tolist() == [node >= 4 - blocks for node in range(5)]
+
+
+def test_gradients_reach_every_parameter():
+    model, data = new_model(), wild()
+    model(data.x, data.edge_index, data.edge_attr).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(15, 4), (0, 1), (15, 0)])
+def test_heads_that_do_not_divide(hidden, heads):
+    text = f"hidden_channels {hidden} must be a multiple of num_heads {heads}, and both positive"
+    with pytest.raises(ArgumentError, match=text):
+        GraphTransformer(4, 3, 2, hidden_channels=hidden, num_blocks=1, num_heads=heads)
+
+
+# On ranks
+
+
+def derivatives(model, values, inputs, mean, complete):
+    """Derivatives of the loss, and of a penalty: the square of the loss's gradient by the nodes."""
+    parameters = list(model.parameters())
+    loss = mean(model(*values).square())
+    nodes, edges, *first = torch.autograd.grad(loss, [*inputs, *parameters], create_graph=True)
+    second = torch.autograd.grad(mean(nodes.square()), parameters, allow_unused=True)
+    yield "loss", {"": loss}
+    yield "inputs", {"x": nodes, "edge_attr": edges}
+    for what, gradients in (("gradient", first), ("second", second)):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.detach().clone()
+        complete(model)
+        yield what, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def on_mesh(rank, sizes, head_sizes, mlp_sizes, methods):
+    """Nodes shared along one dimension, heads and features along the other."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("graph", "tensor"))
+    failures, data, model = Failures(), wild(), new_model()
+    data.x = samples(data, 2)
+    whole = [data.x.clone().requires_grad_(), data.edge_attr.clone().requires_grad_()]
+    alone = copy.deepcopy(model)
+    out = alone(whole[0], data.edge_index, whole[1])
+    values = (whole[0], data.edge_index, whole[1])
+    want = dict(derivatives(alone, values, whole, torch.mean, lambda model: None))
+    for method in methods:
+        graph = partition(data, method=method, group=mesh["graph"])
+        together, ids = copy.deepcopy(model), graph.owned_ids
+        plan = together.tensor_parallel_plan(
+            mesh["tensor"], head_sizes=head_sizes, mlp_sizes=mlp_sizes
+        )
+        parallelize(together, plan, group=mesh["tensor"])
+        distribute(together, graph)
+        own = [graph.x.requires_grad_(), graph.edge_attr.requires_grad_()]
+        values = (own[0], graph.edge_index, own[1])
+        with failures.named(graph.method, "output"):
+            torch.testing.assert_close(together(*values), out[ids], **CLOSE)
+        edges = torch.isin(data.edge_index[1], ids)
+        rows = {"x": ids, "edge_attr": edges}
+
+        def complete(model):
+            sum_gradients(model, mesh["graph"])
+
+        for what, got in derivatives(together, values, own, graph.mean, complete):
+            for name, value in got.items():
+                expected = want[what][name]
+                parameter = dict(together.named_parameters()).get(name)
+                if name in rows:
+                    expected = expected[rows[name]]
+                elif parameter is not None and shard_spec(parameter) is not None:
+                    expected = shard_spec(parameter).shard(expected)
+                with failures.named(graph.method, what, name):
+                    torch.testing.assert_close(value, expected, **CLOSE)
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_nodes_on_ranks(worlds, ranks):
+    methods = [split_by(method, 24, ranks) for method in METHODS]
+    assert_none(worlds.run(ranks, on_mesh, (ranks, 1), None, None, methods))
+
+
+UNEVEN = {
+    1: ([5], [17]),
+    2: ([0, 5], [17, 0]),
+    3: ([4, 0, 1], [2, 15, 0]),
+    5: ([0, 2, 0, 3, 0], [5, 0, 12, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "uneven"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_heads_on_ranks(worlds, ranks, balanced):
+    sizes = (None, None) if balanced else UNEVEN[ranks]
+    assert_none(worlds.run(ranks, on_mesh, (1, ranks), *sizes, ["block"]))
+
+
+@pytest.mark.parametrize("sizes", [UNEVEN[2], (None, None)], ids=["uneven", "balanced"])
+def test_nodes_and_heads_on_a_mesh(worlds, sizes):
+    methods = ["metis", split_by("a rank owns nothing", 24, 2)]
+    assert_none(worlds.run(4, on_mesh, (2, 2), *sizes, methods))
+
+
+def bytes_of_a_forward(rank, sizes):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("graph", "tensor"))
+    data, model = wild(), new_model()
+    graph = partition(data, method="block", group=mesh["graph"])
+    plan = model.tensor_parallel_plan(mesh["tensor"])
+    distribute(parallelize(model, plan, group=mesh["tensor"]), graph)
+    with varcomm.trace() as calls:
+        model(graph.x, graph.edge_index, graph.edge_attr)
+    sent = [call for call in calls if call.sent]
+    halo = graph.report().nbytes(1, 8)[graph.group.rank]
+    return [call.name for call in sent], sum(c.sent for c in sent if "sum" not in c.name), halo
+
+
+def test_halos_are_of_own_heads(worlds):
+    """One exchange a block, of keys and values of the heads that a rank has."""
+    for heads, (_, sent, halo) in zip(
+        (5, 5), worlds.run(2, bytes_of_a_forward, (2, 1)), strict=True
+    ):
+        assert sent == 2 * halo * 2 * 3 * heads
+    answers = worlds.run(4, bytes_of_a_forward, (2, 2))
+    for heads, (names, sent, halo) in zip((3, 2, 3, 2), answers, strict=True):
+        assert sent == 2 * halo * 2 * 3 * heads
+        assert names.count("replicated_sum") == 2 * 2
+
+
+def refused(rank):
+    model = new_model()
+    with pytest.raises(ArgumentError, match=r"head_sizes \[2, 2\] sum to 4, but there are 5"):
+        model.tensor_parallel_plan(head_sizes=[2, 2] if rank else None)
+    with pytest.raises(ArgumentError, match="mlp_sizes must have one entry a rank, 2; got 3"):
+        model.tensor_parallel_plan(mlp_sizes=None if rank else [1, 2, 3])
+    return True
+
+
+def test_wrong_sizes(worlds):
+    assert worlds.run(2, refused) == [True, True]
