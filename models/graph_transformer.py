@@ -61,7 +61,7 @@ class GraphAttention(MessagePassing):
         """Return what goes along each edge, (E, *F, heads, head_dim)."""
         key, value = source_j.chunk(2, dim=-1)
         score = (query_i * (key + edge)).sum(-1) / self.head_dim**0.5
-        weight = softmax(score, index, num_nodes=dim_size)
+        weight: Tensor = softmax(score, index, num_nodes=dim_size)
         return (value + edge) * weight.unsqueeze(-1)
 
 
