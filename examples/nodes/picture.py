@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 INK = "#22272b"
 PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
-DRAWN = 60_000  # nodes at most
+DRAWN = 20_000  # nodes at most
 
 
 def draw(
@@ -41,7 +41,7 @@ def draw(
             cloud(panel, place[drawn], values[drawn], kind)
             panel.set_title(heading, loc="left", fontsize=13)
         wrong = drawn[guess[drawn] != part[drawn]]
-        panels[1, 0].plot(*place[wrong].T, ".", markersize=1.5, color="black")
+        panels[1, 0].plot(*place[wrong].T, ".", markersize=1.5, markeredgewidth=0, color="black")
         compare(panels[1, 1], curves, simple)
         figure.savefig(path)
 

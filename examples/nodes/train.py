@@ -24,7 +24,7 @@ from torch_geometric.nn import GAT, GCN, GraphSAGE
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
 
-MODELS = {"gcn": (GCN, {}), "gat": (GAT, {"heads": 4}), "sage": (GraphSAGE, {})}
+MODELS = {"gcn": (GCN, {"cached": True}), "gat": (GAT, {"heads": 2}), "sage": (GraphSAGE, {})}
 Mean = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -86,7 +86,7 @@ def precise(data: Data, dtype: torch.dtype) -> Data:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    smoke = {"steps": 3, "hidden": 8, "layers": 2}
+    smoke = {"steps": 2, "hidden": 8, "layers": 2}
     parser = Parser(__doc__, smoke=smoke)
     parser.add_argument(
         "--graph",
