@@ -75,10 +75,13 @@ def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]
 
 
 def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
-    """Run a training; return its losses, and the gradients of its first step."""
+    """Run a training; return its losses, and the gradients of its first step.
+
+    As one vector: by itself the bias before a batch norm has none but rounding.
+    """
     first = next(losses)
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    return [first, *losses], gradients
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return [first, *losses], [gradients]
 
 
 def precise(data: Data, dtype: torch.dtype) -> Data:

@@ -53,13 +53,13 @@ class Solver(nn.Module):
 
 
 def right_hand_side(pos: Tensor, seed: int) -> Tensor:
-    """A smooth random f (N, 1), the same function on every rank: 1 and some waves."""
+    """A smooth random f (N, 1) of size 1, the same on every rank: a constant and some waves."""
     draws = torch.Generator().manual_seed(seed)
     wave = 3 * torch.randn(2, WAVES, generator=draws, dtype=torch.float64)
     phase = 2 * math.pi * torch.rand(WAVES, generator=draws, dtype=torch.float64)
     height = 0.7 * torch.randn(WAVES, generator=draws, dtype=torch.float64)
     waves = torch.cos(pos.double() @ wave + phase) @ height
-    return (1 + waves)[:, None].to(pos.dtype)
+    return ((1 + waves) / (1 + height.square().sum() / 2).sqrt())[:, None].to(pos.dtype)
 
 
 def relative_residual(

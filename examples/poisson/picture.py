@@ -45,13 +45,11 @@ def draw(
                 error,
                 (-of_error, of_error),
                 "RdBu_r",
-                "network - finite elements",
+                "difference in u",
             ),
         ):
             panel = next(panels)
-            limits = dict(zip(("vmin", "vmax"), limits, strict=True))
-            image = panel.tripcolor(mesh, values, shading="gouraud", cmap=colours, **limits)
-            panel.tricontour(mesh, values, 8, colors="white", linewidths=0.4, alpha=0.6)
+            image = panel.tricontourf(mesh, values, np.linspace(*limits, 21), cmap=colours)
             figure.colorbar(image, ax=panel, label=label, shrink=0.8)
             frame(panel, heading)
         compare(next(panels), solutions, predictions)

@@ -53,9 +53,11 @@ def fit_on_ranks(solver: Solver, graph: PartitionedGraph, steps: int) -> Iterato
     """What partitioning changes: sums are over the nodes of all ranks, and of gradients too."""
     vc.graph.distribute(solver, graph)
 
+    def total(values: Tensor) -> Tensor:  # column by column, where graph.sum adds up all
+        return vc.graph.replicated(vc.all_reduce(values.sum(dim=0)), graph)
+
     def loss(seed: int) -> Tensor:
-        f = right_hand_side(graph.pos, seed)
-        return relative_residual(solver, graph, f, graph.sum)
+        return relative_residual(solver, graph, right_hand_side(graph.pos, seed), total)
 
     return fit(solver, loss, vc.data_parallel.sum_gradients, steps)
 
@@ -63,9 +65,11 @@ def fit_on_ranks(solver: Solver, graph: PartitionedGraph, steps: int) -> Iterato
 def fit_alone(solver: Solver, data: Data, steps: int) -> Iterator[float]:
     """The same in one process, without varcomm."""
 
+    def total(values: Tensor) -> Tensor:
+        return values.sum(dim=0)
+
     def loss(seed: int) -> Tensor:
-        f = right_hand_side(data.pos, seed)
-        return relative_residual(solver, data, f, lambda values: values.sum(dim=0))
+        return relative_residual(solver, data, right_hand_side(data.pos, seed), total)
 
     return fit(solver, loss, lambda solver: None, steps)
 
@@ -77,10 +81,13 @@ def new_solver(hidden: int, blocks: int, seed: int) -> Solver:
 
 
 def record(solver: Solver, losses: Iterator[float]) -> Record:
-    """Run a training; return its losses, and the gradients of its first step."""
+    """Run a training; return its losses, and the gradients of its first step.
+
+    As one vector: where u is 0 yet, only the decoder has any.
+    """
     first = next(losses)
-    gradients = [parameter.grad.clone() for parameter in solver.parameters()]
-    return [first, *losses], gradients
+    gradients = torch.cat([parameter.grad.flatten() for parameter in solver.parameters()])
+    return [first, *losses], [gradients]
 
 
 def precise(data: Data, dtype: torch.dtype) -> Data:

@@ -189,7 +189,9 @@ def check_on_ranks(rank, methods):
         graph = vc.graph.partition(data, method=method)
         together = derivatives(
             graph,
-            graph.sum,
+            lambda values, graph=graph: vc.graph.replicated(
+                vc.all_reduce(values.sum(dim=0)), graph
+            ),
             vc.data_parallel.sum_gradients,
             lambda solver, graph=graph: vc.graph.distribute(solver, graph),
         )
