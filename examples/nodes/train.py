@@ -89,7 +89,7 @@ def precise(data: Data, dtype: torch.dtype) -> Data:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    smoke = {"steps": 2, "hidden": 8, "layers": 2}
+    smoke = {"steps": 1, "hidden": 8, "layers": 2}
     parser = Parser(__doc__, smoke=smoke)
     parser.add_argument(
         "--graph",

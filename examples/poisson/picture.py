@@ -41,7 +41,7 @@ def draw(
             ("Finite elements", true, (low, high), "viridis", "u"),
             ("The network", found, (low, high), "viridis", "u"),
             (
-                f"Its error: {share:.1f} % of the solution",
+                f"Its error, {share:.1f} %",
                 error,
                 (-of_error, of_error),
                 "RdBu_r",
@@ -50,7 +50,8 @@ def draw(
         ):
             panel = next(panels)
             image = panel.tricontourf(mesh, values, np.linspace(*limits, 21), cmap=colours)
-            figure.colorbar(image, ax=panel, label=label, shrink=0.8)
+            ticks = np.linspace(*limits, 5)
+            figure.colorbar(image, ax=panel, label=label, shrink=0.8, ticks=ticks, format="%.2g")
             frame(panel, heading)
         compare(next(panels), solutions, predictions)
         figure.savefig(path)
