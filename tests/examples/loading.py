@@ -12,7 +12,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def example(folder, name):
     """Import a module of an example as its script would, also in ranks of the pool.
 
-    Examples have modules of the same names, so none stays known under its own.
+    Examples have modules of the same names, so none of these stays known under its own. Others do:
+    where a layer is defined, PyTorch Geometric looks its module up.
     """
     before, path = set(sys.modules), list(sys.path)
     sys.path.insert(0, str(EXAMPLES / folder))
@@ -22,5 +23,6 @@ def example(folder, name):
         sys.path[:] = path
         for known in set(sys.modules) - before:
             file = getattr(sys.modules[known], "__file__", None)
-            if file and Path(file).parent == EXAMPLES / folder:
+            shared = len(list(EXAMPLES.glob(f"*/{known}.py"))) > 1
+            if shared and file and Path(file).parent == EXAMPLES / folder:
                 del sys.modules[known]

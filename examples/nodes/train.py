@@ -1,0 +1,171 @@
+"""Three models of PyTorch Geometric, as they are, on one large graph over all ranks.
+
+    torchrun --nproc-per-node 2 examples/nodes/train.py
+
+From distances to landmarks and a few known nodes, GCN, GAT and GraphSAGE tell in which of METIS's
+parts all other nodes are.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import graphs
+import torch
+from common import Cost, Parser, Record, differences, one_answer, say, training
+from picture import draw
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GraphSAGE
+
+import varcomm as vc
+from varcomm.graph import PartitionedGraph
+
+MODELS = {"gcn": (GCN, {"cached": True}), "gat": (GAT, {"heads": 2}), "sage": (GraphSAGE, {})}
+Mean = Callable[[Tensor, Tensor], Tensor]
+
+
+def new_model(name: str, hidden: int, layers: int, seed: int) -> torch.nn.Module:
+    """The same on every rank, since all draw from the same seed."""
+    torch.manual_seed(seed)
+    kind, more = MODELS[name]
+    return kind(graphs.LANDMARKS, hidden, layers, graphs.PARTS, norm="batch_norm", **more)
+
+
+def fit(
+    model: torch.nn.Module,
+    part: Data | PartitionedGraph,
+    mean: Mean,
+    complete_gradients: Callable[[torch.nn.Module], object],
+    steps: int,
+    curve: list[float] | None = None,
+) -> Iterator[float]:
+    """Train on the whole graph at every step; yields the loss before each.
+
+    ``mean`` is over the nodes where a mask is true; ``curve`` gets the accuracies on the test.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logits = model(part.x, part.edge_index)
+        loss = mean(cross_entropy(logits, part.y, reduction="none"), part.train_mask)
+        loss.backward()
+        complete_gradients(model)
+        if curve is not None:
+            right = (logits.detach().argmax(dim=1) == part.y).to(logits.dtype)
+            curve.append(mean(right, part.test_mask).item())
+        yield loss.item()
+        optimizer.step()
+
+
+def fit_on_ranks(
+    model: torch.nn.Module, graph: PartitionedGraph, steps: int, curve: list[float] | None = None
+) -> Iterator[float]:
+    """What partitioning changes: means are over all ranks, and gradients are summed."""
+    model = vc.graph.distribute(model, graph)
+    return fit(model, graph, graph.mean, vc.data_parallel.sum_gradients, steps, curve)
+
+
+def fit_alone(model: torch.nn.Module, data: Data, steps: int) -> Iterator[float]:
+    """The same in one process, without varcomm."""
+    return fit(model, data, lambda values, mask: values[mask].mean(), lambda model: None, steps)
+
+
+def record(model: torch.nn.Module, losses: Iterator[float]) -> Record:
+    """Run a training; return its losses, and the gradients of its first step.
+
+    As one vector: by itself the bias before a batch norm has none but rounding.
+    """
+    first = next(losses)
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return [first, *losses], [gradients]
+
+
+def precise(data: Data, dtype: torch.dtype) -> Data:
+    return data.clone().apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    smoke = {"steps": 1, "hidden": 8, "layers": 2}
+    parser = Parser(__doc__, smoke=smoke)
+    parser.add_argument(
+        "--graph",
+        choices=graphs.NAMES,
+        default="copter2",
+        help="55,476 nodes, or 258,569 (%(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="NAME",
+        help=f"which of {', '.join(MODELS)} to train (all)",
+    )
+    parser.add_whole("--labels", 50, "known nodes of each part")
+    parser.add_whole("--steps", 60, "of training")
+    parser.add_whole("--hidden", 32, "width of the models")
+    parser.add_whole("--layers", 3, "of the models")
+    parser.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of the first weights (%(default)s)"
+    )
+    parser.add_picture("out/nodes.png")
+    parser.add_argument(
+        "--check", action="store_true", help="compare 5 steps with those of one process as well"
+    )
+    options = parser.parse(arguments)
+    shape = options.hidden, options.layers, options.seed
+
+    data = graphs.load(options.graph, options.labels)
+    graph = vc.graph.partition(data)
+    say(f"{graph.report()}")
+    accuracies, curves = {}, {}
+    for name in options.models:
+        say(f"\n{name}")
+        model, cost, curves[name] = new_model(name, *shape), Cost(), []
+        losses = fit_on_ranks(model, graph, options.steps, curves[name])
+        for _ in training(losses, options.steps, cost):
+            pass
+        say(cost.report())
+        with torch.no_grad():
+            part = model.eval()(graph.x, graph.edge_index).argmax(dim=1)
+        guess = graph.gather(part, dst=0)
+        right = graph.mean((part == graph.y).double(), graph.test_mask).item()
+        accuracies[name] = right
+    rank = graph.gather(torch.full((graph.num_owned,), graph.group.rank), dst=0)
+    if graph.group.rank == 0:
+        known = int(data.train_mask.sum())
+        simple = {
+            name: graphs.accuracy(data, found) for name, found in graphs.baselines(data).items()
+        }
+        say(f"\nOf {data.num_nodes - known:,} nodes, {known} being known, right in per cent:")
+        for name, share in (accuracies | simple).items():
+            say(f"  {100 * share:5.1f}  {name}")
+        place = graphs.plane(data.x).numpy()
+        draw(options.picture, place, rank.numpy(), data.y.numpy(), guess.numpy(), curves, simple)
+        say(f"picture: {options.picture}")
+    if not options.check:
+        return 0
+
+    passed = True
+    for name in options.models:
+        say(f"\n5 steps of {name} on ranks and in one process:")
+
+        def found(dtype: torch.dtype, name: str = name) -> tuple[float, float]:
+            floats = precise(data, dtype)
+            graph = vc.graph.partition(floats)
+            shared, alone = (new_model(name, *shape).to(dtype) for _ in range(2))
+            return differences(
+                lambda: record(shared, fit_on_ranks(shared, graph, 5)),
+                lambda: record(alone, fit_alone(alone, floats, 5)),
+            )
+
+        passed &= one_answer(found)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

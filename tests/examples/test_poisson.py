@@ -1,0 +1,239 @@
+"""Poisson's equation on a mesh: its finite elements, and derivatives of its residual on ranks."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial import Delaunay
+
+import varcomm as vc
+from tests.examples.loading import example
+from tests.graph.graphs import WORLDS, split_by
+from tests.ops.comparing import Failures, assert_none
+
+mesh = example("poisson", "mesh")
+physics = example("poisson", "physics")
+METHODS = ("metis", "random", "a rank owns nothing")
+SPACING = 0.08
+
+
+@cache
+def plate():
+    return mesh.load(SPACING)
+
+
+def total(values):
+    return values.sum(dim=0)
+
+
+def test_the_mesh_covers_the_plate():
+    pos = plate().pos.numpy()
+    triangle = mesh.triangles(pos)
+    area = mesh.double_area(pos[triangle]).sum() / 2
+    # the hole is a polygon, whose area is less than that of the circle
+    assert 0.6 + 0.4 * 0.55 - np.pi * mesh.RADIUS**2 < area < 0.76
+    assert np.array_equal(np.unique(triangle), np.arange(len(pos)))
+    assert mesh.distance(pos).min() > -1e-12
+    assert plate().area.sum().item() == pytest.approx(area)
+
+
+def test_triangles_are_good():
+    pos = plate().pos.numpy()
+    corner = pos[mesh.triangles(pos)]
+    sides = np.linalg.norm(corner - np.roll(corner, 1, axis=1), axis=2)
+    quality = 2 * np.sqrt(3) * mesh.double_area(corner) / (sides**2).sum(axis=1)
+    assert quality.min() > 0.4, "1 is that of a triangle with equal sides"
+    assert quality.mean() > 0.9
+
+
+def test_stiffness_is_exact_for_linear_functions():
+    pos = np.random.default_rng(0).random((30, 2))
+    triangle = Delaunay(pos).simplices
+    matrix = mesh.stiffness(pos, triangle)
+    slope, other = np.array([2.0, -3.0]), np.array([0.5, 4.0])
+    area = mesh.double_area(pos[triangle]).sum() / 2
+    assert (pos @ slope) @ (matrix @ (pos @ other)) == pytest.approx(area * slope @ other)
+    assert np.abs(matrix @ np.ones(30)).max() < 1e-10
+
+
+def test_finite_elements_converge():
+    """A product of sines is the solution on the unit square; errors fall with the square."""
+    errors = []
+    for count in (8, 16):
+        line = np.linspace(0, 1, count + 1)
+        pos = np.stack(np.meshgrid(line, line), axis=-1).reshape(-1, 2)
+        inside = ((pos > 0) & (pos < 1)).all(axis=1)
+        matrix = mesh.stiffness(pos, Delaunay(pos).simplices)[inside][:, inside].toarray()
+        true = np.sin(np.pi * pos).prod(axis=1)[inside]
+        found = np.linalg.solve(matrix, 2 * np.pi**2 * true / count**2)
+        errors.append(np.abs(found - true).max())
+    assert errors[1] < 0.3 * errors[0] < 0.01
+
+
+def test_coarse_meshes_join_distant_nodes():
+    data = plate()
+    source, target = data.edge_index
+    length = (data.pos[target] - data.pos[source]).norm(dim=1)
+    assert length.max() > 2 * SPACING
+    assert (data.weight[length > 2 * SPACING] == 0).all()
+    pairs = source * data.num_nodes + target
+    assert torch.equal(pairs.unique(), (target * data.num_nodes + source).unique())
+    assert len(pairs.unique()) == data.num_edges
+
+
+def test_test_functions_have_energy_1_and_end_at_the_boundary():
+    data = plate()
+    matrix = mesh.stiffness(data.pos.numpy(), mesh.triangles(data.pos.numpy()))
+    tests = data.tests.numpy()
+    np.testing.assert_allclose((tests * (matrix @ tests)).sum(axis=0), 1)
+    assert (tests[~data.inside.numpy()] == 0).all()
+
+
+def test_energy_and_residual_are_those_of_the_matrix():
+    data, draws = plate(), torch.Generator().manual_seed(0)
+    u, load = torch.randn(2, data.num_nodes, 1, generator=draws, dtype=torch.float64)
+    u.requires_grad_()
+    matrix = mesh.stiffness(data.pos.numpy(), mesh.triangles(data.pos.numpy()))
+    energy = physics.Energy()(u, load, data.edge_index, data.weight).sum()
+    product = torch.from_numpy(matrix @ u.detach().numpy())
+    expected = (u * product).sum() / 2 - (load * u).sum()
+    torch.testing.assert_close(energy, expected)
+    (residual,) = torch.autograd.grad(energy, u)
+    torch.testing.assert_close(residual, product - load)
+
+
+class Given(torch.nn.Module):
+    """In place of a solver: a solution that is known."""
+
+    def __init__(self, u):
+        super().__init__()
+        self.u, self.energy = u.requires_grad_(), physics.Energy()
+
+    def forward(self, part, f):
+        return self.u
+
+
+def test_relative_residual_is_0_for_the_solution_and_1_for_nothing():
+    data = plate()
+    f = physics.right_hand_side(data.pos, 3)
+    for solution, expected in (
+        (mesh.FiniteElements(data).solution(f), 0),
+        (torch.zeros_like(f), 1),
+    ):
+        found = physics.relative_residual(Given(solution), data, f, total)
+        assert found.item() == pytest.approx(expected, abs=1e-20)
+
+
+def test_relative_residual_is_about_the_energy_of_the_error():
+    """Of smooth errors as of rough ones: within a factor, where squares at nodes are far apart."""
+    data, classical = plate(), mesh.FiniteElements(plate())
+    f = physics.right_hand_side(data.pos, 0)
+    u = classical.solution(f)
+    inside = data.inside.numpy()
+    values, waves = np.linalg.eigh(classical.matrix.toarray())
+    ratios = []
+    for wave, value in zip(waves.T[[0, 5, -1]], values[[0, 5, -1]], strict=True):
+        error = torch.zeros_like(u)
+        error[torch.from_numpy(inside), 0] = torch.from_numpy(wave)
+        found = physics.relative_residual(Given(u + error), data, f, total)
+        ratios.append(found.item() / value)
+    assert max(ratios) < 8 * min(ratios)
+    assert values[-1] > 10 * values[0]
+
+
+def test_solutions_are_0_on_the_boundary():
+    torch.manual_seed(0)
+    solver, data = physics.Solver(8, 2).double(), plate()
+    torch.nn.init.normal_(solver.network.decoder[-1].weight)
+    u = solver(data, physics.right_hand_side(data.pos, 0))
+    assert (u[~data.inside] == 0).all()
+    assert (u[data.inside] != 0).all()
+
+
+def test_conjugate_gradients_come_to_the_solution():
+    data = plate()
+    classical, f = mesh.FiniteElements(data), physics.right_hand_side(data.pos, 0)
+    u = classical.solution(f)
+    few, many = (float((classical.iterate(f, n) - u).norm() / u.norm()) for n in (2, 200))
+    assert many < 1e-8 < 0.1 < few < 1
+
+
+def new_solver():
+    torch.manual_seed(0)
+    solver = physics.Solver(8, 2).double()
+    torch.nn.init.normal_(solver.network.decoder[-1].weight)  # which begins at 0
+    return solver
+
+
+def derivatives(part, add, complete_gradients, distribute):
+    """Loss, its gradients of parameters and inputs, and a derivative of their square."""
+    solver = distribute(new_solver())
+    f = physics.right_hand_side(part.pos, 7).requires_grad_()
+    loss = physics.relative_residual(solver, part, f, add)
+    (by_f,) = torch.autograd.grad(loss, f, create_graph=True)
+    add(by_f.square()).sum().backward(retain_graph=True)
+    complete_gradients(solver)
+    third = [parameter.grad.clone() for parameter in solver.parameters()]
+    again = f.grad.clone()
+    solver.zero_grad()
+    loss.backward()
+    complete_gradients(solver)
+    return loss, by_f, again, [p.grad for p in solver.parameters()], third
+
+
+def check_on_ranks(rank, methods):
+    failures, data = Failures(), mesh.load(SPACING)
+    alone = derivatives(data, total, lambda solver: None, lambda solver: solver)
+    for method in methods:
+        graph = vc.graph.partition(data, method=method)
+        together = derivatives(
+            graph,
+            lambda values, graph=graph: vc.graph.replicated(
+                vc.all_reduce(values.sum(dim=0)), graph
+            ),
+            vc.data_parallel.sum_gradients,
+            lambda solver, graph=graph: vc.graph.distribute(solver, graph),
+        )
+        own = [alone[0], alone[1][graph.owned_ids], alone[2][graph.owned_ids], *alone[3:]]
+        names = ("loss", "by f", "its square by f", "parameters", "its square by parameters")
+        for name, got, want in zip(names, together, own, strict=True):
+            with failures.named(graph.method, name):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_derivatives_on_ranks_as_alone(worlds, ranks):
+    nodes = plate().num_nodes
+    methods = [split_by(method, nodes, ranks) for method in METHODS]
+    assert_none(worlds.run(ranks, check_on_ranks, methods))
+
+
+def compare(rank, method):
+    train = example("poisson", "train")
+    data = mesh.load(SPACING)
+    graph = vc.graph.partition(data, method=method)
+    shared, alone = (train.new_solver(8, 2, seed=0).double() for _ in range(2))
+    return train.differences(
+        lambda: train.record(shared, train.fit_on_ranks(shared, graph, 5)),
+        lambda: train.record(alone, train.fit_alone(alone, data, 5)),
+    )
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_training_on_ranks_as_alone(worlds, ranks):
+    owner = split_by("a rank owns nothing", plate().num_nodes, ranks)
+    answers = worlds.run(ranks, compare, owner)
+    assert answers == answers[:1] * ranks
+    losses, gradients = answers[0]
+    assert losses <= 1e-9
+    assert gradients <= 1e-9
+
+
+def test_training_learns():
+    train = example("poisson", "train")
+    solver = train.new_solver(8, 3, seed=0).double()
+    losses = list(train.fit_alone(solver, mesh.load(0.1), 60))
+    assert losses[0] == pytest.approx(1)
+    assert np.mean(losses[-10:]) < 0.6
