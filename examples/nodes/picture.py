@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 INK = "#22272b"
 PALETTE = ["#3f6fa3", "#e3a446", "#5f9e76", "#b9586c", "#7f70b3", "#4fa9b8", "#a27a55", "#93a04a"]
-DRAWN = 20_000  # nodes at most
+DRAWN = 12_000  # nodes at most
 
 
 def draw(
@@ -70,5 +70,5 @@ def compare(panel: Axes, curves: dict[str, list[float]], simple: dict[str, float
         panel.axhline(100 * share, color=INK, linewidth=1, linestyle=style, label=name)
     panel.set(xlabel="step", ylabel="right of the nodes not known, in %", ylim=(0, 100))
     panel.set_title("Accuracy", loc="left", fontsize=13)
-    panel.legend(frameon=False, loc="lower right")
+    panel.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.75))
     panel.spines[["top", "right"]].set_visible(False)
