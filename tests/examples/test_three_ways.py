@@ -140,7 +140,7 @@ def test_a_compact_mesh(ranks, sizes):
 
 def refused(rank, folder, arguments):
     with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
-        run_main(rank, folder, *arguments)
+        example("train").main([*SMALL, *arguments, "--picture", str(folder / "three_ways.png")])
     return told.getvalue()
 
 
