@@ -113,6 +113,10 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
     whole = list(resumed.losses) == list(range(resumed.start, options.steps))
     if not (known and whole):
         print(f"saves before steps {interrupted.saves}; steps after that: {[*resumed.losses]}")
+    from picture import draw  # not before: what matplotlib takes would delay the agents
+
+    draw(options.picture, uninterrupted, runs)
+    print(f"picture: {options.picture}")
     good = known and whole and worst <= LIMIT
     print("one answer" if good else "NOT one answer")
     return good
@@ -150,11 +154,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--within", default=240, help="seconds, after which to give up (%(default)s)", **whole
     )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("out/resume.png"),
+        metavar="FILE",
+        help="what to draw (%(default)s)",
+    )
     if parser.parse_args(arguments).smoke:
         parser.set_defaults(steps=60, every=10, side=20)
     options = parser.parse_args(arguments)
     if options.steps <= 3 * options.every:
         parser.error(f"argument --steps: need more than three times --every, got {options.steps}")
+    try:  # before the work
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+        options.picture.open("ab").close()
+    except OSError as error:
+        parser.error(f"argument --picture: cannot write {str(options.picture)!r}: {error.strerror}")
     with tempfile.TemporaryDirectory(prefix="varcomm-resume-") as folder:
         try:
             return 0 if demonstrate(options, Path(folder)) else 1

@@ -121,6 +121,11 @@ def naming(text):
     return found
 
 
+def picture_of(folder):
+    """Beside the folder, which shall be empty in the end."""
+    return folder.parent / f"{folder.name}.png"
+
+
 @contextlib.contextmanager
 def demonstration(folder, *arguments):
     """Of what the README says, where it leaves its files."""
@@ -132,6 +137,7 @@ def demonstration(folder, *arguments):
         "12",
     ]
     command += ["--every", "20", "--steps", "150", "--within", "100", *arguments]
+    command += ["--picture", str(picture_of(folder))]
     with subprocess.Popen(
         command,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
@@ -158,6 +164,7 @@ def test_a_rank_is_killed_and_two_go_on(tmp_path, moment):
     assert re.search(r"^on 1 ranks: .* s a step, the median of 150;", printed, re.MULTILINE)
     assert re.search(r"^on 2 ranks: .* s a step, .* and \d+ MiB a rank$", printed, re.MULTILINE)
     assert printed.endswith("\none answer\n")
+    assert picture_of(tmp_path).read_bytes()[:4] == b"\x89PNG"
     assert naming(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -243,6 +250,7 @@ def test_differences():
         (["--steps", "60"], "--steps: need more than three times --every, got 60"),
         (["--smoke", "--steps", "30"], "--steps: need more than three times --every, got 30"),
         (["--every", "0"], "--every: need a whole number from 1 on, got '0'"),
+        (["--picture", f"{__file__}/a.png"], "--picture: cannot write"),
     ],
 )
 def test_wrong_options(capsys, arguments, message):
