@@ -123,7 +123,7 @@ def naming(text):
 
 def picture_of(folder):
     """Beside the folder, which shall be empty in the end."""
-    return folder.parent / f"{folder.name}.png"
+    return folder.parent / f"picture of {folder.name}.png"
 
 
 @contextlib.contextmanager
