@@ -4,6 +4,7 @@ Nothing here is needed to use varcomm; it keeps the examples to what they are ab
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from command_line import hindrance, image, positive
+from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 
 import varcomm as vc
@@ -53,11 +56,15 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(**self.smoke)
         options = self.parse_args(arguments)
         if hasattr(options, "picture"):
-            problem = [hindrance(options.picture) if is_first() else None]
-            torch.distributed.broadcast_object_list(problem)
-            if problem[0]:
-                self.error(problem[0])
+            self.require(lambda: hindrance(options.picture))
         return options
+
+    def require(self, problem: Callable[[], str | None]) -> None:
+        """End all ranks if the first finds a problem, as others may not see its files."""
+        found = [problem() if is_first() else None]
+        torch.distributed.broadcast_object_list(found)
+        if found[0]:
+            self.error(found[0])
 
     def error(self, message: str) -> NoReturn:
         """Say it once, on the first rank, before any rank leaves."""
@@ -65,28 +72,6 @@ class Parser(argparse.ArgumentParser):
             print(f"{self.format_usage()}{self.prog}: error: {message}", file=sys.stderr)
         torch.distributed.barrier()
         sys.exit(2)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
-def image(text: str) -> Path:
-    if Path(text).suffix not in {".png", ".pdf", ".svg"}:
-        raise argparse.ArgumentTypeError(f"need a name that ends in .png, .pdf or .svg: {text!r}")
-    return Path(text)
-
-
-def hindrance(picture: Path) -> str | None:
-    """Why the picture could not be written once all is done."""
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.open("ab").close()
-    except OSError as error:
-        return f"argument --picture: cannot write {str(picture)!r}: {error.strerror}"
-    return None
 
 
 def is_first() -> bool:
@@ -143,6 +128,15 @@ def training(
             bar.set_postfix(loss=form.format(loss), refresh=False)
             bar.update()
             yield loss
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, rate: float, steps: int, rise: float) -> OneCycleLR:
+    """Let the rate of learning rise to `rate` for a share of the steps, then fall to nothing.
+
+    A training of a few steps ends before the fall: torch cannot rise within a single step.
+    """
+    shortest = math.ceil(2 / rise)
+    return OneCycleLR(optimizer, rate, max(steps, shortest), pct_start=rise, cycle_momentum=False)
 
 
 Record = tuple[Sequence[float], Sequence[torch.Tensor]]

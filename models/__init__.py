@@ -1,7 +1,7 @@
 """Complete models in one readable file each; none of them knows of ranks but by its layers.
 
 Each is loaded when it is first used: graph networks need PyTorch Geometric, and GPT does not. What
-several need is beside them: ``generation`` draws texts, ``shard_sizes`` checks how models are cut.
+several need is beside them: ``generation`` draws texts, ``sizes`` checks sizes.
 """
 
 from __future__ import annotations

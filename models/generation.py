@@ -1,7 +1,6 @@
 """Text from a decoder, one token after the other; the same from all ranks that share its layers."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from math import inf
 from typing import Any, Protocol, cast
 
@@ -11,8 +10,8 @@ from torch import Tensor
 from varcomm.errors import ArgumentError
 from varcomm.layout import ShardSizes
 from varcomm.ops.broadcast import broadcast
-from varcomm.ops.operator import checking
 from varcomm.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
+from varcomm.transport.agree import compare
 
 
 class Decoder(Protocol):
@@ -60,6 +59,8 @@ def generate(
     ArgumentError
         If arguments are out of range, or if with `sequence_sizes` the model would have to look
         at more tokens than these sum to.
+    DisagreementError
+        If ranks that share the layers pass different arguments.
     FloatingPointError
         If logits are not finite.
 
@@ -67,8 +68,9 @@ def generate(
     -----
     Draws do not depend on the number of ranks, and logits do by rounding alone.
 
-    Communication: that of the layers, which see the whole context for each token; an all-gather
-    of the last place's logits; one broadcast of all draws.
+    Communication: a round of messages that compares the arguments; one broadcast of all draws;
+    for each token that of the layers, which see the whole context, and an all-gather of the last
+    place's logits.
 
     Examples
     --------
@@ -78,9 +80,14 @@ def generate(
     >>> model.generate(torch.tensor([3, 1, 4]), 5).shape
     torch.Size([8])
     """
-    name, group = f"{type(model).__name__}.generate", getattr(model.head, "group", None)
-    with nullcontext(f"{name}: ") if group is None else checking(name, group) as where:
-        longest = _longest(model.head, ids, steps, temperature, context, where)
+    name = f"{type(model).__name__}.generate"
+    if isinstance(model.head, ColumnParallelLinear):
+        given = {"ids": tuple(ids.shape), "steps": steps, "context": context}
+        words = {
+            word: repr(value) for word, value in (given | {"temperature": temperature}).items()
+        }
+        compare(model.head.group, {"operation": name, **words})
+    longest = _longest(model.head, ids, steps, temperature, context, f"{name}: ")
     for draw in _draws(model.head, (steps, *ids.shape[1:], 1), generator, ids.device):
         logits = _last_logits(model, ids[-longest:]).double()
         if not logits.isfinite().all():
@@ -100,11 +107,13 @@ def _longest(
     head: Any, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
 ) -> int:
     """Return how many tokens the model will look at together, if it can be done."""
-    counted = steps >= 0 and (context is None or context >= 1)
+    whole = isinstance(steps, int) and isinstance(context, int | None)
+    counted = whole and steps >= 0 and (context is None or context >= 1)
     if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):
         raise ArgumentError(
-            f"{where}needs a token, steps and temperature of at least 0 and a context of at "
-            f"least 1; got ids {tuple(ids.shape)}, {steps}, {temperature} and {context}."
+            f"{where}needs a token, a whole number of steps and a temperature, at least 0, and a "
+            f"context of at least 1; got ids {tuple(ids.shape)}, {steps}, {temperature} and "
+            f"{context}."
         )
     longest = min(len(ids) + steps - 1, len(ids) + steps if context is None else context)
     sizes = getattr(head, "sequence_sizes", None)

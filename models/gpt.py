@@ -33,7 +33,7 @@ from varcomm.tensor_parallel.attention import attention, split_heads
 from varcomm.transport.group import GroupLike
 
 from .generation import generate
-from .shard_sizes import agreed_sizes
+from .sizes import agreed_sizes, check_positive
 
 EPS = 1e-5  # of the norms
 Turn = Callable[[Tensor], Tensor]
@@ -173,13 +173,14 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = (hidden_size, num_heads, kv_heads)
-        if min(sizes) < 1 or hidden_size % (2 * num_heads) or num_heads % kv_heads:
+        check_positive("GPT", vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers)
+        mlp_size = 8 * hidden_size // 3 if mlp_size is None else mlp_size
+        check_positive("GPT", num_heads=num_heads, num_kv_heads=kv_heads, mlp_size=mlp_size)
+        if hidden_size % (2 * num_heads) or num_heads % kv_heads:
             raise ArgumentError(
                 f"GPT: hidden_size {hidden_size} must be an even number for each of {num_heads} "
-                f"heads, and num_kv_heads {kv_heads} a divisor of their number; all positive."
+                f"heads, and num_kv_heads {kv_heads} a divisor of their number."
             )
-        mlp_size = 8 * hidden_size // 3 if mlp_size is None else mlp_size
         self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // kv_heads
         self.kv_heads, self.mlp_size, self.recompute = kv_heads, mlp_size, recompute
         self.embedding = nn.Embedding(vocab_size, hidden_size)

@@ -19,7 +19,7 @@ from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.attention import split_heads
 from varcomm.transport.group import GroupLike
 
-from .shard_sizes import agreed_sizes
+from .sizes import agreed_sizes, check_positive
 
 
 class GraphAttention(MessagePassing):
@@ -113,7 +113,7 @@ class GraphTransformer(nn.Module):
     Raises
     ------
     ArgumentError
-        If heads do not divide the features, or either is not positive.
+        If heads do not divide the features, or a size is not positive.
 
     References
     ----------
@@ -151,13 +151,23 @@ class GraphTransformer(nn.Module):
         mlp_channels: int | None = None,
     ) -> None:
         super().__init__()
-        if min(hidden_channels, num_heads) < 1 or hidden_channels % num_heads:
+        self.mlp_channels = 4 * hidden_channels if mlp_channels is None else mlp_channels
+        check_positive(
+            "GraphTransformer",
+            in_channels=in_channels,
+            edge_channels=edge_channels,
+            out_channels=out_channels,
+            hidden_channels=hidden_channels,
+            num_blocks=num_blocks,
+            num_heads=num_heads,
+            mlp_channels=self.mlp_channels,
+        )
+        if hidden_channels % num_heads:
             raise ArgumentError(
                 f"GraphTransformer: hidden_channels {hidden_channels} must be a multiple of "
-                f"num_heads {num_heads}, and both positive."
+                f"num_heads {num_heads}."
             )
         self.num_heads, self.head_dim = num_heads, hidden_channels // num_heads
-        self.mlp_channels = 4 * hidden_channels if mlp_channels is None else mlp_channels
         self.encoder = nn.Linear(in_channels, hidden_channels)
         self.blocks = nn.ModuleList(
             Block(hidden_channels, edge_channels, num_heads, self.mlp_channels)

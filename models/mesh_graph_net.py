@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from .sizes import check_positive
+
 
 def mlp(in_channels: int, channels: int) -> nn.Sequential:
     """Return two layers with a norm behind them."""
@@ -98,6 +100,11 @@ class MeshGraphNet(nn.Module):
     num_blocks : int
         Steps of message passing: how many edges away a node can see.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not positive.
+
     References
     ----------
     .. [1] T. Pfaff et al., "Learning Mesh-Based Simulation with Graph Networks", ICLR 2021.
@@ -123,6 +130,14 @@ class MeshGraphNet(nn.Module):
         num_blocks: int,
     ) -> None:
         super().__init__()
+        check_positive(
+            "MeshGraphNet",
+            in_channels=in_channels,
+            edge_channels=edge_channels,
+            out_channels=out_channels,
+            hidden_channels=hidden_channels,
+            num_blocks=num_blocks,
+        )
         self.node_encoder = mlp(in_channels, hidden_channels)
         self.edge_encoder = mlp(edge_channels, hidden_channels)
         self.blocks = nn.ModuleList(GraphNetBlock(hidden_channels) for _ in range(num_blocks))

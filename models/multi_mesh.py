@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from varcomm.errors import ArgumentError
 
 from .mesh_graph_net import GraphNetBlock, mlp
+from .sizes import check_positive
 
 ENCODER = ("grid", "to", "mesh")
 PROCESSOR = ("mesh", "to", "mesh")
@@ -48,6 +49,11 @@ class EncodeProcessDecode(nn.Module):
     num_blocks : int
         Steps of the processor: how many edges a message can go on the mesh.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not positive.
+
     References
     ----------
     .. [1] R. Keisler, "Forecasting Global Weather with Graph Neural Networks", 2022.
@@ -82,6 +88,15 @@ class EncodeProcessDecode(nn.Module):
         num_blocks: int,
     ) -> None:
         super().__init__()
+        check_positive(
+            "EncodeProcessDecode",
+            grid_channels=grid_channels,
+            mesh_channels=mesh_channels,
+            edge_channels=edge_channels,
+            out_channels=out_channels,
+            hidden_channels=hidden_channels,
+            num_blocks=num_blocks,
+        )
         self.embed_grid = mlp(grid_channels, hidden_channels)
         self.embed_mesh = mlp(mesh_channels, hidden_channels)
         self.embed_edges = nn.ModuleList(mlp(edge_channels, hidden_channels) for _ in range(3))

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from varcomm.errors import ArgumentError
+
+from .sizes import check_positive
+
 
 class Displacements(MessagePassing):
     """From each target of an edge to its source, which may be in another cell of a crystal."""
@@ -157,7 +161,13 @@ class PaiNN(nn.Module):
         Number of functions of the distance.
     mean, scale : float
         An energy is ``mean + scale * output`` of the last layer: a typical energy of an atom, and
-        how much energies differ, in the unit in which they are wanted.
+        how much energies differ, in the unit in which they are wanted. The model keeps them as it
+        keeps its parameters: in torch's default precision, until it is moved to another.
+
+    Raises
+    ------
+    ArgumentError
+        If a size or the cutoff is not positive.
 
     References
     ----------
@@ -194,6 +204,15 @@ class PaiNN(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
+        check_positive(
+            "PaiNN",
+            num_types=num_types,
+            hidden_channels=hidden_channels,
+            num_blocks=num_blocks,
+            radial_size=radial_size,
+        )
+        if not 0 < cutoff < math.inf:
+            raise ArgumentError(f"PaiNN: cutoff must be a positive length, got {cutoff}.")
         self.embedding = nn.Embedding(num_types, hidden_channels)
         self.displacements = Displacements()
         self.basis = RadialBasis(radial_size, cutoff)

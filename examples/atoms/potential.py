@@ -1,6 +1,8 @@
 """A potential that is learned: its forces, its loss, its training."""
 
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from crystal import CUTOFF, as_graph, shaken, with_truth
@@ -10,6 +12,9 @@ from torch_geometric.data import Data
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
 from varcomm.models import PaiNN
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import one_cycle
 
 Part = Data | PartitionedGraph  # of one process, of ranks
 
@@ -67,9 +72,7 @@ def fit(model: torch.nn.Module, parts: Sequence[Part], steps: int) -> Iterator[f
     Partitioning changes two lines: the model moves to the graph, and gradients are summed.
     """
     optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1e-2, total_steps=steps, pct_start=0.2, cycle_momentum=False
-    )
+    schedule = one_cycle(optimizer, 1e-2, steps, rise=0.2)
     for step in range(steps):
         part = parts[step % len(parts)]
         if isinstance(part, PartitionedGraph):

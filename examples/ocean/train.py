@@ -23,7 +23,7 @@ from varcomm.graph import PartitionedGraph
 from varcomm.models import MeshGraphNet
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import Cost, Parser, Record, differences, one_answer, say, training
+from common import Cost, Parser, Record, differences, one_answer, one_cycle, say, training
 
 
 def new_model(data: Data, hidden: int, blocks: int, seed: int) -> MeshGraphNet:
@@ -46,9 +46,7 @@ def fit(
 ) -> Iterator[float]:
     """Train on the whole graph at every step; yields the loss before each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1e-2, total_steps=steps, pct_start=0.3, cycle_momentum=False
-    )
+    schedule = one_cycle(optimizer, 1e-2, steps, rise=0.3)
     for _ in range(steps):
         optimizer.zero_grad()
         value = loss()

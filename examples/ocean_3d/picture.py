@@ -80,10 +80,11 @@ class Section:
         hidden = np.zeros(rows)
         hidden[self.row] = self.ocean.test[self.columns]
         for first, last in runs(hidden):
-            lines = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
-            ax.axvline(edges[first], **lines)
-            ax.axvline(edges[last], **lines)
-            ax.text((edges[first] + edges[last]) / 2, -0.6, "test", ha="center", va="bottom")
+            left, right = edges[first].clip(-80, 80), edges[last].clip(-80, 80)
+            lines = {"colors": INK, "linewidths": 1.2, "linestyles": (0, (4, 2))}
+            ax.vlines([left, right], -0.5, levels - 0.5, **lines)
+            if left < right:
+                ax.text((left + right) / 2, -0.6, "test", ha="center", va="bottom")
         ticks = range(0, levels, max(levels // 7, 1))
         ax.set_yticks(ticks, [f"{self.ocean.depth[level]:.0f}" for level in ticks])
         ax.set(xlim=(-80, 80), ylim=(levels - 0.5, -1.9), ylabel="depth, m (levels)")

@@ -75,6 +75,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=1e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
         self.losses: list[float] = []  # of the steps so far
+        names = ("resolution", "levels", "hidden", "blocks")
+        self.kind = {name: getattr(options, name) for name in names}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has."""
@@ -83,12 +85,15 @@ class Training:
             "optimizer": self.optimizer,
             "schedule": self.schedule,
             "losses": self.losses,
+            "kind": self.kind,
         }
 
     def resume(self, folder: Path) -> None:
         """Take it all up where a checkpoint was saved, on whatever number of ranks."""
         state = self.state()
         vc.checkpoint.load(state, folder)
+        if state["kind"] != self.kind:  # a network would fit that has learned another ocean
+            raise vc.ArgumentError(f"{folder} is of {state['kind']}, and this is {self.kind}.")
         self.losses = state["losses"]
 
     def advance(self) -> float:
@@ -118,6 +123,13 @@ def is_there(folder: Path) -> bool:
     """One rank looks: what one machine has written, others may see later."""
     there = torch.tensor((folder / ".metadata").exists()) if vc.init().rank == 0 else None
     return bool(vc.broadcast(there))
+
+
+def file_in_the_way(folder: Path | None) -> str | None:
+    """Say why nothing could be saved in a folder."""
+    if folder is None or not folder.exists() or folder.is_dir():
+        return None
+    return f"argument --checkpoint: {str(folder)!r} is not a folder"
 
 
 def tell(ocean: Ocean, prediction: np.ndarray) -> None:
@@ -168,7 +180,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_whole("--every", 50, "steps from one checkpoint to the next")
     parser.add_picture("out/ocean_3d.png")
-    return parser.parse(arguments)
+    options = parser.parse(arguments)
+    parser.require(lambda: file_in_the_way(options.checkpoint))
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
-from common import Cost, Parser, Record, differences, one_answer, say, training
+from common import Cost, Parser, Record, differences, one_answer, one_cycle, say, training
 from mesh import FiniteElements, load
 from physics import Solver, relative_residual, right_hand_side
 from picture import draw
@@ -35,9 +35,7 @@ def fit(
 ) -> Iterator[float]:
     """Train on a new right-hand side at every step; yields the loss before each."""
     optimizer = torch.optim.AdamW(solver.parameters(), lr=2e-3, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.15, cycle_momentum=False
-    )
+    schedule = one_cycle(optimizer, 2e-3, steps, rise=0.15)
     for step in range(steps):
         optimizer.zero_grad()
         value = loss(step)

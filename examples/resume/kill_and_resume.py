@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+from command_line import hindrance, image, positive
 from history import History, Run, differences, table
 from processes import Failure, Processes
 
@@ -122,12 +124,6 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
     return good
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     # not the Parser of the others, which imports torch: this process is no rank, and starts sooner
     parser = argparse.ArgumentParser(
@@ -156,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=image,
         default=Path("out/resume.png"),
         metavar="FILE",
         help="what to draw (%(default)s)",
@@ -166,11 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps <= 3 * options.every:
         parser.error(f"argument --steps: need more than three times --every, got {options.steps}")
-    try:  # before the work
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
-        options.picture.open("ab").close()
-    except OSError as error:
-        parser.error(f"argument --picture: cannot write {str(options.picture)!r}: {error.strerror}")
+    if problem := hindrance(options.picture):
+        parser.error(problem)
     with tempfile.TemporaryDirectory(prefix="varcomm-resume-") as folder:
         try:
             return 0 if demonstrate(options, Path(folder)) else 1

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for loss in training(fit(model, ids, options, options.steps), options.steps, cost):
         losses.append(loss)
         step = len(losses)
-        if step % max(1, options.steps // 8) == 0 or step == options.steps:
+        if step % math.ceil(options.steps / 8) == 0 or step == options.steps:
             known[step] = held_out_loss(model, held_out, options.length)
     say(cost.report())
     guesses = {

@@ -79,7 +79,7 @@ def holding(ax: Axes, pos: np.ndarray, part: Part, ranks: Sequence[Part]) -> Non
         mine: range = getattr(part, name)
         total = max(getattr(other, name).stop for other in ranks)
         y = 0.78 - 0.32 * line
-        ax.text(0.5, y + 0.13, f"{len(mine)} of {total} {what}", fontsize=8, va="center")
+        ax.text(0.5, y + 0.13, f"{len(mine)}/{total} {what}", fontsize=8, va="center")
         ax.add_patch(Rectangle((0.5, y - 0.07), 0.5, 0.12, color=GREY, linewidth=0))
         left, width = 0.5 + 0.5 * mine.start / total, 0.5 * len(mine) / total
         ax.add_patch(Rectangle((left, y - 0.07), width, 0.12, color=colour, linewidth=0))
@@ -114,7 +114,8 @@ def compare_losses(
         ax.text(steps[-1], error * 1.04, name, ha="right", va="bottom", fontsize=9)
     ax.set(xlabel="step", ylabel="mean squared error", xlim=(1, len(alone)))
     ax.set_title("Losses lie on each other", loc="left", weight="bold")
-    ax.legend(frameon=False, loc="lower left")
+    ax.set_ylim(top=10 * max(alone))  # above the curves there is room
+    ax.legend(frameon=False, loc="upper right", ncols=2)
 
 
 def compare_digits(ax: Axes, alone: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:

@@ -27,7 +27,7 @@ from varcomm.models import GraphTransformer
 from varcomm.tensor_parallel import parallelize, shard_spec
 
 sys.path.append(str(Path(__file__).parents[1]))
-
+from command_line import positive
 from common import (
     Cost,
     Parser,
@@ -35,7 +35,7 @@ from common import (
     differences,
     is_first,
     one_answer,
-    positive,
+    one_cycle,
     say,
     training,
 )
@@ -73,9 +73,7 @@ def fit(
     """
     draws = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=options.rate, total_steps=steps, cycle_momentum=False
-    )
+    schedule = one_cycle(optimizer, options.rate, steps, rise=0.3)
     for _ in range(steps):
         batch = torch.randperm(options.samples, generator=draws)[: options.batch]
         optimizer.zero_grad()

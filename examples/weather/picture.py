@@ -10,6 +10,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, Patch
 from mesh import on_sphere
 from split import Owner
@@ -103,4 +104,8 @@ def globe(ax: Axes, data: HeteroData, owner: Owner) -> None:
     ax.axis("off")
     ax.set_title("Cells and mesh, split together", loc="left", fontsize=17)
     legend = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours)]
+    legend += [
+        Patch(color="#bfbfbf", label="pale: cells of the grid"),
+        Line2D([], [], color="#7f7f7f", linewidth=1, label="lines: edges of the mesh"),
+    ]
     ax.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)

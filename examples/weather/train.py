@@ -19,7 +19,7 @@ from picture import draw
 from torch_geometric.data import HeteroData
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import Cost, Parser, is_first, say, training
+from common import Cost, Parser, is_first, one_cycle, say, training
 
 import varcomm as vc
 from varcomm.graph import PartitionedGraph
@@ -53,9 +53,7 @@ def fit(model: torch.nn.Module, graph: PartitionedGraph, steps: int, seed: int) 
     """Train on one month a step; yields the loss of each."""
     draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=5e-3, total_steps=steps, pct_start=0.2, cycle_momentum=False
-    )
+    schedule = one_cycle(optimizer, 5e-3, steps, rise=0.2)
     months: list[int] = []
     for _ in range(steps):
         if not months:

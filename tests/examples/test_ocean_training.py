@@ -2,15 +2,12 @@
 
 import contextlib
 import io
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.examples.loading import EXAMPLES, example
+from tests.examples.loading import example
 from tests.graph.graphs import WORLDS, split_by
 
 METHODS = ("metis", "block", "random", "a rank owns nothing")
@@ -117,23 +114,3 @@ def losses_of_training(rank):
 def test_training_learns(worlds):
     first, *_, last = worlds.run(1, losses_of_training)[0]
     assert last < 0.5 * first
-
-
-def test_torchrun(tmp_path):
-    """As the example's first lines say: with --check, ranks are compared with one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(EXAMPLES / "ocean" / "train.py"), "--check"]
-    command += ["--spacing", "5", "--steps", "2", "--hidden", "8", "--blocks", "1"]
-    command += ["--picture", str(tmp_path / "ocean.png")]
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command,
-        env=environ | {"OMP_NUM_THREADS": "1"},
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^one answer$", done.stdout, re.MULTILINE), done.stdout
-    assert (tmp_path / "ocean.png").exists()

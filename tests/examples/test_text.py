@@ -167,21 +167,3 @@ def test_a_difference_is_told(worlds, tmp_path):
     ((code, printed),) = worlds.run(1, differing, tmp_path)
     assert code == 1
     assert printed.endswith("\nNOT one answer\n")
-
-
-def test_torchrun(tmp_path):
-    """As the example's first lines say: with --check, ranks are compared with one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(FOLDER / "train.py"), *SMALL]
-    command += ["--steps", "2", "--check", "3", "--picture", str(tmp_path / "text.png")]
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command,
-        env=environ | {"OMP_NUM_THREADS": "1"},
-        cwd=FOLDER.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^one answer$", done.stdout, re.MULTILINE), done.stdout

@@ -353,6 +353,7 @@ WRONG = {
     "no temperature": (IDS, 1, {"temperature": float("nan")}, "1, nan and None"),
     "endless": (IDS, 1, {"temperature": float("inf")}, "1, inf and None"),
     "context": (IDS, 1, {"context": 0}, "a context of at least 1; .* and 0"),
+    "half a step": (IDS, 2.5, {}, "a whole number of steps .* 2.5, 1.0 and None"),
     "negative context": (IDS, 1, {"context": -2}, "a context of at least 1; .* and -2"),
 }
 
@@ -369,11 +370,17 @@ def test_a_small_temperature_takes_the_likeliest():
     assert torch.equal(model.generate(ids, 3, temperature=1e-310), likeliest)
 
 
-@pytest.mark.parametrize("counts", [(8, 0, None), (8, 2, 0), (0, 2, None), (8, 2, -1)])
-def test_sizes_are_positive(counts):
-    hidden, heads, kv_heads = counts
-    with pytest.raises(ArgumentError, match="all positive"):
-        GPT(11, hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads)
+SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "mlp_size")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_positive(name, wrong):
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(
+        ArgumentError, match=f"GPT: {name} must be a whole .* from 1 on, got {wrong}"
+    ):
+        GPT(**sizes | {name: wrong})
 
 
 def refused(rank):
@@ -391,11 +398,14 @@ def refused(rank):
     model = sharded(model, sequence_sizes=[3, 2])
     with pytest.raises(ArgumentError, match=r"7 tokens are more than .* \[3, 2\] sum to, 5"):
         model.generate(IDS, 5)
-    with (
-        pytest.raises(DisagreementError, match=r"rank 1.* a token, steps and temp"),
-        varcomm.debug(),
+    for arguments, text in (
+        ((IDS, 2 - rank), "GPT.generate: ranks disagree on steps: rank 0 has '2'; rank 1 has '1'"),
+        ((IDS[rank:], 2), "disagree on ids"),
+        ((IDS, 2, 1.0 + rank), "disagree on temperature"),
+        ((IDS, 2, 1.0, None, 1 + rank), "disagree on context"),
     ):
-        model.generate(IDS, 2 if rank == 0 else -2)
+        with pytest.raises(DisagreementError, match=text):
+            model.generate(*arguments)
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="logits are not finite"):

