@@ -1,11 +1,17 @@
 """Pools of ranks that live as long as the session: each start costs seconds of imports."""
 
+import gc
+import sys
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from varcomm.testing import Ranks
+from varcomm.transport import aside as aside_module
+from varcomm.transport import lane as lane_module
 
 WORLDS = (1, 2, 3, 5)
 
@@ -49,6 +55,7 @@ class Worlds:
 
 
 def _on_one_thread(rank, fn, *args):
+    _end_groups()
     for kind in (DeprecationWarning, FutureWarning):  # as pyproject.toml says of this process
         warnings.simplefilter("error", kind)
     for message in ALLOWED:
@@ -56,6 +63,37 @@ def _on_one_thread(rank, fn, *args):
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     return fn(rank, *args)
+
+
+def _end_groups():
+    """End the groups that earlier tests made; now no rank is at work in them any more.
+
+    Gloo has a thread for each, which wakes up 100 times a second. Those that varcomm makes and uses
+    again stay.
+    """
+    lanes = [lane for made in lane_module._lanes.values() for of in made.values() for lane in of]
+    again = [lane.group for lane in lanes] + list(aside_module._made.values())
+    kept = {dist.group.WORLD, *(group().process_group for group in again)}
+    made = set(distributed_c10d._world.pg_map) - kept
+    for group in sorted(made, key=lambda group: group.group_name):  # in one order on all ranks
+        dist.destroy_process_group(group)
+    if made:
+        if "torch.distributed.tensor" in sys.modules:
+            _forget_meshes()
+        gc.collect()  # cycles, as of a model and its hooks, keep them
+
+
+def _forget_meshes():
+    """Clear what DTensor remembers by meshes: later ones are equal, but have other groups."""
+    from torch.distributed.tensor._redistribute import (
+        _gen_transform_infos,
+        clear_redistribute_planner_cache,
+    )
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ def test_atoms_on_the_border_of_the_box():
 
 def test_a_box_may_have_far_more_cells_than_atoms():
     box = torch.full((3,), 1e5, dtype=torch.float64)
-    pos = torch.tensor([[0, 0, 0], [-1, 0, 0], [5e4, 5e4, 5e4], [5e4, 5e4, 5e4 + 2]]).double()
+    pos = torch.tensor([[0, 0, 0], [1e5 - 1, 0, 0], [5e4, 5e4, 5e4], [5e4, 5e4, 5e4 + 2]]).double()
     edge_index, shifts = example("atoms", "neighbours").neighbours(pos, box, 3.0)
     found = torch.cat([edge_index.T, (shifts / box).round().long()], dim=1).tolist()
     assert sorted(found) == [[0, 1, 1, 0, 0], [1, 0, -1, 0, 0], [2, 3, 0, 0, 0], [3, 2, 0, 0, 0]]
