@@ -16,7 +16,7 @@ help:  ## show this list
 	@echo
 	@echo "  PYTHON=python3.12 make test   chooses another interpreter (3.11 or newer)"
 
-test: $(STAMP)  ## run every test, of primitives and plans with all combinations of parameters
+test: $(STAMP)  ## run every test, with each value of its parameters
 	@$(BIN)/python -m pytest
 
 test-all: $(STAMP)  ## run every test with all combinations

@@ -19,6 +19,9 @@ from varcomm.transport import lane as lane_module
 
 WORLDS = (1, 2, 3, 5)
 
+# Tests of which all combinations of parameters are run.
+WHOLE = ("tests/ops/test_adjoints", "tests/ops/test_derivatives", "tests/ops/test_values")
+
 ALLOWED = (
     # of torch_geometric and Inductor, of torch; of torch_geometric, of Python 3.13
     ".torch.jit.script(_method)?. is deprecated",
@@ -48,7 +51,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config, items):
-    """Choose combinations of parameters: all of primitives and plans, of others each value once.
+    """Choose combinations of parameters: all for primitives, of other tests each value once.
 
     On MPI, 3 ranks stand for all worlds but one: what is tested of worlds is no engine's.
     """
@@ -57,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
     chosen, of_function = [], {}
     on_gloo = config.getoption("--engine") == "gloo"
     for item in items:
-        if on_gloo and item.nodeid.startswith(("tests/ops/", "tests/plan/")):
+        if on_gloo and item.nodeid.startswith(WHOLE):
             chosen.append(item)
         elif on_gloo or _params(item).get("ranks") not in (2, 5):
             of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -139,6 +142,7 @@ def _end_groups():
         if "torch.distributed.tensor" in sys.modules:
             _forget_meshes()
         gc.collect()  # cycles, as of a model and its hooks, keep them
+        gc.freeze()  # what is left is of modules, most of it, and need not be gone through again
 
 
 def _forget_meshes():
