@@ -57,16 +57,13 @@ def pytest_collection_modifyitems(config, items):
     """
     if config.getoption("--all"):
         return
-    chosen, of_function = [], {}
-    on_gloo = config.getoption("--engine") == "gloo"
+    on_gloo, runs = config.getoption("--engine") == "gloo", {}
     for item in items:
-        if on_gloo and item.nodeid.startswith(WHOLE):
-            chosen.append(item)
-        elif on_gloo or _params(item).get("ranks") not in (2, 5):
-            of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for several in of_function.values():
-        chosen += _each_value_once(several)
-    chosen = set(chosen)
+        if on_gloo or _params(item).get("ranks") not in (2, 5):
+            whole = on_gloo and item.nodeid.startswith(WHOLE)
+            test = item.nodeid if whole else item.nodeid.partition("[")[0]
+            runs.setdefault(test, []).append(item)
+    chosen = {item for several in runs.values() for item in _each_value_once(several)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

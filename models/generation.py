@@ -82,8 +82,12 @@ def generate(
     """
     name = f"{type(model).__name__}.generate"
     if isinstance(model.head, ColumnParallelLinear):
-        given = {"ids": tuple(ids.shape), "steps": steps, "context": context}
-        given |= {"temperature": temperature}
+        given = {
+            "ids": tuple(ids.shape),
+            "steps": steps,
+            "context": context,
+            "temperature": temperature,
+        }
         words = {word: repr(value) for word, value in given.items()}  # in which a NaN equals itself
         compare(model.head.group, {"operation": name, **words})
     longest = _longest(model.head, ids, steps, temperature, context, f"{name}: ")

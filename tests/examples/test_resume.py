@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.examples import test_every_example
 from tests.examples.loading import EXAMPLES
 from tests.examples.loading import example as module
 
@@ -134,8 +135,9 @@ def demonstration(folder, *arguments):
         "-u",
         str(EXAMPLES / "resume" / "kill_and_resume.py"),
         *arguments,
+        "--picture",
+        str(picture_of(folder)),
     ]
-    command += ["--picture", str(picture_of(folder))]
     with subprocess.Popen(
         command,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
@@ -150,6 +152,8 @@ def demonstration(folder, *arguments):
 
 
 def test_a_rank_is_killed_while_it_saves_and_two_go_on(tmp_path):
+    in_readme = test_every_example.command("resume")
+    assert in_readme[1:] == ["examples/resume/kill_and_resume.py"]
     with demonstration(tmp_path, "--smoke", "--moment", "save") as process:
         printed, told = process.communicate()
     assert (process.returncode, told) == (0, ""), printed
@@ -161,6 +165,7 @@ def test_a_rank_is_killed_while_it_saves_and_two_go_on(tmp_path):
     assert re.search(r"^on 2 ranks: .* s a step, .* and \d+ MiB a rank$", printed, re.MULTILINE)
     assert printed.endswith("\none answer\n")
     assert picture_of(tmp_path).read_bytes()[:4] == b"\x89PNG"
+    assert picture_of(tmp_path).stat().st_size > 10_000
     assert naming(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 

@@ -38,20 +38,23 @@ def is_opaque(name: str | None) -> bool:
     return (name or "").partition(".")[0] in _OPAQUE
 
 
+def _looked_at(scope: dict[str, Any]) -> dict[str, Any]:
+    """Return the globals of a module, or none if it is of an opaque package or of Python itself."""
+    return {} if is_opaque(scope.get("__name__")) or _is_of_python(scope) else scope
+
+
 def _is_of_python(scope: dict[str, Any]) -> bool:
     """Return whether globals are of a module of Python itself, whatever name they go by."""
-    name = scope.get("__name__") or ""
-    package = name.partition(".")[0]
-    if package not in sys.stdlib_module_names or vars(sys.modules.get(name, sys)) is not scope:
-        return False
-    origin = getattr(getattr(sys.modules.get(package), "__spec__", None), "origin", None)
-    return origin in ("built-in", "frozen") or (origin or "").startswith(_PYTHON + os.sep)
+    spec = scope.get("__spec__")
+    name, origin = getattr(spec, "name", ""), getattr(spec, "origin", None) or ""
+    return name.partition(".")[0] in sys.stdlib_module_names and (
+        origin in ("built-in", "frozen") or origin.startswith(_PYTHON + os.sep)
+    )
 
 
 def scope_of(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that are looked at: none of packages that are opaque."""
-    scope = function.__globals__
-    return {} if is_opaque(scope.get("__name__")) or _is_of_python(scope) else scope
+    """Return the globals of a function that are looked at."""
+    return _looked_at(function.__globals__)
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,9 @@ def lookups(code: CodeType) -> tuple[Lookup, ...]:
 
 def members(module: ModuleType, wanted: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """Yield what a module of Python holds under some names."""
-    if not (is_opaque(module.__name__) or _is_of_python(vars(module))):
-        for name in wanted & vars(module).keys():
-            yield name, vars(module)[name]
+    scope = _looked_at(vars(module))
+    for name in wanted & scope.keys():
+        yield name, scope[name]
 
 
 def content(cell: CellType) -> Any:

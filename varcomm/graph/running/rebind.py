@@ -223,13 +223,13 @@ class Rebinding:
         return scope
 
     def _cell(self, cell: CellType, wanted: frozenset[str]) -> CellType:
-        held = content(cell)
+        value = content(cell)
         self._look(lambda: {"": content(cell)})
-        if isinstance(held, ModuleType):
-            new = self._module(held, held, wanted)
+        if isinstance(value, ModuleType):
+            new = self._module(value, value, wanted)
         else:
-            new = self._value(held)
-        return cell if new is held else CellType(new)
+            new = self._value(value)
+        return cell if new is value else CellType(new)
 
     def _module(
         self,
