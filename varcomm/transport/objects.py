@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 
+from varcomm.transport.engine import NO_LIMIT
 from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
 
@@ -21,8 +23,8 @@ _FIRST = 1024
 _HEAD = 8
 
 
-def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Return the `value` of every rank, in rank order; collective.
+def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -> list[Any]:
+    """Return the `value` of every rank, in rank order, before `timeout`; collective.
 
     In a world that is only planned, every rank says what this one says.
 
@@ -34,7 +36,8 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     told = len(whole).to_bytes(_HEAD, "little") + whole
     engine = engine_for(group, group.device())
     firsts = torch.empty(group.size * _FIRST, dtype=torch.uint8, device=group.device())
-    engine.all_gather_small(group, firsts, _tensor(told[:_FIRST].ljust(_FIRST, b"\0"), group))
+    first = _tensor(told[:_FIRST].ljust(_FIRST, b"\0"), group)
+    engine.all_gather_small(group, firsts, first, timeout)
     answers = [_bytes(part) for part in firsts.split(_FIRST)]
 
     lengths = [int.from_bytes(answer[:_HEAD], "little") for answer in answers]
@@ -43,7 +46,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
         rests = torch.empty(sum(left), dtype=torch.uint8, device=group.device())
         rest = _tensor(told[_FIRST:], group)
         for work in engine.all_gather(group, rests, rest, left):
-            work.wait()
+            work.wait(timeout)
         answers = [
             answer + _bytes(part) for answer, part in zip(answers, rests.split(left), strict=True)
         ]
