@@ -85,7 +85,7 @@ class Training:
             "optimizer": self.optimizer,
             "schedule": self.schedule,
             "losses": self.losses,
-            "kind": self.kind,
+            "kind": dict(self.kind),
         }
 
     def resume(self, folder: Path) -> None:

@@ -25,17 +25,16 @@ def compare(rank, dtype, method, steps):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, method):
-    answers = worlds.run(ranks, compare, torch.float64, method, 20)
+    answers = worlds.run(ranks, compare, torch.float64, method, 10)
     assert answers == answers[:1] * ranks, "ranks differ"
     losses, gradients = answers[0]
     assert losses <= 1e-10
     assert gradients <= 1e-12
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_losses_in_single_precision(worlds, ranks, method):
-    losses, _ = worlds.run(ranks, compare, torch.float32, method, 20)[0]
+def test_losses_in_single_precision(worlds, ranks):
+    losses, _ = worlds.run(ranks, compare, torch.float32, "metis", 20)[0]
     assert losses <= 1e-4
 
 
