@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from varcomm.errors import ArgumentError
+from varcomm.transport.plain import travels
 
 __all__ = ["METADATA", "Digest", "Manifest", "data_file", "manifest_file", "new_save", "save_of"]
 
@@ -57,6 +58,7 @@ def save_of(save_id: str | None, files: set[str]) -> str | None:
     return own[0] if own else None
 
 
+@travels
 @dataclass(frozen=True)
 class Digest:
     """Size and SHA-256 of what is in a file."""

@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport.engine import NO_LIMIT
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.group import Group
 from varcomm.transport.limits import seconds
 from varcomm.transport.objects import all_gather_object
+from varcomm.transport.plain import from_bytes, to_bytes
 from varcomm.transport.whereabouts import brief, leave_note, notes, spans, table, user_line
 
 __all__ = [
@@ -148,14 +150,14 @@ def agree_and_share(
     call: dict[str, Any] = {"operation": what}
     try:
         value = local()
-        call["told"] = tell(value)
+        call["told"] = to_bytes(tell(value)).decode()
     except Exception as error:
         failure = error
-        call |= {"error": str(error), "kind": _kind(error)}
+        call |= {"error": str(error), "kind": _kind(error).__name__}
     calls = _told(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
-        kind = calls[first].get("kind", DisagreementError)
+        kind = getattr(errors, calls[first].get("kind", "DisagreementError"))
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
             f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
@@ -163,7 +165,7 @@ def agree_and_share(
         setattr(agreed, _EVERYWHERE, True)
         raise agreed from failure
     _same(["operation"], calls)
-    return value, [other["told"] for other in calls]
+    return value, [from_bytes(other["told"].encode()) for other in calls]
 
 
 def on_all_ranks(error: BaseException) -> bool:

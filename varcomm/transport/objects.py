@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from varcomm.transport.engine import NO_LIMIT
 from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
+from varcomm.transport.plain import from_bytes, to_bytes
 
 __all__ = ["all_gather_object"]
 
@@ -28,11 +28,12 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
 
     In a world that is only planned, every rank says what this one says.
 
+    The value is plain, as :mod:`varcomm.transport.plain` says: nothing that arrives is unpickled.
     torch.distributed's function of this name asks for lengths first, and pads all to the longest.
     """
-    whole = pickle.dumps(value)
+    whole = to_bytes(value)
     if not peers_answer(group):
-        return [pickle.loads(whole)] * group.size
+        return [from_bytes(whole)] * group.size
     told = len(whole).to_bytes(_HEAD, "little") + whole
     engine = engine_for(group, group.device())
     firsts = torch.empty(group.size * _FIRST, dtype=torch.uint8, device=group.device())
@@ -51,7 +52,7 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
             answer + _bytes(part) for answer, part in zip(answers, rests.split(left), strict=True)
         ]
     return [
-        pickle.loads(answer[_HEAD : _HEAD + length])
+        from_bytes(answer[_HEAD : _HEAD + length])
         for answer, length in zip(answers, lengths, strict=True)
     ]
 

@@ -9,16 +9,35 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
-__all__ = ["from_bytes", "to_bytes"]
+import torch
+
+__all__ = ["from_bytes", "to_bytes", "travels"]
 
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(map(_made, items)),
     "set": lambda items: set(map(_made, items)),
     "bytes": base64.b85decode,
     "dict": lambda pairs: {_made(key): _made(value) for key, value in pairs},
+    "dtype": lambda name: _dtype(name),
+    "tensor": lambda parts: _tensor(*map(_made, parts)),
 }
+
+_NAMES: dict[type, str] = {}  # of the classes that travel
+
+T = TypeVar("T", bound=type)
+
+
+def travels(kind: T) -> T:
+    """Let instances of a class be told: of a dataclass, a NamedTuple, or a kind of text.
+
+    What arrives is made by the class from the same fields, which must be plain in their turn.
+    """
+    name = _NAMES[kind] = kind.__qualname__
+    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_made, items))
+    return kind
 
 
 def to_bytes(value: Any) -> bytes:
@@ -26,8 +45,9 @@ def to_bytes(value: Any) -> bytes:
 
     Parameters
     ----------
-    value : None, bool, int, float, str, bytes, or a list, tuple, set or dict of such
-        Whatever is a subclass of these becomes one of them.
+    value : None, bool, int, float, str, bytes, torch.dtype, Tensor, or a list, tuple ... of such
+        Or of a class that `travels`. Lists, tuples, sets and dicts may be in each other. Other subclasses become what they are subclasses of,
+        and tensors have no gradients; where they were on a GPU, they will be on one.
 
     Raises
     ------
@@ -52,30 +72,58 @@ def from_bytes(data: bytes) -> Any:
     """
     try:
         return _made(json.loads(data))
-    except (TypeError, KeyError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
 
 
 def _said(value: Any) -> Any:
+    if name := _NAMES.get(type(value)):
+        return {name: str(value) if isinstance(value, str) else [*map(_said, _parts(value))]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_said(item) for item in value]
+        return [*map(_said, value)]
     if isinstance(value, tuple):
-        return {"tuple": [_said(item) for item in value]}
+        return {"tuple": [*map(_said, value)]}
     if isinstance(value, set | frozenset):
-        return {"set": [_said(item) for item in sorted(value)]}
+        return {"set": [*map(_said, sorted(value))]}
     if isinstance(value, bytes):
         return {"bytes": base64.b85encode(value).decode()}
     if isinstance(value, dict):
         return {"dict": [[_said(key), _said(item)] for key, item in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if type(value) is torch.Tensor and value.layout == torch.strided:
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        parts = value.dtype, tuple(value.shape), value.device.type, data
+        return {"tensor": [*map(_said, parts)]}
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
+
+
+def _parts(value: Any) -> list[Any]:
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return list(value)
 
 
 def _made(said: Any) -> Any:
     if isinstance(said, list):
-        return [_made(item) for item in said]
+        return [*map(_made, said)]
     if isinstance(said, dict):
         ((kind, content),) = said.items()
         return _MAKE[kind](content)
     return said
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], device: str, data: bytes) -> torch.Tensor:
+    found = torch.empty(shape, dtype=dtype)
+    if found.numel():
+        found = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    return found.to(device)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
