@@ -45,9 +45,10 @@ def to_bytes(value: Any) -> bytes:
 
     Parameters
     ----------
-    value : None, bool, int, float, str, bytes, torch.dtype, Tensor, or a list, tuple ... of such
-        Or of a class that `travels`. Lists, tuples, sets and dicts may be in each other. Other subclasses become what they are subclasses of,
-        and tensors have no gradients; where they were on a GPU, they will be on one.
+    value : plain
+        None, a bool, int, float, str, bytes, torch.dtype or Tensor, of a class that `travels`, or a
+        list, tuple, set or dict of such. Other subclasses become what they are subclasses of, and
+        tensors have no gradients; where they were on a GPU, they will be on one.
 
     Raises
     ------

@@ -93,8 +93,9 @@ def _packed(name: str, value: Any) -> str:
         return to_bytes(value).decode()
     except TypeError as error:
         raise ArgumentError(
-            f"data.{name} cannot be sent from one rank: {error}. Tensors can be, and numbers, texts, "
-            f"lists and dicts of them. Give data to all ranks, or remove it: del data.{name}."
+            f"data.{name} cannot be sent from one rank: {error}. Tensors can be, and numbers, "
+            "texts, lists and dicts of them. Give data to all ranks, or remove it: "
+            f"del data.{name}."
         ) from error
 
 
