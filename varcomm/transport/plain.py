@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -47,8 +48,8 @@ def to_bytes(value: Any) -> bytes:
     ----------
     value : plain
         None, a bool, int, float, str, bytes, torch.dtype or Tensor, of a class that `travels`, or a
-        list, tuple, set or dict of such. Other subclasses become what they are subclasses of, and
-        tensors have no gradients; where they were on a GPU, they will be on one.
+        list, tuple, set or dict of such. Other subclasses become what they are subclasses of;
+        tensors will be on a GPU, and require a gradient, where they are and do.
 
     Raises
     ------
@@ -73,7 +74,7 @@ def from_bytes(data: bytes) -> Any:
     """
     try:
         return _made(json.loads(data))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
 
 
@@ -95,8 +96,18 @@ def _said(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if type(value) is torch.Tensor and value.layout == torch.strided:
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        parts = value.dtype, tuple(value.shape), value.device.type, data
+        data = (
+            value.detach()
+            .cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
+        parts = value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data
         return {"tensor": [*map(_said, parts)]}
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
 
@@ -116,11 +127,16 @@ def _made(said: Any) -> Any:
     return said
 
 
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...], device: str, data: bytes) -> torch.Tensor:
-    found = torch.empty(shape, dtype=dtype)
-    if found.numel():
+def _tensor(
+    dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool, data: bytes
+) -> torch.Tensor:
+    if not data:
+        if math.prod(shape):
+            raise ValueError(f"no bytes for shape {shape}")
+        found = torch.empty(shape, dtype=dtype)
+    else:
         found = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-    return found.to(device)
+    return found.to(device).requires_grad_(requires_grad)
 
 
 def _dtype(name: str) -> torch.dtype:
