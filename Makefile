@@ -19,7 +19,8 @@ help:  ## show this list
 test: $(STAMP)  ## run every test
 	@$(BIN)/python -m pytest
 
-# Of transport, what is not about Gloo itself or about processes.
+# Of transport, what is not about Gloo itself or about processes. Worlds are of 1 and 3 ranks where
+# a test is made for several.
 test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
 	@$(BIN)/python -m pytest --engine mpi --ignore-glob="*compiled*" tests/ops tests/plan tests/graph $(addprefix tests/transport/test_,\
 		agree.py aside.py groups.py lane.py objects.py trace.py)

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 
-def positive(text: str) -> int:
-    """Return a whole number from 1 on."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"need a whole number from 1 on, got {text!r}")
+def positive(text: str, least: int = 1) -> int:
+    """Return a whole number from 1 on, or from `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"need a whole number from {least} on, got {text!r}")
     return int(text)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,10 +35,11 @@ class Parser(argparse.ArgumentParser):
         said = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in smoke.items())
         self.add_argument("--smoke", action="store_true", help=f"a quick look: {said}")
 
-    def add_whole(self, name: str, default: int, help: str) -> None:
+    def add_whole(self, name: str, default: int, help: str, least: int = 1) -> None:
         """Add an option that is a positive whole number."""
+        number = partial(positive, least=least)
         self.add_argument(
-            name, type=positive, default=default, metavar="N", help=f"{help} (%(default)s)"
+            name, type=number, default=default, metavar="N", help=f"{help} (%(default)s)"
         )
 
     def add_picture(self, default: str) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -143,7 +144,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--every", default=20, help="steps from one checkpoint to the next (%(default)s)", **whole
     )
-    parser.add_argument("--side", default=60, help="nodes along a side (%(default)s)", **whole)
+    parser.add_argument(
+        "--side",
+        default=60,
+        type=partial(positive, least=4),
+        metavar="N",
+        help="nodes along a side (%(default)s)",
+    )
     parser.add_argument(
         "--async", dest="async_", action="store_true", help="train on while a checkpoint is saved"
     )

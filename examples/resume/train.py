@@ -91,7 +91,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_whole("--steps", 150, "of training")
     parser.add_whole("--every", 20, "steps from one checkpoint to the next")
-    parser.add_whole("--side", 60, "nodes along a side")
+    parser.add_whole("--side", 60, "nodes along a side", least=4)
     parser.add_whole("--hidden", 16, "width of the network")
     parser.add_whole("--blocks", 2, "steps of message passing")
     parser.add_argument(

@@ -197,7 +197,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "after the other (as equal as can be)",
     )
     parser.add_whole("--steps", 100, "of training")
-    parser.add_whole("--side", 24, "of the plate, in nodes")
+    parser.add_whole("--side", 24, "of the plate, in nodes", least=2)
     parser.add_whole("--samples", 64, "to train on")
     parser.add_whole("--batch", 9, "samples a step")
     parser.add_whole("--heads", 5, "of attention, each of 8 features")

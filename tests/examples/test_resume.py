@@ -266,5 +266,5 @@ def refused(rank, arguments):
 
 def test_wrong_options_of_a_rank_are_told_once(worlds):
     told, other = worlds.run(2, refused, ["folder", "--side", "-3"])
-    assert "--side: need a whole number from 1 on, got '-3'" in told
+    assert "--side: need a whole number from 4 on, got '-3'" in told
     assert other == ""

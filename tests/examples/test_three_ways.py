@@ -148,6 +148,7 @@ def refused(rank, folder, arguments):
     ("arguments", "message"),
     [
         (["--mesh", "2x2x1"], r"argument --mesh: 2 x 2 x 1 are not 2 ranks"),
+        (["--side", "1"], r"argument --side: need a whole number from 2 on, got '1'"),
         (["--mesh", "1x2"], r"need data x graph x tensor ranks, such as 1x2x2, got '1x2'"),
         (["--mesh", "0x2x1"], r"such as 1x2x2, got '0x2x1'"),
         (["--mesh", "1x2xA"], r"such as 1x2x2, got '1x2xA'"),

@@ -17,6 +17,14 @@ from varcomm.transport.group import resolve
 PATTERNS = ("even", "off by one", "one empty", "all on one")
 WORLDS = (1, 2, 3, 5)
 
+# How many ranks with which pattern: every pattern, and every number of ranks, in few pairs.
+SPLITS = [
+    (1, "even"),
+    *[(2, pattern) for pattern in ("even", "one empty")],
+    *[(3, pattern) for pattern in PATTERNS],
+    *[(5, pattern) for pattern in ("off by one", "all on one")],
+]
+
 
 @dataclass(frozen=True)
 class Setting:

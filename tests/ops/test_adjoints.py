@@ -5,7 +5,7 @@ import torch
 
 import varcomm
 from tests.ops.comparing import LAYOUTS, Failures, assert_none, twin_gradients
-from tests.ops.primitives import PATTERNS, PRIMITIVES, WORLDS, Setting, case, random
+from tests.ops.primitives import PRIMITIVES, SPLITS, WORLDS, Setting, case, random
 from varcomm.testing import dot_test
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
@@ -49,8 +49,7 @@ def weights_of(c, inputs, laid_out):
     return [laid_out(random(y.shape, y.dtype, generator)) for y in c.reference(inputs)]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_adjoint(worlds, name, ranks, pattern):
     assert_none(worlds.run(ranks, check_adjoint, name, pattern, ranks))

@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.ops.primitives import PATTERNS, PRIMITIVES, WORLDS, case, random
+from tests.ops.primitives import PATTERNS, PRIMITIVES, SPLITS, WORLDS, case, random
 from varcomm.testing import gradcheck, gradgradcheck
 
 ROOTED = ("scatter_v", "broadcast")
@@ -27,13 +27,13 @@ def check_derivatives(rank, name, ranks, pattern, dtype):
 
 
 # a complex number has twice the coordinates
-KINDS = [(pattern, torch.float64) for pattern in PATTERNS] + [
-    (pattern, torch.complex128) for pattern in ("off by one", "one empty")
+KINDS = [(ranks, pattern, torch.float64) for ranks, pattern in SPLITS] + [
+    (ranks, pattern, torch.complex128)
+    for ranks, pattern in ((1, "even"), (2, "one empty"), (3, "off by one"), (5, "off by one"))
 ]
 
 
-@pytest.mark.parametrize(("pattern", "dtype"), KINDS)
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(("ranks", "pattern", "dtype"), KINDS)
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_first_and_second_derivatives(worlds, name, ranks, pattern, dtype):
     assert worlds.run(ranks, check_derivatives, name, ranks, pattern, dtype) == [None] * ranks

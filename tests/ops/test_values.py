@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import varcomm
 from tests.ops.comparing import LAYOUTS, Failures, assert_none, error_beyond_bound
-from tests.ops.primitives import PATTERNS, PRIMITIVES, WORLDS, Setting, case
+from tests.ops.primitives import PRIMITIVES, SPLITS, WORLDS, Setting, case
 
 DTYPES = (
     torch.float64,
@@ -62,8 +62,7 @@ def check_values(rank, name, pattern, ranks):
     return failures
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_values(worlds, name, ranks, pattern):
     assert_none(worlds.run(ranks, check_values, name, pattern, ranks))

@@ -56,7 +56,7 @@ def refused_in_one_process(check, op, error):
     raise error
 
 
-WORLDS = dict.fromkeys(OPERATIONS, (1, 2, 3))
+WORLDS = dict.fromkeys(OPERATIONS, (1, 3))
 WORLDS |= {"distributed models": (1, 2), "with `async_op=True`": (1, 2)}
 
 # The others do there only what is for one rank.
