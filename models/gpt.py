@@ -33,7 +33,7 @@ from varcomm.tensor_parallel.attention import attention, split_heads
 from varcomm.transport.group import GroupLike
 
 from .generation import generate
-from .sizes import agreed_sizes, check_positive
+from .sizes import agreed_sizes, check_sizes
 
 EPS = 1e-5  # of the norms
 Turn = Callable[[Tensor], Tensor]
@@ -141,7 +141,7 @@ class GPT(nn.Module):
     Raises
     ------
     ArgumentError
-        If heads do not divide as they have to, or sizes are not positive.
+        If heads do not divide as they have to, or a size is not positive; there may be no layers.
 
     Examples
     --------
@@ -173,9 +173,10 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive("GPT", vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers)
+        check_sizes("GPT", vocab_size=vocab_size, hidden_size=hidden_size)
+        check_sizes("GPT", least=0, num_layers=num_layers)
         mlp_size = 8 * hidden_size // 3 if mlp_size is None else mlp_size
-        check_positive("GPT", num_heads=num_heads, num_kv_heads=kv_heads, mlp_size=mlp_size)
+        check_sizes("GPT", num_heads=num_heads, num_kv_heads=kv_heads, mlp_size=mlp_size)
         if hidden_size % (2 * num_heads) or num_heads % kv_heads:
             raise ArgumentError(
                 f"GPT: hidden_size {hidden_size} must be an even number for each of {num_heads} "

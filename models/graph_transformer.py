@@ -19,7 +19,7 @@ from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.attention import split_heads
 from varcomm.transport.group import GroupLike
 
-from .sizes import agreed_sizes, check_positive
+from .sizes import agreed_sizes, check_sizes
 
 
 class GraphAttention(MessagePassing):
@@ -113,7 +113,7 @@ class GraphTransformer(nn.Module):
     Raises
     ------
     ArgumentError
-        If heads do not divide the features, or a size is not positive.
+        If heads do not divide the features, or a size is not positive; there may be no blocks.
 
     References
     ----------
@@ -152,16 +152,16 @@ class GraphTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.mlp_channels = 4 * hidden_channels if mlp_channels is None else mlp_channels
-        check_positive(
+        check_sizes(
             "GraphTransformer",
             in_channels=in_channels,
             edge_channels=edge_channels,
             out_channels=out_channels,
             hidden_channels=hidden_channels,
-            num_blocks=num_blocks,
             num_heads=num_heads,
             mlp_channels=self.mlp_channels,
         )
+        check_sizes("GraphTransformer", least=0, num_blocks=num_blocks)
         if hidden_channels % num_heads:
             raise ArgumentError(
                 f"GraphTransformer: hidden_channels {hidden_channels} must be a multiple of "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from .sizes import check_positive
+from .sizes import check_sizes
 
 
 def mlp(in_channels: int, channels: int) -> nn.Sequential:
@@ -103,7 +103,7 @@ class MeshGraphNet(nn.Module):
     Raises
     ------
     ArgumentError
-        If a size is not positive.
+        If a size is not positive; there may be no blocks.
 
     References
     ----------
@@ -130,14 +130,14 @@ class MeshGraphNet(nn.Module):
         num_blocks: int,
     ) -> None:
         super().__init__()
-        check_positive(
+        check_sizes(
             "MeshGraphNet",
             in_channels=in_channels,
             edge_channels=edge_channels,
             out_channels=out_channels,
             hidden_channels=hidden_channels,
-            num_blocks=num_blocks,
         )
+        check_sizes("MeshGraphNet", least=0, num_blocks=num_blocks)
         self.node_encoder = mlp(in_channels, hidden_channels)
         self.edge_encoder = mlp(edge_channels, hidden_channels)
         self.blocks = nn.ModuleList(GraphNetBlock(hidden_channels) for _ in range(num_blocks))

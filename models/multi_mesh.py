@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from varcomm.errors import ArgumentError
 
 from .mesh_graph_net import GraphNetBlock, mlp
-from .sizes import check_positive
+from .sizes import check_sizes
 
 ENCODER = ("grid", "to", "mesh")
 PROCESSOR = ("mesh", "to", "mesh")
@@ -52,7 +52,7 @@ class EncodeProcessDecode(nn.Module):
     Raises
     ------
     ArgumentError
-        If a size is not positive.
+        If a size is not positive; there may be no blocks.
 
     References
     ----------
@@ -88,15 +88,15 @@ class EncodeProcessDecode(nn.Module):
         num_blocks: int,
     ) -> None:
         super().__init__()
-        check_positive(
+        check_sizes(
             "EncodeProcessDecode",
             grid_channels=grid_channels,
             mesh_channels=mesh_channels,
             edge_channels=edge_channels,
             out_channels=out_channels,
             hidden_channels=hidden_channels,
-            num_blocks=num_blocks,
         )
+        check_sizes("EncodeProcessDecode", least=0, num_blocks=num_blocks)
         self.embed_grid = mlp(grid_channels, hidden_channels)
         self.embed_mesh = mlp(mesh_channels, hidden_channels)
         self.embed_edges = nn.ModuleList(mlp(edge_channels, hidden_channels) for _ in range(3))

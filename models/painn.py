@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing
 
 from varcomm.errors import ArgumentError
 
-from .sizes import check_positive
+from .sizes import check_sizes
 
 
 class Displacements(MessagePassing):
@@ -167,7 +167,7 @@ class PaiNN(nn.Module):
     Raises
     ------
     ArgumentError
-        If a size or the cutoff is not positive.
+        If a size or the cutoff is not positive; there may be no blocks.
 
     References
     ----------
@@ -204,13 +204,13 @@ class PaiNN(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        check_positive(
+        check_sizes(
             "PaiNN",
             num_types=num_types,
             hidden_channels=hidden_channels,
-            num_blocks=num_blocks,
             radial_size=radial_size,
         )
+        check_sizes("PaiNN", least=0, num_blocks=num_blocks)
         if not 0 < cutoff < math.inf:
             raise ArgumentError(f"PaiNN: cutoff must be a positive length, got {cutoff}.")
         self.embedding = nn.Embedding(num_types, hidden_channels)

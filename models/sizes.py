@@ -1,4 +1,4 @@
-"""Sizes of models, which are positive, and of their shards: as given, or balanced."""
+"""Sizes of models, which are checked, and of their shards: as given, or balanced."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,18 +8,20 @@ from varcomm.transport.agree import agree
 from varcomm.transport.group import GroupLike, resolve
 
 
-def check_positive(model: str, **sizes: object) -> None:
-    """Raise an ArgumentError unless all sizes of a model are whole numbers from 1 on.
+def check_sizes(model: str, least: int = 1, **sizes: object) -> None:
+    """Raise an ArgumentError unless all sizes of a model are whole numbers from `least` on.
 
     Examples
     --------
-    >>> check_positive("GPT", vocab_size=11, hidden_size=0)
+    >>> check_sizes("GPT", vocab_size=11, hidden_size=0)
     Traceback (most recent call last):
     varcomm.errors.ArgumentError: GPT: hidden_size must be a whole number from 1 on, got 0.
     """
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ArgumentError(f"{model}: {name} must be a whole number from 1 on, got {size!r}.")
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            raise ArgumentError(
+                f"{model}: {name} must be a whole number from {least} on, got {size!r}."
+            )
 
 
 def agreed_sizes(

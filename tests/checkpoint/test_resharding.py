@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import WORLDS
+from conftest import WORLDS
 from varcomm.checkpoint import load, read, save
 from varcomm.layout import ShardSizes
 from varcomm.sharding import Box, Sharded, ShardSpec

@@ -370,17 +370,24 @@ def test_a_small_temperature_takes_the_likeliest():
     assert torch.equal(model.generate(ids, 3, temperature=1e-310), likeliest)
 
 
-SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "mlp_size")
+SIZES = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True])
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_positive(name, wrong):
     sizes = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
-    with pytest.raises(
-        ArgumentError, match=f"GPT: {name} must be a whole .* from 1 on, got {wrong}"
-    ):
+    message = f"GPT: {name} must be a whole number from 1 on, got {wrong}"
+    with pytest.raises(ArgumentError, match=message):
         GPT(**sizes | {name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.0, True])
+def test_layers_are_counted(wrong):
+    message = f"GPT: num_layers must be a whole number from 0 on, got {wrong}"
+    with pytest.raises(ArgumentError, match=message):
+        GPT(11, 8, num_layers=wrong, num_heads=2)
+    assert GPT(11, 8, num_layers=0, num_heads=2)(torch.zeros(3, dtype=torch.int64)).shape == (3, 11)
 
 
 def refused(rank):

@@ -273,7 +273,15 @@ def allocated(rank, dtype):
                 alone = allocations(lambda c=call: c(None))
             large = sum(n for n in alone if n > total // 16 * width * 4)
             told[name, what] = [max(sizes) for sizes in counts], max(alone), large
-    return told
+    return told, workspace(columns, weight, bias)
+
+
+def workspace(x, weight, bias):
+    """Bytes that torch's own product takes beside its result: some processors need them."""
+    with torch.inference_mode():
+        result, *others = sorted(allocations(lambda: functional.linear(x, weight, bias)))[::-1]
+    assert result == x.numel() * x.itemsize
+    return sum(others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -282,7 +290,7 @@ def test_second_call_allocates_nothing_of_the_size_of_activations(worlds, dtype)
     row, rows = 1024 * dtype.itemsize, [1500, 548]
     whole = sum(rows) * row
     piece = sum(rows) // 16 * 1024 * 4
-    for rank, told in enumerate(worlds.run(2, allocated, dtype)):
+    for rank, (told, beside) in enumerate(worlds.run(2, allocated, dtype)):
         assert len(told) == 8
         for (norm, what), ((first, second, third), alone, large) in told.items():
             parts = 2 * rows[rank] * row
@@ -290,9 +298,9 @@ def test_second_call_allocates_nothing_of_the_size_of_activations(worlds, dtype)
                 expected = max(whole, parts), whole + parts + rows[rank] * row
             else:  # the normed rows and the product
                 expected = whole, 2 * whole
-            assert (first, large) == expected, (norm, what)
-            assert first == alone, (norm, what)
-            assert max(second, third) <= piece, (norm, what)
+            assert first == alone == expected[0], (norm, what)
+            assert expected[1] <= large <= expected[1] + beside, (norm, what)
+            assert max(second, third) <= max(piece, beside), (norm, what)
 
 
 def living(rank):

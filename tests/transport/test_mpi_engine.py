@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import WORLDS
+from conftest import WORLDS
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import resolve
 from varcomm.transport.staged import Staged
