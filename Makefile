@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-mpi demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-mpi fuzz demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -24,6 +24,9 @@ test: $(STAMP)  ## run every test
 test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
 	@$(BIN)/python -m pytest --engine mpi --ignore-glob="*compiled*" tests/ops tests/plan tests/graph $(addprefix tests/transport/test_,\
 		agree.py aside.py groups.py lane.py objects.py trace.py)
+
+fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --minutes 30
 
 demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it against one
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py --check 2

@@ -77,6 +77,10 @@ def deviating(fault):
         return lambda: PRIMITIVES[name](turned).bind()(torch.zeros(given or (2,)))
     if shape is None or name == "shard_v":
         return None
+    of_root = {"broadcast": ("dtype", "requires_grad", "row", "size")}
+    of_root["scatter_v"] = ("dtype", "requires_grad", "row")
+    if fault.kind in of_root.get(name, ()):  # what the root has is what all get
+        return None
     if fault.kind == "dtype":
         return lambda: op()(x.double())
     if fault.kind == "requires_grad":
