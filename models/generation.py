@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes
+from varcomm.layout import ShardSizes, exact_int
 from varcomm.ops.broadcast import broadcast
 from varcomm.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
 from varcomm.transport.agree import compare
@@ -83,9 +83,8 @@ def generate(
     name = f"{type(model).__name__}.generate"
     if isinstance(model.head, ColumnParallelLinear):
         given = {"ids": tuple(ids.shape), "steps": steps, "context": context}
-        words = {
-            word: repr(value) for word, value in (given | {"temperature": temperature}).items()
-        }
+        given |= {"temperature": temperature}
+        words = {word: repr(value) for word, value in given.items()}  # in which a NaN equals itself
         compare(model.head.group, {"operation": name, **words})
     longest = _longest(model.head, ids, steps, temperature, context, f"{name}: ")
     for draw in _draws(model.head, (steps, *ids.shape[1:], 1), generator, ids.device):
@@ -107,8 +106,8 @@ def _longest(
     head: Any, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
 ) -> int:
     """Return how many tokens the model will look at together, if it can be done."""
-    whole = isinstance(steps, int) and isinstance(context, int | None)
-    counted = whole and steps >= 0 and (context is None or context >= 1)
+    made, seen = exact_int(steps), 1 if context is None else exact_int(context)
+    counted = made is not None and made >= 0 and seen is not None and seen >= 1
     if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):
         raise ArgumentError(
             f"{where}needs a token, a whole number of steps and a temperature, at least 0, and a "

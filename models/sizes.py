@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes
+from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.transport.agree import agree
 from varcomm.transport.group import GroupLike, resolve
 
@@ -18,7 +18,7 @@ def check_sizes(model: str, least: int = 1, **sizes: object) -> None:
     varcomm.errors.ArgumentError: GPT: hidden_size must be a whole number from 1 on, got 0.
     """
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        if (whole := exact_int(size)) is None or whole < least:
             raise ArgumentError(
                 f"{model}: {name} must be a whole number from {least} on, got {size!r}."
             )

@@ -284,20 +284,24 @@ def freed(rank):
     layers = [nn.Linear(16, 16, bias=False) for _ in range(12)]
     model = nn.Sequential(*layers)
     own = ShardedGradients(model.named_parameters(), plain, bucket_bytes=16 * 16 * 4)
-    gradients, messages, seen = [], [], []
+    gradients, messages, under_way, seen = [], [], [], []
     for layer in layers:
         layer.weight.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
     exchange = wire.exchange
 
     def noted(name, group, values, *args):
         works, received = exchange(name, group, values, *args)
+        under_way.extend(works)
         messages.append(StorageWeakRef(values.untyped_storage()))
         messages.append(StorageWeakRef(received.untyped_storage()))
         return works, received
 
     def note():
-        time.sleep(0.05)  # for others, so that messages can arrive
-        seen.append((alive(gradients), alive(messages)))
+        deadline = time.monotonic() + 30  # for ranks that are slower
+        while not all(work.is_completed() for work in under_way) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        under_way.clear()
+        seen.append((alive(gradients), alive(messages, 4)))
 
     wire.exchange = noted
     try:
@@ -308,14 +312,15 @@ def freed(rank):
     finally:
         wire.exchange = exchange
     del h
+    under_way.clear()
     left = alive(messages, 0), alive(gradients, 0)
     return max(g for g, _ in seen), max(m for _, m in seen), len(messages), left, len(own.pieces)
 
 
 def test_gradients_and_messages_are_freed_while_backward_goes_on(worlds):
-    """Of 12 gradients at most one waits to be packed, and of 24 messages not half are there."""
+    """At most one gradient waits to be packed, and what has arrived is freed at the next bucket."""
     for gradients, messages, sent, left, _ in worlds.run(2, freed):
         assert gradients <= 1
         assert sent == 24
-        assert messages <= 8
+        assert messages <= 4
         assert left == (0, 0)

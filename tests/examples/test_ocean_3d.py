@@ -385,8 +385,8 @@ def of_another(rank, folder, option):
 
 
 def test_training_learns(worlds):
-    losses, _ = worlds.run(1, in_one_process, 100)[0]
-    assert losses[-1] < 0.5 * losses[0], "beyond a linear fit, which the losses are relative to"
+    losses, _ = worlds.run(1, in_one_process, 200)[0]
+    assert losses[-1] < 0.3 * losses[0], "beyond a linear fit, which the losses are relative to"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 12])

@@ -185,6 +185,7 @@ def test_main(worlds, ranks, tmp_path):
     printed, *others = worlds.run(ranks, run_main, ["--smoke", "--picture", str(path)])
     assert others == [""] * (ranks - 1), "only the first rank prints"
     assert "7,049 cells and 162 nodes of the mesh" in printed
-    assert re.search(r"in blocks of numbers +[\d,]+  2 x [\d,]+ +[\d,]+ +\d+\.\d\d", printed)
+    along = r"(?=[ \d,x]{9}  ) *2 x [\d,]+"  # in a column of 9
+    assert re.search(rf"in blocks of numbers +[\d,]+  {along} +[\d,]+ +\d+\.\d\d", printed)
     assert re.search(r"( +\d\.\d\d){4}  network", printed)
     assert path.read_bytes()[:4] == b"\x89PNG"

@@ -3,6 +3,9 @@
 import abc
 import copy
 import functools
+import importlib
+import linecache
+import sys
 
 import pytest
 import torch
@@ -329,6 +332,20 @@ class Importing(nn.Module):
         return global_add_pool(x, batch)
 
 
+class ImportingAll(nn.Module):
+    def forward(self, x, batch):
+        import torch_geometric
+
+        return torch_geometric.nn.global_add_pool(x, batch)
+
+
+class ImportingAs(nn.Module):
+    def forward(self, x, batch):
+        import torch_geometric.nn as gnn
+
+        return gnn.global_add_pool(x, batch)
+
+
 class ByClass(ByName):
     def forward(self):
         return ByName.forward(self)
@@ -347,7 +364,12 @@ class ImportedLater(ByName):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Importing, r"distribute it: Importing\.forward imports global_add_pool when it runs, and"),
+        (Importing, r"distribute it: Importing\.forward imports torch_geometric\.nn when it"),
+        (
+            ImportingAll,
+            r"distribute it: ImportingAll\.forward imports torch_geometric when it runs",
+        ),
+        (ImportingAs, r"distribute it: ImportingAs\.forward imports torch_geometric\.nn when it"),
         (ByClass, r"distribute it: ByClass\.forward calls ByName\.forward by its class, and would"),
         (ImportedLater, r"ImportedLater\.forward calls ByName\.forward by its class, .* super\(\)"),
     ],
@@ -383,6 +405,51 @@ def test_classes_exchanged_in_between():
 def test_names_in_code():
     assert Names.of(Inside.forward.__code__).of_globals == {"whole", "range"}
     assert Names.of(OfItsOwn.forward.__code__).of_attributes == {"inner"}
+
+
+@pytest.mark.parametrize("name", ["code", "a_program"])
+def test_a_program_may_have_a_name_of_python(name, tmp_path, monkeypatch):
+    (tmp_path / f"{name}.py").write_text("def call(function):\n    return whole()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    program = importlib.import_module(name)
+    program.whole = whole
+
+    class Calling(nn.Module):
+        def forward(self):
+            return program.call(self)
+
+    module = Calling()
+    Rebinding({whole: ours})(module)
+    assert module() == "ours"
+    del sys.modules[name]
+
+
+def test_what_python_keeps_is_not_gone_through(monkeypatch):
+    """Its lines of all files, say, of which a program that compiles has millions."""
+    monkeypatch.setattr(linecache, "cache", {"file": (1, None, [whole], "file")})
+
+    class Reading(nn.Module):
+        def forward(self):
+            return linecache.getlines("file")
+
+    module = Reading()
+    Rebinding({whole: ours})(module)
+    assert type(module) is Reading
+    assert module() == [whole]
+
+
+def test_a_container_that_holds_itself():
+    ring = [len]
+    ring.append(ring)
+
+    class Holding(nn.Module):
+        def forward(self):
+            return whole(), len(ring)
+
+    module = Holding()
+    Rebinding({whole: ours})(module)
+    assert module() == ("ours", 2)
 
 
 def test_a_variable_that_is_not_set_yet():

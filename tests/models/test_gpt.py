@@ -344,6 +344,20 @@ def test_texts_are_those_of_one_process(worlds, ranks, in_parts):
         assert all(torch.equal(got, want) for got, want in zip(answers, expected, strict=True))
 
 
+def of_empty_shards(rank):
+    """Each kind of shards is on one rank alone, another one each time."""
+    model, ids = new_model(), text(2, length=3)
+    alone = model.generate(ids, 2, temperature=0)
+    sizes = {"head_sizes": [0, 5, 0], "mlp_sizes": [106, 0, 0], "vocab_sizes": [0, 0, 131]}
+    plan = model.tensor_parallel_plan([0, 6, 0], **sizes)
+    parallelize(model, plan)
+    return torch.equal(model.generate(ids, 2, temperature=0), alone)
+
+
+def test_texts_of_empty_shards(worlds):
+    assert worlds.run(3, of_empty_shards) == [True] * 3
+
+
 IDS = text(2, length=3)
 WRONG = {
     "a scalar": (IDS[0, 0], 1, {}, r"got ids \(\), 1, 1.0 and None"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +16,7 @@ __all__ = [
     "Names",
     "content",
     "functions_in",
+    "held",
     "instructions",
     "is_opaque",
     "members",
@@ -23,13 +26,22 @@ __all__ = [
 
 _FROM_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 
-# Whatever these packages call themselves is their own business.
+# Whatever these packages call themselves is their own business, as with those of Python itself.
 _OPAQUE = frozenset({"torch", "varcomm", "numpy"})
+
+_PYTHON = os.path.dirname(os.__file__)
 
 
 def is_opaque(name: str | None) -> bool:
     """Return whether what a module of this name calls is not looked at."""
-    return (name or "").partition(".")[0] in _OPAQUE
+    package = (name or "").partition(".")[0]
+    return package in _OPAQUE or (package in sys.stdlib_module_names and _is_of_python(package))
+
+
+def _is_of_python(package: str) -> bool:
+    """Return whether it is Python's own, and none of a program that has taken its name."""
+    origin = getattr(getattr(sys.modules.get(package), "__spec__", None), "origin", None)
+    return origin in ("built-in", "frozen") or (origin or "").startswith(_PYTHON + os.sep)
 
 
 def scope_of(function: FunctionType) -> dict[str, Any]:
@@ -91,33 +103,47 @@ def content(cell: CellType) -> Any:
         return None
 
 
-def functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions that a value is or holds."""
-    if isinstance(value, FunctionType):
-        yield value
-    elif isinstance(value, MethodType | staticmethod | classmethod):
-        yield from functions_in(value.__func__)
-    elif isinstance(value, functools.partial):
-        yield from functions_in(value.func)
-    elif isinstance(value, property):
-        for part in (value.fget, value.fset, value.fdel):
-            yield from functions_in(part)
-    elif type(value) in (list, tuple, dict):
-        for item in [*value.values()] if type(value) is dict else value:
-            yield from functions_in(item)
+def functions_in(value: Any, seen: set[int] | None = None) -> Iterator[FunctionType]:
+    """Yield the functions that a value is or holds.
+
+    `seen` are the containers, by their ids, that have been looked into: each is only once.
+    """
+    seen = set() if seen is None else seen
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, FunctionType):
+            yield one
+        elif isinstance(one, MethodType | staticmethod | classmethod):
+            todo.append(one.__func__)
+        elif isinstance(one, functools.partial):
+            todo.append(one.func)
+        elif isinstance(one, property):
+            todo += (one.fdel, one.fset, one.fget)
+        elif type(one) in (list, tuple, dict) and id(one) not in seen:
+            seen.add(id(one))
+            todo += reversed([*one.values()] if type(one) is dict else one)
 
 
-def named(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the functions that a function names."""
-    names, scope = Names.of(function.__code__), scope_of(function)
-    todo = [scope[name] for name in names.of_globals if name in scope]
-    todo += [content(cell) for cell in function.__closure__ or ()]
-    todo += [function.__defaults__, function.__kwdefaults__]
-    seen: set[int] = set()
+def held(values: list[Any], wanted: frozenset[str], seen: set[int]) -> Iterator[FunctionType]:
+    """Yield the functions that values are or hold, and modules of Python under some names.
+
+    Nothing is yielded of containers `seen` before.
+    """
+    todo, modules = [*values], set[int]()
     while todo:
         value = todo.pop()
         if not isinstance(value, ModuleType):
-            yield from functions_in(value)
-        elif id(value) not in seen:
-            seen.add(id(value))
-            todo += [member for _, member in members(value, names.of_attributes)]
+            yield from functions_in(value, seen)
+        elif id(value) not in modules:
+            modules.add(id(value))
+            todo += [member for _, member in members(value, wanted)]
+
+
+def named(function: FunctionType, seen: set[int]) -> Iterator[FunctionType]:
+    """Yield the functions that a function names, but for those in containers `seen` before."""
+    names, scope = Names.of(function.__code__), scope_of(function)
+    values = [scope[name] for name in names.of_globals if name in scope]
+    values += [content(cell) for cell in function.__closure__ or ()]
+    values += [function.__defaults__, function.__kwdefaults__]
+    yield from held(values, names.of_attributes, seen)

@@ -9,6 +9,7 @@ layer, in which methods that reach such a function run the same code with other 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType, new_class
 from typing import Any
@@ -20,6 +21,7 @@ from varcomm.graph.running.named import (
     Names,
     content,
     functions_in,
+    held,
     instructions,
     is_opaque,
     members,
@@ -89,10 +91,12 @@ class Rebinding:
         for function in functions_in([[*vars(owner).values()] for owner in affected]):
             for one, following in instructions(function.__code__):
                 name = one.argval
-                if one.opname == "IMPORT_FROM" and name in ours:
+                if (one.opname == "IMPORT_FROM" and name in ours) or (
+                    one.opname == "IMPORT_NAME" and self._leads_to_ours(name, function)
+                ):
                     raise ArgumentError(
                         f"{where}{function.__qualname__} imports {name} when it runs, and would "
-                        "get that of one process. Import it by name at the top of the file."
+                        "get that of one process. Import it at the top of the file."
                     )
                 if one.opname not in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_DEREF"):
                     continue
@@ -103,6 +107,12 @@ class Rebinding:
                         "class, and would get that of one process. Call super()."
                     )
         self._passed.add(kind)
+
+    def _leads_to_ours(self, imported: str, function: FunctionType) -> bool:
+        """Return whether a function that imports a module names one of ours by its attributes."""
+        modules = [sys.modules.get(imported), sys.modules.get(imported.partition(".")[0])]
+        attributes = Names.of(function.__code__).of_attributes
+        return any(one in self._ours for one in held(modules, attributes, set()))
 
     def __call__(self, module: torch.nn.Module) -> None:
         """Rebind the methods of a module, and the functions that its attributes hold."""
@@ -145,11 +155,12 @@ class Rebinding:
         """Return whether it is one of ours, or its code, or that of what it names, names one."""
         if function not in self._reaching:
             seen, todo, found = {function}, [function], False
+            containers: set[int] = set()
             while todo and not found:
                 one = todo.pop()
                 found = one in self._ours or self._reaching.get(one, False)
                 if not found:
-                    more = set(named(one)) - seen
+                    more = set(named(one, containers)) - seen
                     seen |= more
                     todo += more
             # what is named by one that reaches nothing reaches nothing either
@@ -182,7 +193,7 @@ class Rebinding:
         scope, names = self._scope(function), Names.of(function.__code__)
         cells = None
         if function.__closure__ is not None:
-            cells = tuple(map(self._cell, function.__closure__))
+            cells = tuple(self._cell(cell, names.of_attributes) for cell in function.__closure__)
         new = FunctionType(
             function.__code__, scope, function.__name__, self._value(function.__defaults__), cells
         )
@@ -211,10 +222,14 @@ class Rebinding:
             scope["__name__"] = own["__name__"]
         return scope
 
-    def _cell(self, cell: CellType) -> CellType:
+    def _cell(self, cell: CellType, wanted: frozenset[str]) -> CellType:
         held = content(cell)
         self._look(lambda: {"": content(cell)})
-        return CellType(self._value(held)) if self._affects(held) else cell
+        if isinstance(held, ModuleType):
+            new = self._module(held, held, wanted)
+        else:
+            new = self._value(held)
+        return cell if new is held else CellType(new)
 
     def _module(
         self,
