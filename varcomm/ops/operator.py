@@ -20,9 +20,9 @@ from varcomm.ops.checks import checked_flag
 from varcomm.transport.agree import compare, debugging, fail
 from varcomm.transport.engine import EngineFailure, Pending
 from varcomm.transport.engines import engine_for
+from varcomm.transport.failure import failure
 from varcomm.transport.group import Group, named
 from varcomm.transport.trace import span
-from varcomm.transport.whereabouts import brief, failed_together, spans
 
 __all__ = ["Operator", "checking", "started"]
 
@@ -109,21 +109,10 @@ def _failed(
     operator: Operator, dtype: torch.dtype, shape: torch.Size, began: float, error: EngineFailure
 ) -> CommunicationError:
     """Return the error for a call that an engine could not complete: what it was, and for whom."""
-    after, group = time.monotonic() - began, operator.group
-    alike = failed_together({"failed": operator.name}, group)
-    others = [rank for rank in range(group.size) if rank not in alike]
     fields = [_plain(getattr(operator, name)) for name in operator.names]
     held = ", ".join(f"{name} {value}" for name, value in zip(operator.names, fields, strict=True))
-    return CommunicationError(
-        f"{operator.name} on {group}: failed after {after:.1f} s: {brief(error)}. It is of "
-        f"{str(dtype).removeprefix('torch.')} {list(shape)} here{held and ', with '}{held}, in the "
-        f"group of ranks {spans(group.ranks)}. It has failed on ranks {spans(alike)}; "
-        + (
-            f"ranks {spans(others)} have not said so: they have not come to it, or have ended."
-            if others
-            else "so all have come to it, and the network or the time limit has failed."
-        )
-    )
+    details = f"It is of {str(dtype).removeprefix('torch.')} {list(shape)} here{held and ', with '}"
+    return failure(operator.name, operator.group, began, error, f"{details}{held}. ")
 
 
 class checking:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
-from varcomm.transport.engine import NO_LIMIT
+from varcomm.transport.engine import NO_LIMIT, EngineFailure
 from varcomm.transport.engines import peers_answer
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.limits import seconds
 from varcomm.transport.objects import all_gather_object
@@ -43,6 +44,13 @@ S = TypeVar("S")
 
 # Of the calls that this rank has compared, in each group.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
+
+# What other ranks may say that they raised.
+_KINDS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, VarcommError)
+}
 
 # At an error that all ranks raise.
 _EVERYWHERE = "_varcomm_on_all_ranks"
@@ -118,8 +126,15 @@ def _limit() -> timedelta:
     """Return how long ranks wait for each other."""
     if not debugging():
         return NO_LIMIT
-    given = _limits[-1] if _limits else float(os.environ.get("VARCOMM_DEBUG_TIMEOUT", _LIMIT))
-    return timedelta(seconds=given)
+    if _limits:
+        return timedelta(seconds=_limits[-1])
+    given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(_LIMIT)
+    try:
+        return timedelta(seconds=seconds(float(given)))
+    except ValueError:
+        raise ArgumentError(
+            f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {given!r}."
+        ) from None
 
 
 def agree(what: str, local: Callable[[], T], group: Group) -> T:
@@ -157,7 +172,7 @@ def agree_and_share(
     calls = _told(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
-        kind = getattr(errors, calls[first].get("kind", "DisagreementError"))
+        kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
             f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
@@ -210,7 +225,8 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
 def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     """Return what all ranks tell of their calls, or say which have not come."""
     if not debugging() or not peers_answer(group):
-        return all_gather_object(call, group)
+        with explained(call["operation"], group):
+            return all_gather_object(call, group)
     call["number"] = next(_numbers.setdefault(group.process_group, count(1)))
     call["at"] = user_line()
     here = {"group": group.name, "call": call["number"]}
@@ -226,12 +242,10 @@ def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     began = time.monotonic()
     try:
         return all_gather_object(call, group, _limit())
-    except RuntimeError as error:  # of the engine
-        if isinstance(error, VarcommError):
-            raise
+    except EngineFailure as error:
         after = time.monotonic() - began
         what = call["operation"]
-        raise CommunicationError(_absent(what, here, group, after, error)) from error
+        raise CommunicationError(_absent(what, here, group, after, error)) from error.__cause__
 
 
 def _absent(

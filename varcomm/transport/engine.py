@@ -7,7 +7,7 @@ tensors are flat, contiguous and of uint8; all counts are bytes, one a rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -17,7 +17,7 @@ import torch
 
 from varcomm.transport.group import Group
 
-__all__ = ["NO_LIMIT", "Engine", "EngineFailure", "Peers", "Pending", "Work", "pieces"]
+__all__ = ["NO_LIMIT", "Engine", "EngineFailure", "Peers", "Pending", "Work", "pieces", "wait_for"]
 
 NO_LIMIT = timedelta(0)  # but that of the group
 
@@ -57,16 +57,17 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait until this rank's part is done, and return the result."""
         try:
-            for work in self.works:
-                _wait(work)
+            wait_for(self.works)
             return self.finish()
         except EngineFailure as error:
             raise self.failed(error) if self.failed else error from error.__cause__
 
 
-def _wait(work: Work) -> None:
+def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
+    """Wait for all of them, or raise EngineFailure."""
     try:
-        work.wait()
+        for work in works:
+            work.wait(timeout)
     except RuntimeError as error:
         raise EngineFailure(str(error)) from error
 
@@ -99,8 +100,7 @@ class Engine(ABC):
         self, group: Group, out: torch.Tensor, data: torch.Tensor, timeout: timedelta
     ) -> None:
         """Fill `out` on every rank with the few bytes of each rank, as many on all; wait for it."""
-        for work in self.all_gather(group, out, data, [len(data)] * group.size):
-            work.wait(timeout)
+        wait_for(self.all_gather(group, out, data, [len(data)] * group.size), timeout)
 
     @abstractmethod
     def exchange(

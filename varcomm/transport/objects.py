@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from varcomm.transport.engine import NO_LIMIT
+from varcomm.transport.engine import NO_LIMIT, EngineFailure, wait_for
 from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
 from varcomm.transport.plain import from_bytes, to_bytes
@@ -38,7 +38,10 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
     engine = engine_for(group, group.device())
     firsts = torch.empty(group.size * _FIRST, dtype=torch.uint8, device=group.device())
     first = _tensor(told[:_FIRST].ljust(_FIRST, b"\0"), group)
-    engine.all_gather_small(group, firsts, first, timeout)
+    try:
+        engine.all_gather_small(group, firsts, first, timeout)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
     answers = [_bytes(part) for part in firsts.split(_FIRST)]
 
     lengths = [int.from_bytes(answer[:_HEAD], "little") for answer in answers]
@@ -46,8 +49,7 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
     if any(left):
         rests = torch.empty(sum(left), dtype=torch.uint8, device=group.device())
         rest = _tensor(told[_FIRST:], group)
-        for work in engine.all_gather(group, rests, rest, left):
-            work.wait(timeout)
+        wait_for(engine.all_gather(group, rests, rest, left), timeout)
         answers = [
             answer + _bytes(part) for answer, part in zip(answers, rests.split(left), strict=True)
         ]

@@ -74,7 +74,14 @@ def from_bytes(data: bytes) -> Any:
     """
     try:
         return _made(json.loads(data))
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
 
 
