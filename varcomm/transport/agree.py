@@ -252,7 +252,7 @@ def _absent(
     what: str, here: Mapping[str, Any], group: Group, after: float, error: RuntimeError
 ) -> str:
     """Say which ranks have not come to a call, and where all were last."""
-    found = notes(group)
+    found, _ = notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
     have = "rank {} has" if len(missing) == 1 else "ranks {} have"
     who = have.format(spans(missing)) if missing else "somebody has"

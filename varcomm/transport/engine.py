@@ -118,6 +118,9 @@ class Engine(ABC):
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Overwrite `data` on every rank by that of `src`."""
 
+    def leave(self, group: Group) -> None:  # noqa: B027, where there is no way nothing is done
+        """Let no other rank wait for this one, where an engine can: after a failure."""
+
 
 def pieces(
     data: torch.Tensor, counts: Sequence[int], start: int

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from varcomm.errors import CommunicationError
 from varcomm.transport.engine import EngineFailure
+from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
-from varcomm.transport.whereabouts import brief, failed_together, spans
+from varcomm.transport.whereabouts import Note, brief, leave_note, notes, spans
 
 __all__ = ["explained", "failure"]
 
@@ -19,22 +21,39 @@ def failure(
     """Return the error for a call that began at a time of ``time.monotonic()``; takes seconds.
 
     It says which ranks of the group have failed in the same call: the others have not come to it,
-    or are gone.
+    or are gone. No rank waits for this one any more: that of those that have come, each hears of it
+    at once, and not from the one after the other.
     """
-    after = time.monotonic() - began
-    alike = failed_together({"failed": what}, group)
-    others = [rank for rank in range(group.size) if rank not in alike]
-    if others:
-        verb = "have" if len(others) > 1 else "has"
-        who = f"rank{'s' * (len(others) > 1)} {spans(others)} {verb} not said so"
-        rest = f"{who}: not come to it, or ended."
-    else:
-        rest = "so all have come to it, and the network or the time limit has failed."
+    after, call = time.monotonic() - began, {"failed": what, "in group": group.name}
+    leave_note(call)
+    engine_for(group, group.device()).leave(group)
+
+    def alike(found: list[Note]) -> list[int]:
+        return [rank for rank, note in enumerate(found) if call.items() <= note.items()]
+
+    found, answered = notes(group, lambda found: len(alike(found)) == group.size)
+    failed = alike(found)
+    others = {rank: found[rank] for rank in range(group.size) if rank not in failed}
     return CommunicationError(
         f"{what} on {group}: failed after {after:.1f} s: {brief(error)}. {details}"
-        f"The group is of ranks {spans(group.ranks)}. It has failed on {spans(alike)} of "
-        f"{group.size}; {rest}"
+        f"The group is of ranks {spans(group.ranks)}. It has failed on {len(failed)} of "
+        f"{group.size}: {spans(failed)}; {_of_others(others, answered)}"
     )
+
+
+def _of_others(others: Mapping[int, Note], answered: bool) -> str:
+    """Say of ranks that have not failed in the same call what is known of them."""
+    if not answered:
+        return "of others nothing is known: the store in which ranks met has ended, or the network."
+    if not others:
+        return "so all have come to it, and the network or the time limit has failed."
+    ended = [
+        f"rank {r} ended with {n['ended with']}" for r, n in others.items() if "ended with" in n
+    ]
+    silent = [rank for rank, note in others.items() if "ended with" not in note]
+    who = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
+    texts = [*ended, *([f"{who} not come to it, or gone"] if silent else [])]
+    return "; ".join(texts) + "."
 
 
 class explained:

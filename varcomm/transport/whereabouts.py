@@ -7,19 +7,32 @@ and no more. So a rank whose call fails leaves a note for those who ask where it
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from varcomm.errors import CommunicationError
 from varcomm.transport.group import Group
 from varcomm.transport.plain import from_bytes, to_bytes
 
-__all__ = ["brief", "failed_together", "leave_note", "notes", "spans", "table", "user_line"]
+__all__ = [
+    "Note",
+    "brief",
+    "leave_note",
+    "notes",
+    "spans",
+    "table",
+    "tell_of_exceptions",
+    "user_line",
+]
 
 # What stands between a user's code and a call.
 _LIBRARIES = {"varcomm", "torch", "torch_geometric"}
@@ -29,7 +42,8 @@ _GRACE = 2.0
 
 Note = dict[str, Any]
 
-_told: Note = {}  # by this rank so far
+# What this rank has told so far, in the store of the world that it is in.
+_told: tuple[object, Note] = (None, {})
 
 
 def user_line() -> str:
@@ -42,61 +56,71 @@ def user_line() -> str:
 
 def leave_note(note: Mapping[str, Any]) -> None:
     """Tell where this rank is; what a note does not mention stays as the one before said."""
+    global _told
     if not dist.is_initialized():
         return
     store = distributed_c10d._get_default_store()
-    _told.update(note)
-    text = to_bytes({word: said for word, said in _told.items() if said != ""}).decode()
+    if _told[0] is not store:
+        _told = store, {}
+    said = {word: text for word, text in {**_told[1], **note}.items() if text != ""}
+    _told = store, said
     try:
-        store.set(_key(dist.get_rank()), text)
+        store.set(_key(dist.get_rank()), to_bytes(said).decode())
     except RuntimeError:
         return  # whoever serves the store has gone: nobody could ask
 
 
-def notes(group: Group) -> list[Note]:
-    """Return what each rank of a group told last, in rank order; nothing of one that told none."""
+def notes(
+    group: Group, until: Callable[[list[Note]], bool] = lambda found: True
+) -> tuple[list[Note], bool]:
+    """Return what each rank of a group told last, in rank order; nothing of one that told none.
+
+    Looks again for a while, until that is what is waited for. Also returns whether the store has
+    answered: it is served by the first rank of the world, or by its launcher.
+    """
     found: list[Note] = [{} for _ in range(group.size)]
-    _within(_GRACE, lambda: _read(group, found))
-    return found
-
-
-def failed_together(note: Mapping[str, Any], group: Group) -> list[int]:
-    """Tell that a call has failed here; return the ranks where it has too, after a while."""
-    wanted, found = {**note, "group": group.name}, [Note() for _ in range(group.size)]
-    leave_note(wanted)
-
-    def failed() -> list[int]:
-        return [rank for rank, told in enumerate(found) if wanted.items() <= told.items()]
+    found[group.rank] = dict(_told[1])
 
     def ask() -> None:
+        store = distributed_c10d._get_default_store()
         deadline = time.monotonic() + _GRACE
-        while len(failed()) < group.size and time.monotonic() < deadline:
-            _read(group, found)
+        while True:
+            for place, rank in enumerate(group.ranks):
+                if place != group.rank and store.check([_key(rank)]):
+                    found[place] = from_bytes(store.get(_key(rank)))
+            if until(found) or time.monotonic() > deadline:
+                return
             time.sleep(0.05)
 
-    _within(_GRACE + 1, ask)
-    return failed()
+    return found, _within(_GRACE + 1, ask)
 
 
-def _read(group: Group, found: list[Note]) -> None:
-    store = distributed_c10d._get_default_store()
-    for place, rank in enumerate(group.ranks):
-        if store.check([_key(rank)]):
-            found[place] = from_bytes(store.get(_key(rank)))
+@functools.cache  # once
+def tell_of_exceptions() -> None:
+    """Leave a note where an exception ends this process."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, CommunicationError):  # of which others know
+            leave_note({"ended with": f"{kind.__name__}: {brief(error)}"})
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
-def _within(seconds: float, ask: Any) -> None:
-    """Ask the store, whose host may have gone, or may not answer."""
+def _within(seconds: float, ask: Callable[[], None]) -> bool:
+    """Ask the store, whose host may have gone; return whether it has answered."""
+    answered = threading.Event()
 
     def asking() -> None:
-        try:
+        with suppress(RuntimeError, ValueError):
             ask()
-        except (RuntimeError, ValueError):
-            return
+            answered.set()
 
     thread = threading.Thread(target=asking, daemon=True)
     thread.start()
     thread.join(seconds)
+    return answered.is_set()
 
 
 def _key(rank: int) -> str:
@@ -107,10 +131,11 @@ def brief(error: BaseException) -> str:
     r"""Return what an engine says, without where in its sources it was.
 
     >>> brief(RuntimeError("[/src/pair.cc:14] Connection closed by peer. This may\nbe ..."))
-    'Connection closed by peer. This may'
+    'Connection closed by peer'
     """
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return text.split("] ", 1)[-1] if text.startswith("[/") else text
+    said = text.split("] ", 1)[-1] if text.startswith("[/") else text
+    return said.partition(". This ")[0]
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -25,6 +25,7 @@ from varcomm.transport import environment
 from varcomm.transport.environment import Place
 from varcomm.transport.fresh_store import meeting_store
 from varcomm.transport.limits import seconds
+from varcomm.transport.whereabouts import tell_of_exceptions
 
 __all__ = ["World", "init", "join"]
 
@@ -161,6 +162,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
         ) from error
+    tell_of_exceptions()
     atexit.register(_leave, weakref.ref(dist.group.WORLD), os.getpid())
     logger.debug(
         "rank %d of %d joined by %s, backend %s", place.rank, place.size, place.launcher, backend
