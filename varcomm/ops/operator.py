@@ -109,10 +109,11 @@ def _failed(
     operator: Operator, dtype: torch.dtype, shape: torch.Size, began: float, error: EngineFailure
 ) -> CommunicationError:
     """Return the error for a call that an engine could not complete: what it was, and for whom."""
-    fields = [_plain(getattr(operator, name)) for name in operator.names]
-    held = ", ".join(f"{name} {value}" for name, value in zip(operator.names, fields, strict=True))
-    details = f"It is of {str(dtype).removeprefix('torch.')} {list(shape)} here{held and ', with '}"
-    return failure(operator.name, operator.group, began, error, f"{details}{held}. ")
+    told = operator.describe(torch.empty(shape, dtype=dtype, device="meta"))
+    held = ", ".join(f"{word} {value}" for word, value in told.items())
+    kind = str(dtype).removeprefix("torch.")
+    details = f"It is of {kind} {list(shape)} here, with {held}. "
+    return failure(operator.name, operator.group, began, error, details)
 
 
 class checking:

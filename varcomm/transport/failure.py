@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 
-from varcomm.errors import CommunicationError
+import torch.distributed as dist
+
+from varcomm.errors import CommunicationError, VarcommError
 from varcomm.transport.engine import EngineFailure
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.whereabouts import Note, brief, leave_note, notes, spans
 
 __all__ = ["explained", "failure"]
+
+_SERVED = 0.5  # seconds
 
 
 def failure(
@@ -26,19 +31,29 @@ def failure(
     """
     after, call = time.monotonic() - began, {"failed": what, "in group": group.name}
     leave_note(call)
-    engine_for(group, group.device()).leave(group)
+    with suppress(VarcommError, RuntimeError):  # of a group that has been destroyed
+        engine_for(group, group.device()).leave(group)
 
     def alike(found: list[Note]) -> list[int]:
         return [rank for rank, note in enumerate(found) if call.items() <= note.items()]
 
     found, answered = notes(group, lambda found: len(alike(found)) == group.size)
+    if (
+        dist.is_initialized() and dist.get_rank() == 0
+    ):  # which serves the store, and may end now: others still ask
+        time.sleep(_SERVED)
     failed = alike(found)
     others = {rank: found[rank] for rank in range(group.size) if rank not in failed}
+    limit = " varcomm.init(timeout=...) sets how long ranks wait." if _is_late(error) else ""
     return CommunicationError(
         f"{what} on {group}: failed after {after:.1f} s: {brief(error)}. {details}"
         f"The group is of ranks {spans(group.ranks)}. It has failed on {len(failed)} of "
-        f"{group.size}: {spans(failed)}; {_of_others(others, answered)}"
+        f"{group.size}: {spans(failed)}; {_of_others(others, answered)}{limit}"
     )
+
+
+def _is_late(error: Exception) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 def _of_others(others: Mapping[int, Note], answered: bool) -> str:

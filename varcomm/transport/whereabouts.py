@@ -80,6 +80,7 @@ def notes(
     """
     found: list[Note] = [{} for _ in range(group.size)]
     found[group.rank] = dict(_told[1])
+    answered = threading.Event()
 
     def ask() -> None:
         store = distributed_c10d._get_default_store()
@@ -88,11 +89,13 @@ def notes(
             for place, rank in enumerate(group.ranks):
                 if place != group.rank and store.check([_key(rank)]):
                     found[place] = from_bytes(store.get(_key(rank)))
+            answered.set()
             if until(found) or time.monotonic() > deadline:
                 return
             time.sleep(0.05)
 
-    return found, _within(_GRACE + 1, ask)
+    _within(_GRACE + 1, ask)
+    return found, answered.is_set()
 
 
 @functools.cache  # once
@@ -108,19 +111,16 @@ def tell_of_exceptions() -> None:
     sys.excepthook = hook
 
 
-def _within(seconds: float, ask: Callable[[], None]) -> bool:
-    """Ask the store, whose host may have gone; return whether it has answered."""
-    answered = threading.Event()
+def _within(seconds: float, ask: Callable[[], None]) -> None:
+    """Ask the store, whose host may have gone, or may not answer."""
 
     def asking() -> None:
         with suppress(RuntimeError, ValueError):
             ask()
-            answered.set()
 
     thread = threading.Thread(target=asking, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answered.is_set()
 
 
 def _key(rank: int) -> str:
