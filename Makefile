@@ -19,11 +19,14 @@ help:  ## show this list
 test: $(STAMP)  ## run every test
 	@$(BIN)/python -m pytest
 
-# Of transport, what is not about Gloo itself or about processes. Worlds are of 1 and 3 ranks where
-# a test is made for several; what is compiled, or refused before anything is sent, is left out.
+# Of transport, what is not about Gloo itself or about processes; of graphs, what sends in each of the
+# ways there are. Worlds are of 1 and 3 ranks where a test is made for several; what is compiled, or
+# refused before anything is sent, is left out.
 test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
-	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan tests/graph $(addprefix tests/transport/test_,\
-		agree.py aside.py groups.py lane.py objects.py trace.py)
+	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan \
+		$(addprefix tests/graph/test_,assign_sharded.py blocks.py distribute.py from_edges.py \
+		hetero.py hops.py overlap.py partition.py saved.py) \
+		$(addprefix tests/transport/test_,agree.py aside.py groups.py lane.py objects.py trace.py)
 
 fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --minutes 30

@@ -30,7 +30,7 @@ def test_each_folder_is_an_example():
     assert all(f"]({folder}/README.md)" in named for folder in FOLDERS)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", sorted({*FOLDERS} - {"resume"}))  # whose own test runs it so
 def test_smoke(folder, tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

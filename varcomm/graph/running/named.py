@@ -8,23 +8,24 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "Names",
     "content",
     "functions_in",
     "held",
-    "instructions",
     "is_opaque",
+    "lookups",
     "members",
     "named",
     "scope_of",
 ]
 
 _FROM_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_BY_NAME = _FROM_GLOBALS | {"LOAD_ATTR", "LOAD_DEREF", "IMPORT_NAME", "IMPORT_FROM"}
 
 # Whatever these packages call themselves is their own business, as with those of Python itself.
 _OPAQUE = frozenset({"torch", "varcomm", "numpy"})
@@ -74,18 +75,29 @@ class Names:
         >>> sorted(names.of_globals), sorted(names.of_attributes)
         (['abs', 'len'], ['values'])
         """
-        loaded = {one.argval for one, _ in instructions(code) if one.opname in _FROM_GLOBALS}
+        loaded = {one.name for one in lookups(code) if one.opname in _FROM_GLOBALS}
         inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         every = set(code.co_names).union(*(Names.of(one).of_attributes for one in inner))
         return Names(frozenset(loaded), frozenset(every - loaded))
 
 
-def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
-    """Yield each instruction of a function, and of those that it defines, and the one after it."""
-    yield from pairwise(dis.get_instructions(code))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from instructions(constant)
+class Lookup(NamedTuple):
+    """An instruction that looks something up by a name, and the name in the one after it."""
+
+    opname: str
+    name: str
+    then: Any
+
+
+@functools.cache  # taking code apart is most of what it costs to distribute a model
+def lookups(code: CodeType) -> tuple[Lookup, ...]:
+    """Return what a function looks up, and what those do that it defines."""
+    own = pairwise(dis.get_instructions(code))
+    found = [
+        Lookup(one.opname, one.argval, two.argval) for one, two in own if one.opname in _BY_NAME
+    ]
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return (*found, *chain.from_iterable(map(lookups, inner)))
 
 
 def members(module: ModuleType, wanted: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -22,8 +22,8 @@ from varcomm.graph.running.named import (
     content,
     functions_in,
     held,
-    instructions,
     is_opaque,
+    lookups,
     members,
     named,
     scope_of,
@@ -89,8 +89,8 @@ class Rebinding:
         affected = {owner: self._affected(owner) for owner in _classes(kind)}
         by_name = {owner.__name__: owner for owner in affected}
         for function in functions_in([[*vars(owner).values()] for owner in affected]):
-            for one, following in instructions(function.__code__):
-                name = one.argval
+            for one in lookups(function.__code__):
+                name = one.name
                 if (one.opname == "IMPORT_FROM" and name in ours) or (
                     one.opname == "IMPORT_NAME" and self._leads_to_ours(name, function)
                 ):
@@ -101,9 +101,9 @@ class Rebinding:
                 if one.opname not in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_DEREF"):
                     continue
                 owner = function.__globals__.get(name, by_name.get(name))
-                if isinstance(owner, type) and following.argval in affected.get(owner, ()):
+                if isinstance(owner, type) and one.then in affected.get(owner, ()):
                     raise ArgumentError(
-                        f"{where}{function.__qualname__} calls {name}.{following.argval} by its "
+                        f"{where}{function.__qualname__} calls {name}.{one.then} by its "
                         "class, and would get that of one process. Call super()."
                     )
         self._passed.add(kind)
