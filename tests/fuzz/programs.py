@@ -17,6 +17,7 @@ from torch_geometric.data import Data
 from tests.ops.comparing import LAYOUTS
 from tests.ops.primitives import PRIMITIVES, Case, Setting
 from varcomm.graph import distribute, partition
+from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 POOL = 4  # ranks, of which a program has all or some
 DTYPES = (torch.float64, torch.complex128)
@@ -70,7 +71,50 @@ def graph_layer(s):
     return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
 
 
-LAYERS = {"graph_layer": graph_layer}
+def weights(outputs, inputs):
+    draws = torch.Generator().manual_seed(outputs + 7 * inputs)
+    return torch.randn(outputs, inputs, dtype=torch.float64, generator=draws)
+
+
+def column_linear(s):
+    """A linear layer whose rows come in parts, and whose outputs go out in parts."""
+    outs = (s.sizes[-1] + 1, *s.sizes[:-1])
+    weight = weights(sum(outs), 2)
+
+    def bind(group=None):
+        shards = {"sizes": outs, "sequence_sizes": s.sizes, "group": group}
+        layer = ColumnParallelLinear(2, sum(outs), bias=False, dtype=torch.float64, **shards)
+        layer.weight.data.copy_(weight.split(outs)[dist.get_rank(group)])
+        return layer
+
+    def reference(xs):
+        return list((torch.cat(xs) @ weight.T).split(outs, 1))
+
+    return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
+
+
+def row_linear(s):
+    """A linear layer whose inputs come in parts, and whose rows go out in parts."""
+    ins = (s.sizes[-1] + 1, *s.sizes[:-1])
+    weight = weights(2, sum(ins))
+
+    def bind(group=None):
+        shards = {"sizes": ins, "sequence_sizes": s.sizes, "group": group}
+        layer = RowParallelLinear(sum(ins), 2, bias=False, dtype=torch.float64, **shards)
+        layer.weight.data.copy_(weight.split(ins, 1)[dist.get_rank(group)])
+        return layer
+
+    def reference(xs):
+        return list((torch.cat(xs, 1) @ weight.T).split(s.sizes))
+
+    return Case(tuple((sum(s.sizes), count) for count in ins), bind, reference, has_async=False)
+
+
+LAYERS = {
+    "graph_layer": graph_layer,
+    "column_linear": column_linear,
+    "row_linear": row_linear,
+}
 
 
 @st.composite
