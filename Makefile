@@ -25,7 +25,7 @@ test: $(STAMP)  ## run every test
 test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
 	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan \
 		$(addprefix tests/graph/test_,assign_sharded.py blocks.py distribute.py from_edges.py \
-		hetero.py hops.py overlap.py partition.py saved.py) \
+		hetero.py hops.py overlap.py partition.py saved.py) tests/fuzz/test_determinism.py \
 		$(addprefix tests/transport/test_,agree.py aside.py groups.py lane.py objects.py trace.py)
 
 fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour

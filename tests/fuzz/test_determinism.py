@@ -1,10 +1,13 @@
 """The same inputs on the same ranks give the same bits, time after time."""
 
+import math
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
+import varcomm
 from tests.graph.graphs import wild
 from tests.ops.primitives import PRIMITIVES, case
 from varcomm.data_parallel import sum_gradients
@@ -65,3 +68,36 @@ def graph_network(rank):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_graph_network(worlds, ranks):
     assert worlds.run(ranks, graph_network) == [0] * ranks
+
+
+ROWS = 997
+
+
+def rows(dtype):
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(5)).mul_(1e3).to(dtype)
+
+
+def sums(rank, ranks, dtype):
+    """The sum of all rows, and of the gradients of all, by whoever has which."""
+    own = rows(dtype).tensor_split(ranks)[rank].requires_grad_()
+    weight = torch.ones(4, dtype=dtype, requires_grad=True)
+    total = varcomm.all_reduce((own * weight).sum(0))
+    (total * total.detach() / ranks).sum().backward()  # which each rank has
+    sum_gradients([weight])
+    return total.detach(), weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_across_numbers_of_ranks_sums_differ_by_rounding_alone(worlds, dtype):
+    """However n numbers are added up, the error is below (n - 1) u times the sum of their sizes."""
+    exact = rows(dtype).double()
+    total = torch.tensor([math.fsum(column) for column in exact.T], dtype=torch.float64)
+    size = exact.abs().sum(0)
+    bound = ROWS * torch.finfo(dtype).eps / 2 * size
+    for ranks in (1, 2, 3, 5):
+        every = worlds.run(ranks, sums, ranks, dtype)
+        for found, gradient in every:
+            assert torch.equal(found, every[0][0]), "one answer on all ranks"
+            assert ((found.double() - total).abs() <= bound).all()
+            # the square of the sum, of which the error counts twice
+            assert ((gradient.double() - total.square()).abs() <= 3 * bound * size).all()
