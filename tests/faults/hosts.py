@@ -68,7 +68,7 @@ class Hosts:
     def slow(self):
         """Let 1 kbit pass in a second, in which a message takes minutes."""
         where = ["-n", self._names[0], "qdisc", "add", "dev", "cable", "root"]
-        how = ["tbf", "rate", "1kbit", "burst", "1600", "latency", "1h"]
+        how = ["tbf", "rate", "1kbit", "burst", "1600", "limit", "10000000"]
         subprocess.run(["tc", *where, *how], check=True, capture_output=True, text=True)
 
     def mend(self):
