@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-mpi fuzz demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-all test-mpi fuzz demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -16,16 +16,17 @@ help:  ## show this list
 	@echo
 	@echo "  PYTHON=python3.12 make test   chooses another interpreter (3.11 or newer)"
 
-test: $(STAMP)  ## run every test
+test: $(STAMP)  ## run every test, with each value of its parameters
 	@$(BIN)/python -m pytest
 
-# Of transport, what is not about Gloo itself or about processes; of graphs, what sends in each of the
-# ways there are. Worlds are of 1 and 3 ranks where a test is made for several; what is compiled, or
-# refused before anything is sent, is left out.
+test-all: $(STAMP)  ## run every test with all combinations
+	@$(BIN)/python -m pytest --all
+
+# Of transport, what is not about Gloo itself or about processes. Worlds are of 1 and 3 ranks where
+# a test is made for several; what is compiled, or refused before anything is sent, is left out.
 test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
-	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan \
-		$(addprefix tests/graph/test_,assign_sharded.py blocks.py distribute.py from_edges.py \
-		hetero.py hops.py overlap.py partition.py saved.py) tests/fuzz/test_determinism.py \
+	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan tests/graph \
+		tests/fuzz/test_determinism.py \
 		$(addprefix tests/transport/test_,agree.py aside.py groups.py lane.py objects.py trace.py)
 
 fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour

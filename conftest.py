@@ -3,6 +3,7 @@
 import gc
 import sys
 import warnings
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -17,6 +18,9 @@ from varcomm.transport import aside as aside_module
 from varcomm.transport import lane as lane_module
 
 WORLDS = (1, 2, 3, 5)
+
+# Tests of which all combinations of parameters are run.
+WHOLE = ("tests/ops/test_adjoints", "tests/ops/test_derivatives", "tests/ops/test_values")
 
 ALLOWED = (
     # of torch_geometric and Inductor, of torch; of torch_geometric, of Python 3.13
@@ -38,18 +42,58 @@ def pytest_addoption(parser):
         default="gloo",
         help="what the ranks of the fixture `worlds` communicate by",
     )
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run parametrized tests with all combinations of their parameters",
+    )
 
 
+@pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config, items):
-    """On MPI, 3 ranks stand for all worlds but one: what is tested of worlds is no engine's."""
-    if config.getoption("--engine") == "gloo":
+    """Choose combinations of parameters: all for primitives, of other tests each value once.
+
+    On MPI, 3 ranks stand for all worlds but one: what is tested of worlds is no engine's.
+    """
+    if config.getoption("--all"):
         return
-    config.hook.pytest_deselected(items=[item for item in items if _ranks_of(item) in (2, 5)])
-    items[:] = [item for item in items if _ranks_of(item) not in (2, 5)]
+    chosen, of_function = [], {}
+    on_gloo = config.getoption("--engine") == "gloo"
+    for item in items:
+        if on_gloo and item.nodeid.startswith(WHOLE):
+            chosen.append(item)
+        elif on_gloo or _params(item).get("ranks") not in (2, 5):
+            of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in of_function.values():
+        chosen += _each_value_once(several)
+    chosen = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
-def _ranks_of(item):
-    return item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
+def _params(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _each_value_once(items):
+    """Choose among the runs of a test: values that are seldom chosen first, until all are."""
+
+    def values(item):
+        for mark in item.iter_markers("parametrize"):
+            names = mark.args[0]
+            names = names.replace(",", " ").split() if isinstance(names, str) else names
+            yield *names, *(id(_params(item)[name]) for name in names)
+
+    of = {item: set(values(item)) for item in items}
+    left, times, chosen = set().union(*of.values()), Counter(), []
+    if not left:
+        return items
+    while left:
+        best = max(of, key=lambda item: (len(left & of[item]), -sum(times[v] for v in of[item])))
+        chosen.append(best)
+        left -= of[best]
+        times.update(of.pop(best))
+    return chosen
 
 
 class Worlds:
@@ -98,6 +142,7 @@ def _end_groups():
         if "torch.distributed.tensor" in sys.modules:
             _forget_meshes()
         gc.collect()  # cycles, as of a model and its hooks, keep them
+        gc.freeze()  # what is left is of modules, most of it, and need not be gone through again
 
 
 def _forget_meshes():

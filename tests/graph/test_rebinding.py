@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import dataclasses
 import functools
 import importlib
 import linecache
@@ -423,6 +424,27 @@ def test_a_program_may_have_a_name_of_python(name, tmp_path, monkeypatch):
     Rebinding({whole: ours})(module)
     assert module() == "ours"
     del sys.modules[name]
+
+
+def made_by(how):
+    """A class that says it is of a module of Python."""
+    if how == "dataclasses":
+        namespace = {"forward": lambda self: whole()}
+        return dataclasses.make_dataclass("Made", [], bases=(nn.Module,), namespace=namespace)
+    names = {"nn": nn, "whole": whole}  # in which there is no __name__
+    if how == "exec with a name":
+        names["__name__"] = "types"
+    exec("class Made(nn.Module):\n    def forward(self):\n        return whole()", names)
+    return names["Made"]
+
+
+@pytest.mark.parametrize("how", ["exec", "exec with a name", "dataclasses"])
+def test_a_class_may_say_that_it_is_of_python(how):
+    kind = made_by(how)
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    Rebinding({whole: ours})(module)
+    assert module() == "ours"
 
 
 def test_what_python_keeps_is_not_gone_through(monkeypatch):

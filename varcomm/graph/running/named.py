@@ -27,7 +27,7 @@ __all__ = [
 _FROM_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _BY_NAME = _FROM_GLOBALS | {"LOAD_ATTR", "LOAD_DEREF", "IMPORT_NAME", "IMPORT_FROM"}
 
-# Whatever these packages call themselves is their own business, as with those of Python itself.
+# Whatever these packages call themselves is their own business, as with modules of Python itself.
 _OPAQUE = frozenset({"torch", "varcomm", "numpy"})
 
 _PYTHON = os.path.dirname(os.__file__)
@@ -35,12 +35,15 @@ _PYTHON = os.path.dirname(os.__file__)
 
 def is_opaque(name: str | None) -> bool:
     """Return whether what a module of this name calls is not looked at."""
-    package = (name or "").partition(".")[0]
-    return package in _OPAQUE or (package in sys.stdlib_module_names and _is_of_python(package))
+    return (name or "").partition(".")[0] in _OPAQUE
 
 
-def _is_of_python(package: str) -> bool:
-    """Return whether it is Python's own, and none of a program that has taken its name."""
+def _is_of_python(scope: dict[str, Any]) -> bool:
+    """Return whether globals are of a module of Python itself, whatever name they go by."""
+    name = scope.get("__name__") or ""
+    package = name.partition(".")[0]
+    if package not in sys.stdlib_module_names or vars(sys.modules.get(name, sys)) is not scope:
+        return False
     origin = getattr(getattr(sys.modules.get(package), "__spec__", None), "origin", None)
     return origin in ("built-in", "frozen") or (origin or "").startswith(_PYTHON + os.sep)
 
@@ -48,7 +51,7 @@ def _is_of_python(package: str) -> bool:
 def scope_of(function: FunctionType) -> dict[str, Any]:
     """Return the globals that are looked at: none of packages that are opaque."""
     scope = function.__globals__
-    return {} if is_opaque(scope.get("__name__")) else scope
+    return {} if is_opaque(scope.get("__name__")) or _is_of_python(scope) else scope
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def lookups(code: CodeType) -> tuple[Lookup, ...]:
 
 def members(module: ModuleType, wanted: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """Yield what a module of Python holds under some names."""
-    if not is_opaque(module.__name__):
+    if not (is_opaque(module.__name__) or _is_of_python(vars(module))):
         for name in wanted & vars(module).keys():
             yield name, vars(module)[name]
 
