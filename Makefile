@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all test-mpi demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-all test-mpi fuzz demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -26,7 +26,11 @@ test-all: $(STAMP)  ## run every test with all combinations
 # a test is made for several; what is compiled, or refused before anything is sent, is left out.
 test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
 	@$(BIN)/python -m pytest --engine mpi -k "not compiled and not refus" tests/ops tests/plan tests/graph \
+		tests/fuzz/test_determinism.py \
 		$(addprefix tests/transport/test_,agree.py aside.py groups.py lane.py objects.py trace.py)
+
+fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --minutes 30
 
 demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it against one
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py --check 2

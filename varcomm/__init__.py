@@ -11,6 +11,7 @@ from types import ModuleType
 
 from varcomm.errors import (
     ArgumentError,
+    CommunicationError,
     DisagreementError,
     GroupError,
     LaunchError,
@@ -39,6 +40,7 @@ from varcomm.transport.trace import Call, Trace, Traffic, trace
 __all__ = [
     "ArgumentError",
     "Call",
+    "CommunicationError",
     "DisagreementError",
     "ExchangePlan",
     "GroupError",

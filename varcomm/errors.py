@@ -5,6 +5,7 @@ Each error is also the builtin that a caller would expect, so ``except ValueErro
 
 __all__ = [
     "ArgumentError",
+    "CommunicationError",
     "DisagreementError",
     "GroupError",
     "LaunchError",
@@ -28,6 +29,10 @@ class GroupError(VarcommError, RuntimeError):
 
 class DisagreementError(VarcommError, RuntimeError):
     """Ranks that call the same operation with arguments that do not fit; raised on every rank."""
+
+
+class CommunicationError(VarcommError, RuntimeError):
+    """A call that this rank could not complete: others did not come in time, or are gone."""
 
 
 class LaunchError(VarcommError, RuntimeError):

@@ -112,7 +112,7 @@ def test_one_rank_has_nothing_to_send(engine, tmp_path):
     assert "</svg>" in (tmp_path / "run.svg").read_text()
 
 
-@pytest.mark.parametrize("suite", ["plan", "graph", "tensor-parallel"])
+@pytest.mark.parametrize("suite", ["plan", "graph", "tensor-parallel", "debug"])
 def test_other_suites_run(suite, tmp_path, capsys):
     file = tmp_path / "run.json"
     chosen = ["--suite", suite, "--world", "2", "--json", str(file), "--no-peers"]

@@ -334,7 +334,7 @@ def apart(rank, what):
     with varcomm.debug(), pytest.raises(DisagreementError) as caught:
         call()
     # it starts with the call of the rank that tells
-    told = str(caught.value)
+    told = str(caught.value).splitlines()[0]
     for start in ("replicate, at the end of backward: ", "the end of backward: "):
         told = told.removeprefix(start)
     return told.removeprefix("replicate: "), model.weight.grad

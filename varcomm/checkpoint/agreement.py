@@ -23,6 +23,7 @@ from varcomm.checkpoint.together import Ranks, share
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.layout import ShardSizes
 from varcomm.ops.digest import digest
+from varcomm.transport.plain import travels
 
 __all__ = ["Agreed", "Entry", "Told", "agreed", "check_copies", "told"]
 
@@ -34,6 +35,7 @@ _MEND = (
 )
 
 
+@travels
 class Entry(NamedTuple):
     """What ranks tell each other of a key."""
 
@@ -50,6 +52,7 @@ class Entry(NamedTuple):
         return f"{part}a tensor of shape {self.shape}, {self.dtype}"
 
 
+@travels
 @dataclass(frozen=True)
 class Told:
     """What one rank tells of what it has.

@@ -45,7 +45,7 @@ class PendingSave:
         VarcommError
             The same on every rank, if it could not be written; it names the folder. The earlier
             checkpoint is there.
-        GroupError
+        CommunicationError
             If ranks could not agree: one is gone, or has written for longer than the limit of the
             group (``varcomm.init(timeout=...)``), or ``destroy_process_group()`` was called
             before. The folder has the earlier checkpoint or the new one, whole.

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Sharded, shard_spec
+from varcomm.transport.plain import travels
 
 __all__ = [
     "Piece",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 
+@travels
 @dataclass(frozen=True, order=True)
 class Piece:
     """A box of a tensor, or a plain value: what is written once.

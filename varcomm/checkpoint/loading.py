@@ -66,7 +66,7 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
         if an object refuses what was saved of it.
     DisagreementError
         On every rank, if ranks find different checkpoints.
-    GroupError
+    CommunicationError
         If other ranks are gone, or take longer than the limit of the group.
     VarcommError
         What went wrong in an asynchronous save before, if nobody has waited for it.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from varcomm.errors import ArgumentError
+from varcomm.transport.plain import travels
 
 __all__ = ["METADATA", "Digest", "Manifest", "data_file", "manifest_file", "new_save", "save_of"]
 
@@ -57,6 +58,7 @@ def save_of(save_id: str | None, files: set[str]) -> str | None:
     return own[0] if own else None
 
 
+@travels
 @dataclass(frozen=True)
 class Digest:
     """Size and SHA-256 of what is in a file."""
@@ -110,19 +112,22 @@ class Manifest:
             digest = content.pop("digest")
             if digest != _digest(content):
                 raise ValueError("it is not what was written")
+            if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+                raise ArgumentError(
+                    f"{path} is of {content['format']!r}, version {content['version']}; this "
+                    f"varcomm reads version {_VERSION}."
+                )
+            files = {name: Digest(**digest) for name, digest in content["files"].items()}
+            numbers = {key: [*map(int, places)] for key, places in content["numbers"].items()}
+            return cls(Digest(**content["metadata"]), files, numbers)
         except FileNotFoundError as error:
             raise ArgumentError(
                 f"{path.parent} lacks {path.name}, so nothing tells whether its files are whole."
             ) from error
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except ArgumentError:
+            raise
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is damaged: {error}.") from error
-        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
-            raise ArgumentError(
-                f"{path} is of {content['format']!r}, version {content['version']}; this varcomm "
-                f"reads version {_VERSION}."
-            )
-        files = {name: Digest(**digest) for name, digest in content["files"].items()}
-        return cls(Digest(**content["metadata"]), files, content["numbers"])
 
     def _content(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from varcomm.errors import ArgumentError
+from varcomm.transport.plain import travels
 
 __all__ = ["Keys", "Number", "at", "joined", "nested", "prefix_hint", "spelled"]
 
@@ -17,6 +18,7 @@ Keys: TypeAlias = tuple[str | int, ...]
 _WRAPPERS = ("module", "_orig_mod")
 
 
+@travels
 class Number(str):
     """A key of a dict that is a number, as a text, which is how torch's flat keys have it."""
 

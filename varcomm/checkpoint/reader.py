@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
@@ -86,6 +91,8 @@ class Checkpoint:
         order = dict.fromkeys([*(key for key in known if key in keys), *keys])
         found = {key: known.get(key, (key,)) for key in order}
         for key, places in (self.manifest.numbers if self.manifest is not None else {}).items():
+            if key not in found:
+                raise ArgumentError(f"{self.folder}: there is no {key!r}. {_AGAIN}")
             found[key] = tuple(
                 Number(name) if place in places else name for place, name in enumerate(found[key])
             )
@@ -151,12 +158,19 @@ class Checkpoint:
             else:
                 boxes = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
                 known = sum(prod(box.sizes) for box in boxes) == prod(entry.size) and all(
-                    MetadataIndex(key, box.offsets) in self.metadata.storage_data for box in boxes
+                    self._has_room(key, box, entry.properties.dtype) for box in boxes
                 )
             if not known:
                 raise ArgumentError(
                     f"{self.folder / METADATA} does not tell where all of {key!r} is. {_AGAIN}"
                 )
+
+    def _has_room(self, key: str, box: ChunkStorageMetadata, dtype: torch.dtype) -> bool:
+        """Tell whether a saved box is in a file, in no fewer bytes than it has."""
+        place = self.metadata.storage_data.get(MetadataIndex(key, box.offsets))
+        if place is None:
+            return False
+        return bool(place.transform_descriptors) or prod(box.sizes) * dtype.itemsize <= place.length
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return plain values, by key."""

@@ -105,7 +105,7 @@ def save(
         removed, and the earlier checkpoint is there.
     DisagreementError
         On every rank, if what is to be equal on ranks is not; with the keys and the ranks.
-    GroupError
+    CommunicationError
         If other ranks are gone, or one writes for longer than the limit of the group
         (``varcomm.init(timeout=...)``). The folder has the earlier checkpoint or the new one,
         whole; what else has been written, the next save removes.

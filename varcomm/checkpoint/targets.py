@@ -16,6 +16,7 @@ from varcomm.checkpoint.leaves import checked_rows, is_bare
 from varcomm.checkpoint.nested import Keys, at, joined, nested, prefix_hint, spelled
 from varcomm.checkpoint.reader import Checkpoint
 from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.transport.plain import travels
 
 __all__ = ["Fit", "Targets", "check_fit", "targets_of"]
 
@@ -25,6 +26,7 @@ _FEW = 5
 Put = Callable[[], None]
 
 
+@travels
 class Fit(NamedTuple):
     """How well a state and a checkpoint fit each other on one rank."""
 

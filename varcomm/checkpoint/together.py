@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from varcomm.errors import ArgumentError, GroupError, VarcommError
+from varcomm.errors import ArgumentError, VarcommError
 from varcomm.transport import agree as between
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -44,21 +44,11 @@ def agree_and_share(
 
     Raises
     ------
-    GroupError
+    CommunicationError
         If no answer comes from others: they are gone, or take longer than the group's limit.
     """
     if isinstance(ranks, Group):
-        try:
-            return between.agree_and_share(what, local, tell, ranks)
-        except VarcommError:
-            raise
-        except Exception as error:  # of the transport, which says something else on each rank
-            raise GroupError(
-                f"{what}: ranks could not agree. Either a rank is gone, or its process group was "
-                "destroyed, or it took longer than the limit of the group, to write its files for "
-                "example; varcomm.init(timeout=...) sets that limit. What torch has said here: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        return between.agree_and_share(what, local, tell, ranks)
     try:
         value = local()
         return value, [tell(value)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -40,6 +41,12 @@ _CLASSES = (
     _StorageInfo,
 )
 
+# What keeps an object at a place with a number, of which there are as many as objects at most.
+_PLACES = {"PUT", "BINPUT", "LONG_BINPUT"}
+
+# What makes room before it is known that there is something for it; metadata needs none of it.
+_ROOM = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}
+
 
 def metadata_of(content: bytes) -> Metadata:
     """Return the metadata in the bytes of a ``.metadata`` file.
@@ -52,11 +59,21 @@ def metadata_of(content: bytes) -> Metadata:
     """
     unpickler = _Unpickler(io.BytesIO(content))
     try:
+        _check_lengths(content)
         return _metadata(unpickler.load(), unpickler.stand_ins)
     except ArgumentError:
         raise
     except Exception as error:  # whatever a byte that has been altered leads to
         raise ArgumentError(f"it is damaged: {type(error).__name__}: {error}") from error
+
+
+def _check_lengths(content: bytes) -> None:
+    """Raise ValueError if a pickle asks for more room than it fills; an unpickler would make it."""
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name in _PLACES and int(argument or 0) > count:
+            raise ValueError(f"an object is to be kept at place {argument}")
+        if opcode.name in _ROOM:
+            raise ValueError(f"{opcode.name} is asked for")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as Planner
 from varcomm.checkpoint.agreement import Agreed
 from varcomm.checkpoint.manifest import METADATA, Digest, Manifest, data_file, manifest_file
 from varcomm.errors import ArgumentError
+from varcomm.transport.plain import travels
 
 __all__ = ["Written", "commit", "discard", "is_committed", "write"]
 
@@ -37,6 +38,7 @@ _OURS = re.compile(
 )
 
 
+@travels
 @dataclass(frozen=True)
 class Written:
     """What one rank has written: its files, and where in them each item of its plan is."""

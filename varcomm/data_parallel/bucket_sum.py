@@ -9,6 +9,7 @@ from varcomm.ops import wire
 from varcomm.ops.reduction import SMALL, accumulated
 from varcomm.transport.agree import compare, debugging
 from varcomm.transport.engine import Pending
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.trace import span
 
@@ -45,7 +46,8 @@ class BucketSum:
         counts = [len(self._mine)] * ranks
         name = "all_reduce" if self._pieces is None else "reduce_scatter_v"
         self._compare(name, flat)
-        with span(name):
+        self._explained = explained(name, group)
+        with span(name), self._explained:
             if self._pieces is None:
                 works, parts = wire.all_gather(name, group, flat, counts)
             else:
@@ -57,7 +59,8 @@ class BucketSum:
 
         The sum is divided by `divisor`, but for its last `undivided` numbers.
         """
-        parts = self._pending.wait()
+        with self._explained:
+            parts = self._pending.wait()
         total = accumulated(parts, self._use_fp32)
         if divisor != 1:
             total[: max(0, self._numbers - undivided - self._mine.start)] /= divisor
@@ -67,17 +70,20 @@ class BucketSum:
             return
         name = "all_gather_v"
         self._compare(name, total)
-        with span(name):
+        self._explained = explained(name, self._group)
+        with span(name), self._explained:
             works, out = wire.all_gather(name, self._group, total, self._pieces)
         self._pending = Pending(works, lambda: out)
 
     def wait(self) -> torch.Tensor:
         """Return the sum; after :meth:`begin_second_round`."""
-        return self._pending.wait()
+        with self._explained:
+            return self._pending.wait()
 
     def give_up(self) -> None:
         """Wait for what has been begun, and begin nothing; in place of the second round."""
-        self._pending.wait()
+        with self._explained:
+            self._pending.wait()
 
     def _compare(self, name: str, values: torch.Tensor) -> None:
         if debugging():

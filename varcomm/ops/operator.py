@@ -8,16 +8,19 @@ graphs that are compiled, comparison between ranks, the range in the profiler.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 
-from varcomm.errors import ArgumentError, GroupError
+from varcomm.errors import ArgumentError, CommunicationError, GroupError
 from varcomm.ops.checks import checked_flag
 from varcomm.transport.agree import compare, debugging, fail
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import EngineFailure, Pending
 from varcomm.transport.engines import engine_for
+from varcomm.transport.failure import failure
 from varcomm.transport.group import Group, named
 from varcomm.transport.trace import span
 
@@ -92,10 +95,25 @@ def started(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
         call = {"operation": operator.name, **operator.describe(x)}
         more = {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
         number = compare(operator.group, call | more)
+    failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
     with span(operator.name):
-        pending = operator.start(x)
-    pending.number = number
+        try:
+            pending = operator.start(x)
+        except EngineFailure as error:  # in the first of several rounds
+            raise failed(error) from error.__cause__
+    pending.number, pending.failed = number, failed
     return pending
+
+
+def _failed(
+    operator: Operator, dtype: torch.dtype, shape: torch.Size, began: float, error: EngineFailure
+) -> CommunicationError:
+    """Return the error for a call that an engine could not complete: what it was, and for whom."""
+    told = operator.describe(torch.empty(shape, dtype=dtype, device="meta"))
+    held = ", ".join(f"{word} {value}" for word, value in told.items())
+    kind = str(dtype).removeprefix("torch.")
+    details = f"It is of {kind} {list(shape)} here, with {held}. "
+    return failure(operator.name, operator.group, began, error, details)
 
 
 class checking:

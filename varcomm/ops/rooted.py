@@ -83,7 +83,7 @@ def input_of_root(
             "sizes": digest,
         }
 
-    root = announce(group, src, describe)
+    root = announce(name, group, src, describe)
     if root["sizes"] != digest:
         raise DisagreementError(
             f"{where}sizes {list(sizes)} are not those of the root, rank {src}."

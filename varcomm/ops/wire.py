@@ -7,12 +7,13 @@ outermost in memory, packing and unpacking are views.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 
-from varcomm.transport.engine import Peers, Work
+from varcomm.transport.engine import EngineFailure, Peers, Work
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.trace import note
@@ -54,7 +55,8 @@ def exchange(
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
     engine = engine_for(group, values.device)
-    return engine.exchange(group, as_bytes(out), as_bytes(values), receives, sends, peers), out
+    messages = as_bytes(out), as_bytes(values), receives, sends, peers
+    return _begun(engine.exchange, group, *messages), out
 
 
 def all_gather(
@@ -73,7 +75,7 @@ def all_gather(
     receives = [n * width for n in counts]
     note(name, group, [receives[group.rank]] * group.size, receives)
     engine = engine_for(group, values.device)
-    return engine.all_gather(group, as_bytes(out), as_bytes(values), receives), out
+    return _begun(engine.all_gather, group, as_bytes(out), as_bytes(values), receives), out
 
 
 def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
@@ -84,7 +86,14 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     note(name, group, sends, [0 if at_src else size * (r == src) for r in range(group.size)])
     if size == 0 or group.size == 1:
         return []
-    return engine_for(group, values.device).broadcast(group, as_bytes(values), src)
+    return _begun(engine_for(group, values.device).broadcast, group, as_bytes(values), src)
+
+
+def _begun(start: Callable[..., Works], *arguments: Any) -> Works:
+    try:
+        return start(*arguments)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

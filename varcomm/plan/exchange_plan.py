@@ -24,6 +24,7 @@ from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.transport.agree import agree, agree_and_share
 from varcomm.transport.engine import Pending
 from varcomm.transport.engines import peers_answer
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ExchangePlan"]
@@ -182,8 +183,9 @@ class ExchangePlan(Routes):
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
-        works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts, "neighbours")
-        send_index = Pending(works, lambda: asked).wait()
+        with explained(what, ranks):
+            works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts, "neighbours")
+            send_index = Pending(works, lambda: asked).wait()
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank])
 
     def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
@@ -364,5 +366,6 @@ def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group)
         )
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
-    return tuple(Pending(works, lambda: theirs).wait().tolist())
+    with explained("ExchangePlan", group):
+        works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
+        return tuple(Pending(works, lambda: theirs).wait().tolist())

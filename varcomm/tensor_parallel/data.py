@@ -12,8 +12,9 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import wire
 from varcomm.ops.checks import checked_tensor
 from varcomm.transport.agree import agree, share
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, wait_for
 from varcomm.transport.engines import peers_answer
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["broadcast_data"]
@@ -176,14 +177,16 @@ def _all_gather(said: list[int], group: Group) -> list[list[int]]:
     if not peers_answer(group):
         return [said] * group.size
     own = torch.tensor(said, dtype=torch.int64, device=group.device())
-    works, all_said = wire.all_gather(_NAME, group, own, [len(said)] * group.size)
-    values = Pending(works, lambda: all_said).wait()
+    with explained(_NAME, group):
+        works, all_said = wire.all_gather(_NAME, group, own, [len(said)] * group.size)
+        values = Pending(works, lambda: all_said).wait()
     return values.view(group.size, len(said)).tolist()
 
 
 def _broadcast(values: torch.Tensor, group: Group) -> None:
     """Overwrite `values` by those of the first rank."""
-    Pending(wire.broadcast(_NAME, group, values, 0), lambda: values).wait()
+    with explained(_NAME, group):
+        wait_for(wire.broadcast(_NAME, group, values, 0))
 
 
 def _raise(failure: ArgumentError | None) -> None:

@@ -7,15 +7,26 @@ messages each time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
 
-from varcomm.errors import ArgumentError, DisagreementError, VarcommError
+import torch.distributed as dist
+
+from varcomm import errors
+from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
+from varcomm.transport.engine import NO_LIMIT, EngineFailure
 from varcomm.transport.engines import peers_answer
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
+from varcomm.transport.limits import seconds
 from varcomm.transport.objects import all_gather_object
+from varcomm.transport.plain import from_bytes, to_bytes
+from varcomm.transport.whereabouts import brief, leave_note, notes, spans, table, user_line
 
 __all__ = [
     "agree",
@@ -31,24 +42,57 @@ __all__ = [
 T = TypeVar("T")
 S = TypeVar("S")
 
-# Of the calls that this rank has compared; the group's first rank gives a call its number.
-_numbers = count()
+# Of the calls that this rank has compared, in each group.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
+
+# What other ranks may say that they raised.
+_KINDS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, VarcommError)
+}
 
 # At an error that all ranks raise.
 _EVERYWHERE = "_varcomm_on_all_ranks"
 
-# How many debug() blocks are open. Backward runs in threads of its own and must see it too.
-_depth = 0
+# How long ranks wait for each other, of each debug() block that is open. Backward runs in threads
+# of its own and must see it too.
+_limits: list[float] = []
+
+_LIMIT = 30.0  # seconds
 
 
 @contextmanager
-def debug() -> Iterator[None]:
+def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
     """Compare every call between ranks before its data moves, in forward and in backward.
 
     All ranks of a group enter it together; then ranks that call different operations, or the same
     one with dims, sizes, dtypes, shapes or ``requires_grad`` that do not fit, all raise one
-    :class:`~varcomm.errors.DisagreementError` that names them, in place of a hang; so do all where
-    one rank's own arguments are wrong. Setting ``VARCOMM_DEBUG=1`` does this for a whole program.
+    :class:`~varcomm.errors.DisagreementError` that names them and the lines of their programs, in
+    place of a hang; so do all where one rank's own arguments are wrong. Where a rank does not come,
+    the others say after `timeout` where it was last. Setting ``VARCOMM_DEBUG=1`` does this for a
+    whole program, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
+
+    Parameters
+    ----------
+    timeout : float or timedelta
+        Seconds for which ranks wait for each other before a call. What a rank computes between two
+        calls may not take longer than on others by more than this.
+
+    Raises
+    ------
+    ArgumentError
+        If `timeout` is not a positive number or timedelta.
+    CommunicationError
+        Inside, on ranks that have waited for one that did not come.
+
+    Notes
+    -----
+    After a DisagreementError the group can be used. After a CommunicationError it is out of step:
+    the rank that did not come may still come, to what others have given up.
+
+    Communication: a round of messages before each call, about 1 KiB a rank, and a note in the
+    store by which ranks have met.
 
     Examples
     --------
@@ -59,20 +103,38 @@ def debug() -> Iterator[None]:
     ...             varcomm.all_gather_v(torch.zeros(2, 3 + rank), [2, 2])
     ...     except varcomm.DisagreementError as error:
     ...         return str(error)
-    >>> print(varcomm.launch(fn, 2)[0])
+    >>> print(varcomm.launch(fn, 2)[0].splitlines()[0])
     all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
     """
-    global _depth
-    _depth += 1
+    _limits.append(seconds(timeout))
     try:
         yield
+    except BaseException as error:
+        if not (on_all_ranks(error) or isinstance(error, CommunicationError)):
+            leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
+        raise
     finally:
-        _depth -= 1
+        _limits.pop()
 
 
 def debugging() -> bool:
     """Return whether calls are to be compared."""
-    return _depth > 0 or os.environ.get("VARCOMM_DEBUG", "") not in ("", "0")
+    return bool(_limits) or os.environ.get("VARCOMM_DEBUG", "") not in ("", "0")
+
+
+def _limit() -> timedelta:
+    """Return how long ranks wait for each other."""
+    if not debugging():
+        return NO_LIMIT
+    if _limits:
+        return timedelta(seconds=_limits[-1])
+    given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(_LIMIT)
+    try:
+        return timedelta(seconds=seconds(float(given)))
+    except ValueError:
+        raise ArgumentError(
+            f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {given!r}."
+        ) from None
 
 
 def agree(what: str, local: Callable[[], T], group: Group) -> T:
@@ -103,25 +165,25 @@ def agree_and_share(
     call: dict[str, Any] = {"operation": what}
     try:
         value = local()
-        call["told"] = tell(value)
+        call["told"] = to_bytes(tell(value)).decode()
     except Exception as error:
         failure = error
-        call |= {"error": str(error), "kind": _kind(error)}
-    calls = all_gather_object(call, group)
+        call |= {"error": str(error), "kind": _kind(error).__name__}
+    calls = _told(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         first, *others = failures
-        kind = calls[first].get("kind", DisagreementError)
+        kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
             f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
         )
         setattr(agreed, _EVERYWHERE, True)
         raise agreed from failure
-    _same("operation", calls)
-    return value, [other["told"] for other in calls]
+    _same(["operation"], calls)
+    return value, [from_bytes(other["told"].encode()) for other in calls]
 
 
-def on_all_ranks(error: Exception) -> bool:
+def on_all_ranks(error: BaseException) -> bool:
     """Tell whether ranks have agreed on an error, so that all of them raise it."""
     return isinstance(error, DisagreementError) or getattr(error, _EVERYWHERE, False)
 
@@ -137,34 +199,91 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
 
     `call` maps words to plain values. ``"operation"`` and all others must be equal on all ranks,
     but for ``"send"`` and ``"recv"``, counts a peer: what a rank sends is what its peer expects.
-    Returns a number for the call, the same on all ranks.
+    Returns the call's number in the group, that of the first rank; 0 where nothing is numbered.
     """
-    calls = all_gather_object({**call, "number": next(_numbers)}, group)
+    calls = _told(dict(call), group)
     failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
     if failed:
-        raise DisagreementError(f"{call['operation']}: not called, since on {'; on '.join(failed)}")
-    _same("operation", calls)  # where it differs, nothing else needs to be said
-    for word in call:
-        if word not in ("operation", "send", "recv"):
-            _same(word, calls)
+        raise DisagreementError(
+            f"{call['operation']}: not called, since on {'; on '.join(failed)}{_rows([], calls)}"
+        )
+    _same(["operation"], calls)  # where it differs, nothing else needs to be said
+    _same([word for word in call if word not in ("send", "recv")], calls)
+    number: int = calls[0].get("number", 0)
     if not peers_answer(group):  # of whose counts nothing is known
-        return calls[0]["number"]  # type: ignore[no-any-return]
+        return number
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
             if "send" in sender and sender["send"][j] != receiver["recv"][i]:
                 raise DisagreementError(
                     f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
-                    f"which expects {receiver['recv'][i]}."
+                    f"which expects {receiver['recv'][i]}.{_rows(['send', 'recv'], calls)}"
                 )
-    return calls[0]["number"]  # type: ignore[no-any-return]
+    return number
 
 
-def _same(word: str, calls: list[dict[str, Any]]) -> None:
-    values = [call.get(word, "none") for call in calls]
-    if any(value != values[0] for value in values):
-        said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
-        operation = f"{calls[0]['operation']}: " if word != "operation" else ""
-        raise DisagreementError(f"{operation}ranks disagree on {word}: {said}.")
+def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Return what all ranks tell of their calls, or say which have not come."""
+    if not debugging() or not peers_answer(group):
+        with explained(call["operation"], group):
+            return all_gather_object(call, group)
+    call["number"] = next(_numbers.setdefault(group.process_group, count(1)))
+    call["at"] = user_line()
+    here = {"group": group.name, "call": call["number"]}
+    leave_note(
+        {
+            **here,
+            "of ranks": spans(group.ranks),
+            "operation": call["operation"],
+            "at": call["at"],
+            "left with": "",
+        }
+    )
+    began = time.monotonic()
+    try:
+        return all_gather_object(call, group, _limit())
+    except EngineFailure as error:
+        after = time.monotonic() - began
+        what = call["operation"]
+        raise CommunicationError(_absent(what, here, group, after, error)) from error.__cause__
+
+
+def _absent(
+    what: str, here: Mapping[str, Any], group: Group, after: float, error: RuntimeError
+) -> str:
+    """Say which ranks have not come to a call, and where all were last."""
+    found, _ = notes(group)
+    missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
+    have = "rank {} has" if len(missing) == 1 else "ranks {} have"
+    who = have.format(spans(missing)) if missing else "somebody has"
+    return (
+        f"{what} on {group}: {who} not come within {after:.1f} s to call {here['call']} of the "
+        f"group inside varcomm.debug ({brief(error)}). Where ranks were last:\n"
+        f"{table({word: note[word] for word in note if word != 'group'} for note in found)}\n"
+        "A rank that only takes longer may: varcomm.debug(timeout=...), VARCOMM_DEBUG_TIMEOUT."
+    )
+
+
+def _rows(words: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of what ranks say, if they say where they are."""
+    if not all("at" in call for call in calls):
+        return ""
+    shown = dict.fromkeys(("operation", *words, "at"))
+    return "\n" + table({word: call.get(word, "none") for word in shown} for call in calls)
+
+
+def _same(words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if ranks differ in any of these words; the message starts with the first."""
+    told = {word: [call.get(word, "none") for call in calls] for word in words}
+    differing = [word for word, values in told.items() if any(v != values[0] for v in values)]
+    if not differing:
+        return
+    first = differing[0]
+    said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(told[first]))
+    operation = f"{calls[0]['operation']}: " if first != "operation" else ""
+    raise DisagreementError(
+        f"{operation}ranks disagree on {first}: {said}.{_rows(differing, calls)}"
+    )
 
 
 def fail(group: Group, operation: str, error: Exception) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.transport.engine import wait_for
 from varcomm.transport.engines import engine_for, peers_answer
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 
 __all__ = ["announce"]
@@ -20,7 +22,9 @@ __all__ = ["announce"]
 _LENGTH = 1024
 
 
-def announce(group: Group, src: int, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def announce(
+    what: str, group: Group, src: int, local: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """Return on every rank what `local` returns on `src`; collective.
 
     Raises
@@ -41,8 +45,8 @@ def announce(group: Group, src: int, local: Callable[[], dict[str, Any]]) -> dic
     # by plain tensors, also inside torch.func's transforms, which would wrap them
     with torch._C._DisableFuncTorch():
         data = torch.from_numpy(np.frombuffer(bytearray(told), np.uint8)).to(group.device())
-        for work in engine_for(group, data.device).broadcast(group, data, src):
-            work.wait()
+        with explained(what, group):
+            wait_for(engine_for(group, data.device).broadcast(group, data, src))
         message = json.loads(data.cpu().numpy().tobytes().rstrip(b"\0"))
     if failure is not None:
         raise failure

@@ -7,8 +7,9 @@ tensors are flat, contiguous and of uint8; all counts are bytes, one a rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
@@ -16,7 +17,9 @@ import torch
 
 from varcomm.transport.group import Group
 
-__all__ = ["Engine", "Peers", "Pending", "Work", "pieces"]
+__all__ = ["NO_LIMIT", "Engine", "EngineFailure", "Peers", "Pending", "Work", "pieces", "wait_for"]
+
+NO_LIMIT = timedelta(0)  # but that of the group
 
 
 # Who has something for whom, as all ranks know: most for most; few, as the neighbours of a plan;
@@ -27,11 +30,19 @@ Peers: TypeAlias = Literal["all", "neighbours", "one"]
 class Work(Protocol):
     """Something under way, as torch.distributed's ``Work`` is."""
 
-    def wait(self) -> object:
-        """Return when it is done on this rank; on a GPU, let the current stream wait for it."""
+    def wait(self, timeout: timedelta = NO_LIMIT) -> object:
+        """Return when it is done on this rank; on a GPU, let the current stream wait for it.
+
+        A `timeout` other than NO_LIMIT is an error where it is not done by then, as is the time
+        limit of the group; it stays under way.
+        """
 
     def is_completed(self) -> bool:
         """Tell whether it is done, without waiting; False where that cannot be told."""
+
+
+class EngineFailure(RuntimeError):
+    """What an engine raised while a call was waited for, in its words."""
 
 
 @dataclass
@@ -41,12 +52,24 @@ class Pending:
     works: Sequence[Work]
     finish: Callable[[], torch.Tensor]
     number: int | None = None  # of the call, the same on all ranks, where they compare calls
+    failed: Callable[[EngineFailure], Exception] | None = None  # what to raise where that fails
 
     def wait(self) -> torch.Tensor:
         """Wait until this rank's part is done, and return the result."""
-        for work in self.works:
-            work.wait()
-        return self.finish()
+        try:
+            wait_for(self.works)
+            return self.finish()
+        except EngineFailure as error:
+            raise self.failed(error) if self.failed else error from error.__cause__
+
+
+def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
+    """Wait for all of them, or raise EngineFailure."""
+    try:
+        for work in works:
+            work.wait(timeout)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
 
 
 class Engine(ABC):
@@ -73,10 +96,11 @@ class Engine(ABC):
         `data` may be this rank's place in `out`.
         """
 
-    def all_gather_small(self, group: Group, out: torch.Tensor, data: torch.Tensor) -> None:
+    def all_gather_small(
+        self, group: Group, out: torch.Tensor, data: torch.Tensor, timeout: timedelta
+    ) -> None:
         """Fill `out` on every rank with the few bytes of each rank, as many on all; wait for it."""
-        for work in self.all_gather(group, out, data, [len(data)] * group.size):
-            work.wait()
+        wait_for(self.all_gather(group, out, data, [len(data)] * group.size), timeout)
 
     @abstractmethod
     def exchange(
@@ -93,6 +117,9 @@ class Engine(ABC):
     @abstractmethod
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Overwrite `data` on every rank by that of `src`."""
+
+    def leave(self, group: Group) -> None:  # noqa: B027, where there is no way nothing is done
+        """Let no other rank wait for this one, where an engine can: after a failure."""
 
 
 def pieces(

@@ -59,7 +59,12 @@ class Group:
 
     def backends(self) -> dict[str, str]:
         """Return which of torch.distributed's backends serves which kind of device."""
-        config = dist.get_backend_config(self.process_group)
+        try:
+            config = dist.get_backend_config(self.process_group)
+        except (TypeError, ValueError) as error:  # torch.distributed does not know it any more
+            raise GroupError(
+                f"the group of {self.label} was destroyed. Make another one, or call before."
+            ) from error
         return dict(pair.split(":", 1) for pair in config.split(","))
 
     def timeout(self) -> timedelta:

@@ -29,8 +29,9 @@ from typing import Any, Self, TypeVar
 from varcomm.errors import ArgumentError, LaunchError
 from varcomm.layout import exact_int
 from varcomm.transport.call import pickled_call
+from varcomm.transport.limits import seconds
 from varcomm.transport.worker import STOP, Report, importing_module, stack_file
-from varcomm.transport.world import World, init, seconds
+from varcomm.transport.world import World, init
 
 __all__ = ["Ranks", "World", "init", "launch"]
 

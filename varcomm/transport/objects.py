@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 
+from varcomm.transport.engine import NO_LIMIT, EngineFailure, wait_for
 from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
+from varcomm.transport.plain import from_bytes, to_bytes
 
 __all__ = ["all_gather_object"]
 
@@ -21,20 +23,25 @@ _FIRST = 1024
 _HEAD = 8
 
 
-def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Return the `value` of every rank, in rank order; collective.
+def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -> list[Any]:
+    """Return the `value` of every rank, in rank order, before `timeout`; collective.
 
     In a world that is only planned, every rank says what this one says.
 
+    The value is plain, as :mod:`varcomm.transport.plain` says: nothing that arrives is unpickled.
     torch.distributed's function of this name asks for lengths first, and pads all to the longest.
     """
-    whole = pickle.dumps(value)
+    whole = to_bytes(value)
     if not peers_answer(group):
-        return [pickle.loads(whole)] * group.size
+        return [from_bytes(whole)] * group.size
     told = len(whole).to_bytes(_HEAD, "little") + whole
     engine = engine_for(group, group.device())
     firsts = torch.empty(group.size * _FIRST, dtype=torch.uint8, device=group.device())
-    engine.all_gather_small(group, firsts, _tensor(told[:_FIRST].ljust(_FIRST, b"\0"), group))
+    first = _tensor(told[:_FIRST].ljust(_FIRST, b"\0"), group)
+    try:
+        engine.all_gather_small(group, firsts, first, timeout)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
     answers = [_bytes(part) for part in firsts.split(_FIRST)]
 
     lengths = [int.from_bytes(answer[:_HEAD], "little") for answer in answers]
@@ -42,13 +49,12 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     if any(left):
         rests = torch.empty(sum(left), dtype=torch.uint8, device=group.device())
         rest = _tensor(told[_FIRST:], group)
-        for work in engine.all_gather(group, rests, rest, left):
-            work.wait()
+        wait_for(engine.all_gather(group, rests, rest, left), timeout)
         answers = [
             answer + _bytes(part) for answer, part in zip(answers, rests.split(left), strict=True)
         ]
     return [
-        pickle.loads(answer[_HEAD : _HEAD + length])
+        from_bytes(answer[_HEAD : _HEAD + length])
         for answer, length in zip(answers, lengths, strict=True)
     ]
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
-from varcomm.transport.engine import Engine, Peers, Work
+from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work
 from varcomm.transport.group import Group
 
 __all__ = ["Staged"]
@@ -59,9 +60,9 @@ class _Arrival:
     arriving: torch.Tensor
     out: torch.Tensor
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         for work in self.works:
-            work.wait()
+            work.wait(timeout)
         self.out.copy_(self.arriving, non_blocking=True)
 
     def is_completed(self) -> bool:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,12 @@ from varcomm.errors import ArgumentError, LaunchError, VarcommError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
 from varcomm.transport.fresh_store import meeting_store
+from varcomm.transport.limits import seconds
+from varcomm.transport.whereabouts import tell_of_exceptions
 
-__all__ = ["World", "init", "join", "seconds"]
+__all__ = ["World", "init", "join"]
 
 logger = logging.getLogger("varcomm")
-
-_LONGEST = 24 * 86_400.0  # seconds; poll() counts milliseconds in an int
 
 
 @dataclass(frozen=True)
@@ -163,23 +162,10 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
             f"rank {place.rank} of {place.size} (started by {place.launcher}) could not join "
             f"the others{where} with backend {backend!r}: {error}"
         ) from error
+    tell_of_exceptions()
     atexit.register(_leave, weakref.ref(dist.group.WORLD), os.getpid())
     logger.debug(
         "rank %d of %d joined by %s, backend %s", place.rank, place.size, place.launcher, backend
-    )
-
-
-def seconds(timeout: object) -> float:
-    """Return a time limit in seconds, at most 24 days, whatever it was given in.
-
-    >>> seconds(timedelta(minutes=1)), seconds(0.5), seconds(float("inf"))
-    (60.0, 0.5, 2073600.0)
-    """
-    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0:
-        return min(float(given), _LONGEST)
-    raise ArgumentError(
-        f"timeout must be a positive number of seconds or a timedelta; got {timeout!r}."
     )
 
 

@@ -19,6 +19,8 @@ from varcomm.data_parallel.sharded.traffic import Traffic
 from varcomm.data_parallel.values import compare, make_equal
 from varcomm.ops import wire
 from varcomm.transport.agree import agree_and_share
+from varcomm.transport.engine import wait_for
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.lane import free_lanes, take_lane
 
@@ -87,7 +89,7 @@ def make(params: object, factory: Factory, group: Group, module: object, asked: 
 
 def _make_equal(given: Given, shards: list[Shard], group: Group, bucket_bytes: int) -> None:
     """Overwrite parameters and buffers by those of rank 0, all that the module has."""
-    for shard in shards:
-        for work in wire.broadcast("broadcast", group, shard.row, 0):
-            work.wait()
+    with explained("ShardedGradients", group):
+        for shard in shards:
+            wait_for(wire.broadcast("broadcast", group, shard.row, 0))
     make_equal([value for _, value in given.written()], group, bucket_bytes)

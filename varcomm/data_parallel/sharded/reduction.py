@@ -10,6 +10,8 @@ import torch
 from varcomm.data_parallel.sharded.split import Split
 from varcomm.ops import wire
 from varcomm.ops.reduction import accumulated
+from varcomm.transport.engine import wait_for
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.trace import span
 
@@ -93,7 +95,8 @@ class Reduction:
             size + len(segments) + self._slots
             for size, segments in zip(split.sizes, split.segments, strict=True)
         ]
-        with span(_NAME):
+        self._explained = explained(_NAME, group)
+        with span(_NAME), self._explained:
             sent = self._packed(split, gradients, example, count, rows)
             mine = [rows[group.rank]] * group.size
             self._works, self._received = wire.exchange(_NAME, group, sent, rows, mine)
@@ -138,8 +141,8 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait until everything has arrived, and let go of what was sent."""
-        for work in self._works:
-            work.wait()
+        with self._explained:
+            wait_for(self._works)
         self._works, self._sent = [], None
 
     def count(self) -> list[int]:

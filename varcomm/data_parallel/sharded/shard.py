@@ -11,7 +11,8 @@ from torch.autograd.graph import increment_version
 from varcomm.data_parallel.sharded.pending import hide, show
 from varcomm.data_parallel.sharded.split import Split
 from varcomm.ops import wire
-from varcomm.transport.engine import Work
+from varcomm.transport.engine import Work, wait_for
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.trace import span
 
@@ -162,7 +163,8 @@ class Shard:
             self._own.copy_(self._masters, non_blocking=True)
         # who has saved a parameter for backward must not find other values there
         increment_version(self.parameters)
-        with span("all_gather_v"):
+        self._explained = explained("all_gather_v", group)
+        with span("all_gather_v"), self._explained:
             self._gathers, _ = wire.all_gather(
                 "all_gather_v", group, self._own, self.split.sizes, self.row
             )
@@ -172,8 +174,9 @@ class Shard:
 
     def wait(self) -> None:
         """Wait for the pieces of all ranks, which are on their way."""
-        for work in self._gathers or []:
-            work.wait()
+        if self._gathers:
+            with self._explained:
+                wait_for(self._gathers)
         self._gathers = None
         for parameter, view in zip(self.parameters, self._views, strict=True):
             show(parameter, view)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ from varcomm.layout import ShardSizes
 from varcomm.ops.broadcast import broadcast
 from varcomm.transport.agree import agree, share
 from varcomm.transport.group import Group
+from varcomm.transport.plain import from_bytes, to_bytes
 
 __all__ = ["from_one_rank"]
 
@@ -75,8 +74,8 @@ def _of_the_graph(
     def packed() -> torch.Tensor | None:
         if attributes is None:
             return None
-        texts = {name: _pickled(name, value) for name, value in attributes.items()}
-        return torch.frombuffer(bytearray(pickle.dumps(texts)), dtype=torch.uint8)
+        texts = {name: _packed(name, value) for name, value in attributes.items()}
+        return torch.frombuffer(bytearray(to_bytes(texts)), dtype=torch.uint8)
 
     content = agree(what, packed, group)
     # as bytes, of which each rank then gets only these
@@ -85,29 +84,19 @@ def _of_the_graph(
     content = broadcast(content, src=src, group=group.process_group).cpu()
     if attributes is not None:
         return dict(attributes)
-    texts: dict[str, bytes] = pickle.loads(content.numpy().tobytes())
-    return {
-        name: torch.load(io.BytesIO(text), map_location=_here, weights_only=False)
-        for name, text in texts.items()
-    }
+    texts: dict[str, str] = from_bytes(content.numpy().tobytes())
+    return {name: from_bytes(text.encode()) for name, text in texts.items()}
 
 
-def _pickled(name: str, value: Any) -> bytes:
-    buffer = io.BytesIO()
+def _packed(name: str, value: Any) -> str:
     try:
-        # of a view, without what it is a view of
-        torch.save(value.clone() if isinstance(value, torch.Tensor) else value, buffer)
-    except Exception as error:
+        return to_bytes(value).decode()
+    except TypeError as error:
         raise ArgumentError(
-            f"data.{name} cannot be sent from one rank: {error}. Give data to all ranks, or remove "
-            f"it: del data.{name}."
+            f"data.{name} cannot be sent from one rank: {error}. Tensors can be, and numbers, "
+            "texts, lists and dicts of them. Give data to all ranks, or remove it: "
+            f"del data.{name}."
         ) from error
-    return buffer.getvalue()
-
-
-def _here(storage: Any, location: str) -> Any:
-    """Put what was on a device of the sender's on this rank's of that kind."""
-    return storage if location == "cpu" else storage.cuda()
 
 
 def _outline(attributes: Mapping[str, Attribute]) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -3,13 +3,15 @@
 ``graph.json`` holds names, sizes, dtypes and a digest of each file, itself included; ``graph.npz``
 what belongs to the graph as a whole, ``part-00000.npz`` and so on what belongs to a rank: arrays in
 NumPy's format, without pickle. A file that was cut short, altered or taken from another graph does
-not have the digest that ``graph.json`` expects.
+not have the digest that ``graph.json`` expects. What a file says of its own length is not believed:
+nothing is made room for that the file has not.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 
 from varcomm.errors import ArgumentError
 
@@ -53,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArgumentError(
             f"{folder} is no saved partition: {path.name} cannot be read."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ArgumentError(f"{path} does not belong to a saved partition.")
@@ -75,27 +78,44 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     np.savez(path, allow_pickle=False, **{name: _numpy(v) for name, v in arrays.items()})
 
 
-def read_arrays(path: Path, dtypes: Mapping[str, str], digest: str) -> dict[str, torch.Tensor]:
+def read_arrays(
+    path: Path, dtypes: Mapping[str, torch.dtype], digest: str
+) -> dict[str, torch.Tensor]:
     """Return the arrays in a file, which have these names, dtypes and this digest."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with zipfile.ZipFile(path) as file:
+            members = {name: file.getinfo(f"{name}.npy") for name in dtypes}
+            if sum(member.file_size for member in members.values()) > path.stat().st_size:
+                raise ValueError("it tells of more than there is in it")
             arrays = {
-                name: torch.from_numpy(file[name]).view(getattr(torch, dtypes[name]))
-                for name in file.files
-                if name in dtypes
+                name: torch.from_numpy(_array(file, member)).view(dtypes[name])
+                for name, member in members.items()
             }
     except FileNotFoundError as error:
         raise ArgumentError(
             f"{path.parent} lacks {path.name}. Copy it there, or save the graph again."
         ) from error
-    # what zipfile and NumPy raise, depending on where the damage is
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+    except MemoryError:  # it is as long as it says
+        raise
+    except Exception as error:  # of zipfile, NumPy or torch, depending on where the damage is
         raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
     if digest_of(arrays) != digest:
         raise ArgumentError(
             f"{path} is not what {MANIFEST} expects: it is of another graph, or damaged."
         )
     return arrays
+
+
+def _array(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray[Any, Any]:
+    """Return an array, if there are as many bytes as it says that it has."""
+    with file.open(member) as stream:
+        version = npy.read_magic(stream)
+        header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+        shape, _, dtype = header(stream)
+        if stream.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
+            raise ValueError(f"{member.filename} has not {list(shape)} of {dtype}")
+    with file.open(member) as stream:
+        return npy.read_array(stream, allow_pickle=False)
 
 
 def digest_of(arrays: Arrays) -> str:

@@ -25,6 +25,7 @@ from varcomm.graph.files.archive import (
     write_arrays,
     write_manifest,
 )
+from varcomm.graph.files.outline import Array, Arrays, Outline
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.layout import ShardSizes
@@ -33,8 +34,6 @@ from varcomm.transport.agree import agree, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["load", "save"]
-
-Arrays = dict[str, torch.Tensor]
 
 _WHOLE = "graph.npz"
 
@@ -76,13 +75,8 @@ def save(graph: PartitionedGraph, folder: str | os.PathLike[str]) -> None:
 
     def finish() -> None:
         if group.rank == 0:
-            content = _outline(graph) | {
-                "attributes": told,
-                "arrays": {name: _kind(value) for name, value in part.items()},
-                "arrays of the graph": {name: _kind(value) for name, value in whole.items()},
-                "digests": [digest_of(whole), *digests],
-            }
-            write_manifest(staging, content)
+            outline = Outline.of(graph, told, whole, part, [digest_of(whole), *digests])
+            write_manifest(staging, outline.content())
             _replace(target, staging)
 
     try:
@@ -101,24 +95,27 @@ def load(folder: str | os.PathLike[str], group: GroupLike = None) -> Partitioned
     content = agree(what, lambda: read_manifest(Path(folder)), ranks)
     if len(set(share(what, lambda: repr(content), ranks))) > 1:
         raise DisagreementError(f"{what}: ranks find different graphs in {folder}.")
-    saved = len(content["digests"]) - 1
+    outline = agree(what, lambda: Outline.read(content), ranks)
+    saved = len(outline.digests) - 1
 
     def read() -> tuple[Arrays, list[Arrays]]:
-        def arrays(file: str, kinds: Mapping[str, Any], number: int) -> Arrays:
-            dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
-            return read_arrays(Path(folder) / file, dtypes, content["digests"][number])
+        def arrays(file: str, kinds: Mapping[str, Array], number: int) -> Arrays:
+            dtypes = {name: array.dtype for name, array in kinds.items()}
+            return read_arrays(Path(folder) / file, dtypes, outline.digests[number])
 
+        whole = arrays(_WHOLE, outline.whole, 0)
         mine = range(ranks.rank, saved, ranks.size)
-        parts = [arrays(_file(rank), content["arrays"], rank + 1) for rank in mine]
-        return arrays(_WHOLE, content["arrays of the graph"], 0), parts
+        parts = {rank: arrays(_file(rank), outline.part, rank + 1) for rank in mine}
+        outline.check(whole, parts)
+        return whole, [*parts.values()]
 
     whole, parts = agree(what, read, ranks)
-    attributes = content["attributes"] | whole
+    attributes = outline.attributes | whole
     if saved == ranks.size:
-        graph = _as_saved(content, parts[0], attributes, ranks)
+        graph = _as_saved(outline, parts[0], attributes, ranks)
     else:
-        graph = _dealt_anew(content, parts, attributes, ranks)
-    return deepened(graph, content["hops"])
+        graph = _dealt_anew(outline, parts, attributes, ranks)
+    return deepened(graph, outline.hops)
 
 
 def _numbers(graph: PartitionedGraph, edge_type: EdgeType) -> torch.Tensor:
@@ -160,19 +157,6 @@ def _rows(
         yield f"{prefix}.{name}", value[:count]
 
 
-def _outline(graph: PartitionedGraph) -> dict[str, Any]:
-    return {
-        "method": graph.method,
-        "hops": graph.hops,
-        "node types": [[key, list(nodes.sizes)] for key, nodes in graph.node_shards.items()],
-        "edge types": [[key, list(edges.sizes)] for key, edges in graph.edge_shards.items()],
-    }
-
-
-def _kind(value: torch.Tensor) -> tuple[str, list[int]]:
-    return str(value.dtype).removeprefix("torch."), list(value.shape[1:])
-
-
 def _file(rank: int) -> str:
     return f"part-{rank:05}.npz"
 
@@ -187,14 +171,6 @@ def _replace(target: Path, staging: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _types(content: Mapping[str, Any], which: str) -> list[tuple[int, Any, ShardSizes]]:
-    """Return place, type and sizes of the types of nodes or edges."""
-    return [
-        (place, tuple(key) if isinstance(key, list) else key, ShardSizes(sizes))
-        for place, (key, sizes) in enumerate(content[which])
-    ]
-
-
 def _of(part: Arrays, prefix: str) -> Arrays:
     """Return the attributes of one type of nodes or edges."""
     start = f"{prefix}."
@@ -202,15 +178,15 @@ def _of(part: Arrays, prefix: str) -> Arrays:
 
 
 def _as_saved(
-    content: Mapping[str, Any], part: Arrays, attributes: Mapping[str, Any], group: Group
+    outline: Outline, part: Arrays, attributes: Mapping[str, Any], group: Group
 ) -> PartitionedGraph:
     """Return the very part that this rank saved; only the plan is made anew."""
     nodes: dict[NodeType, NodeShard] = {}
-    for place, node_type, sizes in _types(content, "node types"):
+    for place, (node_type, sizes) in enumerate(outline.nodes.items()):
         ids = AscendingIds.of(part[f"nodes {place}"])
         nodes[node_type] = NodeShard(group, sizes, _of(part, f"nodes {place}"), ids)
     edges: dict[EdgeType, EdgeShard] = {}
-    for place, edge_type, sizes in _types(content, "edge types"):
+    for place, (edge_type, sizes) in enumerate(outline.edges.items()):
         sources, targets = (nodes[end] for end in ends(edge_type))
         halo = part[f"edges {place} halo numbers"]
         edges[edge_type] = EdgeShard(
@@ -223,11 +199,11 @@ def _as_saved(
             plan=ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group),
             num_targets=targets.num_owned,
         )
-    return PartitionedGraph(nodes, edges, attributes, content["method"])
+    return PartitionedGraph(nodes, edges, attributes, outline.method)
 
 
 def _dealt_anew(
-    content: Mapping[str, Any], parts: list[Arrays], attributes: Mapping[str, Any], group: Group
+    outline: Outline, parts: list[Arrays], attributes: Mapping[str, Any], group: Group
 ) -> PartitionedGraph:
     """Deal the saved parts to another number of ranks.
 
@@ -236,16 +212,16 @@ def _dealt_anew(
     """
 
     def joined(name: str) -> torch.Tensor:
-        dtype, shape = content["arrays"][name]
-        none = torch.empty(0, *shape, dtype=getattr(torch, dtype))
+        array = outline.part[name]
+        none = torch.empty(0, *array.rest, dtype=array.dtype)
         return torch.cat([none, *(part[name] for part in parts)])
 
     def attributes_of(prefix: str) -> Arrays:
-        names = [name for name in content["arrays"] if name.startswith(f"{prefix}.")]
+        names = [name for name in outline.part if name.startswith(f"{prefix}.")]
         return {name.removeprefix(f"{prefix}."): joined(name) for name in names}
 
     nodes: dict[NodeType, BroughtNodes] = {}
-    for place, node_type, sizes in _types(content, "node types"):
+    for place, (node_type, sizes) in enumerate(outline.nodes.items()):
         cut = ShardSizes.balanced(sizes.total, group.size)
         saved = range(group.rank, len(sizes), group.size)
         numbers = [torch.arange(r.start, r.stop) for r in map(sizes.range, saved)]
@@ -255,8 +231,8 @@ def _dealt_anew(
         rest = {name: value for name, value in home.attributes.items() if name != _OWNER}
         nodes[node_type] = BroughtNodes(cut, home.attributes[_OWNER], None, rest)
     edges: dict[EdgeType, BroughtEdges] = {}
-    places = {node_type: place for place, node_type, _ in _types(content, "node types")}
-    for place, edge_type, _ in _types(content, "edge types"):
+    places = {node_type: place for place, node_type in enumerate(outline.nodes)}
+    for place, edge_type in enumerate(outline.edges):
         source, target = (f"nodes {places[end]}" for end in ends(edge_type))
         whole = [torch.empty(2, 0, dtype=torch.int64)]
         for part in parts:
@@ -266,4 +242,4 @@ def _dealt_anew(
         edges[edge_type] = BroughtEdges(
             torch.cat(whole, dim=1), attributes_of(f"edges {place}"), joined(f"edges {place}")
         )
-    return sent_to_owners(nodes, edges, attributes, content["method"], group)
+    return sent_to_owners(nodes, edges, attributes, outline.method, group)

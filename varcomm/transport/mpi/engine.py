@@ -9,13 +9,14 @@ In an all-to-all a rank knows no counts but its own, so ranks could not agree on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import cast
 
 import torch
 from mpi4py import MPI
 
-from varcomm.transport.engine import Engine, Peers, Work
+from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work
 from varcomm.transport.group import Group
 from varcomm.transport.mpi.buffers import COLLECTIVE, Piece, messages, settle
 from varcomm.transport.mpi.process_group import ProcessGroupMPI4Py
@@ -117,11 +118,11 @@ class _Messages:
     ) -> None:
         self._group, self._name, self._requests, self._kept = group, name, requests, kept
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         requests = self._requests
         try:
             if not _test_all(requests):
-                seconds = self._group.seconds
+                seconds = timeout.total_seconds() or self._group.seconds
                 if not poll(lambda: _test_all(requests), seconds):
                     raise too_late(self._name, self._group.where(), seconds)
         except MPI.Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 
-from varcomm.cli.bench.suites import graph, ops, plan, tensor_parallel
+from varcomm.cli.bench.suites import debug, graph, ops, plan, tensor_parallel
 from varcomm.errors import ArgumentError
 
 __all__ = ["SUITES", "checked_operations"]
@@ -17,6 +17,7 @@ SUITES: dict[str, ModuleType] = {
     "plan": plan,
     "graph": graph,
     "tensor-parallel": tensor_parallel,
+    "debug": debug,
 }
 
 

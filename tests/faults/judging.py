@@ -1,0 +1,32 @@
+"""Whether what ranks have told of a fault of another is what it should be."""
+
+import re
+
+from tests.faults.stage import LIMIT
+
+
+def problem(scene, told):
+    """Say what is wrong about what the others have told, if anything is."""
+    fault, _, _, _, culprit, *_ = scene.split()
+    for rank, one in told.items():
+        if "kind" not in one or not one["ended"]:
+            return f"rank {rank} has not raised, or not ended: {one}"
+        if one["kind"] != "CommunicationError":
+            return f"rank {rank} has raised {one}"
+        if one["seconds"] > LIMIT + 5:
+            return f"rank {rank} has taken {one['seconds']} s"
+        if one["threads"]:
+            return f"rank {rank} has threads left: {one['threads']}"
+        message = one["message"]
+        if fault == "close":  # on one side as on the other
+            if "so all have come to it, and the network" not in message:
+                return f"rank {rank} does not say that the network failed: {message}"
+            continue
+        named = rf"\brank {culprit} (not come to it, or gone|ended with \w+: )"
+        store = "the store in which ranks met has ended"
+        if not (re.search(named, message) or (culprit == "0" and store in message)):
+            return f"rank {rank} does not name rank {culprit}: {message}"
+        ends = {"fail": "KeyError: 'something of the user's'", "exhaust": "RuntimeError: "}
+        if culprit != "0" and ends.get(fault, "") not in message.replace('"', "'"):
+            return f"rank {rank} does not say how rank {culprit} ended: {message}"
+    return ""

@@ -1,0 +1,218 @@
+"""Three ranks, one of which comes to grief; what the others then say, a line of JSON a scene.
+
+python -m tests.faults.stage "kill in forward on 1" "stop in backward on 1"
+
+Without scenes: all that there are. Ranks are forked from this process, which has imported
+everything: a scene takes little longer than what its ranks wait for.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as pyg
+from torch_geometric.data import Data
+
+import varcomm
+from varcomm import ExchangePlan
+from varcomm.checkpoint import save
+from varcomm.graph import distribute, partition
+from varcomm.ops import wire
+from varcomm.transport import agree
+
+RANKS = 3
+LIMIT = 5.0  # seconds, of the world's collectives
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def close():
+    """Shut the connections to other ranks, but not that to the store."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # no socket
+            continue
+        with own:
+            try:
+                _, port, *_ = own.getpeername()
+            except (OSError, ValueError):
+                continue
+            if str(port) != os.environ["MASTER_PORT"]:
+                own.shutdown(socket.SHUT_RDWR)
+
+
+def exhaust():
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def fail():
+    raise KeyError("something of the user's")
+
+
+FAULTS = {
+    "kill": kill,
+    "stop": stop,
+    "close": close,
+    "exhaust": exhaust,
+    "fail": fail,
+}
+
+
+def graph():
+    ring = torch.arange(12)
+    data = Data(edge_index=torch.stack([ring, ring.roll(1)]), x=torch.rand(12, 3))
+    return partition(data, method="block")
+
+
+def forward():
+    here = graph()
+    model = distribute(pyg.GCNConv(3, 2), here)
+    return lambda: model(here.x, here.edge_index)
+
+
+def backward():
+    here = graph()
+    loss = distribute(pyg.GCNConv(3, 2), here)(here.x, here.edge_index).sum()
+    return loss.backward
+
+
+def plan():
+    sizes, rank = [4] * RANKS, dist.get_rank()
+    needed = torch.tensor([other for other in range(12) if other // 4 != rank])
+    return lambda: ExchangePlan.from_needed(needed, sizes)
+
+
+def checkpoint():
+    folder = Path(os.environ["SCENE"]) / "checkpoint"
+    return lambda: save({"w": torch.rand(5)}, folder)
+
+
+PLACES = {
+    "forward": forward,
+    "backward": backward,
+    "plan": plan,
+    "partition": lambda: graph,
+    "checkpoint": checkpoint,
+}
+
+
+def befall(fault, rounds):
+    """Let a fault come over this rank where it would enter the next round but some."""
+    left = rounds
+
+    def instead(module, name):
+        own = getattr(module, name)
+
+        def function(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == -1:
+                FAULTS[fault]()
+            return own(*args, **kwargs)
+
+        setattr(module, name, function)
+
+    for name in ("exchange", "all_gather", "broadcast"):
+        instead(wire, name)
+    instead(agree, "all_gather_object")
+
+
+def act(rank, fault, place, culprit, rounds):
+    """Play a part; what is told of it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    varcomm.init("gloo", timeout=LIMIT)
+    call = PLACES[place]()
+    varcomm.all_reduce(torch.ones(1))
+    if rank == culprit:
+        befall(fault, rounds)
+    began = time.monotonic()
+    try:
+        call()
+        # whose messages had all arrived hears of it at the next call
+        varcomm.all_gather_v(torch.zeros(2), [2] * RANKS)
+    except Exception as error:
+        told = {"kind": type(error).__name__, "message": str(error)}
+        told["seconds"] = time.monotonic() - began
+        told["threads"] = [t.name for t in threading.enumerate() if t.name != "MainThread"]
+        (Path(os.environ["SCENE"]) / f"{rank}.json").write_text(json.dumps(told))
+        raise
+
+
+def play(fault, place, culprit, rounds):
+    """Start the ranks, and end those that are left; what each has told, and how it ended."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        ranks = {}
+        for rank in range(RANKS):
+            if (child := os.fork()) == 0:
+                os.environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(RANKS),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "SCENE": folder,
+                }
+                with open(f"{folder}/{rank}.log", "w") as log:
+                    os.dup2(log.fileno(), 1)
+                    os.dup2(log.fileno(), 2)
+                try:
+                    act(rank, fault, place, culprit, rounds)
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())  # as at the end of a program
+                    os._exit(1)
+                os._exit(0)
+            ranks[rank] = child
+        ended, deadline = {}, time.monotonic() + 2 * LIMIT + 10
+        others = set(ranks) - {culprit}
+        while not others <= ended.keys() and time.monotonic() < deadline:
+            for rank, child in ranks.items():
+                if rank not in ended and os.waitpid(child, os.WNOHANG)[0]:
+                    ended[rank] = True
+            time.sleep(0.02)
+        for rank, child in ranks.items():
+            if rank not in ended:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        told = {}
+        for rank in sorted(others):
+            path = Path(folder) / f"{rank}.json"
+            log = Path(folder) / f"{rank}.log"
+            told[rank] = json.loads(path.read_text()) if path.exists() else {"log": log.read_text()}
+            told[rank]["ended"] = rank in ended
+        return told
+
+
+def scenes():
+    """All that there are: each fault in each place, before the first round and in between."""
+    every = [f"{fault} in {place} on 1" for fault in FAULTS for place in PLACES]
+    every += [f"{fault} in {place} on 0" for fault in FAULTS for place in ("forward", "checkpoint")]
+    return [f"{scene} after {rounds} rounds" for scene in every for rounds in (0, 1)]
+
+
+def main():
+    for scene in sys.argv[1:] or scenes():
+        fault, _, place, _, culprit, _, rounds, _ = scene.split()
+        told = play(fault, place, int(culprit), int(rounds))
+        print(json.dumps([scene, told]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Programs drawn at random: collectives one after the other, and the same in one process.
+
+What stands between two collectives is local: it takes whatever a rank has and gives what the next
+collective asks for, so that any sequence is a program. It is not linear, so that second derivatives
+have something to find.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as pyg
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+
+from tests.ops.comparing import LAYOUTS
+from tests.ops.primitives import PRIMITIVES, Case, Setting
+from varcomm.graph import distribute, partition
+from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+POOL = 4  # ranks, of which a program has all or some
+DTYPES = (torch.float64, torch.complex128)
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective, and how its input lies in memory."""
+
+    name: str
+    setting: Setting
+    layout: str | None
+    with_handle: bool
+
+    @property
+    def case(self):
+        return (PRIMITIVES | LAYERS)[self.name](self.setting)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps of a group of some ranks of the pool, in the order of that group."""
+
+    members: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    steps: tuple[Step, ...]
+
+
+def graph_layer(s):
+    """A layer of PyG on a graph whose nodes are shared out as the rows are."""
+    nodes = sum(s.sizes)
+    draws = torch.Generator().manual_seed(nodes)
+    edge_index = torch.randint(max(nodes, 1), (2, 3 * nodes), generator=draws)
+    owner = torch.arange(len(s.sizes)).repeat_interleave(torch.tensor(s.sizes))
+
+    def layer():
+        torch.manual_seed(nodes)
+        return pyg.GraphConv(2, 2).double()
+
+    def bind(group=None):
+        data = Data(edge_index=edge_index, num_nodes=nodes)
+        graph = partition(data, group=group, method=owner)
+        model = distribute(layer(), graph)
+        return lambda x: model(x, graph.edge_index)
+
+    def reference(xs):
+        return list(layer()(torch.cat(xs), edge_index).split(s.sizes))
+
+    return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
+
+
+def weights(outputs, inputs):
+    draws = torch.Generator().manual_seed(outputs + 7 * inputs)
+    return torch.randn(outputs, inputs, dtype=torch.float64, generator=draws)
+
+
+def column_linear(s):
+    """A linear layer whose rows come in parts, and whose outputs go out in parts."""
+    outs = (s.sizes[-1] + 1, *s.sizes[:-1])
+    weight = weights(sum(outs), 2)
+
+    def bind(group=None):
+        shards = {"sizes": outs, "sequence_sizes": s.sizes, "group": group}
+        layer = ColumnParallelLinear(2, sum(outs), bias=False, dtype=torch.float64, **shards)
+        layer.weight.data.copy_(weight.split(outs)[dist.get_rank(group)])
+        return layer
+
+    def reference(xs):
+        return list((torch.cat(xs) @ weight.T).split(outs, 1))
+
+    return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
+
+
+def row_linear(s):
+    """A linear layer whose inputs come in parts, and whose rows go out in parts."""
+    ins = (s.sizes[-1] + 1, *s.sizes[:-1])
+    weight = weights(2, sum(ins))
+
+    def bind(group=None):
+        shards = {"sizes": ins, "sequence_sizes": s.sizes, "group": group}
+        layer = RowParallelLinear(sum(ins), 2, bias=False, dtype=torch.float64, **shards)
+        layer.weight.data.copy_(weight.split(ins, 1)[dist.get_rank(group)])
+        return layer
+
+    def reference(xs):
+        return list((torch.cat(xs, 1) @ weight.T).split(s.sizes))
+
+    return Case(tuple((sum(s.sizes), count) for count in ins), bind, reference, has_async=False)
+
+
+LAYERS = {
+    "graph_layer": graph_layer,
+    "column_linear": column_linear,
+    "row_linear": row_linear,
+}
+
+
+@st.composite
+def settings_of(draw, ranks):
+    sizes = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
+    rest = tuple(draw(st.lists(st.integers(0, 2), max_size=2)))
+    dim = draw(st.integers(-len(rest) - 1, len(rest)))
+    return Setting(tuple(sizes), dim, rest, draw(st.integers(0, ranks - 1)))
+
+
+@st.composite
+def steps_of(draw, ranks, dtype):
+    real = dtype == torch.float64
+    name = draw(st.sampled_from(sorted(PRIMITIVES | (LAYERS if real else {}))))
+    setting = draw(settings_of(ranks))
+    if name == "transpose_v" and not setting.rest:
+        setting = Setting(setting.sizes, 0, (2,), setting.root)
+    layout = draw(st.sampled_from([None, *LAYOUTS]))
+    return Step(name, setting, layout, draw(st.booleans()))
+
+
+@st.composite
+def programs(draw, most_steps=5):
+    """Draw a program."""
+    ranks = draw(st.integers(1, POOL))
+    members = tuple(draw(st.permutations(range(POOL)))[:ranks])
+    dtype = draw(st.sampled_from(DTYPES))
+    steps = draw(st.lists(steps_of(ranks, dtype), min_size=1, max_size=most_steps))
+    return Program(members, dtype, draw(st.integers(0, 2**16)), tuple(steps))
+
+
+def fitted(x, shape, dtype):
+    """Return what has this shape, of the numbers that are there, over and over."""
+    count = math.prod(shape)
+    places = torch.arange(count)
+    scale = 0.3 + 0.1 * (places % 5)
+    flat = x.reshape(-1)
+    if not flat.numel():  # there is nothing to take; it still depends on it
+        return scale.to(dtype).reshape(shape) + flat.sum()
+    return (torch.sin(flat[(7 * places + 3) % flat.numel()]) * scale).reshape(shape)
+
+
+def laid_out(x, layout):
+    if layout in ("expanded", "negative"):  # of which autograd makes other numbers
+        return x
+    return LAYOUTS[layout](x) if layout else x
+
+
+def inputs_of(program):
+    draws = torch.Generator().manual_seed(program.seed)
+    return [torch.randn(3, dtype=program.dtype, generator=draws) for _ in program.members]
+
+
+def weights_of(program, outputs):
+    draws = torch.Generator().manual_seed(program.seed + 1)
+    return [torch.randn(y.shape, dtype=y.dtype, generator=draws) for y in outputs]
+
+
+def outcome(xs, outputs, weights):
+    """Outputs, first derivatives, and those of the first's squares; of all given inputs."""
+    loss = sum((w.conj() * torch.sin(y)).sum().real for w, y in zip(weights, outputs, strict=True))
+    first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
+    length = sum(g.abs().square().sum() for g in first)
+    second = torch.autograd.grad(length, xs, allow_unused=True, materialize_grads=True)
+    return [*(y.detach() for y in outputs), *(g.detach() for g in first), *second]
+
+
+def alone(program):
+    """Run a program in one process; what each rank should find."""
+    xs = [x.requires_grad_() for x in inputs_of(program)]
+    values = xs
+    for step in program.steps:
+        case = step.case
+        given = [
+            None if shape is None else fitted(value, shape, program.dtype)
+            for value, shape in zip(values, case.shapes, strict=True)
+        ]
+        values = case.reference(given)
+    found = outcome(xs, values, weights_of(program, values))
+    ranks = len(xs)
+    return [[found[rank + part * ranks] for part in range(3)] for rank in range(ranks)]
+
+
+def on_ranks(rank, program):
+    """Run a program on its ranks; what differs from one process."""
+    group = dist.new_group(list(program.members), sort_ranks=False)
+    if rank not in program.members:
+        return ""
+    place, value = dist.get_rank(group), inputs_of(program)[dist.get_rank(group)].requires_grad_()
+    x = value
+    for step in program.steps:
+        case = step.case
+        op, shape = case.bind(group), case.shapes[place]
+        if shape is None:  # nothing is read here; what was before still needs its backward
+            value = op(fitted(value, (1,), program.dtype)) + 0 * value.sum()
+            continue
+        given = laid_out(fitted(value, shape, program.dtype), step.layout)
+        handle = step.with_handle and case.has_async and step.name != "shard_v"
+        value = op(given, async_op=True).wait() if handle else op(given)
+    wanted = alone(program)
+    every = [torch.empty(()).new_zeros(found[0].shape, dtype=program.dtype) for found in wanted]
+    weight = weights_of(program, every)[place]
+    found = outcome([x], [value], [weight])
+    for what, got, want in zip(("output", "first", "second"), found, wanted[place], strict=True):
+        if got.shape != want.shape or not torch.allclose(got, want, **CLOSE):
+            return f"{what} on rank {place}: {got} in place of {want}"
+    return ""

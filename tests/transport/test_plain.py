@@ -1,0 +1,126 @@
+"""Plain values arrive as they were, and nothing else can be told."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varcomm.checkpoint.boxes import Piece
+from varcomm.checkpoint.nested import Number
+from varcomm.transport.plain import from_bytes, to_bytes
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.builds(Piece, st.text(), st.tuples(st.integers()), st.tuples(st.integers())),
+    st.integers().map(Number),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.sets(st.integers()),
+        st.dictionaries(st.one_of(st.text(), st.integers(), st.tuples(st.text())), inner),
+    ),
+    max_leaves=20,
+)
+
+
+def kinds(value):
+    if isinstance(value, list | tuple):
+        return type(value), [kinds(item) for item in value]
+    if isinstance(value, dict):
+        return dict, [(kinds(key), kinds(item)) for key, item in value.items()]
+    return type(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES)
+def test_values_arrive_as_they_were(value):
+    found = from_bytes(to_bytes(value))
+    assert found == value
+    assert kinds(found) == kinds(value)
+
+
+def test_numbers_that_json_does_not_have():
+    assert math.isnan(from_bytes(to_bytes(math.nan)))
+    assert from_bytes(to_bytes([math.inf, -math.inf])) == [math.inf, -math.inf]
+    assert from_bytes(to_bytes("\ud800")) == "\ud800", "a lone surrogate, which no encoding has"
+
+
+TENSORS = {
+    "a scalar": torch.tensor(3),
+    "nothing": torch.zeros(0, 4),
+    "transposed": torch.arange(6.0).view(2, 3).T,
+    "bfloat16": torch.rand(5).bfloat16(),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.rand(2, 2, dtype=torch.complex64),
+    "conjugate": torch.rand(2, dtype=torch.complex128).conj(),
+    "with a gradient": torch.ones(2, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors(name):
+    tensor = TENSORS[name]
+    found = from_bytes(to_bytes([tensor]))[0]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert found.requires_grad == tensor.requires_grad
+    assert torch.equal(found, tensor)
+
+
+class Piece2(Piece):
+    """A class that nobody has let travel, of the fields of one that may."""
+
+
+class Text(str):
+    """What it is beyond a text does not travel."""
+
+
+def test_other_kinds_of_texts_become_texts():
+    assert type(from_bytes(to_bytes(Text("a")))) is str
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), print, 1j, Piece2("a"), [torch.nn.Linear(1, 1)], {"a": {1: range(2)}}],
+    ids=["object", "function", "complex", "a subclass", "a module", "inside"],
+)
+def test_what_is_not_plain(value):
+    with pytest.raises(TypeError, match="is no plain value"):
+        to_bytes(value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"eval": "1"},
+        {"os.system": ["true"]},
+        {"tuple": 3},
+        {"tuple": [], "set": []},
+        {"dtype": "load"},
+        {"dtype": "nothing"},
+        {"Piece": [1, 2, 3, 4, 5, 6]},
+        {"tensor": [{"dtype": "float32"}, {"tuple": [10**12]}, "cpu", False, {"bytes": ""}]},
+        {},
+    ],
+    ids=str,
+)
+def test_what_was_never_said(said):
+    with pytest.raises(ValueError, match="is no plain value"):
+        from_bytes(json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"[1", b"nothing", b"[" * 100_000])
+def test_bytes_of_something_else(data):
+    with pytest.raises(ValueError, match="is no plain value"):
+        from_bytes(data)

@@ -1,0 +1,153 @@
+"""Plain values as bytes, and back: what ranks tell each other is data, and never runs anything.
+
+A pickle is a program, and whoever can reach the network of a job could send one. This is JSON, in
+which what JSON does not have, tuples for instance, is a dict with one key that tells what it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["from_bytes", "to_bytes", "travels"]
+
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda items: tuple(map(_made, items)),
+    "set": lambda items: set(map(_made, items)),
+    "bytes": base64.b85decode,
+    "dict": lambda pairs: {_made(key): _made(value) for key, value in pairs},
+    "dtype": lambda name: _dtype(name),
+    "tensor": lambda parts: _tensor(*map(_made, parts)),
+}
+
+_NAMES: dict[type, str] = {}  # of the classes that travel
+
+T = TypeVar("T", bound=type)
+
+
+def travels(kind: T) -> T:
+    """Let instances of a class be told: of a dataclass, a NamedTuple, or a kind of text.
+
+    What arrives is made by the class from the same fields, which must be plain in their turn.
+    """
+    name = _NAMES[kind] = kind.__qualname__
+    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_made, items))
+    return kind
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return a value as bytes.
+
+    Parameters
+    ----------
+    value : plain
+        None, a bool, int, float, str, bytes, torch.dtype or Tensor, of a class that `travels`, or a
+        list, tuple, set or dict of such. Other subclasses become what they are subclasses of;
+        tensors will be on a GPU, and require a gradient, where they are and do.
+
+    Raises
+    ------
+    TypeError
+        If it is, or has, anything else.
+
+    Examples
+    --------
+    >>> from_bytes(to_bytes({1: ("a", None, b"b"), "more": [0.1, {2}]}))
+    {1: ('a', None, b'b'), 'more': [0.1, {2}]}
+    """
+    return json.dumps(_said(value), separators=(",", ":")).encode()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the value that :func:`to_bytes` was given.
+
+    Raises
+    ------
+    ValueError
+        If the bytes are not what it returns.
+    """
+    try:
+        return _made(json.loads(data))
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
+
+
+def _said(value: Any) -> Any:
+    if name := _NAMES.get(type(value)):
+        return {name: str(value) if isinstance(value, str) else [*map(_said, _parts(value))]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [*map(_said, value)]
+    if isinstance(value, tuple):
+        return {"tuple": [*map(_said, value)]}
+    if isinstance(value, set | frozenset):
+        return {"set": [*map(_said, sorted(value))]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b85encode(value).decode()}
+    if isinstance(value, dict):
+        return {"dict": [[_said(key), _said(item)] for key, item in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if type(value) is torch.Tensor and value.layout == torch.strided:
+        data = (
+            value.detach()
+            .cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
+        parts = value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data
+        return {"tensor": [*map(_said, parts)]}
+    raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
+
+
+def _parts(value: Any) -> list[Any]:
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return list(value)
+
+
+def _made(said: Any) -> Any:
+    if isinstance(said, list):
+        return [*map(_made, said)]
+    if isinstance(said, dict):
+        ((kind, content),) = said.items()
+        return _MAKE[kind](content)
+    return said
+
+
+def _tensor(
+    dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool, data: bytes
+) -> torch.Tensor:
+    if not data:
+        if math.prod(shape):
+            raise ValueError(f"no bytes for shape {shape}")
+        found = torch.empty(shape, dtype=dtype)
+    else:
+        found = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    return found.to(device).requires_grad_(requires_grad)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
