@@ -18,11 +18,9 @@ def problem(scene, told):
         if one["threads"]:
             return f"rank {rank} has threads left: {one['threads']}"
         message = one["message"]
-        if fault == "close":  # on one side as on the other
-            if "so all have come to it, and the network" not in message:
-                return f"rank {rank} does not say that the network failed: {message}"
-            continue
-        named = rf"\brank {culprit} (not come to it, or gone|ended with \w+: )"
+        if fault == "close" and "so all have come to it, and the network" in message:
+            continue  # if not, the rank that is cut off has not noticed yet
+        named = rf"\brank {culprit} (not come to it, gone, or cut off|ended with \w+: )"
         store = "the store in which ranks met has ended"
         if not (re.search(named, message) or (culprit == "0" and store in message)):
             return f"rank {rank} does not name rank {culprit}: {message}"

@@ -67,7 +67,7 @@ def _of_others(others: Mapping[int, Note], answered: bool) -> str:
     ]
     silent = [rank for rank, note in others.items() if "ended with" not in note]
     who = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
-    texts = [*ended, *([f"{who} not come to it, or gone"] if silent else [])]
+    texts = [*ended, *([f"{who} not come to it, gone, or cut off"] if silent else [])]
     return "; ".join(texts) + "."
 
 
