@@ -36,7 +36,7 @@ def travels(kind: T) -> T:
 
     What arrives is made by the class from the same fields, which must be plain in their turn.
     """
-    name = _NAMES[kind] = kind.__qualname__
+    name = _NAMES[kind] = f"{kind.__module__}.{kind.__qualname__}"
     _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_made, items))
     return kind
 

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from varcomm.transport.plain import travels
+
 __all__ = [
     "COPY",
     "FLOOR",
@@ -104,6 +106,7 @@ class Task:
     cannot: dict[str, str] = field(default_factory=dict)
 
 
+@travels
 @dataclass(frozen=True)
 class Answer:
     """What one rank measured: for each contender seconds a call by repetition, or None."""

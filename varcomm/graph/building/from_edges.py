@@ -31,6 +31,7 @@ from varcomm.plan.checks import checked_index
 from varcomm.transport.agree import agree_and_share, share
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.plain import travels
 
 __all__ = ["from_edges"]
 
@@ -181,6 +182,7 @@ def from_edges(
     return deepened(graph, hops)
 
 
+@travels
 @dataclass(frozen=True)
 class _Told:
     """What a rank tells the others of what it brings.
