@@ -41,9 +41,9 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     """Assume that every rank computed the same value and uses it alike, and count it once.
 
     For a loss, or an energy, that is computed from what all ranks have, such as the results of
-    :mod:`varcomm.graph.pooling`. Those are exact operators: what arrives at them in backward is
-    summed over ranks. A loss that each of P ranks computes from them would then count P times.
-    After this, it counts once::
+    :func:`~varcomm.graph.global_mean_pool`. Those are exact operators: what arrives at them in
+    backward is summed over ranks. A loss that each of P ranks computes from them would then count P
+    times. After this, it counts once::
 
         loss = replicated(F.cross_entropy(head(global_mean_pool(x, batch, graph)), y), graph)
         loss.backward()

@@ -365,7 +365,7 @@ class ShardedGradients:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned for the same pieces; collective.
 
-        For other pieces, and on other numbers of ranks, :mod:`varcomm.checkpoint` loads it.
+        For other pieces, and on other numbers of ranks, :func:`varcomm.checkpoint.load` loads it.
 
         Raises
         ------

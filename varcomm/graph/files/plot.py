@@ -34,47 +34,7 @@ def plot(
     node_type: NodeType = None,
     most: int = 200_000,
 ) -> None:
-    """Draw each node in the colour of the rank that owns it, and darker where others copy it.
-
-    Collective: every rank calls it, rank 0 draws, and all return once the file is there.
-
-    Parameters
-    ----------
-    graph : PartitionedGraph
-        With positions of its nodes, ``pos`` of shape (n, 2) or (n, 3).
-    path : path
-        The file that rank 0 writes, in the format that its suffix says: .png, .pdf, .svg, ... A
-        file that is there is replaced; the folder must be there.
-    projection : {None, "sphere", "lonlat", "latlon"}
-        What positions are. None: points of the plane or of space. The others are drawn on a map of
-        longitude and latitude: ``"sphere"`` takes vectors (n, 3) from the centre of a sphere,
-        ``"lonlat"`` and ``"latlon"`` degrees (n, 2) in this order.
-    node_type : str, optional
-        Which nodes, in a graph of several types.
-    most : int
-        How many nodes are drawn at most. Of more, each rank takes the same share by chance, and the
-        picture says so.
-
-    Raises
-    ------
-    ArgumentError
-        On every rank, if positions are missing or do not fit, if the suffix is none of a picture,
-        or if rank 0 cannot write there.
-    DisagreementError
-        On every rank, if they call it with different arguments; of `path`, rank 0's counts.
-    MissingPackageError
-        On every rank, if rank 0 has no matplotlib.
-
-    Notes
-    -----
-    A node is drawn darker if it is in the halo of another rank: such are the nodes whose values
-    travel. In space they are drawn a second time by themselves, since they are hidden inside.
-
-    Up to 8 ranks have a colour each. More share these colours, so that ranks that exchange rows
-    differ as far as possible, and have their number written into their midst.
-
-    Communication: 40 bytes a node that is drawn, to rank 0.
-    """
+    """Draw a graph; :meth:`PartitionedGraph.plot`."""
     group = graph.group
 
     def local() -> torch.Tensor:

@@ -40,7 +40,7 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
         Takes what ``module.forward`` takes, of this rank: rows of owned nodes along `dim`, or of
         these and the halo, and `index` or `ptr` for as many. The result is of all ranks, on every
         rank, with as many graphs as the rank that has most tells of. An exact operator, like
-        :mod:`varcomm.graph.pooling`.
+        :func:`~varcomm.graph.global_add_pool`.
 
     Raises
     ------

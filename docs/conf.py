@@ -1,0 +1,74 @@
+"""How the pages are built: ``make docs``."""
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+# Ranks that tutorials start have one thread each; so do the examples of the pages.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+project = "varcomm"
+author = "The varcomm developers"
+copyright = author
+release = version = "0.1"
+
+extensions = [
+    "docstrings",
+    "math_as_mathml",
+    "myst_parser",
+    "pages_from_outside",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+]
+# the gallery's own copies of the tutorials come as pages; sources of them are no pages themselves
+exclude_patterns = ["_build", "_ext", "tutorials", "generated/tutorials/sg_execution_times.rst"]
+nitpicky = True
+# There are no inventories of other projects here: only our own names are looked for.
+nitpick_ignore_regex = [("py:.*", r"(?!varcomm\.).*")]
+suppress_warnings = ["config.cache"]  # of sphinx_gallery_conf, which has a function
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_typehints = "none"  # docstrings have the types, in words
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = "varcomm"
+html_static_path = ["_static"]
+html_css_files = ["varcomm.css"]
+html_show_copyright = False
+html_show_sphinx = False
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+# prompts and the results after them are not what one wants to paste
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+sphinx_gallery_conf = {
+    "examples_dirs": ["tutorials"],
+    "gallery_dirs": ["generated/tutorials"],
+    "filename_pattern": r"/\d\d_",
+    "ignore_pattern": r"/_",
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "show_memory": False,
+    "min_reported_time": 1_000_000,
+    "write_computation_times": False,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "capture_repr": (),
+}
+
+html_math_renderer = "mathml"
