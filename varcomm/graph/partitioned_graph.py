@@ -292,8 +292,7 @@ class PartitionedGraph:
         node_type : str, optional
             Which nodes, in a graph of several types.
         most : int
-            How many nodes are drawn at most. Of more, each rank takes the same share by chance, and
-            the picture says so.
+            Nodes that are drawn at most. Of more, each rank draws the same share, by chance.
 
         Raises
         ------
