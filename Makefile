@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-for-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all test-mpi fuzz demo demo-text demo-resume lint types imports check clean
+.PHONY: help test test-all test-mpi fuzz docs demo demo-text demo-resume lint types imports check clean
 
 help:  ## show this list
 	@echo "varcomm: variable-size collectives, partitioned graph networks, tensor parallelism"
@@ -32,6 +33,10 @@ test-mpi: $(STAMP)  ## run the tests of primitives, plans and graphs on MPI
 fuzz: $(STAMP)  ## draw programs and faulty calls at random, for half an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --minutes 30
 
+docs: $(DOCS_STAMP)  ## run the tutorials and build the pages: docs/_build/html/index.html
+	@OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 demo: $(STAMP)  ## train a graph network on the ocean, on 2 ranks, and check it against one
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ocean/train.py --check 2
 
@@ -53,7 +58,7 @@ imports: $(STAMP)  ## who may import whom
 check: lint types imports test  ## all of the above but the demo
 
 clean:  ## remove .venv, caches and builds
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) docs/_build docs/generated build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.py constraints.txt
@@ -62,4 +67,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) -e '.[docs]'
 	@touch $@
