@@ -219,8 +219,8 @@ def other_rows(rank):
 
 def test_in_debug_rows_are_of_one_shape(worlds):
     for told, after in worlds.run(2, other_rows):
-        assert told == (
-            "graph.mean: ranks disagree on shape of a row: rank 0 has [1]; rank 1 has [2]."
+        assert told.startswith(
+            "graph.mean: ranks disagree on shape of a row: rank 0 has [1]; rank 1 has [2].\n"
         )
         assert after == 1
 

@@ -214,7 +214,10 @@ DAMAGE = {
     "altered": (one_bit_changed, "part-00001.npz is "),
     "of another graph": (of_another_graph, "is of another graph, or damaged."),
     "a part is missing": (without_a_part, "lacks part-00001.npz. Copy it there"),
-    "with pickled objects": (with_objects, "part-00001.npz is damaged: Object arrays"),
+    "with pickled objects": (
+        with_objects,
+        "part-00001.npz is damaged: nodes 0.x.npy has not [2] of object",
+    ),
     "no manifest": (without_manifest, "is no saved partition: graph.json cannot be read."),
     "a manifest cut short": (lambda f: manifest(f, '{"format": '), "graph.json is damaged: "),
     "another file": (lambda f: manifest(f, "[]"), "does not belong to a saved partition."),

@@ -36,6 +36,7 @@ __all__ = [
 MANIFEST = "graph.json"
 
 _FORMAT, _VERSION = "varcomm partitioned graph", 1
+_OTHER = f"{{}} is not what {MANIFEST} expects: it is of another graph, or damaged."
 
 Arrays = Mapping[str, torch.Tensor]
 
@@ -84,6 +85,9 @@ def read_arrays(
     """Return the arrays in a file, which have these names, dtypes and this digest."""
     try:
         with zipfile.ZipFile(path) as file:
+            there = set(file.namelist())
+            if not {f"{name}.npy" for name in dtypes} <= there:
+                raise ArgumentError(_OTHER.format(path))
             members = {name: file.getinfo(f"{name}.npy") for name in dtypes}
             if sum(member.file_size for member in members.values()) > path.stat().st_size:
                 raise ValueError("it tells of more than there is in it")
@@ -95,14 +99,12 @@ def read_arrays(
         raise ArgumentError(
             f"{path.parent} lacks {path.name}. Copy it there, or save the graph again."
         ) from error
-    except MemoryError:  # it is as long as it says
+    except (ArgumentError, MemoryError):  # of memory: it is as long as it says
         raise
     except Exception as error:  # of zipfile, NumPy or torch, depending on where the damage is
         raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
     if digest_of(arrays) != digest:
-        raise ArgumentError(
-            f"{path} is not what {MANIFEST} expects: it is of another graph, or damaged."
-        )
+        raise ArgumentError(_OTHER.format(path))
     return arrays
 
 
