@@ -102,6 +102,7 @@ def explain(figure):
         "Colour: the rank where a row was\nwhen the arrow began.",
         "Number: its place there.",
         "Several fields: a sum of rows.",
+        "White: zeros.",
     ]
     ax = figure.axes[-1]
     ax.text(0.1, 0.5, "\n\n".join(lines), transform=ax.transAxes, va="center", size=11, color=INK)
