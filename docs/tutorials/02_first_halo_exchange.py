@@ -55,18 +55,18 @@ print("\n".join(ranks.run(describe)))
 # %%
 # The plan as a picture: a line a rank, owned points filled, the halo in the colour of its owner.
 
-COLOURS = ["#0072b2", "#e69f00", "#cc79a7"]  # one a rank; told apart by colour-blind readers too
+COLOURS = ["#56b4e9", "#e69f00", "#cc79a7"]  # one a rank; told apart by colour-blind readers too
 
 figure, ax = plt.subplots(figsize=(9, 2.2), facecolor="white", layout="constrained")
 for rank in range(len(SIZES)):
     for point in SIZES.range(rank):
-        ax.add_patch(Rectangle((point + 0.05, -rank), 0.9, 0.7, facecolor=COLOURS[rank]))
+        ax.add_patch(Rectangle((point - 0.45, -rank), 0.9, 0.7, facecolor=COLOURS[rank]))
     for point in needed_by(rank):
         owner = COLOURS[SIZES.owner(point)]
         style = {"facecolor": "white", "edgecolor": owner, "hatch": "/////", "lw": 1.5}
-        ax.add_patch(Rectangle((point + 0.1, -rank + 0.05), 0.8, 0.6, **style))
+        ax.add_patch(Rectangle((point - 0.4, -rank + 0.05), 0.8, 0.6, **style))
 ax.set_title("What each rank owns (filled) and copies from others (hatched)", loc="left")
-ax.set_xlim(0, SIZES.total)
+ax.set_xlim(-0.6, SIZES.total - 0.4)
 ax.set_ylim(1 - len(SIZES) - 0.1, 0.8)
 ax.set_yticks([0.35 - rank for rank in range(len(SIZES))], ["rank 0", "rank 1", "rank 2"])
 ax.tick_params(left=False)
@@ -85,7 +85,7 @@ plt.show()
 # ``solve`` is what a rank runs. It is also what one process runs, with ``None`` for the plan: there
 # are no borders then but the two ends.
 
-STEPS = 150
+STEPS = 60
 
 
 def solve(u, plan, rank):
@@ -179,7 +179,7 @@ for ax, (title, of_one, of_ranks, without) in zip(axes, panels, strict=True):
         )
     ax.set_title(title, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
-axes[0].legend(frameon=False, ncols=2)
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
 axes[1].set_xlabel("point of the rod")
 axes[1].set_xlim(-0.5, SIZES.total - 0.5)
 plt.show()

@@ -37,17 +37,33 @@ def to_cylinders(points):
     return np.linalg.norm(points[:, None] - CYLINDERS, axis=2).min(axis=1) - RADIUS
 
 
+def border():
+    """Points on the walls and on the cylinders, which stay where they are."""
+    along, across = np.linspace(0, LENGTH, 41), np.linspace(0, WIDTH, 17)[1:-1]
+    walls = [np.column_stack([along, np.full(41, y)]) for y in (0, WIDTH)]
+    ends = [np.column_stack([np.full(15, x), across]) for x in (0, LENGTH)]
+    angle = np.linspace(0, 2 * np.pi, 60, endpoint=False)
+    circle = RADIUS * np.column_stack([np.cos(angle), np.sin(angle)])
+    return np.concatenate([*walls, *ends, *(centre + circle for centre in CYLINDERS)])
+
+
 def make_mesh():
     random = np.random.default_rng(0)
     drawn = random.random((16_000, 2)) * [LENGTH, WIDTH]
     away = to_cylinders(drawn)
-    kept = (away > 0.02) & (random.random(len(drawn)) < 0.04 + 0.96 * np.exp(-away / 0.15))
-    angle = np.linspace(0, 2 * np.pi, 60, endpoint=False)
-    circle = RADIUS * np.column_stack([np.cos(angle), np.sin(angle)])
-    points = np.concatenate([drawn[kept], *(centre + circle for centre in CYLINDERS)])
-    triangles = Delaunay(points).simplices
-    outside = to_cylinders(points[triangles].mean(axis=1)) > 0
-    return points, triangles[outside]
+    dense = random.random(len(drawn)) < 0.04 + 0.96 * np.exp(-away / 0.15)
+    fixed, free = border(), drawn[dense & (away > 0.01)]
+    for _ in range(8):  # move each point to the mean of those around it
+        points = np.concatenate([free, fixed])
+        triangles = Delaunay(points).simplices
+        outside = to_cylinders(points[triangles].mean(axis=1)) > 0
+        triangles = triangles[outside]
+        total, count = np.zeros_like(points), np.zeros(len(points))
+        for here, there in [(0, 1), (1, 2), (2, 0)]:
+            np.add.at(total, triangles[:, here], points[triangles[:, there]])
+            np.add.at(count, triangles[:, here], 1)
+        free = (total / count[:, None])[: len(free)]
+    return points, triangles
 
 
 points, triangles = make_mesh()
@@ -155,7 +171,7 @@ known[own] = known[halo] = True
 edges = np.concatenate([triangles[:, [0, 1]], triangles[:, [1, 2]], triangles[:, [2, 0]]])
 edges = edges[known[edges].all(axis=1) & (owner[edges] == RANK).any(axis=1)]
 
-figure, ax = plt.subplots(figsize=(11, 5), facecolor="white", layout="constrained")
+figure, ax = plt.subplots(figsize=(11, 5.2), facecolor="white", layout="constrained")
 ax.triplot(*points.T, triangles, color="#e3e6e8", lw=0.4, zorder=0)
 ax.add_collection(LineCollection(points[edges], colors="#6b747b", linewidths=0.5, zorder=1))
 ax.plot(*points[own].T, "o", ms=3, color=COLOURS[RANK], label=f"owned by rank {RANK}")
@@ -164,7 +180,7 @@ for rank in sorted(set(owner[halo])):
     style = {"mfc": "white", "mec": COLOURS[rank], "mew": 1.6}
     ax.plot(*there.T, "s", ms=5, **style, label=f"halo, owned by rank {rank}")
 ax.set_title(f"What rank {RANK} has: its nodes, their edges, its halo", loc="left")
-ax.legend(loc="upper right", framealpha=1)
+ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4, frameon=False, markerscale=1.5)
 ax.set_aspect("equal")
 ax.axis("off")
 plt.show()
@@ -207,5 +223,5 @@ print(vc.launch(reload, 2, str(folder / "parts"))[0])
 # - ``graph.report()`` says what each exchange will send, before you train.
 # - A saved partition can be loaded on any number of ranks.
 #
-# Next: :doc:`a PyG model in three lines <04_pyg_in_three_lines>`. All about files and pictures is
-# on the page about meshes.
+# Next: :doc:`a PyG model in three lines <04_pyg_in_three_lines>`. The page :doc:`meshes, reports
+# and pictures </meshes>` has all formats and options.

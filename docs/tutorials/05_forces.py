@@ -118,7 +118,7 @@ def energies_and_forces(model, part, create_graph=False):
 # with respect to the parameters. That takes every exchange of the model through its second
 # derivative.
 
-STEPS = 50
+STEPS = 40
 
 
 def train(model, part, mean, sum_gradients):
@@ -165,7 +165,7 @@ _, alone_forces = energies_and_forces(alone, test_data)
 
 def worst(ours, theirs):
     """The largest difference, by the largest entry."""
-    ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
+    ours, theirs = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
@@ -196,7 +196,7 @@ crystal, parity, curve = axes
 for rank, colour in enumerate(COLOURS):
     here = layer & (owner == rank)
     crystal.scatter(*pos[here, :2].T, s=130, color=colour, label=f"rank {rank}")
-style = {"angles": "xy", "scale_units": "xy", "scale": truth.abs().max() / 2.5}
+style = {"angles": "xy", "scale_units": "xy", "scale": truth.abs().max().item() / 3.5}
 crystal.quiver(
     *pos[layer, :2].T, *truth[layer, :2].T, color=PALE, width=0.014, **style, label="true"
 )
@@ -208,7 +208,8 @@ crystal.set_aspect("equal")
 crystal.set_xticks([])
 crystal.set_yticks([])
 crystal.spines[:].set_visible(False)
-crystal.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=3, frameon=False, markerscale=0.7)
+below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 5, "frameon": False}
+crystal.legend(**below, markerscale=0.6, handlelength=1, columnspacing=1)
 
 for rank, colour in enumerate(COLOURS):
     here = owner == rank
