@@ -118,7 +118,7 @@ def energies_and_forces(model, part, create_graph=False):
 # with respect to the parameters. That takes every exchange of the model through its second
 # derivative.
 
-STEPS = 40
+STEPS = 50
 
 
 def train(model, part, mean, sum_gradients):
@@ -155,6 +155,10 @@ losses, first, forces, _, report = results[0]
 print(report)
 
 # %%
+# The halos are large here, as the crystal is small enough to be trained on while this page is
+# built: nearly every atom is close to a border. They shrink, by the share of atoms, as crystals
+# grow.
+#
 # In one process
 # --------------
 
