@@ -16,16 +16,16 @@ how a model is trained with PyTorch and what PyTorch Geometric's layers do.
 # the temperature at 400 m, and learns from four tiles of the map in five.
 
 import sys
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from _examples import EXAMPLES  # beside this script
 from torch_geometric.nn import GAT
 
 import varcomm as vc
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "ocean"))
+sys.path.append(str(EXAMPLES / "ocean"))
 import ocean
 
 data = ocean.load(spacing=3)

@@ -21,15 +21,15 @@ compare all of it with one process. You need to know ``torch.autograd.grad`` wit
 # of ``grad``: it differentiates the backward of the exchange, which is an exchange itself.
 
 import sys
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from _examples import EXAMPLES  # beside this script
 
 import varcomm as vc
 from varcomm.models import PaiNN
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "atoms"))
+sys.path.append(str(EXAMPLES / "atoms"))
 from crystal import CUTOFF, as_graph, shaken, with_truth
 
 SIZES = vc.ShardSizes([4, 1, 2])
