@@ -234,7 +234,8 @@ print(ranks.run(prove)[0])
 #
 # A rank checks what it can before it sends anything. What no rank can see alone, such as sizes that
 # differ between ranks, all ranks find out together inside ``with vc.debug():``. Use it while you
-# develop; without it a disagreement may leave ranks waiting for each other.
+# develop; without it a disagreement may leave ranks waiting for each other. All ranks raise the
+# same error; we print its first line, and what follows tells at which line of code each rank was.
 
 
 def disagree(rank):
@@ -243,7 +244,7 @@ def disagree(rank):
         with vc.debug():
             vc.all_gather_v(torch.zeros(sizes[rank], 2), sizes)
     except vc.DisagreementError as error:
-        return str(error)
+        return str(error).splitlines()[0]
 
 
 print(ranks.run(disagree)[0])
