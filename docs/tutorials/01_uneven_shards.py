@@ -268,4 +268,5 @@ plt.show()
 # - All ranks make the same calls in the same order, in forward and in backward.
 # - ``vc.testing.dot_test`` proves such code; ``vc.debug()`` finds ranks that disagree.
 #
-# Next: :doc:`your first halo exchange <02_first_halo_exchange>`.
+# Next: :doc:`your first halo exchange <02_first_halo_exchange>`. Behind it all:
+# :doc:`adjoints </how_it_works/adjoints>`.

@@ -212,5 +212,5 @@ ranks.close()
 # - Autograd goes through it: the gradient of a copy returns to the owner and is added there.
 # - All ranks call ``backward``, also those whose part of the loss is zero.
 #
-# A mesh has borders of any shape. Next: :doc:`partition a mesh and look at it
-# <03_partition_a_mesh>`.
+# All about plans is on :doc:`their own page </how_it_works/plans>`. A mesh has borders of any
+# shape. Next: :doc:`partition a mesh and look at it <03_partition_a_mesh>`.

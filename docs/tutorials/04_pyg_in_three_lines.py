@@ -193,4 +193,5 @@ plt.show()
 # - Losses, parameters and predictions are those of one process, to rounding.
 # - A layer that cannot be exact on parts is refused by ``distribute``, with the reason.
 #
-# Next: :doc:`second derivatives and forces <05_forces>`.
+# Next: :doc:`second derivatives and forces <05_forces>`. What else a partitioned graph can do:
+# :doc:`partitioned graphs </graphs>`.
