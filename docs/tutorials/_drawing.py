@@ -82,7 +82,7 @@ def draw(panels, columns=2):
     figure, axes = plt.subplots(
         len(lines),
         columns,
-        figsize=(5.4 * columns, 0.46 * sum(heights)),
+        figsize=(4.5 * columns, 0.385 * sum(heights)),
         height_ratios=heights,
         squeeze=False,
         facecolor="white",
