@@ -44,12 +44,13 @@ plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "text.col
 
 
 def draw_sizes(sizes):
-    figure, axes = plt.subplots(1, len(sizes), figsize=(9, 2.6), layout="constrained")
+    _, axes = plt.subplots(1, len(sizes), figsize=(9, 2.6), layout="constrained")
     for ax, (name, counts) in zip(axes, sizes.items(), strict=True):
         widest = max(counts)
         for rank, count in enumerate(counts):
             ax.barh(rank, count, color=COLOURS[rank])
-            ax.barh(rank, widest - count, left=count, fill=False, hatch="////", edgecolor=PALE, lw=0)
+            padding = {"left": count, "fill": False, "hatch": "////", "edgecolor": PALE, "lw": 0}
+            ax.barh(rank, widest - count, **padding)
             ax.text(count / 2, rank, count, ha="center", va="center", weight="bold")
         ax.set_yticks(range(P), [f"rank {rank}" for rank in range(P)])
         ax.set(xticks=[], ylim=(P - 0.4, -0.6))
@@ -117,8 +118,8 @@ for rank, found in enumerate(ranks.run(two_layers)):
 # you can do the same to yours. A plan says which module becomes what. Names may have ``*``.
 #
 # Two details deserve a look. Queries, keys and values come from one fused layer, so its sizes are a
-# list of three blocks, each split on its own. And attention wants whole heads: sizes of 8 features a
-# head are multiples of 8. Five heads over three ranks are then 2, 2 and 1.
+# list of three blocks, each split on its own. And attention wants whole heads: sizes of 8 features
+# a head are multiples of 8. Five heads over three ranks are then 2, 2 and 1.
 
 HEAD = 8  # features of one
 
@@ -189,11 +190,12 @@ def largest_difference(found):
     return ((losses - reference) / reference).abs().max().item(), of_gradients.item()
 
 
-print(f"one process:       {whole} parameters, loss {alone[0]:.6f} at first, {alone[-1]:.6f} at last")
+print(f"one process:       {whole} parameters, losses {alone[0]:.6f} to {alone[-1]:.6f}")
 for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
     held = " + ".join(str(of_rank[2]) for of_rank in found)
     of_losses, of_gradients = largest_difference(found)
-    print(f"{name}:   {held} parameters; losses within {of_losses:.0e}, gradient {of_gradients:.0e}")
+    errors = f"losses within {of_losses:.0e}, gradient within {of_gradients:.0e}"
+    print(f"{name}:   {held} parameters; {errors}")
 
 # %%
 # Rounding is all that differs. (Parameters of norms are on every rank, which is why the counts add
@@ -203,11 +205,10 @@ for name, found in {"heads 2 + 2 + 1": even, "heads 3 + 2 + 0": uneven}.items():
 figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
 steps = range(1, STEPS + 1)
 ax.plot(steps, alone, color=INK, linewidth=1.5, label="one process")
-styles = {"heads 2 + 2 + 1": (even, "o", 7, 0), "heads 3 + 2 + 0": (uneven, "s", 7, 1)}
-for name, (found, marker, size, first) in styles.items():
-    colour = COLOURS[first]
-    places, losses = steps[first::2], found[0][0][first::2]
-    ax.plot(places, losses, marker, color=colour, markersize=size, label=f"three ranks, {name}")
+styles = {"heads 2 + 2 + 1": (even, "o", 0), "heads 3 + 2 + 0": (uneven, "s", 1)}
+for name, (found, marker, first) in styles.items():  # markers in turns, or one would hide the other
+    look = {"color": COLOURS[first], "markersize": 7, "label": f"three ranks, {name}"}
+    ax.plot(steps[first::2], found[0][0][first::2], marker, **look)
 ax.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, None), xlim=(0, STEPS + 1))
 ax.set_title("The same loss at every step", loc="left", weight="bold", fontsize=12)
 ax.legend(frameon=False)
@@ -221,8 +222,8 @@ plt.show()
 # - ``sizes`` is an argument of every layer; left out, it is balanced. Zeros are sizes too.
 # - Column layers split outputs, row layers inputs. A fused layer has sizes for each of its blocks,
 #   and heads stay whole where sizes are multiples of a head's features.
-# - ``tp.parallelize(model, plan)`` turns a model that is there into a sharded one in place, with the
-#   losses and gradients of one process, to rounding.
+# - ``tp.parallelize(model, plan)`` turns a model that is there into a sharded one in place, with
+#   the losses and gradients of one process, to rounding.
 # - ``tp.shard_spec(parameter)`` knows how a parameter is sharded, and gathers it or its gradient.
 #
 # Read next: :doc:`/tensor_parallel`, with sequence parallelism, a loss that never holds the logits,

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import varcomm as vc
 
 SIZES = [3000, 2000]  # rows of 256 numbers
-READING = 0.08  # seconds
+READING = 0.05  # seconds
 
 
 def make_shard(rank):
@@ -64,9 +64,9 @@ print(ranks.run(count)[0])
 # Start, compute, wait
 # --------------------
 #
-# With ``async_op=True`` a call returns a :class:`varcomm.Handle` at once, and ``handle.wait()`` gives
-# the result. What stands between the two runs while data travel. So the two versions below differ in
-# one thing: where they wait.
+# With ``async_op=True`` a call returns a :class:`varcomm.Handle` at once, and ``handle.wait()``
+# gives the result. What stands between the two runs while data travel. So the two versions below
+# differ in one thing: where they wait.
 #
 # ``record_function`` gives names to parts of our own program, for the trace. To have something to
 # wait for, rank 1 is late: it reads a file before it begins, for which a sleep stands here. That is
@@ -101,7 +101,7 @@ def step(rank, x, weight, overlap):
 # entry                              what it is
 # ================================== ==============================================================
 # ``varcomm::all_gather_v``          the call, as long as it takes to *start* it
-# ``gloo:broadcast``, ...            the engine at work, in threads of its own: data are on their way
+# ``gloo:broadcast``, ...            the engine, in threads of its own: data are on their way
 # ``_Wait``                          this rank waits; in backward, within ``_StartBackward``
 # ours: ``own rows``, ``backward``   what the program computes
 # ================================== ==============================================================
@@ -143,7 +143,8 @@ for name, found in versions.items():
     for rank, entries in enumerate(found):
         whole = sum(duration for what, _, duration in entries if what == "step")
         waited = sum(duration for what, _, duration in entries if what == "_Wait")
-        print(f"{name:18}  rank {rank}: step {1000 * whole:4.0f} ms, waited {1000 * waited:4.0f} ms")
+        times = f"step {1000 * whole:4.0f} ms, waited {1000 * waited:4.0f} ms"
+        print(f"{name:18}  rank {rank}: {times}")
 
 # %%
 # What has been measured is this run, on this machine, which may have had other things to do. The
@@ -209,13 +210,13 @@ plt.show()
 # -----------------
 #
 # - Count first, with :func:`varcomm.trace`: calls, messages and bytes, by operation and by peer.
-# - ``async_op=True`` where data are ready, ``wait()`` where they are needed, and between the two what
-#   needs them not. Backward then overlaps by itself.
+# - ``async_op=True`` where data are ready, ``wait()`` where they are needed, and between the two
+#   what needs them not. Backward then overlaps by itself.
 # - All ranks start and wait in the same order; what was passed must not be changed in between.
-# - In a trace, look for long ``_Wait``. If the engine's entry begins long before that of another rank,
-#   it is the other rank that came late.
+# - In a trace, look for long ``_Wait``. If the engine's entry begins long before that of another
+#   rank, it is the other rank that came late.
 #
 # Partitioned graphs have this built in: ``vc.graph.message_passing`` computes interior edges while
-# halos travel (:doc:`/graphs`), and ``replicate`` sums gradients during backward (:doc:`/gradients`).
-# Read next: :doc:`/sharp_bits`, then
-# :doc:`from a laptop to a cluster </generated/tutorials/09_cluster>`.
+# halos travel (:doc:`/graphs`), and ``replicate`` sums gradients during backward
+# (:doc:`/gradients`). Read next: :doc:`/sharp_bits`, then :doc:`from a laptop to a cluster
+# </generated/tutorials/09_cluster>`.
