@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -34,7 +34,7 @@ import sys
 import torch, varcomm as vc
 
 world = vc.init(sys.argv[1] if len(sys.argv) > 1 else None)
-sizes = vc.ShardSizes.balanced(1000, world.size)
+sizes = vc.ShardSizes.balanced(1003, world.size)
 rows = sizes.range(world.rank)
 own = torch.arange(rows.start, rows.stop, device=world.device)
 total = vc.all_reduce(own.sum()).item()
@@ -122,19 +122,10 @@ plt.show()
 # clusters of CPUs with a fast network that MPI knows. Its ranks find each other without any
 # address.
 
-
-def mpiexec():
-    """That of the package mpich, if it is installed, else any that there is."""
-    try:
-        files = metadata.files("mpich") or []
-    except metadata.PackageNotFoundError:
-        files = []
-    installed = (file.locate() for file in files if file.name == "mpiexec")
-    return next(installed, shutil.which("mpiexec"))
-
-
-if mpiexec():
-    print("\n".join(lines(start(mpiexec(), "-n", 2, sys.executable, train, "mpi"))))
+places = [str(Path(sys.executable).parent), os.environ["PATH"]]  # that of this environment first
+mpiexec = shutil.which("mpiexec", path=os.pathsep.join(places))
+if mpiexec and find_spec("mpi4py"):
+    print("\n".join(lines(start(mpiexec, "-n", 2, sys.executable, train, "mpi"))))
 else:
     print("There is no MPI on this machine.")
 

@@ -82,7 +82,8 @@ def show(message):
     for folder in set(re.findall(r"\S*/(?=\w+\.py)", message)):
         message = message.replace(folder, "").replace("at" + " " * len(folder), "at")
     for line in message.splitlines():
-        print(textwrap.fill(line, 100, subsequent_indent="    ") if len(line) > 100 else line)
+        whole = re.sub(r", (?=\d+[],])", ",\N{NO-BREAK SPACE}", line)  # lists of numbers
+        print(textwrap.fill(whole, 100, subsequent_indent="    ") if len(line) > 100 else line)
 
 
 ranks = vc.Ranks(3)
