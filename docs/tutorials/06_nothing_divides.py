@@ -78,8 +78,10 @@ ranks = vc.Ranks(P)
 def two_layers(rank):
     torch.manual_seed(0)
     first, second = nn.Linear(40, 107).double(), nn.Linear(107, 40).double()
-    x = torch.randn(16, 40, dtype=torch.float64)
+    x = torch.randn(16, 40, dtype=torch.float64, requires_grad=True)
     expected = second(torch.relu(first(x)))
+    expected.square().sum().backward()
+    expected_gradient, x.grad = x.grad, None
 
     up = tp.ColumnParallelLinear.from_linear(first)
     down = tp.RowParallelLinear.from_linear(second)
@@ -88,27 +90,21 @@ def two_layers(rank):
         y = down(hidden)
         forward = len(calls)
         y.square().sum().backward()
-    expected.square().sum().backward()
     rows = sizes["features"].range(rank)
-    gradient = first.weight.grad[rows.start : rows.stop]
-    return {
-        "weights": f"{tuple(up.weight.shape)} and {tuple(down.weight.shape)}",
-        "between": tuple(hidden.shape),
-        "same result": torch.allclose(y, expected, rtol=1e-12),
-        "same gradient": torch.allclose(up.weight.grad, gradient, rtol=1e-12),
-        "calls forward": [call.name for call in calls[:forward]],
-        "calls backward": [call.name for call in calls[forward:]],
-    }
+    weight_gradient = first.weight.grad[rows.start : rows.stop]
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, expected_gradient)
+    torch.testing.assert_close(up.weight.grad, weight_gradient)
+    shapes = [tuple(tensor.shape) for tensor in (up.weight, hidden, down.weight)]
+    return f"rank {rank}: shapes {shapes}, calls {forward} forward, {len(calls) - forward} backward"
 
 
-for rank, found in enumerate(ranks.run(two_layers)):
-    print(f"rank {rank}")
-    for what, value in found.items():
-        print(f"    {what:15} {value}")
+print("\n".join(ranks.run(two_layers)))
 
 # %%
-# One sum over ranks forward makes the partial results whole. ``x`` needs no gradient here, so
-# backward has nothing to send; within a model, it sums the gradients that ranks have for ``x``.
+# The shapes are those of the first weight, of what lies between the layers, and of the second
+# weight; result and gradients are those of one process, or a check would have raised. One call
+# forward sums the partial results, and one backward sums what ranks have for the gradient of ``x``.
 # Every rank calls ``backward()`` on its copy of the same loss, and it counts once.
 #
 # A whole model

@@ -28,7 +28,8 @@ from varcomm.checkpoint import load, read, save
 from varcomm.data_parallel import ShardedGradients
 
 PIECES = [800, 300, 85]  # elements that each of three ranks owns
-folder = Path(tempfile.mkdtemp()) / "checkpoint"
+scratch = tempfile.TemporaryDirectory()
+folder = Path(scratch.name, "checkpoint")
 
 torch.manual_seed(0)
 x = 2 * torch.rand(200, 2, dtype=torch.float64) - 1
@@ -119,7 +120,7 @@ for rank, (_, numbers) in enumerate(on_three):
 # together. ``read`` does so in any process, without ranks:
 
 saved = read(folder)
-print(sorted(path.name for path in folder.iterdir()))
+print(*sorted(path.name for path in folder.iterdir()), sep="\n")
 print("step", saved["step"])
 for name, tensor in saved["net"].items():
     print(f"{name:9}  {tuple(tensor.shape)}")

@@ -69,8 +69,8 @@ print(ranks.run(count)[0])
 # differ in one thing: where they wait.
 #
 # ``record_function`` gives names to parts of our own program, for the trace. To have something to
-# wait for, rank 1 is late: it reads a file before it begins, for which a sleep stands here. That is
-# an ordinary thing to happen, and not the slow network alone makes ranks wait.
+# wait for, rank 1 is late: it reads a file before it begins, for which a sleep stands here. Ranks
+# wait for each other, and not for the network alone.
 
 
 def step(rank, x, weight, overlap):
@@ -200,7 +200,7 @@ plt.show()
 #
 # Look at backward, too. autograd goes the other way: at the place of ``wait()`` it *starts* the
 # adjoint, and at the place of the call it waits for it. So what overlapped in forward overlaps in
-# backward, without a line of code: the second bar of each engine is the reduce-scatter.
+# backward, without a line of code: the last bar of each engine is the reduce-scatter.
 #
 # What overlap cannot do: a rank that has more to compute than the others remains the one for which
 # they wait in the end. And on CPUs the engine needs a core for its own work, so where all cores

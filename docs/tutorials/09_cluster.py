@@ -118,8 +118,8 @@ plt.show()
 # ---
 #
 # ``vc.init("mpi")`` runs collectives over MPI, by mpi4py and a stock PyTorch: ``pip install
-# "varcomm[mpi]"`` brings mpi4py and MPICH; mpi4py also takes the MPI of your cluster. It pays on
-# clusters of CPUs with a fast network that MPI knows. Its ranks find each other without any
+# "varcomm[mpi]"`` brings mpi4py and MPICH; mpi4py also takes the MPI of your cluster. It is meant
+# for clusters of CPUs with a fast network that MPI knows. Its ranks find each other without any
 # address.
 
 places = [str(Path(sys.executable).parent), os.environ["PATH"]]  # that of this environment first

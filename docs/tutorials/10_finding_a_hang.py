@@ -196,8 +196,8 @@ ranks.close()
 #
 # In a real job nobody catches that ``KeyError``, and the process of rank 1 ends by it. Its
 # connections close, the others hear of it, and learn why from what it has left in the store. For
-# this we need three processes of our own, as torchrun would start them. Each writes to its own
-# file; this is the last line of each:
+# this we need three processes of our own, as torchrun would start them. This is
+# the last line that each has written:
 
 PROGRAM = """
 import torch, varcomm as vc
@@ -238,7 +238,8 @@ with tempfile.TemporaryDirectory() as folder:
 #   part that you suspect. The table names call, ranks and lines.
 # - Collectives within an ``if`` are the usual suspects. Each rank has to call the same ones in the
 #   same order, with nothing to send as well; ``backward`` is one of them.
-# - Give ``vc.init(timeout=...)`` as long as your slowest step takes, and not ten times that.
+# - Give ``vc.init(timeout=...)`` as long as ranks may have to wait for each other, where one of
+#   them compiles or reads, and not ten times that.
 # - A rank that fails should end, so let it raise: the others then end within seconds, and say why.
 #
 # Read next: :doc:`/failures`, with all limits and what each message means, and :doc:`/sharp_bits`.
