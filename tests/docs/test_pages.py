@@ -10,7 +10,7 @@ import pytest
 import varcomm
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGES = sorted(
+PAGES = ["sharp_bits.md"] + sorted(
     str(page.relative_to(DOCS))
     for folder in ("how_it_works", "coming_from")
     for page in (DOCS / folder).glob("*.md")
