@@ -10,11 +10,11 @@ import pytest
 import varcomm
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGES = ["sharp_bits.md"] + sorted(
-    str(page.relative_to(DOCS))
-    for folder in ("how_it_works", "coming_from")
-    for page in (DOCS / folder).glob("*.md")
+FOLDERS = ("how_it_works", "coming_from")
+PAGES = sorted(
+    str(page.relative_to(DOCS)) for name in FOLDERS for page in (DOCS / name).glob("*.md")
 )
+PAGES.append("sharp_bits.md")
 
 
 def blocks_of(page):
