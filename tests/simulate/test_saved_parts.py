@@ -77,6 +77,7 @@ def test_pictures(tmp_path):
         parts.plot(tmp_path / "none" / "a.png")
     with pytest.raises(ArgumentError, match="node_type must be one of"):
         parts.plot(tmp_path / "a.png", node_type="sea")
+    data.num_nodes = data.num_nodes
     del data.pos
     with pytest.raises(ArgumentError, match="the nodes have no positions"):
         vc.simulate.partition(data, 4, "block").plot(tmp_path / "c.png")

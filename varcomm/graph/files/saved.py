@@ -15,9 +15,10 @@ from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, at_home, 
 from varcomm.graph.building.hops import deepened
 from varcomm.graph.building.tables import ends
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.files.archive import read_arrays, read_manifest
-from varcomm.graph.files.outline import Array, Arrays, Outline
-from varcomm.graph.files.staging import WHOLE, Staging, part_file, part_of
+from varcomm.graph.files.archive import read_manifest
+from varcomm.graph.files.contents import read_part, read_whole
+from varcomm.graph.files.outline import Arrays, Outline
+from varcomm.graph.files.staging import Staging, part_of
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.layout import ShardSizes
@@ -69,15 +70,9 @@ def load(folder: str | os.PathLike[str], group: GroupLike = None) -> Partitioned
     saved = len(outline.digests) - 1
 
     def read() -> tuple[Arrays, list[Arrays]]:
-        def arrays(file: str, kinds: Mapping[str, Array], number: int) -> Arrays:
-            dtypes = {name: array.dtype for name, array in kinds.items()}
-            return read_arrays(Path(folder) / file, dtypes, outline.digests[number])
-
-        whole = arrays(WHOLE, outline.whole, 0)
+        whole = read_whole(Path(folder), outline)
         mine = range(ranks.rank, saved, ranks.size)
-        parts = {rank: arrays(part_file(rank), outline.part, rank + 1) for rank in mine}
-        outline.check(whole, parts)
-        return whole, [*parts.values()]
+        return whole, [read_part(Path(folder), outline, rank) for rank in mine]
 
     whole, parts = agree(what, read, ranks)
     attributes = outline.attributes | whole
