@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        print(f"{folder}: {found['kind']}", *lines(found), sep="\n")
+        print(f"{folder}: a {found['kind']}", *lines(found), sep="\n")
     return 0
 
 
@@ -68,7 +68,7 @@ def _partition(folder: Path) -> Found:
         part = read_part(folder, outline, rank)
         ranks.append(_of_rank(outline, part, rank))
     return {
-        "kind": "partition",
+        "kind": "saved partition",
         "ranks": len(ranks),
         "method": outline.method,
         "hops": outline.hops,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from varcomm.cli import inspect, partition, simulate
@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments : sequence of str, optional
         Those after ``varcomm``; None takes them from the command line.
     """
-    # names and what they mean stand beside each other, also long ones
-    formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog=_called(), description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
     )
+    parser.add_argument("-V", "--version", action="version", version=version("varcomm"))
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )

@@ -98,7 +98,7 @@ def tried(engine: Engine, limit: float, progress: Callable[[str], None]) -> Engi
                 if wrong is not None:
                     reasons[name] = wrong
         except LaunchError as error:
-            reasons[name] = _last_line(error)
+            reasons[name] = _reason(error)
             if name != "start":
                 passed[name] = False
     return Engine(engine.backend, engine.device, engine.ranks, passed, reasons)
@@ -108,7 +108,9 @@ def _nothing(rank: int) -> None:
     """Have come up."""
 
 
-def _last_line(error: LaunchError) -> str:
-    """Return what a rank died of, without where, or that ranks were late."""
-    first, *rest = str(error).strip().splitlines()
-    return rest[-1].strip() if "Traceback" in first else first
+def _reason(error: LaunchError) -> str:
+    """Return in one line what a rank died of, or that ranks were late."""
+    cause = error.__cause__
+    if cause is not None:
+        return " ".join(f"{type(cause).__name__}: {cause}".split())
+    return str(error).splitlines()[0]

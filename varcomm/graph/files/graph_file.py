@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zipfile
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.building.attribute import check_name
 from varcomm.graph.files.mesh import read_mesh
 
 __all__ = ["read_graph"]
@@ -51,7 +51,7 @@ def read_graph(path: Path) -> Data:
     try:
         return reader(path)
     except ArgumentError as error:
-        raise ArgumentError(f"{path}: {error}.") from error
+        raise ArgumentError(f"{path}: {str(error).rstrip('.')}.") from error
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}.") from error
 
@@ -114,7 +114,7 @@ def _tensors(path: Path) -> Data:
     except Exception as error:  # of pickle, zipfile or torch, by what is wrong
         if "weights_only" in str(error):
             raise ArgumentError(f"it holds more than tensors; {_TENSORS}") from error
-        reason = str(error).partition("\n")[0].rstrip(". ") or type(error).__name__
+        reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise ArgumentError(f"it cannot be read ({reason}); {_TENSORS}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ArgumentError(f"it holds a {type(content).__name__}; {_TENSORS}")
@@ -125,7 +125,9 @@ def _arrays(path: Path) -> Data:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays: dict[str, Any] = dict(file)
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of zipfile, zlib or NumPy, by where the damage is
         raise ArgumentError(f"it cannot be read ({str(error).rstrip('.')}); {_ARRAYS}") from error
     content = {name: torch.from_numpy(v) for name, v in arrays.items() if v.dtype.kind in "biufc"}
     edges = content.pop("edges", None)
@@ -144,9 +146,15 @@ def _data(content: Mapping[str, Any], accepted: str) -> Data:
         raise ArgumentError(
             f"its edges are {edge_index.dtype} of shape {tuple(edge_index.shape)}; {accepted}"
         )
-    data = Data.from_dict({**content, "edge_index": edge_index.long().contiguous()})
-    told = data.pop("num_nodes") if "num_nodes" in content else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyG's, that nodes are counted by edges alone
-        data.num_nodes = int(data.num_nodes or 0) if told is None else int(told)
+    told = content.get("num_nodes")
+    data = Data(edge_index=edge_index.long().contiguous())
+    for name, value in content.items():
+        if name not in ("edge_index", "num_nodes"):
+            check_name(name, value, "data")
+            data[name] = value
+    if told is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyG's, that nodes are counted by edges alone
+            told = data.num_nodes or 0
+    data.num_nodes = told.item() if isinstance(told, torch.Tensor) and not told.dim() else told
     return data
