@@ -119,7 +119,7 @@ def flip(path):
     ("kind", "pattern", "damage"),
     [
         ("partition", "part-00001.npz", cut),
-        ("partition", "part-00002.npz", flip),
+        ("partition", "part-00001.npz", flip),
         ("partition", "part-00000.npz", lambda path: path.unlink()),
         ("partition", "graph.npz", cut),
         ("partition", "graph.json", cut),

@@ -72,14 +72,15 @@ def is_alive(pid):
 
 def interrupted(folder, arguments, is_time):
     """Start a command, press Ctrl-C when it is time, and return its status and what it said."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=(folder / "said").open("wb"),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-c", START, *arguments],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     deadline = time.monotonic() + 90
     while not is_time(process.pid):
         assert time.monotonic() < deadline
@@ -88,7 +89,10 @@ def interrupted(folder, arguments, is_time):
     ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert not any(map(is_alive, ranks))
+    deadline = time.monotonic() + 30  # one that has just been started notices once it runs
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     return process.returncode, errors
 
 

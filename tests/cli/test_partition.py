@@ -1,4 +1,4 @@
-"""The command `partition`: what it reads, what it writes, and what it says of files that are bad."""
+"""The command `partition`: what it reads, what it writes, what it says of bad files."""
 
 import json
 

@@ -145,7 +145,8 @@ class Parts(Counts):
             staging = Staging.of(folder, self._tables.attributes)
             try:
                 staging.begin()
-                digests = []
+                digests: list[str] = []
+                first: dict[str, torch.Tensor] = {}
                 for rank in range(self.size):
                     with world(self.size, rank):
                         graph = self.part()
@@ -154,10 +155,11 @@ class Parts(Counts):
                         for key, edges in graph.edge_shards.items()
                     }
                     part = dict(part_of(graph, numbers))
+                    first = first or part
                     digests.append(staging.write(rank, part))
                     if progress is not None:
                         progress(rank)
-                staging.finish(graph, part, digests)
+                staging.finish(graph, first, digests)
             except BaseException:
                 staging.discard()
                 raise

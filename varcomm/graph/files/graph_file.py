@@ -62,7 +62,8 @@ def _metis(path: Path) -> Data:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("%")]
         first, *rows = [line.split() for line in lines] or [[]]
         head = [int(word) for word in first]
-        values = np.array(list(chain.from_iterable(rows)) or [0], dtype=str).astype(np.int64)
+        words = [*chain.from_iterable(rows)]
+        values = np.array(words, dtype=str).astype(np.int64) if words else np.zeros(0, np.int64)
     except (ValueError, OverflowError):
         raise ArgumentError("METIS's format has integers alone, and this has others") from None
     if len(head) not in (2, 3, 4) or min(head) < 0:
@@ -123,7 +124,8 @@ def _tensors(path: Path) -> Data:
 
 def _arrays(path: Path) -> Data:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here, since NumPy leaves open what is no archive
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays: dict[str, Any] = dict(file)
     except OSError:
         raise

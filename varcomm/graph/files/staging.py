@@ -81,7 +81,7 @@ class Staging:
     def finish(self, graph: PartitionedGraph, part: Arrays, digests: Sequence[str]) -> None:
         """Put the folder in its place; an earlier one there is lost only then.
 
-        Of `graph`, and of the `part` of any rank, is taken what all ranks have alike.
+        Of `graph`, and of the `part` of rank 0, is taken what all ranks have alike.
         """
         all_digests = [digest_of(self.whole), *digests]
         outline = Outline.of(graph, self.told, self.whole, part, all_digests)
