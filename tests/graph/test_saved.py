@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.graph import PartitionedGraph, partition
-from varcomm.graph.files import saved as saved_graphs
+from varcomm.graph.files import staging
 from varcomm.graph.files.archive import MANIFEST
 
 
@@ -272,13 +272,13 @@ def test_what_cannot_be_saved(worlds, name, value, message, tmp_path):
 
 def save_into_a_file(rank, folder):
     graph = partition(Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]])), method="block")
-    finish = saved_graphs.write_manifest
-    saved_graphs.write_manifest = full  # the last that is written
+    finish = staging.write_manifest
+    staging.write_manifest = full  # the last that is written
     try:
         with pytest.raises(ArgumentError, match="no space left"):
             graph.save(folder)
     finally:
-        saved_graphs.write_manifest = finish
+        staging.write_manifest = finish
     return True
 
 

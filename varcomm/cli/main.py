@@ -1,23 +1,36 @@
-"""``python -m varcomm COMMAND``: which commands there are."""
+"""``varcomm COMMAND``, also ``python -m varcomm COMMAND``: which commands there are."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 
-from varcomm.cli import simulate
+from varcomm.cli import inspect, partition, simulate
 from varcomm.cli.bench import command as bench
+from varcomm.cli.doctor import command as doctor
 from varcomm.errors import VarcommError
 
 __all__ = ["main"]
 
-# A module has HELP, a line; add_arguments(parser); and run(options, parser), which returns the
-# status of the process.
+# A module has HELP, a line; DESCRIPTION; add_arguments(parser); and run(options, parser), which
+# returns the status of the process.
 _COMMANDS = {
-    "bench": bench,
+    "doctor": doctor,
+    "partition": partition,
+    "inspect": inspect,
     "simulate": simulate,
+    "bench": bench,
 }
+
+_DESCRIPTION = "Graphs and tensors in uneven shards: look at what there is, and prepare a run."
+_EPILOG = """\
+`%(prog)s COMMAND --help` tells of a command, and has an example.
+
+status: 0 all is well, 1 it failed, 2 it was called wrongly, 130 Ctrl-C
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,23 +39,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Those after ``python -m varcomm``; None takes them from the command line.
+        Those after ``varcomm``; None takes them from the command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m varcomm")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog=_called(), description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
+    )
+    parser.add_argument("-V", "--version", action="version", version=version("varcomm"))
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
     chosen = {}
     for name, module in _COMMANDS.items():
         chosen[name] = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=module.HELP, description=module.DESCRIPTION, formatter_class=formatter
         )
         module.add_arguments(chosen[name])
     options = parser.parse_args(arguments)
+    prog = chosen[options.command].prog
     try:
         status: int = _COMMANDS[options.command].run(options, chosen[options.command])
     except VarcommError as error:
-        print(f"{chosen[options.command].prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
     return status
+
+
+def _called() -> str:
+    """Return by what words this process was called."""
+    return "varcomm" if Path(sys.argv[0]).stem == "varcomm" else "python -m varcomm"

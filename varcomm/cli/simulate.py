@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
-HELP = "predict a training step on many ranks: bytes, messages, memory, time"
+HELP = "predict a training step on many ranks"
 DESCRIPTION = """\
 Cut a graph for each number of ranks, run a training step of MeshGraphNet as a few of those ranks on
 a small piece of the graph, and predict the step on all ranks of a machine. No other rank is needed.
@@ -29,7 +29,7 @@ The graph is a mesh file, NOAA's relief of the Earth (etopo5.cdf: the ocean at 1
 grid of latitudes and longitudes that is sea everywhere.
 
 example:
-  python -m varcomm simulate --grid 360x720 --ranks 1,8,64,512 --plot scaling.png
+  %(prog)s --grid 360x720 --ranks 1,8,64,512 --plot scaling.png
 """
 
 # Nodes of the piece on which steps are run.

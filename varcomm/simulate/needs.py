@@ -29,6 +29,8 @@ class Needs:
     ----------
     edges : torch.Tensor
         Edges into the nodes of each rank; int64, shape (P,).
+    cut : torch.Tensor
+        Those of them that come from another rank; int64, shape (P,).
     receiver, sender, row : torch.Tensor
         The rank that needs, the rank that owns, and the row; int64, shape (sum of halos,).
     starts : torch.Tensor
@@ -36,6 +38,7 @@ class Needs:
     """
 
     edges: torch.Tensor
+    cut: torch.Tensor
     receiver: torch.Tensor
     sender: torch.Tensor
     row: torch.Tensor
@@ -47,17 +50,19 @@ class Needs:
         ranks, rows = len(sources.sizes), max(1, sources.sizes.total)
         owner, number = sources.owner.to(torch.int32), sources.number
         target_owner = owner if targets is sources else targets.owner.to(torch.int32)
-        edges = torch.zeros(ranks, dtype=torch.int64)
+        edges, cut = torch.zeros(2, ranks, dtype=torch.int64)
         found = [torch.zeros(0, dtype=torch.int64, device=edge_index.device)]
         for source, target in zip(*(ends.split(_EDGES) for ends in edge_index), strict=True):
             to = target_owner[target]
             edges += torch.bincount(to, minlength=ranks).cpu()
             crosses = torch.nonzero(owner[source] != to).view(-1)
+            cut += torch.bincount(to[crosses], minlength=ranks).cpu()
             found.append(torch.unique(to[crosses].long() * rows + number[source[crosses]]))
         pairs = torch.unique(torch.cat(found)).cpu()
         receiver, row = pairs // rows, pairs % rows
         return cls(
             edges,
+            cut,
             receiver,
             torch.as_tensor(sources.sizes.owner(row)),
             row,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +15,21 @@ from varcomm.layout import ShardSizes, exact_int
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.simulate.counts import Counts
 from varcomm.simulate.needs import Needs
+from varcomm.simulate.world import world
 from varcomm.transport.group import GroupLike, resolve
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.building.cut import Numbering
     from varcomm.graph.building.partition import Method
     from varcomm.graph.building.tables import Tables
+    from varcomm.graph.files.plot import Projection
     from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+    from varcomm.graph.report import Report
 
 __all__ = ["Parts", "partition"]
+
+# Nodes in a picture, as graph.plot draws them.
+_DRAWN = 200_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +107,121 @@ class Parts(Counts):
                 num_targets=target.sizes[ranks.rank],
             )
         return PartitionedGraph(nodes, edges, dict(tables.attributes), self.method)
+
+    def report(self) -> Report:
+        """Return what :meth:`varcomm.graph.PartitionedGraph.report` returns on P ranks."""
+        from varcomm.graph.report import Report
+
+        cut = _sum([needs.cut for needs in self.needs.values()], self.size)
+        columns = (self.owned, self.halo, self.edges, cut, self.sent, self.neighbours)
+        return Report(self.method, *(tuple(column.tolist()) for column in columns))
+
+    def save(
+        self, folder: str | os.PathLike[str], progress: Callable[[int], object] | None = None
+    ) -> None:
+        """Write what :meth:`varcomm.graph.PartitionedGraph.save` writes on P ranks.
+
+        :meth:`varcomm.graph.PartitionedGraph.load` reads it, on any number of ranks. One part after
+        the other is cut out of the graph, with a look at all edges for each, and written.
+
+        Parameters
+        ----------
+        folder : path
+            Where to; an earlier save there is replaced once the new one is whole.
+        progress : callable, optional
+            Called with the number of each rank whose part has been written.
+
+        Raises
+        ------
+        ArgumentError
+            If the folder is something else or cannot be written, or an attribute cannot be saved.
+        GroupError
+            If torch.distributed is initialised already.
+        """
+        from varcomm.graph.building.tables import ends
+        from varcomm.graph.files.staging import Staging, part_of
+
+        try:
+            staging = Staging.of(folder, self._tables.attributes)
+            try:
+                staging.begin()
+                digests: list[str] = []
+                first: dict[str, torch.Tensor] = {}
+                for rank in range(self.size):
+                    with world(self.size, rank):
+                        graph = self.part()
+                    numbers = {
+                        key: self._numbered[ends(key)[0]].number[edges.halo_ids]
+                        for key, edges in graph.edge_shards.items()
+                    }
+                    part = dict(part_of(graph, numbers))
+                    first = first or part
+                    digests.append(staging.write(rank, part))
+                    if progress is not None:
+                        progress(rank)
+                staging.finish(graph, first, digests)
+            except BaseException:
+                staging.discard()
+                raise
+        except OSError as error:
+            raise ArgumentError(f"{folder} cannot be written: {error}.") from error
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        projection: Projection = None,
+        node_type: NodeType = None,
+    ) -> None:
+        """Draw what :meth:`varcomm.graph.PartitionedGraph.plot` draws on P ranks.
+
+        Parameters
+        ----------
+        path, projection, node_type
+            As there.
+
+        Raises
+        ------
+        ArgumentError
+            If positions are missing or do not fit, or the file cannot be written.
+        MissingPackageError
+            If matplotlib is not installed.
+        """
+        from varcomm.graph.files.picture import draw
+        from varcomm.graph.files.plot import check_target, places
+
+        check_target(path)
+        if node_type not in self._numbered:
+            raise ArgumentError(
+                f"node_type must be one of {list(self._numbered)}; got {node_type!r}."
+            )
+        numbered, table = self._numbered[node_type], self._tables.nodes[node_type]
+        pos = table.attributes.get("pos")
+        rows = places(None if pos is None else pos.rows(numbered.order), projection)
+        copied = torch.zeros(len(rows), 1, dtype=torch.float64)
+        for edge_type, needs in self.needs.items():
+            if edge_type is None or edge_type[0] == node_type:
+                copied[needs.row] = 1
+        owner = numbered.owner[numbered.order].cpu()
+        drawn = torch.arange(len(rows))
+        if len(rows) > _DRAWN:
+            chance = torch.Generator().manual_seed(0)
+            drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
+        both = self.rows + self.rows.T
+        adjacent: list[list[int]] = [[] for _ in range(self.size)]
+        for one, other in both.coalesce().indices().T.tolist():
+            adjacent[one].append(other)
+        try:
+            draw(
+                Path(path),
+                torch.cat([rows, copied], dim=1)[drawn].numpy(),
+                owner[drawn].numpy(),
+                adjacent,
+                len(rows),
+                self.report(),
+                projection,
+            )
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be written: {error}.") from error
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:

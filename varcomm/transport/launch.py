@@ -29,6 +29,7 @@ from typing import Any, Self, TypeVar
 from varcomm.errors import ArgumentError, LaunchError
 from varcomm.layout import exact_int
 from varcomm.transport.call import pickled_call
+from varcomm.transport.interrupt import interrupt_later
 from varcomm.transport.limits import seconds
 from varcomm.transport.worker import STOP, Report, importing_module, stack_file
 from varcomm.transport.world import World, init
@@ -235,22 +236,27 @@ class Ranks:
             # no name to resolve, nothing reachable from outside
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(self.world_size):
-            ours, theirs = Pipe()
-            with theirs:
-                descriptor = theirs.fileno()
-                place = (self._owner, rank, self.world_size, self.backend or "", self._folder)
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _START, json.dumps(sys.path)]
-                    + [str(argument) for argument in (descriptor, *place)],
-                    env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[descriptor],
-                    # Its own process group: the terminal's Ctrl-C is ours to handle, and killing it
-                    # takes along whatever the rank has started.
-                    start_new_session=True,
-                )
-            self._workers.append(_Worker(process, ours))
+            with interrupt_later():  # or a rank could be started, and nobody know it to end it
+                self._workers.append(self._worker(rank, environ))
         self._reports(_START_LIMIT, "started")
+
+    def _worker(self, rank: int, environ: dict[str, str]) -> _Worker:
+        """Start the process of a rank."""
+        ours, theirs = Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            place = (self._owner, rank, self.world_size, self.backend or "", self._folder)
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps(sys.path)]
+                + [str(argument) for argument in (descriptor, *place)],
+                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[descriptor],
+                # Its own process group: the terminal's Ctrl-C is ours to handle, and killing it
+                # takes along whatever the rank has started.
+                start_new_session=True,
+            )
+        return _Worker(process, ours)
 
     def _kill(self) -> None:
         self._end()

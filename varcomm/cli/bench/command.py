@@ -27,7 +27,7 @@ from varcomm.errors import ArgumentError
 
 __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
-HELP = "measure varcomm beside the engine's bare calls and beside other libraries"
+HELP = "measure varcomm beside bare calls and other libraries"
 DESCRIPTION = """\
 Measure varcomm beside the fastest bare schedule of the engine (the floor) and beside other
 libraries, all in one run, in turns.
@@ -46,7 +46,7 @@ a backward is measured on a graph that is there already. Everybody's result is c
   peers     their time over varcomm's: 2.00 is half as fast
 
 example:
-  python -m varcomm bench --world 2 --sizes 1M,16M --skews even,1:8 --dtypes float32 \\
+  %(prog)s --world 2 --sizes 1M,16M --skews even,1:8 --dtypes float32 \\
       --json run.json --plot run.png
 """
 

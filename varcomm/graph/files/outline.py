@@ -162,30 +162,32 @@ class Outline:
         if missing := needed - self.part.keys():
             raise ValueError(f"there is no {min(missing)!r}")
 
-    def check(self, whole: Arrays, parts: Mapping[int, Arrays]) -> None:
-        """Raise ArgumentError if what the files have, parts by the rank that saved them, differs.
-
-        An edge that leads to no node, say, or rows that are more or fewer than was told.
-        """
+    def check_whole(self, whole: Arrays) -> None:
+        """Raise ArgumentError if what belongs to the graph as a whole is not what was told."""
         _check_kinds(whole, self.whole)
-        for rank, part in parts.items():
-            _check_kinds(part, self.part, besides={f"edges {p} edge_index" for p in self._edges()})
-            for place, sizes in enumerate(self.nodes.values()):
-                _check_rows(part, f"nodes {place}", sizes, rank)
-            for place, (edge_type, sizes) in enumerate(self.edges.items()):
-                name = f"edges {place}"
-                _check_rows(part, name, sizes, rank)
-                source, target = (self.nodes[end] for end in ends(edge_type))
-                index, ids, numbers = (part[f"{name} {what}"] for what in _OF_EDGES)
-                if not (
-                    index.shape == (2, sizes[rank])
-                    and _is_within(index[0], source[rank] + len(ids))
-                    and _is_within(index[1], target[rank])
-                    and len(ids) == len(numbers)
-                    and _is_within(ids, source.total)
-                    and _is_within(numbers, source.total)
-                ):
-                    raise ArgumentError(f"{name!r} of rank {rank} lead to nodes that are not there")
+
+    def check_part(self, part: Arrays, rank: int) -> None:
+        """Raise ArgumentError if what a rank saved is not what was told.
+
+        An edge that leads to no node, say, or rows that are more or fewer.
+        """
+        _check_kinds(part, self.part, besides={f"edges {p} edge_index" for p in self._edges()})
+        for place, sizes in enumerate(self.nodes.values()):
+            _check_rows(part, f"nodes {place}", sizes, rank)
+        for place, (edge_type, sizes) in enumerate(self.edges.items()):
+            name = f"edges {place}"
+            _check_rows(part, name, sizes, rank)
+            source, target = (self.nodes[end] for end in ends(edge_type))
+            index, ids, numbers = (part[f"{name} {what}"] for what in _OF_EDGES)
+            if not (
+                index.shape == (2, sizes[rank])
+                and _is_within(index[0], source[rank] + len(ids))
+                and _is_within(index[1], target[rank])
+                and len(ids) == len(numbers)
+                and _is_within(ids, source.total)
+                and _is_within(numbers, source.total)
+            ):
+                raise ArgumentError(f"{name!r} of rank {rank} lead to nodes that are not there")
 
     def _edges(self) -> range:
         return range(len(self.edges))

@@ -20,7 +20,7 @@ from varcomm.transport.agree import agree, share
 if TYPE_CHECKING:
     from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 
-__all__ = ["plot"]
+__all__ = ["check_target", "places", "plot"]
 
 Projection = Literal["sphere", "lonlat", "latlon"] | None
 
@@ -41,7 +41,7 @@ def plot(
         rows = _rows(graph, projection, node_type)
         _check_most(most)
         if group.rank == 0:
-            _check_target(path)
+            check_target(path)
         return rows
 
     rows = agree(_WHAT, local, group)
@@ -75,16 +75,24 @@ def plot(
 
 def _rows(graph: PartitionedGraph, projection: Projection, node_type: NodeType) -> torch.Tensor:
     """Return positions and, in the last column, whether another rank has a copy; (n, D + 1)."""
-    if projection not in (None, "sphere", "lonlat", "latlon"):
-        raise ArgumentError(
-            f'projection must be None, "sphere", "lonlat" or "latlon"; got {projection!r}.'
-        )
     if node_type not in graph.node_shards:
         raise ArgumentError(
             f"node_type must be one of {list(graph.node_shards)}; got {node_type!r}."
         )
-    nodes = graph.node_shards[node_type]
-    pos = nodes.attributes.get("pos")
+    pos = places(graph.node_shards[node_type].attributes.get("pos"), projection)
+    copied = torch.zeros(len(pos), 1, dtype=torch.float64)
+    for edge_type, edges in graph.edge_shards.items():
+        if edge_type is None or edge_type[0] == node_type:
+            copied[edges.plan.send_index.cpu()] = 1
+    return torch.cat([pos, copied], dim=1)
+
+
+def places(pos: Any, projection: Projection) -> torch.Tensor:
+    """Return where nodes with these positions are drawn; float64, (n, D)."""
+    if projection not in (None, "sphere", "lonlat", "latlon"):
+        raise ArgumentError(
+            f'projection must be None, "sphere", "lonlat" or "latlon"; got {projection!r}.'
+        )
     if not isinstance(pos, torch.Tensor):
         raise ArgumentError("the nodes have no positions. Give the whole graph a data.pos.")
     columns = {None: (2, 3), "sphere": (3,)}.get(projection, (2,))
@@ -97,13 +105,7 @@ def _rows(graph: PartitionedGraph, projection: Projection, node_type: NodeType) 
     pos = pos.detach().cpu().double()
     if not pos.isfinite().all():
         raise ArgumentError("pos holds positions that are not finite.")
-    if projection is not None:
-        pos = _in_degrees(pos, projection)
-    copied = torch.zeros(len(pos), 1, dtype=torch.float64)
-    for edge_type, edges in graph.edge_shards.items():
-        if edge_type is None or edge_type[0] == node_type:
-            copied[edges.plan.send_index.cpu()] = 1
-    return torch.cat([pos, copied], dim=1)
+    return pos if projection is None else _in_degrees(pos, projection)
 
 
 def _in_degrees(pos: torch.Tensor, projection: str) -> torch.Tensor:
@@ -129,7 +131,8 @@ def _check_most(most: int) -> None:
         raise ArgumentError(f"most must be a positive integer; got {most!r}.")
 
 
-def _check_target(path: Any) -> None:
+def check_target(path: Any) -> None:
+    """Raise if no picture can be written there."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from varcomm.errors import ArgumentError, DisagreementError, VarcommError
+from varcomm.errors import DisagreementError, VarcommError
 from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, at_home, sent_to_owners
 from varcomm.graph.building.hops import deepened
 from varcomm.graph.building.tables import ends
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.files.archive import (
-    MANIFEST,
-    as_json,
-    digest_of,
-    read_arrays,
-    read_manifest,
-    write_arrays,
-    write_manifest,
-)
-from varcomm.graph.files.outline import Array, Arrays, Outline
+from varcomm.graph.files.archive import read_manifest
+from varcomm.graph.files.contents import read_part, read_whole
+from varcomm.graph.files.outline import Arrays, Outline
+from varcomm.graph.files.staging import Staging, part_of
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.layout import ShardSizes
@@ -34,8 +27,6 @@ from varcomm.transport.agree import agree, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["load", "save"]
-
-_WHOLE = "graph.npz"
 
 # Beside the attributes of nodes, on their way: no name that one of these could have.
 _OWNER = " owner"
@@ -46,46 +37,26 @@ def save(graph: PartitionedGraph, folder: str | os.PathLike[str]) -> None:
     group, what = graph.group, "graph.save"
     numbers = {key: _numbers(graph, key) for key in graph.edge_shards}
 
-    def collect() -> tuple[Path, Arrays, Arrays, dict[str, Any]]:
-        target = Path(folder)
-        is_other = target.exists() and not (target / MANIFEST).is_file()
-        if is_other and not (target.is_dir() and not any(target.iterdir())):
-            raise ArgumentError(f"{target} exists and is no saved partition; choose another.")
-        whole, told = {}, {}
-        for name, value in graph.attributes.items():
-            if isinstance(value, torch.Tensor):
-                whole[name] = value
-            else:
-                told[name] = as_json(name, value)
-        return target, dict(_part(graph, numbers)), whole, told
+    def collect() -> tuple[Staging, Arrays]:
+        return Staging.of(folder, graph.attributes), dict(part_of(graph, numbers))
 
-    target, part, whole, told = agree(what, collect, group)
-    staging = target.with_name(target.name + ".saving")
+    staging, part = agree(what, collect, group)
 
     def prepare() -> None:
         if group.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-
-    def write() -> str:
-        write_arrays(staging / _file(group.rank), part)
-        if group.rank == 0:
-            write_arrays(staging / _WHOLE, whole)
-        return digest_of(part)
+            staging.begin()
 
     def finish() -> None:
         if group.rank == 0:
-            outline = Outline.of(graph, told, whole, part, [digest_of(whole), *digests])
-            write_manifest(staging, outline.content())
-            _replace(target, staging)
+            staging.finish(graph, part, digests)
 
     try:
         agree(what, prepare, group)
-        digests = share(what, write, group)
+        digests = share(what, lambda: staging.write(group.rank, part), group)
         agree(what, finish, group)
     except VarcommError:
         if group.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            staging.discard()
         raise
 
 
@@ -99,15 +70,9 @@ def load(folder: str | os.PathLike[str], group: GroupLike = None) -> Partitioned
     saved = len(outline.digests) - 1
 
     def read() -> tuple[Arrays, list[Arrays]]:
-        def arrays(file: str, kinds: Mapping[str, Array], number: int) -> Arrays:
-            dtypes = {name: array.dtype for name, array in kinds.items()}
-            return read_arrays(Path(folder) / file, dtypes, outline.digests[number])
-
-        whole = arrays(_WHOLE, outline.whole, 0)
+        whole = read_whole(Path(folder), outline)
         mine = range(ranks.rank, saved, ranks.size)
-        parts = {rank: arrays(_file(rank), outline.part, rank + 1) for rank in mine}
-        outline.check(whole, parts)
-        return whole, [*parts.values()]
+        return whole, [read_part(Path(folder), outline, rank) for rank in mine]
 
     whole, parts = agree(what, read, ranks)
     attributes = outline.attributes | whole
@@ -124,51 +89,6 @@ def _numbers(graph: PartitionedGraph, edge_type: EdgeType) -> torch.Tensor:
     first = graph.node_shards[ends(edge_type)[0]].sizes.offsets[graph.group.rank]
     device = edges.edge_index.device
     return edges.plan(torch.arange(first, first + edges.num_sources, device=device))
-
-
-def _part(
-    graph: PartitionedGraph, numbers: Mapping[EdgeType, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a rank writes: owned rows alone, and of the halo what these edges come from."""
-    for place, nodes in enumerate(graph.node_shards.values()):
-        yield f"nodes {place}", nodes.owned_ids
-        yield from _rows(nodes.attributes, f"nodes {place}", nodes.num_owned)
-    for place, (edge_type, edges) in enumerate(graph.edge_shards.items()):
-        edge_index = edges.edge_index[:, : edges.num_owned].clone()
-        is_halo = edge_index[0] >= edges.num_sources
-        halo, position = torch.unique(edge_index[0, is_halo], return_inverse=True)
-        edge_index[0, is_halo] = position + edges.num_sources
-        halo -= edges.num_sources
-        yield f"edges {place}", edges.owned_ids
-        yield f"edges {place} edge_index", edge_index
-        yield f"edges {place} halo ids", edges.halo_ids[halo]
-        yield f"edges {place} halo numbers", numbers[edge_type][halo]
-        yield from _rows(edges.attributes, f"edges {place}", edges.num_owned)
-
-
-def _rows(
-    attributes: Mapping[str, Any], prefix: str, count: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in attributes.items():
-        if not isinstance(value, torch.Tensor):
-            raise ArgumentError(
-                f"{name} cannot be saved: it is of {type(value).__name__}. Make it a tensor."
-            )
-        yield f"{prefix}.{name}", value[:count]
-
-
-def _file(rank: int) -> str:
-    return f"part-{rank:05}.npz"
-
-
-def _replace(target: Path, staging: Path) -> None:
-    """Put a finished folder in the place of an earlier one, which is lost only then."""
-    old = target.with_name(target.name + ".old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    staging.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _of(part: Arrays, prefix: str) -> Arrays:

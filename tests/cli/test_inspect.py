@@ -1,0 +1,155 @@
+"""The command `inspect`: what it tells of partitions and checkpoints, whole and damaged ones."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import varcomm as vc
+from tests.graph.graphs import wild
+from tests.simulate.test_partition import papers
+from varcomm.checkpoint import save
+from varcomm.cli.main import main
+
+
+@pytest.fixture
+def partition(tmp_path):
+    data = wild()
+    data.name = "wild"
+    vc.simulate.partition(data, 3, "block").save(tmp_path / "parts")
+    return tmp_path / "parts"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save({"model": torch.nn.Linear(3, 2), "epoch": 4}, tmp_path / "step")
+    return tmp_path / "step"
+
+
+def inspected(capsys, *arguments):
+    assert main(["inspect", *map(str, arguments)]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    return told.out
+
+
+def test_a_partition(partition, capsys):
+    first, summary, head, *rows = inspected(capsys, partition).splitlines()
+    assert first == f"{partition}: a saved partition"
+    assert summary.endswith(" on 3 ranks by block")
+    assert head.split() == ["rank", "nodes", "edges", "halo", "bytes"]
+    assert rows[-2] == "graph attributes: name str"
+    assert rows[-1] == "checksums: SHA-256 of graph.json, graph.npz and 3 parts verified"
+
+
+def test_a_partition_as_json(partition, capsys):
+    data = wild()
+    found = json.loads(inspected(capsys, partition, "--json"))
+    parts = vc.simulate.partition(data, 3, "block")
+    assert found["kind"] == "saved partition"
+    assert found["checksums"] == "verified"
+    for name, counts in (("nodes", parts.owned), ("edges", parts.edges), ("halo", parts.halo)):
+        assert [rank[name] for rank in found["by_rank"]] == counts.tolist()
+    for rank, told in enumerate(found["by_rank"]):
+        with np.load(partition / f"part-{rank:05}.npz") as file:
+            assert told["bytes"] == sum(array.nbytes for array in file.values())
+
+
+def test_types_of_nodes_are_named(tmp_path, capsys):
+    vc.simulate.partition(papers(), 2, "block").save(tmp_path / "parts")
+    told = inspected(capsys, tmp_path / "parts")
+    assert "node attributes: author.x float32 (2,), paper.x float32\n" in told
+    assert "edge attributes: author writes paper.edge_attr float32\n" in told
+
+
+def test_a_checkpoint(checkpoint, capsys):
+    first, summary, _, row, *rest = inspected(capsys, checkpoint).splitlines()
+    assert first == f"{checkpoint}: a checkpoint"
+    assert summary == "2 tensors of 32 bytes, 1 other values; written by 1 rank"
+    assert row.split()[0] == "0"
+    assert rest == [
+        "model.bias: float32 (2,)",
+        "model.weight: float32 (2, 3)",
+        "other values: epoch",
+        "checksums: SHA-256 of .metadata and 1 file verified",
+    ]
+
+
+def saved(rank, folder):
+    sizes = [3, 1]
+    save({"rows": vc.checkpoint.Rows(torch.ones(sizes[rank], 2), rows_of(rank), total=4)}, folder)
+
+
+def rows_of(rank):
+    return torch.tensor([[0, 1, 3], [2]][rank])
+
+
+def test_a_checkpoint_of_two_ranks_as_json(worlds, tmp_path, capsys):
+    worlds.run(2, saved, tmp_path / "step")
+    found = json.loads(inspected(capsys, tmp_path / "step", "--json"))
+    assert (found["kind"], found["checksums"]) == ("checkpoint", "verified")
+    assert (found["tensors"]["rows"]["shape"], found["tensor_bytes"]) == ([4, 2], 32)
+    assert {one["rank"] for one in found["by_rank"]} <= {0, 1}
+    sizes = sum(path.stat().st_size for path in (tmp_path / "step").glob("*.distcp"))
+    assert sum(one["bytes"] for one in found["by_rank"]) == sizes
+
+
+def test_a_checkpoint_of_torch_has_no_checksums(tmp_path, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"w": torch.ones(3, 4)}, checkpoint_id=tmp_path / "step")
+    told = inspected(capsys, tmp_path / "step")
+    assert told.endswith("checksums: none, torch alone has written it; sizes of 1 file verified\n")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "damage"),
+    [
+        ("partition", "part-00001.npz", cut),
+        ("partition", "part-00001.npz", flip),
+        ("partition", "part-00000.npz", lambda path: path.unlink()),
+        ("partition", "graph.npz", cut),
+        ("partition", "graph.json", cut),
+        ("partition", "graph.json", lambda path: path.write_text("{}")),
+        ("checkpoint", "*.distcp", cut),
+        ("checkpoint", "*.distcp", flip),
+        ("checkpoint", "*.distcp", lambda path: path.unlink()),
+        ("checkpoint", ".metadata", flip),
+        ("checkpoint", "*.json", lambda path: path.unlink()),
+    ],
+)
+def test_damage_is_told_in_one_line(kind, pattern, damage, request, capsys):
+    folder = request.getfixturevalue(kind)
+    (path,) = folder.glob(pattern)
+    damage(path)
+    assert main(["inspect", str(folder)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("python -m varcomm inspect: ")
+    assert path.name in line
+
+
+def test_a_folder_of_something_else(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    for path, message in (
+        (tmp_path, "is no saved partition and no checkpoint: it has neither graph.json nor"),
+        (tmp_path / "notes.txt", "there is no folder "),
+        (tmp_path / "none", "there is no folder "),
+    ):
+        assert main(["inspect", str(path)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
