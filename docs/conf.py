@@ -60,7 +60,7 @@ sphinx_gallery_conf = {
     "examples_dirs": ["tutorials"],
     "gallery_dirs": ["generated/tutorials"],
     "filename_pattern": r"/\d\d_",
-    "ignore_pattern": r"/_",
+    "ignore_pattern": r"^_",
     "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
     "show_memory": False,

@@ -1,39 +1,39 @@
 """Pages that lie elsewhere in the repository, READMEs of examples for one, come into the docs.
 
-They are copied into ``generated/``, with links that lead to the same places from there.
+They are copied into ``generated/``, with links that lead to the same places from there. Links of
+other pages to them, and to tutorials, which are Python files, lead to the pages that they become.
 """
 
 import os
 import re
 from pathlib import Path
 
-_LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+_LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
-def _pages(root):
+def _pages(docs):
     """Return the page that each file becomes."""
-    generated = root / "docs" / "generated"
-    examples = (root / "examples").glob("*/README.md")
+    root, generated = docs.parent, docs / "generated"
+    examples = sorted((root / "examples").glob("*/README.md"))
     return {
         root / "CHANGELOG.md": generated / "changelog.md",
         root / "CONTRIBUTING.md": generated / "contributing.md",
         root / "examples" / "README.md": generated / "examples" / "index.md",
-        **{file: generated / "examples" / f"{file.parent.name}.md" for file in sorted(examples)},
+        **{file: generated / "examples" / f"{file.parent.name}.md" for file in examples},
     }
 
 
-def _moved(file, pages):
-    """Return the text of a file with links as they are from its page; folders are no links."""
+def _linked(text, folder, there, pages):
+    """Return a text whose links, as they are in one folder, are those of another; or none."""
 
     def link(found):
         words, path, anchor = found.groups(default="")
-        target = (file.parent / path).resolve()
+        target = (folder / path).resolve()
         if target.is_dir():
             return words
-        there = os.path.relpath(pages.get(target, target), pages[file].parent)
-        return f"[{words}]({there}{anchor})"
+        return f"[{words}]({os.path.relpath(pages.get(target, target), there)}{anchor})"
 
-    return _LINK.sub(link, file.read_text())
+    return _LINK.sub(link, text)
 
 
 def _contents(pages, index):
@@ -43,9 +43,9 @@ def _contents(pages, index):
 
 def write(app, config):
     """Write the pages that have changed; Sphinx reads no others again."""
-    pages = _pages(Path(app.srcdir).parent)
+    pages = _pages(Path(app.srcdir))
     for file, page in pages.items():
-        text = _moved(file, pages)
+        text = _linked(file.read_text(), file.parent, page.parent, pages)
         if page.stem == "index":
             text += _contents(pages, page)
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,16 @@ def write(app, config):
             page.write_text(text)
 
 
+def lead_to_pages(app, name, source):
+    """Let links lead to pages, where those of the repository lead to what becomes one."""
+    docs, file = Path(app.srcdir), Path(app.env.doc2path(name))
+    if file.suffix == ".md" and not name.startswith("generated/"):
+        scripts = (docs / "tutorials").glob("[0-9]*.py")
+        tutorials = {one: docs / "generated" / "tutorials" / f"{one.stem}.rst" for one in scripts}
+        source[0] = _linked(source[0], file.parent, file.parent, _pages(docs) | tutorials)
+
+
 def setup(app):
     app.connect("config-inited", write)
+    app.connect("source-read", lead_to_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -14,7 +14,7 @@ FOLDERS = ("how_it_works", "coming_from")
 PAGES = sorted(
     str(page.relative_to(DOCS)) for name in FOLDERS for page in (DOCS / name).glob("*.md")
 )
-PAGES.append("sharp_bits.md")
+PAGES += ["sharp_bits.md", "start.md"]
 
 
 def blocks_of(page):

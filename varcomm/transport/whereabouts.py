@@ -112,7 +112,11 @@ def tell_of_exceptions() -> None:
 
 
 def _within(seconds: float, ask: Callable[[], None]) -> None:
-    """Ask the store, whose host may have gone, or may not answer."""
+    """Ask the store, whose host may have gone, or may not answer.
+
+    Its calls have no time limit where the host is stopped: a thread that asks then stays until the
+    host goes on, or this process ends, which it does not keep.
+    """
 
     def asking() -> None:
         with suppress(RuntimeError, ValueError):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import varcomm as vc
+from varcomm.testing import dot_test
 
 __all__ = ["CHECKS", "check"]
 
@@ -42,7 +43,7 @@ def _primitive(
 
     def test(rank: int, ranks: int, device: torch.device) -> None:
         x = torch.randn(rows(rank, ranks), 4, dtype=torch.float64).to(device)
-        vc.testing.dot_test(lambda x: apply(rank, ranks, x), x)
+        dot_test(lambda x: apply(rank, ranks, x), x)
 
     return test
 
