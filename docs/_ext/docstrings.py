@@ -20,6 +20,7 @@ def prepare(app, what, name, obj, options, lines):
 
 
 def setup(app):
+    app.setup_extension("sphinx.ext.autodoc")
     # before napoleon, which makes sections of them
     app.connect("autodoc-process-docstring", prepare, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -39,7 +39,8 @@ rows = sizes.range(world.rank)
 own = torch.arange(rows.start, rows.stop, device=world.device)
 total = vc.all_reduce(own.sum()).item()
 said = f"rank {world.rank} of {world.size}, local rank {world.local_rank}, on {world.device}: "
-print(said + f"rows {rows.start} to {rows.stop - 1}, total {total}", flush=True)
+said += f"rows {rows.start} to {rows.stop - 1}, total {total}"
+print(said + "\\n", end="", flush=True)                # ranks share a pipe: a line at once
 """
 folder = tempfile.TemporaryDirectory()
 train = Path(folder.name, "train.py")
