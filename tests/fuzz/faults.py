@@ -87,6 +87,8 @@ def deviating(fault):
         return lambda: op()(x.requires_grad_())
     if fault.kind == "row":
         return lambda: op()(torch.zeros(*shape[:-1], shape[-1] + 1))
+    if fault.kind == "size" and name == "indexed_all_to_all_v":
+        return None  # rows that no index names are no fault
     if fault.kind == "size":
         return lambda: op()(torch.zeros(shape[0] + 1, *shape[1:]))
     wrong = getattr(varcomm, name)

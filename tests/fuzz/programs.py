@@ -160,6 +160,9 @@ def fitted(x, shape, dtype):
 def laid_out(x, layout):
     if layout in ("expanded", "negative"):  # of which autograd makes other numbers
         return x
+    if layout == "strided" and not x.numel():
+        # torch's derivative of copy_ into a view of no entries forgets what it was computed from
+        return x
     return LAYOUTS[layout](x) if layout else x
 
 
@@ -176,6 +179,7 @@ def weights_of(program, outputs):
 def outcome(xs, outputs, weights):
     """Outputs, first derivatives, and those of the first's squares; of all given inputs."""
     loss = sum((w.conj() * torch.sin(y)).sum().real for w, y in zip(weights, outputs, strict=True))
+    loss = loss + sum(0 * x.sum().real for x in xs)  # where nothing of an input reaches an output
     first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
     length = sum(g.abs().square().sum() for g in first)
     second = torch.autograd.grad(length, xs, allow_unused=True, materialize_grads=True)
