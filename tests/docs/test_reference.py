@@ -47,7 +47,7 @@ def test_documented_is_exported():
     assert set(found) | set(again) == exported | FURTHER
 
 
-@pytest.mark.parametrize("name, there", documented()[1].items())
+@pytest.mark.parametrize(("name", "there"), documented()[1].items())
 def test_what_is_said_to_be_elsewhere_is_the_same(name, there):
     def of(path):
         room, _, last = path.rpartition(".")
