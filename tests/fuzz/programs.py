@@ -179,7 +179,8 @@ def weights_of(program, outputs):
 def outcome(xs, outputs, weights):
     """Outputs, first derivatives, and those of the first's squares; of all given inputs."""
     loss = sum((w.conj() * torch.sin(y)).sum().real for w, y in zip(weights, outputs, strict=True))
-    loss = loss + sum(0 * x.sum().real for x in xs)  # where nothing of an input reaches an output
+    # where nothing of an input reaches an output, or nothing of it a derivative
+    loss = loss + 0 * sum(x.abs().square().sum() for x in xs)
     first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
     length = sum(g.abs().square().sum() for g in first)
     second = torch.autograd.grad(length, xs, allow_unused=True, materialize_grads=True)
