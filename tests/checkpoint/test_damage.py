@@ -274,11 +274,22 @@ def test_hostile_data_is_not_run(worlds, tmp_path, key, form):
     contents = {"x": torch_bytes(torch.ones(3)), "step": torch_bytes(5)}
     contents[key] = torch_bytes(Harm(mark)) if form == "torch" else pickle.dumps(Harm(mark))
     by_torch(folder, contents, {"x": vector(), "step": torch_metadata.BytesStorageMetadata()})
-    message = f"'{key}' cannot be read without running what is in the file"
+    why = "cannot be read without running what is in the file" if form == "torch" else "is damaged"
+    message = f"'{key}' {why}"
     assert worlds.run(2, load_hostile, folder, message) == [True, True]
     with pytest.raises(ArgumentError, match=message):
         read(folder)
     assert not mark.exists()
+
+
+def test_an_archive_that_tells_of_more_than_it_has(tmp_path):
+    """As torch would make room for it."""
+    content = bytearray(torch_bytes(torch.ones(3)))
+    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"data/0"))
+    content[entry + 24 : entry + 28] = (1 << 31).to_bytes(4, "little")  # its length, unpacked
+    by_torch(tmp_path, {"x": bytes(content)}, {"x": vector()})
+    with pytest.raises(ArgumentError, match=r"'x' is damaged: it tells of more than there is in"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("content", [torch.ones(4), torch.ones(3).double(), 5])

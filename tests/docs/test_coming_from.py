@@ -16,7 +16,7 @@ PAGES = sorted(
     for page in [
         DOCS / "sharp_bits.md",
         *DOCS.glob("how_it_works/*.md"),
-        *DOCS.glob("coming_from/*"),
+        *(page for page in DOCS.glob("coming_from/*") if page.stem != "index"),
     ]
 )
 MODULES = {"vc": varcomm, "varcomm": varcomm, "tp": tensor_parallel}

@@ -14,6 +14,7 @@ FOLDERS = ("how_it_works", "coming_from")
 PAGES = sorted(
     str(page.relative_to(DOCS)) for name in FOLDERS for page in (DOCS / name).glob("*.md")
 )
+PAGES.remove("coming_from/index.md")
 PAGES += ["sharp_bits.md", "start.md"]
 
 

@@ -2,10 +2,10 @@
 
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -30,11 +30,17 @@ def test_each_folder_is_an_example():
     assert all(f"]({folder}/README.md)" in named for folder in FOLDERS)
 
 
+def computed():
+    """Seconds for which processors have worked for processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("folder", [f for f in FOLDERS if f != "resume"])  # has its own
 def test_smoke(folder, tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    began = time.perf_counter()
+    before = computed()
     done = subprocess.run(
         [*command(folder), "--smoke"],
         env=environ | {"OMP_NUM_THREADS": "1"},
@@ -44,7 +50,7 @@ def test_smoke(folder, tmp_path):
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert time.perf_counter() - began < 60, "a look takes 20 s on a machine with nothing else"
+    assert computed() - before < 120, "a look takes 20 s on two cores with nothing else"
     assert "a step, the median of" in done.stdout
     drawn = re.search(r"picture: (.*)", done.stdout)
     assert (tmp_path / drawn[1]).stat().st_size > 10_000

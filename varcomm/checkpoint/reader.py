@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -194,10 +195,6 @@ class Checkpoint:
                 part = _narrowed(saved, item.storage_offsets, item.lengths)
                 _narrowed(target, item.dest_offsets, item.lengths).copy_(part)
 
-    @cached_property
-    def _reader(self) -> FileSystemReader:
-        return FileSystemReader(self.folder)
-
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
         place = self.metadata.storage_data[index]
         return place.relative_path, place.offset
@@ -206,14 +203,19 @@ class Checkpoint:
         """Return what torch.save has written, as far as no pickle need be run for it."""
         place = self.metadata.storage_data[index]
         with (self.folder / place.relative_path).open("rb") as file:
-            part: Any = self._reader._slice_file(file, place)
+            part = io.BufferedReader(_Slice(file, place.offset, place.length))
             for descriptor in place.transform_descriptors or ():  # compressed, say
                 raise ArgumentError(
                     f"{self.folder}: {index.fqn!r} has gone through {descriptor!r}, which is not "
                     "undone here. Save it without extensions of torch's."
                 )
             try:
+                _check_lengths(part, place.length)
                 return torch.load(part, map_location="cpu", weights_only=True)
+            except zipfile.BadZipFile as error:
+                raise ArgumentError(
+                    f"{self.folder}: {index.fqn!r} is damaged: {error}. {_AGAIN}"
+                ) from error
             except Exception as error:
                 raise ArgumentError(
                     f"{self.folder}: {index.fqn!r} cannot be read without running what is in the "
@@ -235,3 +237,36 @@ def _narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[in
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
+
+
+class _Slice(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._place = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = (0, self._place, self._length)[whence]
+        self._place = max(0, start + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._place)
+        content = self._file.read(max(0, min(len(buffer), self._length - self._place)))
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
+
+
+def _check_lengths(part: IO[bytes], length: int) -> None:
+    """Raise BadZipFile if an archive tells of more than it has; torch would make room for it."""
+    with zipfile.ZipFile(part) as archive:
+        if sum(member.file_size for member in archive.infolist()) > length:
+            raise zipfile.BadZipFile("it tells of more than there is in it")
+    part.seek(0)
