@@ -119,8 +119,7 @@ class ExchangePlan(Routes):
 
         Notes
         -----
-        Communication: a round or two of short messages, by which ranks agree, and 8 bytes to each
-        other rank, which say how many rows it gets.
+        Communication: short messages to agree, and a count of 8 bytes to each other rank.
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
@@ -179,8 +178,8 @@ class ExchangePlan(Routes):
 
         Notes
         -----
-        Communication: a round or two of short messages, by which ranks agree; 8 bytes to each other
-        rank, which say how many rows are needed; and 8 bytes for each needed row, to its owner.
+        Communication: short messages to agree, a count of 8 bytes to each other rank, and 8 bytes
+        for each needed row, to its owner.
         """
         ranks, what = resolve(group), "ExchangePlan.from_needed"
 
@@ -245,13 +244,7 @@ class ExchangePlan(Routes):
         return apply(self._operator(tensor, dim, use_fp32), tensor)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
-        """Begin what calling the plan does; :meth:`Handle.wait` gives the received rows.
-
-        Parameters
-        ----------
-        tensor, dim, use_fp32
-            As where the plan is called.
-        """
+        """Begin what calling the plan does; :meth:`Handle.wait` gives the received rows."""
         return start(self._operator(tensor, dim, use_fp32), tensor)
 
     def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
@@ -279,8 +272,6 @@ class ExchangePlan(Routes):
 
         Notes
         -----
-        Adjoint: calling the plan.
-
         Communication: this rank sends the bytes of `tensor`, but for rows that it keeps; what
         calling the plan receives.
         """
@@ -297,13 +288,7 @@ class ExchangePlan(Routes):
         return self.num_received, self.num_rows
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
-        """Return the bytes that this rank sends to others when the plan is called with `tensor`.
-
-        Parameters
-        ----------
-        tensor, dim
-            As where the plan is called.
-        """
+        """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
         row = prod(wire.rest(tensor.shape, checked_dim(dim, tensor.shape))) * tensor.element_size()
         return (sum(self.send_counts) - self.send_counts[self.group.rank]) * row
 
