@@ -18,6 +18,16 @@ class PendingSave:
     goes wrong is logged at once, as an error of the logger ``"varcomm"``, which Python writes to
     stderr where a program says nothing else: who never calls :meth:`wait` learns of it there. The
     exit code of the program stays as it is.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from varcomm.checkpoint import read, save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pending = save({"x": torch.ones(2)}, folder, async_=True)
+    ...     pending.wait()
+    ...     read(folder)
+    {'x': tensor([1., 1.])}
     """
 
     def __init__(self, run: Callable[[], None]) -> None:

@@ -79,6 +79,27 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], group: GroupLike
     A checkpoint that torch alone has written has no digests; there only sizes are checked.
 
     Communication: five rounds of small messages; rows of :class:`Rows` travel once.
+
+    In one process: the same call.
+
+    Examples
+    --------
+    Saved by three ranks, loaded by two:
+
+    >>> import tempfile, torch, varcomm
+    >>> from varcomm.checkpoint import load, save
+    >>> from varcomm.sharding import Sharded, ShardSpec
+    >>> def write(rank, folder):
+    ...     rows = torch.arange(6.0).split([1, 2, 3])[rank]
+    ...     save({"x": Sharded.of(rows, ShardSpec.of([1, 2, 3]))}, folder)
+    >>> def restore(rank, folder):
+    ...     rows = torch.zeros(3)
+    ...     load({"x": Sharded.of(rows, ShardSpec.of([3, 3]))}, folder)
+    ...     return rows.tolist()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = varcomm.launch(write, 3, folder)
+    ...     varcomm.launch(restore, 2, folder)
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
     ranks = together(group)
 
@@ -137,6 +158,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         If there is no checkpoint, or a file is missing, cut or altered, or would have to run code.
     VarcommError
         What went wrong in an asynchronous save before, if nobody has waited for it.
+
+    Notes
+    -----
+    Communication: none.
 
     Examples
     --------

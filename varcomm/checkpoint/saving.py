@@ -124,6 +124,8 @@ def save(
     where several have the same, whose digests (CRC-32) are compared: each rank reads through all of
     what it has in common with others. Rows travel once, to the rank that writes them.
 
+    In one process: the same call.
+
     Examples
     --------
     >>> import tempfile, torch

@@ -52,6 +52,8 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
 
     Communication: none within.
 
+    In one process: nothing: gradients accumulate in ``grad``.
+
     Examples
     --------
     >>> import torch, varcomm

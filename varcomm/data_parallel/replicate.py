@@ -140,6 +140,9 @@ def replicate(
     parts of it are used: the sums end with it, and gradients of what is left of it are an error. So
     it is where its group is destroyed, until ``replicate`` is called for another.
 
+    In one process: `model` as it is, and backward from the sum of the losses of all ranks; with
+    ``"mean"`` from their mean.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -59,6 +59,10 @@ def mark_module_as_shared(
     What :func:`replicate` says of backward and of what it costs holds here. A parameter that is
     replicated over one dimension of a mesh may be marked over another.
 
+    Communication: as :func:`replicate`.
+
+    In one process: `module` as it is, and backward from the sum of the losses of all ranks.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -107,6 +111,20 @@ def unmark_module_as_shared(module: Model, recurse: bool = True) -> Model:
     Notes
     -----
     Communication: none.
+
+    In one process: `module` as it is.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.data_parallel import mark_module_as_shared, unmark_module_as_shared
+    >>> def fn(rank):
+    ...     layer = mark_module_as_shared(torch.nn.Linear(1, 1, bias=False))
+    ...     unmark_module_as_shared(layer)
+    ...     layer(torch.full((1, 1), rank + 1.0)).sum().backward()
+    ...     return layer.weight.grad.item()
+    >>> varcomm.launch(fn, 2)
+    [1.0, 2.0]
     """
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(

@@ -49,6 +49,8 @@ def sum_gradients(
     Floats narrower than 4 bytes are summed in fp32 and rounded once. The sums are the same on all
     ranks, bit for bit, so replicated parameters stay equal.
 
+    In one process: nothing: backward from the sum of the losses of all ranks.
+
     Examples
     --------
     >>> import torch, varcomm

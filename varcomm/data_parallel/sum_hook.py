@@ -77,6 +77,8 @@ def sum_hook(
     there is one, at the end of backward. Floats narrower than 4 bytes travel narrow and are summed
     in fp32. The sums are in rank order, the same on all ranks bit for bit.
 
+    In one process: nothing: backward from the sum of the losses of all ranks.
+
     Examples
     --------
     >>> import torch, varcomm

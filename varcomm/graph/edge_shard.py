@@ -28,6 +28,8 @@ class EdgeShard(Shard):
 
     Attributes
     ----------
+    group, sizes, attributes, ids
+        As of a :class:`NodeShard`: of the owned edges.
     edge_index : torch.Tensor
         In local numbers, int64 of shape (2, E).
     halo_ids : torch.Tensor
@@ -38,6 +40,8 @@ class EdgeShard(Shard):
         Nodes of the target's type that this rank owns.
     hops : int
         How many exchanges of one hop the halo replaces.
+    counts : tuple of int
+        How many edges are interior, and how many self loops.
     """
 
     edge_index: torch.Tensor = field(repr=False)
@@ -114,6 +118,11 @@ class EdgeShard(Shard):
         torch.Tensor
             Owned rows and the halo's, (n + h, *F). Its adjoint adds what arrives at copies to the
             rows that they are copies of.
+
+        Notes
+        -----
+        Communication: ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their
+        owners.
         """
         return torch.cat([x, self.plan(x)])
 

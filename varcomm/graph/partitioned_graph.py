@@ -234,29 +234,29 @@ class PartitionedGraph:
         return self.edges.with_halo(x)
 
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
-        """Collect rows of all nodes in their order in the whole graph; see :meth:`Shard.gather`.
+        """Collect rows of all nodes, in the order of the whole graph; see :meth:`NodeShard.gather`.
 
         ``graph.edges.gather`` does it for edges.
         """
         return self.nodes.gather(x, dst)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
-        """Send each rank its rows of what `src` has for all nodes; see :meth:`Shard.scatter`.
+        """Send each rank its rows of what `src` has for all nodes; see :meth:`NodeShard.scatter`.
 
         ``graph.edges.scatter`` does it for edges.
         """
         return self.nodes.scatter(x, src)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum over the nodes of all ranks; see :meth:`Shard.sum`."""
+        """Sum over the nodes of all ranks; see :meth:`NodeShard.sum`."""
         return self.nodes.sum(values, mask)
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Average over the nodes of all ranks, and over their features; see :meth:`Shard.mean`."""
+        """Average over all nodes, and over their features; see :meth:`NodeShard.mean`."""
         return self.nodes.mean(values, mask)
 
     def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the greatest value of the nodes of all ranks; see :meth:`Shard.max`."""
+        """Return the greatest value of the nodes of all ranks; see :meth:`NodeShard.max`."""
         return self.nodes.max(values, mask)
 
     def to(self, device: torch.device | str) -> PartitionedGraph:

@@ -76,9 +76,12 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
 
     Notes
     -----
-    No communication, in forward and in derivatives of any order. As a map from P copies ``x_r``,
-    for the inner product summed over ranks, to one value it is their mean, and its adjoint divides
-    by P; where copies are equal, the mean is any of them.
+    Adjoint: division by P. As a map from P copies ``x_r``, for the inner product summed over ranks,
+    to one value it is their mean; where copies are equal, the mean is any of them.
+
+    Communication: none, in forward and in derivatives of any order.
+
+    In one process: ``value.clone()``.
 
     Examples
     --------

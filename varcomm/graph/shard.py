@@ -116,8 +116,10 @@ class Shard:
 
         Notes
         -----
-        Communication: each rank sends its rows to `dst`; at the first call for a `dst` also their
-        numbers, at 8 bytes each, which then are kept there.
+        Communication: each rank sends its rows to `dst`, or to every other; at the first call for a
+        `dst` also their numbers, at 8 bytes each, which then are kept there.
+
+        In one process: `x` of the whole graph.
         """
         with checking("graph.gather", self.group) as where:
             if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
@@ -159,6 +161,8 @@ class Shard:
         -----
         Communication: `src` sends each rank its rows; at the first call for a `src` it first gets
         their numbers, as in :meth:`gather`.
+
+        In one process: `x` of the whole graph, of which each rank has ``x[owned_ids]``.
         """
         with checking("graph.scatter", self.group) as where:
             src = checked_rank(src, self.group.size, "src", where)
@@ -194,7 +198,11 @@ class Shard:
 
         Notes
         -----
-        Summed in fp64, locally and over ranks: 16 bytes a rank.
+        Summed in fp64, locally and over ranks.
+
+        Communication: 16 bytes from each rank to every other; none in backward.
+
+        In one process: ``values[mask].sum()``.
 
         Where something outside the mask is NaN, give the rows that count alone,
         ``loss(prediction[mask], y[mask])`` beside `mask`. A loss of all rows is NaN there, and so
@@ -221,6 +229,12 @@ class Shard:
         torch.Tensor
             A scalar, the same on all ranks bit for bit, in the dtype of `values`; NaN if no row of
             any rank counts.
+
+        Notes
+        -----
+        Communication: as :meth:`sum`.
+
+        In one process: ``values[mask].mean()``.
         """
         total, count = self._sum_and_count("graph.mean", values, mask)
         return (total / count).to(values.dtype)
@@ -244,7 +258,9 @@ class Shard:
 
         Notes
         -----
-        Communication: 8 bytes a rank, then 16.
+        Communication: 8 bytes from each rank to every other, then 16.
+
+        In one process: ``values[mask].amax()``.
         """
         values = self._counting("graph.max", values, mask)
         wide, own = values.double(), values.detach().double()
@@ -305,7 +321,19 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class NodeShard(Shard):
-    """The nodes of one type that this rank owns."""
+    """The nodes of one type that this rank owns.
+
+    Attributes
+    ----------
+    group : Group
+        The ranks that the rows are split over.
+    sizes : ShardSizes
+        Rows that each rank owns.
+    attributes : mapping of str
+        Attributes, by their names.
+    ids : AscendingIds
+        What :attr:`owned_ids` is kept as.
+    """
 
     rows = "nodes"
 

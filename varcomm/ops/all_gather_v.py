@@ -162,8 +162,10 @@ def all_gather_v(
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
 
-    Communication: each rank receives every other shard once; nothing is padded. No copy for
-    ``dim=0``, one on arrival for others.
+    Communication: each rank sends its shard to every other, ``P - 1`` times its bytes, and receives
+    every other shard once; nothing is padded. No copy for ``dim=0``, one on arrival for others.
+
+    In one process: ``torch.cat(shards, dim)``.
 
     Examples
     --------

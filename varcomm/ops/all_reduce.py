@@ -121,8 +121,10 @@ def all_reduce(
     once a rank.
 
     Communication: each rank sums a piece of ``1 / P`` and sends it to the others, so that each
-    receives ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each
-    sums all, in a single round: ``P - 1`` times.
+    sends and receives ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with
+    `async_op`, each sums all, in a single round: ``P - 1`` times.
+
+    In one process: ``sum(tensors)``.
 
     Examples
     --------

@@ -139,8 +139,11 @@ def all_to_all_v(
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
 
-    Communication: each block that goes to another rank travels once; nothing is padded. No copy
-    for ``dim=0``, one on departure for others.
+    Communication: each rank sends the bytes of `tensor` but for the block that it keeps; nothing is
+    padded. No copy for ``dim=0``, one on departure for others.
+
+    In one process: rank r has ``torch.cat([blocks[r] for blocks in split], dim)``, where
+    ``split[i]`` is ``tensor.split(send_sizes, dim)`` of rank i.
 
     Examples
     --------

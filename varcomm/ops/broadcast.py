@@ -192,7 +192,11 @@ def broadcast(
     ``torch.autograd.grad(loss, inputs)``, which runs only what leads to `inputs`, pass
     ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient as well.
 
-    Communication: one message of 1 KiB from `src` to all says what comes, then the tensor follows.
+    Communication: one message of 1 KiB from `src` to all says what comes, then the tensor follows:
+    each other rank receives its bytes once. They come by a tree where the engine has one, in which
+    some ranks pass on what they have.
+
+    In one process: ``tensor.clone()``.
 
     Examples
     --------

@@ -182,8 +182,10 @@ def gather_v(
     -----
     Adjoint: :func:`scatter_v` from `dst`.
 
-    Communication: each rank sends its shard to `dst` once; nothing is padded. No copy for
-    ``dim=0``, one on arrival for others.
+    Communication: each rank but `dst` sends the bytes of its shard, once; nothing is padded. No
+    copy for ``dim=0``, one on arrival for others.
+
+    In one process: ``torch.cat(shards, dim)``.
 
     Examples
     --------

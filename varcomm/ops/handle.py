@@ -41,6 +41,16 @@ class Handle:
     changed. What is computed between the two runs while the data travel, and in backward while the
     gradients do. All ranks make their calls and waits in the same order: backward follows that
     order, in reverse. Inside :func:`varcomm.debug` they compare it.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     under_way = varcomm.all_reduce(torch.tensor([rank, 10]), async_op=True)
+    ...     meanwhile = rank + 1
+    ...     return under_way.wait().tolist(), meanwhile
+    >>> varcomm.launch(fn, 2)
+    [([1, 20], 1), ([1, 20], 2)]
     """
 
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:

@@ -77,8 +77,10 @@ def reduce(
     Adjoint: :func:`broadcast` from `dst`.
 
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
-    `async_op`, `dst` sums all, in a single round. Either way each rank sends the bytes of `tensor`
-    once.
+    `async_op`, `dst` sums all, in a single round. Either way each other rank sends the bytes of
+    `tensor` once; in two rounds `dst` sends ``(P - 1) / P`` times as many.
+
+    In one process: ``sum(tensors)``.
 
     Examples
     --------

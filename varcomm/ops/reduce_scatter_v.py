@@ -80,9 +80,11 @@ def reduce_scatter_v(
     -----
     Adjoint: :func:`all_gather_v` with the same arguments.
 
-    Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums
-    what it gets in rank order: the result is the same at every run, bit for bit. No copy for
-    ``dim=0``, one on departure for others.
+    Communication: each rank sends every other rank its rows, in the dtype of `tensor`: the bytes of
+    `tensor` but for its own rows. It sums what it gets in rank order: the result is the same at
+    every run, bit for bit. No copy for ``dim=0``, one on departure for others.
+
+    In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 
     Examples
     --------

@@ -92,7 +92,10 @@ def scatter_v(
     ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient as well.
 
     Communication: one message of 1 KiB from `src` to all says what comes, then `src` sends each
-    rank its shard; nothing is padded. No copy for ``dim=0``, one on departure for others.
+    other rank its shard: the bytes of `tensor` but for its own rows. Others send nothing; nothing
+    is padded. No copy for ``dim=0``, one on departure for others.
+
+    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
     Examples
     --------

@@ -80,6 +80,8 @@ def shard_v(
 
     Communication: none, but inside :func:`varcomm.debug`, where ranks compare `sizes` and `dim`.
 
+    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -108,8 +108,11 @@ def transpose_v(
     -----
     Adjoint: :func:`transpose_v` with split and concatenation exchanged, which is also its inverse.
 
-    Communication: each element that changes ranks travels once; nothing is padded. One copy, on
-    departure.
+    Communication: each element that changes ranks travels once, so that each rank sends the bytes
+    of `tensor` but for the block that it keeps; nothing is padded. One copy, on departure.
+
+    In one process: the whole is the same before and after; rank r has ``whole.split(split_sizes,
+    split_dim)[r]`` where it had ``whole.split(concat_sizes, concat_dim)[r]``.
 
     Examples
     --------

@@ -39,12 +39,25 @@ class ExchangePlan(Routes):
 
     Attributes
     ----------
+    group : Group
+        The ranks that take part.
     send_index : torch.Tensor
         Own rows that this rank sends, those for rank 0 first; int64, shape (sum(send_counts),).
     send_counts, recv_counts : tuple of int
         Rows for, and from, each rank.
     num_rows : int
         Rows that this rank owns.
+
+    Notes
+    -----
+    Adjoint: :meth:`adjoint`, which sends rows back and sums, at each owner, all copies of a row.
+
+    Communication: :meth:`nbytes` from this rank, whenever the plan is called: each row that another
+    rank needs, once for each such rank, in one message to each. Nothing between ranks that have no
+    rows for each other.
+
+    In one process: ``torch.cat(shards)[needed]``, of the rows of all ranks; its adjoint is
+    ``zeros.index_add(0, needed, tensor)``.
 
     Examples
     --------
@@ -103,6 +116,10 @@ class ExchangePlan(Routes):
             `sizes` do not fit the indices.
         DisagreementError
             On every rank, if one expects other numbers of rows than it will be sent.
+
+        Notes
+        -----
+        Communication: short messages to agree, and a count of 8 bytes to each other rank.
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
@@ -158,6 +175,11 @@ class ExchangePlan(Routes):
             On every rank, if on one of them `needed` or `sizes` are wrong.
         DisagreementError
             On every rank, if their `sizes` differ.
+
+        Notes
+        -----
+        Communication: short messages to agree, a count of 8 bytes to each other rank, and 8 bytes
+        for each needed row, to its owner.
         """
         ranks, what = resolve(group), "ExchangePlan.from_needed"
 
@@ -214,8 +236,10 @@ class ExchangePlan(Routes):
 
         Notes
         -----
-        Adjoint: :meth:`adjoint`. Communication: :meth:`nbytes` from this rank; only between ranks
-        that have rows for each other. One copy, on departure, which picks the rows.
+        Adjoint: :meth:`adjoint`.
+
+        Communication: :meth:`nbytes` from this rank; only between ranks that have rows for each
+        other. One copy, on departure, which picks the rows.
         """
         return apply(self._operator(tensor, dim, use_fp32), tensor)
 
@@ -245,6 +269,11 @@ class ExchangePlan(Routes):
         ------
         ArgumentError
             Before any communication, if `tensor` or `dim` do not fit the plan on this rank.
+
+        Notes
+        -----
+        Communication: this rank sends the bytes of `tensor`, but for rows that it keeps; what
+        calling the plan receives.
         """
         with checking("exchange_adjoint", self.group, use_fp32=use_fp32) as where:
             checked_summable(tensor, where, use_fp32)

@@ -91,8 +91,11 @@ def indexed_all_to_all_v(
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
 
-    Communication: each row travels once to each rank that it is for; nothing is padded. One copy,
-    on departure, which picks the rows.
+    Communication: each row travels once to each other rank that it is for; nothing is padded. One
+    copy, on departure, which picks the rows.
+
+    In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``,
+    of the tensor and the indices of each rank.
 
     Examples
     --------

@@ -133,6 +133,8 @@ def to_dtensor(
     Communication: none, but inside :func:`varcomm.debug`. In backward what torch's redistribution
     needs, and nothing where the gradient is sharded as the tensor is.
 
+    In one process: ``torch.cat(shards, dim)``.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -198,6 +200,8 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     those of all ranks, as after every operation of varcomm's: let each be a part of the whole.
 
     Communication: none, but inside :func:`varcomm.debug`.
+
+    In one process: ``whole.split(spec.sizes, spec.dim)``, of which rank r has the r-th.
 
     Examples
     --------

@@ -30,6 +30,13 @@ class Box:
         The first index of the block, one a dimension.
     tensor : torch.Tensor
         The block itself, with as many dimensions.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.sharding import Box, Sharded
+    >>> Sharded((4, 3), [Box((2, 0), torch.ones(2, 3))]).boxes[0].offsets
+    (2, 0)
     """
 
     offsets: tuple[int, ...]

@@ -209,10 +209,32 @@ def mark(param: T, spec: ShardSpec) -> T:
     a new one where a module leaves the meta device: tensor-parallel layers mark those as well.
     State dicts know nothing of marks.
 
+    Parameters
+    ----------
+    param : torch.Tensor
+        This rank's piece of a parameter.
+    spec : ShardSpec
+        How the whole is sharded.
+
+    Returns
+    -------
+    torch.Tensor
+        `param` itself.
+
     Raises
     ------
     ArgumentError
         If `param` has not this rank's number of rows.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.sharding import ShardSpec, mark, shard_spec
+    >>> def fn(rank):
+    ...     weight = mark(torch.nn.Parameter(torch.zeros(rank + 1, 4)), ShardSpec.of([1, 2]))
+    ...     return shard_spec(weight).sizes
+    >>> varcomm.launch(fn, 2)
+    [ShardSizes(1, 2), ShardSizes(1, 2)]
     """
     spec.check_local(param)
     setattr(param, _NAME, _Mark(spec))
@@ -221,6 +243,16 @@ def mark(param: T, spec: ShardSpec) -> T:
 
 def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     """Return how a parameter is sharded, or None if it is replicated.
+
+    Parameters
+    ----------
+    param : torch.Tensor
+        A parameter.
+
+    Returns
+    -------
+    ShardSpec or None
+        What :func:`mark` has written down.
 
     Examples
     --------

@@ -73,6 +73,20 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
 def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
     """Return every so many-th row and column.
 
+    Parameters
+    ----------
+    is_sea : numpy.ndarray
+        Of shape (rows, columns).
+    times : int
+        How many rows, and columns, one is to stand for.
+
+    Returns
+    -------
+    numpy.ndarray
+        A view of the rows and columns that are left.
+
+    Examples
+    --------
     >>> coarsened(np.eye(4, dtype=bool), 2).shape
     (2, 2)
     """

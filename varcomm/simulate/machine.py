@@ -85,6 +85,13 @@ class Machine:
         Where the numbers come from.
     runs_ahead : bool
         Whether what starts operators runs ahead of what computes them, as with a GPU.
+
+    Examples
+    --------
+    >>> from varcomm.simulate import MACHINES
+    >>> machine = MACHINES["h100-ndr"]
+    >>> machine.ranks_per_node, machine.bandwidth_between
+    (8, 50000000000.0)
     """
 
     name: str

@@ -36,10 +36,12 @@ _DRAWN = 200_000
 class Parts(Counts):
     """A graph cut for P ranks: what each would own, need and send, and the part that it has.
 
-    Made by :func:`partition`. Counts are those of :class:`Counts`.
+    Made by :func:`partition`.
 
     Attributes
     ----------
+    owned, edges, flows
+        As of :class:`Counts`.
     method : str
         How the ranks of nodes were decided.
     needs : mapping of Needs

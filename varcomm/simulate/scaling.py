@@ -153,6 +153,22 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     ------
     ArgumentError
         If `sizes` are none, or the small graph has no halos on one of them.
+
+    Examples
+    --------
+    >>> import torch, varcomm as vc
+    >>> from torch_geometric.data import Data
+    >>> from torch_geometric.nn import SAGEConv
+    >>> def ring(n):
+    ...     return torch.stack([torch.arange(n), torch.arange(n).roll(-1)])
+    >>> def prepare(graph):
+    ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
+    ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
+    >>> small = Data(x=torch.ones(64, 8), edge_index=ring(64))
+    >>> sample = vc.simulate.sample(prepare, small, [4], "block")
+    >>> large = Data(edge_index=ring(6400), num_nodes=6400)
+    >>> sample.step(vc.simulate.partition(large, 4, "block")).sent.tolist()
+    [80.0, 80.0, 80.0, 80.0]
     """
     simulated, transfers = [], {}
     different = list(dict.fromkeys(sizes))
@@ -258,6 +274,25 @@ def scaling(
     Returns
     -------
     Scaling
+        A point for each number of ranks.
+
+    Examples
+    --------
+    >>> import torch, varcomm as vc
+    >>> from torch_geometric.data import Data
+    >>> from torch_geometric.nn import SAGEConv
+    >>> def ring(n):
+    ...     return torch.stack([torch.arange(n), torch.arange(n).roll(-1)])
+    >>> def prepare(graph):
+    ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
+    ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
+    >>> small = Data(x=torch.ones(64, 8), edge_index=ring(64))
+    >>> sample = vc.simulate.sample(prepare, small, [2, 4], "block")
+    >>> large = Data(edge_index=ring(6400), num_nodes=6400)
+    >>> counts = [vc.simulate.partition(large, ranks, "block") for ranks in (2, 4)]
+    >>> curve = vc.simulate.scaling(sample, counts, vc.simulate.MACHINES["h100-ndr"])
+    >>> [(point.ranks, point.owned, point.sent) for point in curve.points]
+    [(2, 3200, 48.0), (4, 1600, 80.0)]
     """
     steps = [sample.step(each) for each in counts]
     return Scaling(machine, tuple(Point.of(each, machine) for each in steps), weak)

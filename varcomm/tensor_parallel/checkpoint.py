@@ -73,6 +73,8 @@ def checkpoint(
     the distribution is that of Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022.
 
+    In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -67,6 +67,8 @@ def broadcast_data(
     the shapes, as integers; then all tensors in one. Nothing is pickled. All results lie in one
     piece of memory, which is free when none of them is used any more.
 
+    In one process: ``{key: data[key].clone() for key in keys}``.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -62,7 +62,9 @@ def grad_norm(
     Gradients narrower than 4 bytes are summed in float32, others in their own dtype, and the norms
     of parameters and ranks in float64.
 
-    Communication: one number of each rank, gathered by all.
+    Communication: one number of 8 bytes from each rank to every other.
+
+    In one process: ``torch.nn.utils.get_total_norm`` of the gradients of the whole model.
 
     Examples
     --------
@@ -104,7 +106,7 @@ def clip_grad_norm_(
     Returns
     -------
     torch.Tensor
-        The norm before, as of :func:`grad_norm`, which see for errors and communication.
+        The norm before, as of :func:`grad_norm`.
 
     Raises
     ------
@@ -112,6 +114,12 @@ def clip_grad_norm_(
         If `max_norm` is negative or no number, and as :func:`grad_norm` does.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if `max_norm` or parameters differ.
+
+    Notes
+    -----
+    Communication: as :func:`grad_norm`.
+
+    In one process: :func:`torch.nn.utils.clip_grad_norm_`.
 
     Examples
     --------

@@ -99,6 +99,9 @@ def norm_column_linear(
     on GPUs, for `x` that is not contiguous, and for rows of 32,768 values and more on several
     threads.
 
+    In one process: ``torch.nn.functional.linear(norm(x), weight, bias)``, of which each rank has
+    columns.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -196,6 +199,9 @@ def row_linear_norm(
 
     Memory: the product, later the normed rows; what each rank sends of it; and the sum, all in
     `buffers`. On the way as in :func:`norm_column_linear`, whose words on rounding hold here too.
+
+    In one process: ``residual + torch.nn.functional.linear(x, weight, bias)``, and the norm of
+    that.
 
     Examples
     --------

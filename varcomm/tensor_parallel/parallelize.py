@@ -71,6 +71,11 @@ def parallelize(
     Modules in several places are replaced in all of them. Parameters that modules share, as tied
     embeddings and heads do, are shared afterwards; so they have to be sharded alike.
 
+    Communication: short messages, by which ranks agree and compare digests of plans and weights;
+    each rank keeps its part of weights that it has. No weight travels.
+
+    In one process: `module` as it is.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -60,6 +60,8 @@ class RandomStreams:
 
     Communication: one round of messages, to agree. Nothing else communicates.
 
+    In one process: one :class:`torch.Generator` for each stream.
+
     Examples
     --------
     >>> import torch, varcomm

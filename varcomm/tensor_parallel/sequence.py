@@ -51,6 +51,8 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     -----
     Communication: in backward an all-reduce of each parameter's gradient. Do not sum them again.
 
+    In one process: `module` as it is.
+
     Examples
     --------
     >>> import torch, varcomm

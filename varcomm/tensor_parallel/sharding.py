@@ -20,6 +20,24 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, group: GroupLike
 
     True for a sharded one on every rank, and for a replicated one on the group's first rank.
 
+    Parameters
+    ----------
+    param : torch.Tensor
+        A parameter; sharded if :func:`shard_spec` says so.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    bool
+        Whether sums over parameters are to count it on this rank.
+
+    Notes
+    -----
+    Communication: none.
+
+    In one process: true of all parameters.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -43,6 +43,12 @@ def dot_test(
     AssertionError
         On every rank, if they differ by more, or if the result does not require a gradient on one.
 
+    Notes
+    -----
+    Communication: that of `fn` and of its backward, and some numbers from each rank to every other.
+
+    In one process: the same call.
+
     Examples
     --------
     >>> import torch, varcomm

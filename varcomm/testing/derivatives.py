@@ -62,6 +62,21 @@ def gradcheck(
         On every rank, if a derivative on one of them is wrong.
     ArgumentError
         If an input is of another dtype.
+
+    Notes
+    -----
+    Communication: that of each call of `fn` and of its backward, and some numbers beside.
+
+    In one process: :func:`torch.autograd.gradcheck`.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.testing
+    >>> def fn(rank):
+    ...     shard = torch.randn(rank + 1, dtype=torch.float64)
+    ...     varcomm.testing.gradcheck(lambda x: varcomm.all_gather_v(x, [1, 2]) ** 2, shard)
+    >>> varcomm.launch(fn, 2)
+    [None, None]
     """
     ranks = resolve(group)
     if narrow := {x.dtype for x in inputs} - {torch.float64, torch.complex128}:
@@ -131,6 +146,26 @@ def gradgradcheck(
     ----------
     fn, *inputs, group, eps, tol, forward_mode, fast_mode
         As in :func:`gradcheck`; forward mode is then forward over backward.
+
+    Raises
+    ------
+    AssertionError, ArgumentError
+        As :func:`gradcheck`.
+
+    Notes
+    -----
+    Communication: as :func:`gradcheck`.
+
+    In one process: :func:`torch.autograd.gradgradcheck`.
+
+    Examples
+    --------
+    >>> import torch, varcomm, varcomm.testing
+    >>> def fn(rank):
+    ...     shard = torch.randn(rank + 1, dtype=torch.float64)
+    ...     varcomm.testing.gradgradcheck(lambda x: varcomm.all_gather_v(x, [1, 2]) ** 2, shard)
+    >>> varcomm.launch(fn, 2)
+    [None, None]
     """
     rank = resolve(group).rank
     results = _as_tuple(fn(*(x.detach().clone().requires_grad_() for x in inputs)))

@@ -80,6 +80,11 @@ class Trace(Sequence[Call]):
     """The calls of a :func:`trace`, in their order; printed, a table by operation and by peer.
 
     It equals a list of the same calls.
+
+    Attributes
+    ----------
+    calls : list of Call
+        The calls.
     """
 
     calls: list[Call] = field(default_factory=list)

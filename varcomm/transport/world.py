@@ -46,6 +46,15 @@ class World:
         This rank among those on the same host.
     device : torch.device
         Where this rank's tensors belong: its GPU under NCCL, else the CPU.
+
+    Examples
+    --------
+    >>> import varcomm
+    >>> def fn(rank):
+    ...     world = varcomm.init()
+    ...     return world.rank, world.size, world.device.type
+    >>> varcomm.launch(fn, 2)
+    [(0, 2, 'cpu'), (1, 2, 'cpu')]
     """
 
     rank: int

@@ -148,6 +148,9 @@ class ShardedGradients:
 
     Sharding of optimizer states is that of ZeRO, of gradients its second stage [1]_.
 
+    In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
+    ranks.
+
     References
     ----------
     .. [1] S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, ZeRO: memory optimizations toward training

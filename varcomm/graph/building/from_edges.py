@@ -111,6 +111,8 @@ def from_edges(
     Attributes are data: what is built is not differentiable with respect to them. Rows that stay
     where they are share their memory with what is given.
 
+    In one process: ``torch_geometric.data.Data`` of all edges and nodes.
+
     Examples
     --------
     Two ranks have each read half of the edges of a directed ring of 4 nodes.

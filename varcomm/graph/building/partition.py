@@ -94,9 +94,11 @@ def partition(
     the whole graph, and arrays of numbers become tensors. With `src` they must be either; lists,
     and arrays of texts, only ranks that have the graph can cut.
 
-    Where all ranks have the graph, rank 0 assigns the nodes and broadcasts their ranks; everything
-    else is computed on each rank for its own part, without a loop over nodes. With `src`, that rank
-    sends each rank its rows and edges, as :func:`from_edges` does.
+    Communication: where all ranks have the graph, rank 0 assigns the nodes and broadcasts their
+    ranks; everything else is computed on each rank for its own part, without a loop over nodes.
+    With `src`, that rank sends each rank its rows and edges, as :func:`from_edges` does.
+
+    In one process: `data` itself.
 
     Examples
     --------

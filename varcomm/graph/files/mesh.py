@@ -185,6 +185,8 @@ def read_mesh(
 
     Notes
     -----
+    Communication: none.
+
     meshio reads one piece alone of a VTU file with several, and leaves out cells of kinds that it
     does not know; both are errors here. What else it has to say goes to the log.
 

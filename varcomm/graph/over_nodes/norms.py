@@ -75,9 +75,10 @@ def global_norm(module: torch.nn.Module, graph: Where) -> Callable[..., torch.Te
 
     Notes
     -----
-    Every rank calls it at the same time, in the same mode. In training, each call sums over ranks,
-    by :func:`varcomm.all_reduce`, for C channels and G graphs (1 without a batch vector), in the
-    dtype of `x` or fp32:
+    Every rank calls it at the same time, in the same mode.
+
+    Communication: in training, each call sums over ranks, by :func:`varcomm.all_reduce`, for C
+    channels and G graphs (1 without a batch vector), in the dtype of `x` or fp32:
 
     ======================= ===========================================
     ``BatchNorm1d``         C sums, then C squares
@@ -100,6 +101,8 @@ def global_norm(module: torch.nn.Module, graph: Where) -> Callable[..., torch.Te
     kind of rows, of nodes or of edges, and of one type.
 
     Running statistics are equal on all ranks, bit for bit.
+
+    In one process: `module` itself.
 
     Examples
     --------

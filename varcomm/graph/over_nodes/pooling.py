@@ -83,6 +83,8 @@ def global_add_pool(
     Communication: :func:`varcomm.all_reduce` of the result, and 8 bytes a rank where `size` is
     asked for. Of a graph with several types of nodes, ranks tell each other before which fit.
 
+    In one process: :func:`torch_geometric.nn.global_add_pool`.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -109,8 +111,38 @@ def global_mean_pool(
 ) -> torch.Tensor:
     """Average over the nodes of each graph; as :func:`global_add_pool`.
 
-    With `batch`, the nodes of each graph are counted over ranks: 8 bytes a graph more. Without, the
-    mean of no nodes is NaN, as of torch.
+    Parameters
+    ----------
+    x, batch, graph, size
+        As of :func:`global_add_pool`.
+
+    Returns
+    -------
+    torch.Tensor
+        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes. Without
+        `batch`, the mean of no nodes is NaN, as of torch.
+
+    Raises
+    ------
+    ArgumentError
+        As :func:`global_add_pool`.
+
+    Notes
+    -----
+    Communication: as :func:`global_add_pool`; with `batch`, 8 bytes a graph more, to count nodes.
+
+    In one process: :func:`torch_geometric.nn.global_mean_pool`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     x, edge = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[0], [1]])
+    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     return varcomm.graph.global_mean_pool(graph.x, None, graph).tolist()
+    >>> varcomm.launch(fn, 2)
+    [[[3.0]], [[3.0]]]
     """
     own, graphs = _pooled("global_mean_pool", x, batch, graph, size)
     mean = graphs.mean(own) if batch is not None else graphs.sum(own) / graphs.rows.total
@@ -126,8 +158,21 @@ def global_max_pool(
 ) -> torch.Tensor:
     """Return the largest of each feature among the nodes of each graph.
 
-    Parameters, result and errors are those of :func:`global_add_pool`; no complex `x`, and some
-    node, on any rank, where `batch` is None.
+    Parameters
+    ----------
+    x, batch, graph, size
+        As of :func:`global_add_pool`; no complex `x`, and some node, on any rank, where `batch` is
+        None.
+
+    Returns
+    -------
+    torch.Tensor
+        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes.
+
+    Raises
+    ------
+    ArgumentError
+        As :func:`global_add_pool`.
 
     Notes
     -----
@@ -140,6 +185,19 @@ def global_max_pool(
     values come back; in all ``(P - 1) / P`` times G F values, 4-byte counts, and G F values. Up to
     16 KiB, and on two ranks, each compares all: ``P - 1`` times G F values and counts. In backward,
     values alone, the other way. Where `batch` is None, 8-byte numbers in place of counts.
+
+    In one process: :func:`torch_geometric.nn.global_max_pool`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     x, edge = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[0], [1]])
+    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     return varcomm.graph.global_max_pool(graph.x, None, graph).tolist()
+    >>> varcomm.launch(fn, 2)
+    [[[6.0]], [[6.0]]]
     """
     own, graphs = _pooled("global_max_pool", x, batch, graph, size, ordered=True)
     if batch is not None:
@@ -157,6 +215,38 @@ def global_min_pool(
     """Return the smallest of each feature among the nodes of each graph.
 
     As :func:`global_max_pool`, but for equal shares of the gradient where `batch` is None, too.
+
+    Parameters
+    ----------
+    x, batch, graph, size
+        As of :func:`global_max_pool`.
+
+    Returns
+    -------
+    torch.Tensor
+        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes.
+
+    Raises
+    ------
+    ArgumentError
+        As :func:`global_add_pool`.
+
+    Notes
+    -----
+    Communication: as :func:`global_max_pool`.
+
+    In one process: the smallest of each feature among ``x[batch == g]``, for graph g.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     x, edge = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[0], [1]])
+    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     return varcomm.graph.global_min_pool(graph.x, None, graph).tolist()
+    >>> varcomm.launch(fn, 2)
+    [[[1.0]], [[1.0]]]
     """
     own, graphs = _pooled("global_min_pool", x, batch, graph, size, ordered=True)
     return extreme("amin", own, graphs)
@@ -183,12 +273,30 @@ def global_softmax(
     torch.Tensor
         Rows as of `x`, which sum to 1 over the nodes of a graph on all ranks.
 
+    Raises
+    ------
+    ArgumentError
+        As :func:`global_add_pool`.
+
     Notes
     -----
     ``exp(x - m) / sum(exp(x - m))``, where the largest value m of a graph is taken as a constant:
     it does not change the result.
 
     Communication: largest values, G F, then :func:`varcomm.all_reduce` of G F sums.
+
+    In one process: :func:`torch_geometric.utils.softmax` of `x` by `batch`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> def fn(rank):
+    ...     x, edge = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([[0], [1]])
+    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     return (3 * varcomm.graph.global_softmax(graph.x, None, graph)).tolist()
+    >>> varcomm.launch(fn, 2)
+    [[[1.0], [1.0]], [[1.0]]]
     """
     rows = node_rows("global_softmax", x, graph)
     with checking("global_softmax", rows.group) as where:

@@ -52,6 +52,8 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
     Communication: 8 bytes a rank for the number of graphs; then, for each graph, the sums that the
     aggregation is made of, or the extremes as :func:`~varcomm.graph.global_max_pool`.
 
+    In one process: `module` itself.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -103,6 +103,8 @@ def assign(
 
     Notes
     -----
+    Communication: none.
+
     METIS and KaHIP see an undirected graph without self loops, and without weights they see edges
     between the same nodes as one. They take one thread, like the others, which look at the nodes a
     few times each: 6 million take about a second.

@@ -76,6 +76,8 @@ def assign_sharded(
     for each cut that is looked for, however many positions there are. What else travels is smaller:
     bounds of the boxes, and a few numbers a cut for positions that are equal.
 
+    In one process: :func:`assign`.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -87,6 +87,8 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     exchange in backward. Against the direction of edges also 24 bytes to each rank, 16 for each
     edge that goes to another rank unless the edges are the same as before, and its values.
 
+    In one process: `model` as it is, on the whole graph.
+
     Examples
     --------
     >>> import torch, varcomm

@@ -83,6 +83,9 @@ def message_passing(
 
     Dropout in `message` draws the mask of each edge, in another order than a layer of PyG would.
 
+    In one process: `aggr` of ``message(x[edge_index[1]], x[edge_index[0]], *edge_values)``, at
+    ``edge_index[1]``.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -131,6 +134,12 @@ def edge_update(
     ------
     ArgumentError
         As in :func:`message_passing`.
+
+    Notes
+    -----
+    Communication: as :func:`message_passing`.
+
+    In one process: ``update(x[edge_index[1]], x[edge_index[0]], *edge_values)``.
 
     Examples
     --------

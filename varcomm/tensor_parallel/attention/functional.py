@@ -57,6 +57,8 @@ def attention(
     So with ``create_graph=True``, and inside a forward-mode level, explicit products take their
     place, which are of any order; these hold S x T numbers a head.
 
+    Communication: none.
+
     References
     ----------
     .. [1] A. Vaswani et al., "Attention is all you need", 2017, https://arxiv.org/abs/1706.03762

@@ -70,8 +70,12 @@ class ParallelAttention(nn.Module):
 
     Notes
     -----
-    Making one is collective. Communication: that of the two layers, none between them. Derivatives
-    are of any order, see :func:`attention`.
+    Making one is collective. Derivatives are of any order, see :func:`attention`.
+
+    Communication: that of the two layers, none between them: without `sequence_sizes` an all-reduce
+    of the output, and in backward one of the gradient of the input.
+
+    In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 
     References
     ----------

@@ -108,6 +108,9 @@ def linear_cross_entropy(
 
     Under ``torch.autocast``, `hidden`, `weight` and `bias` are cast as for a linear layer.
 
+    In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
+    weight, bias)``.
+
     References
     ----------
     .. [1] E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025.

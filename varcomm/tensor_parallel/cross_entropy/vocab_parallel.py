@@ -97,6 +97,9 @@ def vocab_parallel_cross_entropy(
     Accuracy: logits narrower than 4 bytes are computed in fp32. What travels are differences
     within the shards, so large logits that are nearly equal lose nothing.
 
+    In one process: :func:`torch.nn.functional.cross_entropy` of the logits of all classes, one
+    token a row.
+
     References
     ----------
     .. [1] A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section 5.

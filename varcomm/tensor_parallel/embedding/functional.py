@@ -94,7 +94,7 @@ def vocab_parallel_embedding(
     Adjoint: gradients of the same id are summed at its owner, in a fixed order, the same at every
     run bit for bit; floats narrower than 4 bytes are summed in fp32.
 
-    Communication, in rows of H elements for T ids on P ranks: *masked* is an all-reduce of T rows
+    Communication: in rows of H elements, for T ids on P ranks, *masked* is an all-reduce of T rows
     and nothing in backward; or a reduce-scatter of T rows, and an all-gather in backward. *indexed*
     brings each rank the rows of the distinct ids that it needs and does not own, and nothing in
     backward; or, for parts of the sequence, the same rows' gradients go back. Ids are not sent
@@ -102,6 +102,8 @@ def vocab_parallel_embedding(
 
     Memory beside the result: *masked*, for parts of the sequence, the T rows that are summed;
     *indexed*, the distinct rows that are sent and received. Backward keeps ids only, no rows.
+
+    In one process: :func:`torch.nn.functional.embedding` in the whole table.
 
     References
     ----------
@@ -212,8 +214,12 @@ def feature_parallel_embedding(
     Notes
     -----
     Adjoint: this rank's columns of the gradients of one id are summed, the same at every run bit
-    for bit. Communication: an all-gather of the result if it is gathered; nothing in backward, and
-    nothing else.
+    for bit.
+
+    Communication: with `gather_output` each rank sends its columns of the result to every other;
+    nothing in backward, and nothing else.
+
+    In one process: ``torch.nn.functional.embedding(ids, weight)``.
 
     Examples
     --------

@@ -63,6 +63,12 @@ class VocabParallelEmbedding(ShardedTable):
     ArgumentError, DisagreementError
         On every rank, if arguments are wrong on one of them, or differ.
 
+    Notes
+    -----
+    Communication: a call, as :func:`vocab_parallel_embedding`; making one, short messages.
+
+    In one process: :class:`torch.nn.Embedding`.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -166,8 +172,7 @@ class VocabParallelEmbedding(ShardedTable):
 class FeatureParallelEmbedding(ShardedTable):
     """An embedding of which each rank has some columns, for all ids.
 
-    It communicates nothing but the all-gather of its result, if that is gathered. Making one is
-    collective.
+    Making one is collective.
 
     Parameters
     ----------
@@ -195,6 +200,13 @@ class FeatureParallelEmbedding(ShardedTable):
     ------
     ArgumentError, DisagreementError
         On every rank, if arguments are wrong on one of them, or differ.
+
+    Notes
+    -----
+    Communication: with `gather_output` each rank sends its columns of the result to every other;
+    nothing in backward. Making one, short messages.
+
+    In one process: :class:`torch.nn.Embedding`.
 
     Examples
     --------

@@ -81,10 +81,13 @@ def column_parallel_linear(
     Derivatives are of any order. Under ``torch.autocast`` it computes in its dtype, as
     :func:`torch.nn.functional.linear` does.
 
-    Communication: with `sequence_sizes` each rank receives the other rows of `x`, while it
-    multiplies its own. In backward gradients of `x` are summed, by an all-reduce or a
+    Communication: with `sequence_sizes` each rank sends its rows of `x` to every other, while it
+    multiplies its own; with `save` ``"input"`` once more in backward. With `gather_output` it sends
+    its columns to every other. In backward gradients of `x` are summed, by an all-reduce or a
     reduce-scatter, while that of `weight` is computed. If `x` or `weight` has no gradient, what is
     for it is neither kept nor sent.
+
+    In one process: ``torch.nn.functional.linear(x, weight, bias)``, of which each rank has columns.
 
     Sources: [1]_; the gather in pieces around own rows is that of nanotron.
 
@@ -177,7 +180,10 @@ def row_parallel_linear(
     Derivatives are of any order. ``torch.autocast`` as in :func:`column_parallel_linear`.
 
     Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter. In
-    backward none, or a gather of the gradient's rows, while own ones are multiplied.
+    backward none, or a gather of the gradient's rows, while own ones are multiplied. Unless
+    `input_is_parallel`, each rank also sends its columns of the gradient of `x` to every other.
+
+    In one process: ``torch.nn.functional.linear(x, weight, bias)``.
 
     Examples
     --------

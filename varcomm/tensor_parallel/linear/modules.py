@@ -79,6 +79,10 @@ class ColumnParallelLinear(ParallelLinear):
     Making one is collective: ranks compare arguments. The whole weight depends on torch's default
     generator on the group's first rank and not on the number of ranks, and no rank holds it.
 
+    Communication: a call, as :func:`column_parallel_linear`; making one, short messages.
+
+    In one process: :class:`torch.nn.Linear`, whose outputs the ranks have.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -229,7 +233,21 @@ class RowParallelLinear(ParallelLinear):
 
     Notes
     -----
-    As :class:`ColumnParallelLinear`, whose example has one of these as well.
+    Made as :class:`ColumnParallelLinear` is, whose example has one of these as well.
+
+    Communication: a call, as :func:`row_parallel_linear`; making one, short messages.
+
+    In one process: :class:`torch.nn.Linear`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import RowParallelLinear
+    >>> def fn(rank):
+    ...     layer = RowParallelLinear(3, 2)
+    ...     return layer.weight.shape, layer(torch.ones(4, 2 - rank)).shape
+    >>> varcomm.launch(fn, 2)
+    [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]
     """
 
     _dim = 1

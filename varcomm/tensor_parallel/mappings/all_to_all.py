@@ -30,8 +30,38 @@ def all_to_all(
 ) -> torch.Tensor:
     """Assume nothing, and send every rank some rows: :func:`varcomm.all_to_all_v`.
 
-    `input_split_sizes` of None is balanced; `output_split_sizes` of None asks the ranks what they
-    send, which costs a round of messages. Backward: the way back.
+    Backward: the way back.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first; any dtype.
+    output_split_sizes : sequence of int, optional
+        Rows from each rank. None asks the ranks what they send, which costs a round of messages.
+    input_split_sizes : sequence of int, optional
+        Rows for each rank, zeros allowed; None is balanced.
+    dim : int
+        The dimension that is split and concatenated.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
+
+    Raises
+    ------
+    ArgumentError
+        If sizes, `dim` and `tensor` do not fit.
+
+    Notes
+    -----
+    Adjoint: :func:`all_to_all` with the two kinds of sizes exchanged.
+
+    Communication: each rank sends the bytes of `tensor` but for the block that it keeps.
+
+    In one process: as of :func:`varcomm.all_to_all_v`.
 
     Examples
     --------
@@ -85,8 +115,13 @@ def all_to_all_sp2hp(
 
     Notes
     -----
-    Adjoint and inverse: :func:`all_to_all_hp2sp`. Communication: each element that changes ranks
-    travels once; see :func:`varcomm.transpose_v`.
+    Adjoint: :func:`all_to_all_hp2sp`, which is its inverse too.
+
+    Communication: each rank sends the bytes of `tensor` but for the block that it keeps; see
+    :func:`varcomm.transpose_v`.
+
+    In one process: the whole is the same before and after, ``(sum(sequence_sizes), *F,
+    sum(hidden_sizes))``.
 
     Examples
     --------
@@ -113,8 +148,38 @@ def all_to_all_hp2sp(
 ) -> torch.Tensor:
     """Assume nothing, and turn shards of the hidden dimension into parts of the sequence.
 
-    The way back of :func:`all_to_all_sp2hp`, with the same arguments; here None for
-    `sequence_sizes` is balanced, and for `hidden_sizes` asks the ranks.
+    The way back of :func:`all_to_all_sp2hp`, with the same sizes.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``(sum(sequence_sizes), *F, hidden_sizes[rank])``: this rank's columns; any dtype.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension for each rank, zeros allowed; None is balanced.
+    hidden_sizes : sequence of int, optional
+        Columns of the last dimension on each rank, zeros allowed. None asks the ranks, which costs
+        a round of messages.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes` and `tensor` do not fit.
+
+    Notes
+    -----
+    Adjoint: :func:`all_to_all_sp2hp`, which is its inverse too.
+
+    Communication: each rank sends the bytes of `tensor` but for the block that it keeps.
+
+    In one process: the whole is the same before and after, ``(sum(sequence_sizes), *F,
+    sum(hidden_sizes))``.
 
     Examples
     --------

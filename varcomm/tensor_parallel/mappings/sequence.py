@@ -28,7 +28,36 @@ def scatter_to_sequence_parallel_region(
 ) -> torch.Tensor:
     """Assume that `tensor` is replicated, and keep this rank's part of the sequence.
 
-    :func:`scatter_to_tensor_model_parallel_region` along the first dimension; the same arguments.
+    :func:`scatter_to_tensor_model_parallel_region`, by default along the first dimension.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`, the same on all ranks; any dtype.
+    sizes : sequence of int, optional
+        Rows that each rank keeps, one int a rank, zeros allowed; None is balanced.
+    dim : int
+        The dimension that is sharded.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        A copy of this rank's rows.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes`, `dim` and `tensor` do not fit.
+
+    Notes
+    -----
+    Adjoint: :func:`gather_from_sequence_parallel_region` of what is used alike on all ranks.
+
+    Communication: none; in backward each rank sends the gradient of its shard to every other.
+
+    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
     Examples
     --------
@@ -82,8 +111,12 @@ def gather_from_sequence_parallel_region(
     Notes
     -----
     Adjoint: :func:`reduce_scatter_to_sequence_parallel_region`, or
-    :func:`scatter_to_sequence_parallel_region`. Communication: each rank receives every other
-    shard once, in backward a part of its own rows from every other.
+    :func:`scatter_to_sequence_parallel_region`.
+
+    Communication: each rank sends its shard to every other, ``P - 1`` times its bytes; in backward
+    the bytes of the whole but for its own rows, or nothing where gradients are replicated.
+
+    In one process: ``torch.cat(shards, dim)``.
 
     Examples
     --------
@@ -115,7 +148,39 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> torch.Tensor:
     """Assume that `tensor` is partial, and keep this rank's part of the sequence of the sum.
 
-    :func:`varcomm.reduce_scatter_v`, with balanced `sizes` if they are None. Backward: all-gather.
+    :func:`varcomm.reduce_scatter_v`. Backward: all-gather.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``sum(sizes)`` rows along `dim`: this rank's part of the sum; any dtype but bool.
+    sizes : sequence of int, optional
+        Rows that each rank keeps, one int a rank, zeros allowed; None is balanced.
+    dim : int
+        The dimension that is sharded.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``sizes[rank]`` rows along `dim`.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes`, `dim` and `tensor` do not fit.
+
+    Notes
+    -----
+    Adjoint: :func:`gather_from_sequence_parallel_region`.
+
+    Communication: each rank sends the bytes of `tensor` but for its own rows; in backward its shard
+    to every other.
+
+    In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 
     Examples
     --------

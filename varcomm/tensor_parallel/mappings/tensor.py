@@ -56,6 +56,10 @@ def copy_to_tensor_model_parallel_region(
     -----
     Adjoint: :func:`reduce_from_tensor_model_parallel_region`.
 
+    Communication: none; in backward as :func:`varcomm.all_reduce` of the gradient.
+
+    In one process: ``tensor.clone()``.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -102,8 +106,11 @@ def reduce_from_tensor_model_parallel_region(
 
     Notes
     -----
-    Adjoint: :func:`copy_to_tensor_model_parallel_region`. Communication:
-    as :func:`varcomm.all_reduce`.
+    Adjoint: :func:`copy_to_tensor_model_parallel_region`.
+
+    Communication: as :func:`varcomm.all_reduce`; none in backward.
+
+    In one process: ``sum(tensors)``.
 
     Examples
     --------
@@ -159,6 +166,10 @@ def scatter_to_tensor_model_parallel_region(
     -----
     Adjoint: :func:`gather_from_tensor_model_parallel_region` with the same arguments.
 
+    Communication: none; in backward each rank sends the gradient of its shard to every other.
+
+    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -209,7 +220,11 @@ def gather_from_tensor_model_parallel_region(
     Notes
     -----
     Adjoint: :func:`scatter_to_tensor_model_parallel_region` with the same arguments.
-    Communication: each rank receives every other shard once.
+
+    Communication: each rank sends its shard to every other, ``P - 1`` times its bytes; none in
+    backward.
+
+    In one process: ``torch.cat(shards, dim)``.
 
     Examples
     --------
@@ -234,8 +249,38 @@ def all_gather_last_dim_from_tensor_parallel_region(
 ) -> torch.Tensor:
     """Assume that ranks use the whole differently, and gather shards of the last dimension.
 
-    :func:`varcomm.all_gather_v` along the last dimension; `sizes` of None asks the ranks, which
-    costs a round of messages. Backward: reduce-scatter.
+    :func:`varcomm.all_gather_v` along the last dimension. Backward: reduce-scatter.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``(*F, sizes[rank])``: this rank's shard; any dtype.
+    sizes : sequence of int, optional
+        Columns of each rank, one int a rank, zeros allowed. None asks the ranks, which costs a
+        round of messages.
+    use_fp32 : bool
+        Sum gradients narrower than 4 bytes in fp32 and round once; else in their own dtype.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sum(sizes))``, a new tensor.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes` and `tensor` do not fit.
+
+    Notes
+    -----
+    Adjoint: :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
+
+    Communication: each rank sends its shard to every other, ``P - 1`` times its bytes; in backward,
+    the bytes of the whole but for its own columns.
+
+    In one process: ``torch.cat(shards, -1)``.
 
     Examples
     --------
@@ -258,8 +303,37 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 ) -> torch.Tensor:
     """Assume that `tensor` is partial, and keep this rank's shard of the sum's last dimension.
 
-    :func:`varcomm.reduce_scatter_v` along the last dimension, with balanced `sizes` if they are
-    None. Backward: all-gather.
+    :func:`varcomm.reduce_scatter_v` along the last dimension. Backward: all-gather.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``(*F, sum(sizes))``: this rank's part of the sum; any dtype but bool.
+    sizes : sequence of int, optional
+        Columns that each rank keeps, one int a rank, zeros allowed; None is balanced.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError
+        If `sizes` and `tensor` do not fit.
+
+    Notes
+    -----
+    Adjoint: :func:`all_gather_last_dim_from_tensor_parallel_region`.
+
+    Communication: each rank sends the bytes of `tensor` but for its own columns; in backward its
+    shard to every other.
+
+    In one process: ``sum(tensors).split(sizes, -1)``, of which rank r has the r-th.
 
     Examples
     --------
