@@ -23,13 +23,13 @@ ROOMS = (
 FURTHER = {"varcomm.models.generation.generate"}
 
 _DIRECTIVE = re.compile(r"^\.\. (?:auto\w+|py:data):: (\S+)$", re.MULTILINE)
-_AGAIN = re.compile(r"\{py:obj\}`(\S+) <(\S+)>`")
+_AGAIN = re.compile(r":py:obj:`(\S+) <(\S+)>`")
 
 
 def documented():
     """Each documented name, in full; and those that are said to be of another page, with it."""
     found, again = [], {}
-    for page in REFERENCE.glob("*.md"):
+    for page in REFERENCE.glob("*.rst"):
         text = page.read_text()
         room = re.search(r"^\.\. currentmodule:: (\S+)$", text, re.MULTILINE)
         for name in _DIRECTIVE.findall(text):
