@@ -104,7 +104,7 @@ def linear_cross_entropy(
     Memory: `hidden` (gathered) and `weight` are kept, and some numbers a token. Beside gradients,
     what is as large as a chunk's logits exists two or three times at once. Backward computes them
     again, so that there are four matrix products in place of three. Derivatives of any order are
-    computed in chunks as well.
+    computed in chunks as well. The loss in chunks is that of [1]_.
 
     Under ``torch.autocast``, `hidden`, `weight` and `bias` are cast as for a linear layer.
 
