@@ -126,6 +126,18 @@ def test_the_manifest(worlds, tmp_path):
     assert refused_by_all(worlds, tmp_path, f"lacks {path.name}, so nothing tells whether")
 
 
+@pytest.mark.parametrize("name", [".metadata", "varcomm-*.json", "*.distcp"])
+def test_what_is_no_file_is_not_read(tmp_path, name):
+    """Of a device there may be no end."""
+    save({"x": torch.zeros(3)}, tmp_path)
+    (path,) = tmp_path.glob(name)
+    path.unlink()
+    path.symlink_to("/dev/null")
+    message = rf"{re.escape(str(path))} cannot be read: {re.escape(path.name)} is no file"
+    with pytest.raises(ArgumentError, match=message):
+        read(tmp_path)
+
+
 def test_a_manifest_of_a_later_version(tmp_path, monkeypatch):
     monkeypatch.setattr("varcomm.checkpoint.manifest._VERSION", 2)
     save({"x": 1}, tmp_path)

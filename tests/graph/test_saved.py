@@ -12,7 +12,7 @@ from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.graph import PartitionedGraph, partition
 from varcomm.graph.files import staging
-from varcomm.graph.files.archive import MANIFEST
+from varcomm.graph.files.archive import MANIFEST, read_arrays, read_manifest
 
 
 def graph_of(kind):
@@ -240,6 +240,16 @@ def test_damage_is_told_on_every_rank(worlds, damage, ranks, tmp_path):
     told = worlds.run(ranks, refused, tmp_path / "g")
     assert message in told[0]
     assert told == [told[0]] * ranks
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """Of a device there may be no end."""
+    path = tmp_path / MANIFEST
+    path.symlink_to("/dev/null")
+    with pytest.raises(ArgumentError, match=r"graph\.json cannot be read"):
+        read_manifest(tmp_path)
+    with pytest.raises(ArgumentError, match=r"is damaged: graph\.json is no file"):
+        read_arrays(path, {}, "")
 
 
 def test_no_folder(worlds, tmp_path):

@@ -88,6 +88,20 @@ def test_a_rank_that_waits_in_another_group(worlds):
         )
 
 
+def in_a_twin(rank):
+    group, twin = of_group(), of_group()
+    message, _ = told(lambda: varcomm.all_reduce(F(2), group=twin if rank == 1 else group))
+    return message, group.group_name, twin.group_name
+
+
+def test_a_rank_that_waits_in_another_group_of_the_same_ranks(worlds):
+    for message, group, twin in worlds.run(3, in_a_twin):
+        lines = message.splitlines()
+        assert lines[1].split()[:2] == ["rank", "group"]
+        assert lines[2].split()[:4] == ["0,", "2", group, "1"]
+        assert lines[3].split()[:3] == ["1", twin, "1"]
+
+
 def disagreement(call, limit=20):
     with pytest.raises(DisagreementError) as caught, varcomm.debug(limit):
         call()

@@ -120,6 +120,18 @@ def test_what_was_never_said(said):
         from_bytes(json.dumps(said).encode())
 
 
+def empty_on(device):
+    parts = {"dtype": "float32"}, {"tuple": [0]}, device, False, {"bytes": ""}
+    return json.dumps({"tensor": parts}).encode()
+
+
+@pytest.mark.parametrize("device", ["meta", "privateuseone", "cuda", "xpu", "", None, ["cpu"]])
+def test_a_device_that_is_not_here(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no device"):
+        from_bytes(empty_on(device))
+
+
 @pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"[1", b"nothing", b"[" * 100_000])
 def test_bytes_of_something_else(data):
     with pytest.raises(ValueError, match="is no plain value"):

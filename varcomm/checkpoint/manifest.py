@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,16 @@ from typing import Any, Self
 from varcomm.errors import ArgumentError
 from varcomm.transport.plain import travels
 
-__all__ = ["METADATA", "Digest", "Manifest", "data_file", "manifest_file", "new_save", "save_of"]
+__all__ = [
+    "METADATA",
+    "Digest",
+    "Manifest",
+    "check_is_file",
+    "data_file",
+    "manifest_file",
+    "new_save",
+    "save_of",
+]
 
 METADATA = ".metadata"
 
@@ -26,6 +36,12 @@ _FORMAT, _VERSION = "varcomm checkpoint", 1
 _SAVE = re.compile(r"varcomm-([0-9a-f]{32})")
 _DATA = re.compile(r"__\d+_([0-9a-f]{32})_\d+\.distcp")
 _BLOCK = 1 << 20
+
+
+def check_is_file(path: Path) -> None:
+    """Raise OSError if there is no file, or what never ends: a pipe or a device, also by a link."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no file")
 
 
 def new_save(token: str) -> str:
@@ -108,6 +124,7 @@ class Manifest:
     def read(cls, path: Path) -> Self:
         """Return what a file has, or raise ArgumentError."""
         try:
+            check_is_file(path)
             content = json.loads(path.read_text())
             digest = content.pop("digest")
             if digest != _digest(content):
@@ -126,6 +143,8 @@ class Manifest:
             ) from error
         except ArgumentError:
             raise
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read: {error}.") from error
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is damaged: {error}.") from error
 

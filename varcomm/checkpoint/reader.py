@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from varcomm.checkpoint.boxes import chunks_of
-from varcomm.checkpoint.manifest import METADATA, Digest, Manifest, manifest_file, save_of
+from varcomm.checkpoint.manifest import (
+    METADATA,
+    Digest,
+    Manifest,
+    check_is_file,
+    manifest_file,
+    save_of,
+)
 from varcomm.checkpoint.nested import Keys, Number
 from varcomm.checkpoint.unpickle import metadata_of
 from varcomm.errors import ArgumentError
@@ -66,6 +73,7 @@ class Checkpoint:
         if not folder.exists():
             raise ArgumentError(f"there is no folder {folder}.")
         try:
+            check_is_file(path)
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ArgumentError(
@@ -130,9 +138,12 @@ class Checkpoint:
         for name, size in self.files.items():
             path = self.folder / name
             try:
+                check_is_file(path)
                 found = path.stat().st_size
-            except OSError as error:
+            except FileNotFoundError as error:
                 raise ArgumentError(f"{path} is missing: {error}. {_AGAIN}") from error
+            except OSError as error:
+                raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
             if self.manifest is not None and name not in self.manifest.files:
                 raise ArgumentError(f"{path} is none of the files that were written. {_AGAIN}")
             exact = None if self.manifest is None else self.manifest.files[name].size

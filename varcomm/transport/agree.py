@@ -256,10 +256,14 @@ def _absent(
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
     have = "rank {} has" if len(missing) == 1 else "ranks {} have"
     who = have.format(spans(missing)) if missing else "somebody has"
+    # its name says something only where another group has the same ranks
+    lists = {note.get("of ranks") for note in found}
+    unsaid = {"group"} if len({note.get("group") for note in found}) <= len(lists) else set()
+    rows = ({word: note[word] for word in note if word not in unsaid} for note in found)
     return (
         f"{what} on {group}: {who} not come within {after:.1f} s to call {here['call']} of the "
         f"group inside varcomm.debug ({brief(error)}). Where ranks were last:\n"
-        f"{table({word: note[word] for word in note if word != 'group'} for note in found)}\n"
+        f"{table(rows)}\n"
         "A rank that only takes longer may: varcomm.debug(timeout=...), VARCOMM_DEBUG_TIMEOUT."
     )
 

@@ -137,6 +137,9 @@ def _made(said: Any) -> Any:
 def _tensor(
     dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool, data: bytes
 ) -> torch.Tensor:
+    # before torch sees the name: of some it imports a module
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        raise ValueError(f"there is no device {device!r} here")
     if not data:
         if math.prod(shape):
             raise ValueError(f"no bytes for shape {shape}")

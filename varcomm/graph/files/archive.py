@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return what :func:`write_manifest` wrote, or raise ArgumentError."""
     path = folder / MANIFEST
     try:
+        _check_is_file(path)
         content = json.loads(path.read_text())
     except OSError as error:
         raise ArgumentError(
@@ -84,6 +86,7 @@ def read_arrays(
 ) -> dict[str, torch.Tensor]:
     """Return the arrays in a file, which have these names, dtypes and this digest."""
     try:
+        _check_is_file(path)
         with zipfile.ZipFile(path) as file:
             there = set(file.namelist())
             if not {f"{name}.npy" for name in dtypes} <= there:
@@ -106,6 +109,12 @@ def read_arrays(
     if digest_of(arrays) != digest:
         raise ArgumentError(_OTHER.format(path))
     return arrays
+
+
+def _check_is_file(path: Path) -> None:
+    """Raise OSError if there is no file, or what never ends: a pipe or a device, also by a link."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no file")
 
 
 def _array(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray[Any, Any]:
