@@ -49,7 +49,6 @@ class EdgeShard(Shard):
     plan: ExchangePlan = field(repr=False)
     num_targets: int
     hops: int = 1
-    #: how many edges are interior, and how many self loops, once they have been counted
     counts: tuple[int, int] | None = field(default=None, repr=False)
 
     rows = "edges"
