@@ -8,12 +8,13 @@ and no more. So a rank whose call fails leaves a note for those who ask where it
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ __all__ = [
 
 # What stands between a user's code and a call.
 _LIBRARIES = {"varcomm", "torch", "torch_geometric"}
+_MADE_BY_TORCH = "<eval_with_key>", os.path.dirname(dist.__path__[0])
 
 # Seconds for which a rank that has failed waits for what others say.
 _GRACE = 2.0
@@ -49,9 +51,15 @@ _told: tuple[object, Note] = (None, {})
 def user_line() -> str:
     """Return the line of the user's code that is running, such as ``"train.py:12, in step"``."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+    while frame.f_back and _is_of_a_library(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def _is_of_a_library(frame: FrameType) -> bool:
+    """Tell whether code is of one, or was made by torch of what it has traced."""
+    module = frame.f_globals.get("__name__", "").split(".")[0]
+    return module in _LIBRARIES or frame.f_code.co_filename.startswith(_MADE_BY_TORCH)
 
 
 def leave_note(note: Mapping[str, Any]) -> None:
