@@ -1,5 +1,6 @@
 """The engine on MPI: the bytes it moves, and what it does on a GPU, as far as a CPU can tell."""
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ from varcomm.transport.group import resolve
 from varcomm.transport.staged import Staged
 
 LARGE = 300_000  # bytes, which torch copies where a rank keeps them
+LIMIT = timedelta(seconds=60)
 
 
 def stamp(sender, receiver, n):
@@ -63,7 +65,7 @@ def moved(rank, unit, staged):
     wait(engine.broadcast(group, x, size - 1))
     right.append(torch.equal(x, stamp(size - 1, 3, unit)))
     small = torch.zeros(3 * size, dtype=torch.uint8)
-    engine.all_gather_small(group, small, stamp(rank, 1, 3))
+    engine.all_gather_small(group, small, stamp(rank, 1, 3), LIMIT)
     right.append(torch.equal(small, torch.cat([stamp(r, 1, 3) for r in range(size)])))
     dist.barrier()
     return right
@@ -97,7 +99,7 @@ def beside_a_second_round(rank):
     if rank == 0:
         work.wait()
     out = torch.zeros(group.size, dtype=torch.uint8)
-    engine.all_gather_small(group, out, stamp(rank, 0, 1))
+    engine.all_gather_small(group, out, stamp(rank, 0, 1), LIMIT)
     work.wait()
     return x.unique().tolist(), out.tolist()
 
