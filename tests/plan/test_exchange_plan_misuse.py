@@ -108,3 +108,36 @@ def test_debug_tells_all_ranks(worlds):
     said = "has 1 rows along dim 0, but the plan is for 2 own rows."
     assert all(said in message for (_, message), _ in told)
     assert after == (True,) * 3
+
+
+def other_plans(rank):
+    """Two plans with the same counts; one rank takes the other one."""
+    sizes = [3] * 3
+    first, second = (
+        varcomm.ExchangePlan.from_needed(torch.tensor([(3 * rank + 3 + k) % 9]), sizes)
+        for k in (0, 1)
+    )
+    alike = (first.send_counts, first.recv_counts) == (second.send_counts, second.recv_counts)
+    plan = second if rank == 1 else first
+    messages = []
+    for call in (lambda: plan(torch.ones(3)), lambda: plan.adjoint(torch.ones(1))):
+        with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+            call()
+        messages.append(str(caught.value).splitlines()[0])
+    with varcomm.debug():
+        received = first(torch.arange(3.0) + 3 * rank).item()
+    of_indices = varcomm.ExchangePlan.from_state_dict(first.state_dict())
+    names = [f"{plan.identity:08x}" for plan in (first, second, of_indices)]
+    return alike, messages, received, names, first.to("cpu").identity == first.identity
+
+
+def test_debug_tells_plans_apart(worlds):
+    alike, told, received, names, kept = zip(*worlds.run(3, other_plans), strict=True)
+    assert alike == kept == (True,) * 3
+    first, second, of_indices = names[0]
+    assert names == (names[0],) * 3
+    assert len({first, second, of_indices, "00000000"}) == 4
+    said = f"rank 0 has '{first}'; rank 1 has '{second}'; rank 2 has '{first}'."
+    operations = ("exchange", "exchange_adjoint")
+    assert told == ([f"{name}: ranks disagree on plan: {said}" for name in operations],) * 3
+    assert received == (3.0, 6.0, 0.0)

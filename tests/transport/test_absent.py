@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import varcomm
-from varcomm import ArgumentError, CommunicationError, DisagreementError
+from varcomm import ArgumentError, CommunicationError, DisagreementError, VarcommError
+from varcomm.transport.agree import agree
 from varcomm.transport.group import resolve
 
 F = torch.zeros
@@ -213,3 +214,27 @@ def by_environment(rank):
 
 def test_the_limit_by_environment(worlds):
     assert worlds.run(2, by_environment) == [2, 2]
+
+
+def malformed(rank):
+    """One rank has been started with a limit that is none."""
+    os.environ |= {"VARCOMM_DEBUG": "1"} | ({"VARCOMM_DEBUG_TIMEOUT": "-2 s"} if rank == 1 else {})
+    world, said = resolve(None), []
+    try:
+        for call in (lambda: varcomm.all_reduce(F(1)), lambda: agree("work", lambda: 1, world)):
+            with pytest.raises(VarcommError) as caught:
+                call()
+            said.append(str(caught.value).splitlines()[0])
+    finally:
+        del os.environ["VARCOMM_DEBUG"]
+        os.environ.pop("VARCOMM_DEBUG_TIMEOUT", None)
+    return said, varcomm.all_reduce(torch.ones(())).item()
+
+
+def test_a_limit_in_the_environment_of_one_rank(worlds):
+    text = "VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got '-2 s'."
+    said = [
+        f"all_reduce: not called, since on rank 1: {text}",
+        f"work: refused on rank 1 of 3: {text}",
+    ]
+    assert worlds.run(3, malformed) == [(said, 3.0)] * 3

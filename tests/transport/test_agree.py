@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
@@ -246,3 +247,35 @@ def results(rank):
 def test_results(worlds):
     shared = [[], [1], [2, 2]]
     assert worlds.run(3, results) == [(0, shared), (1, shared), (2, shared)]
+
+
+def in_a_part(rank):
+    """Two of three ranks, in another order than in the world."""
+    group = dist.new_group([2, 1], sort_ranks=False)
+    said = []
+    if rank:
+        calls = (
+            lambda: varcomm.all_gather_v(torch.ones(rank, 1), [1, 1], group=group),
+            lambda: agree("work", refusing if rank == 1 else int, resolve(group)),
+            lambda: varcomm.all_gather_v(torch.ones(2, rank), [2, 2], group=group),
+        )
+        for call in calls:
+            with varcomm.debug(), pytest.raises(VarcommError) as caught:
+                call()
+            said.append(str(caught.value).splitlines()[0])
+    dist.barrier()
+    return said
+
+
+def refusing():
+    raise ArgumentError("no.")
+
+
+def test_ranks_of_a_part_are_told_from_those_of_the_world(worlds):
+    nobody, *others = worlds.run(3, in_a_part)
+    who = "The group is of ranks 2, 1 of the world, which are 0, 1 in it."
+    assert not nobody
+    for said in others:
+        assert all(text.endswith(who) for text in said), said
+        assert said[1] == f"work: refused on rank 1 of 2: no. {who}"
+        assert "rank 0 has [2]; rank 1 has [1]." in said[2]

@@ -31,6 +31,7 @@ class Routes:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     num_rows: int
+    identity: int = field(default=0, repr=False)
 
     @cached_property
     def num_received(self) -> int:
@@ -140,10 +141,12 @@ class _Planned(Operator):
         return cls(Numbered(named(group, rank), *known), dim, use_fp32)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        plan = self.plan.routes
         return {
+            "plan": f"{plan.identity:08x}",  # others may have the same counts
             "dim": self.dim,
-            "send": list(self.plan.routes.send_counts),
-            "recv": list(self.plan.routes.recv_counts),
+            "send": list(plan.send_counts),
+            "recv": list(plan.recv_counts),
             "shape of a row": wire.rest(x.shape, self.dim),
             "use_fp32": self.use_fp32,
         }

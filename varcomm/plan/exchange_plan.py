@@ -19,13 +19,14 @@ from varcomm.ops.extent import counts_in
 from varcomm.ops.handle import Handle, start
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
+from varcomm.plan.agreed import digest_of, exchanged_counts
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.transport.agree import agree, agree_and_share
 from varcomm.transport.engine import Pending
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ExchangePlan"]
 
@@ -47,6 +48,9 @@ class ExchangePlan(Routes):
         Rows for, and from, each rank.
     num_rows : int
         Rows that this rank owns.
+    identity : int
+        A digest of what all ranks made the plan of, the same on all: by it
+        :func:`varcomm.debug` tells plans apart. 0 where it was made without their agreement.
 
     Notes
     -----
@@ -130,10 +134,13 @@ class ExchangePlan(Routes):
                 return rows, index, counts, None
             return rows, index, counts, checked_count_matrix(sizes, counts, ranks)
 
-        rows, index, send_counts, expected = agree(what, check, ranks)
+        (rows, index, send_counts, expected), digests = agree_and_share(
+            what, check, lambda own: digest_of(own[1], (own[0], *own[2])), ranks
+        )
+        identity = crc32(repr(digests).encode())
         if expected is not None and not peers_answer(ranks):
-            return cls(ranks, index, send_counts, expected, rows)
-        recv_counts = _exchanged_counts(send_counts, index.device, ranks)
+            return cls(ranks, index, send_counts, expected, rows, identity)
+        recv_counts = exchanged_counts(send_counts, index.device, ranks)
 
         def compare() -> None:
             if expected is not None and expected != recv_counts:
@@ -143,7 +150,7 @@ class ExchangePlan(Routes):
                 )
 
         agree(what, compare, ranks)
-        return cls(ranks, index, send_counts, recv_counts, rows)
+        return cls(ranks, index, send_counts, recv_counts, rows, identity)
 
     @classmethod
     def from_needed(
@@ -196,19 +203,21 @@ class ExchangePlan(Routes):
                 )
             return owned, owner
 
-        (owned, owner), digests = agree_and_share(
-            what, check, lambda own: crc32(repr(tuple(own[0])).encode()), ranks
-        )
-        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        def tell(own: tuple[ShardSizes, torch.Tensor]) -> tuple[int, int]:
+            return crc32(repr(tuple(own[0])).encode()), digest_of(needed, own[0])
+
+        (owned, owner), told = agree_and_share(what, check, tell, ranks)
+        if others := [rank for rank, (given, _) in enumerate(told) if given != told[0][0]]:
             raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
         recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())
-        send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
+        send_counts = exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
         with explained(what, ranks):
             works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts, "neighbours")
             send_index = Pending(works, lambda: asked).wait()
-        return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank])
+        identity = crc32(repr(told).encode())
+        return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank], identity)
 
     def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
         """Send own rows to those who need them, and return the rows that this rank receives.
@@ -383,18 +392,3 @@ class ExchangePlan(Routes):
                 f"Move one of them: plan.to({str(tensor.device)!r})."
             )
         return dim
-
-
-def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
-    """Tell each rank one count, and return what each tells this one; collective."""
-    if not peers_answer(group):
-        raise GroupError(
-            f"on {group}: in a simulated world no other rank says which rows it needs. Take the "
-            "part of a graph that varcomm.simulate.partition gives, with its plan; or tell "
-            "ExchangePlan.from_indices the sizes of all ranks."
-        )
-    ones = [1] * group.size
-    mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    with explained("ExchangePlan", group):
-        works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
-        return tuple(Pending(works, lambda: theirs).wait().tolist())

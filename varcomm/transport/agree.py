@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
-from varcomm.transport.engine import NO_LIMIT, EngineFailure
+from varcomm.transport.engine import EngineFailure
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.limits import seconds
 from varcomm.transport.objects import all_gather_object
 from varcomm.transport.plain import from_bytes, to_bytes
-from varcomm.transport.whereabouts import brief, leave_note, notes, spans, table, user_line
+from varcomm.transport.whereabouts import brief, leave_note, members, notes, spans, table, user_line
 
 __all__ = [
     "agree",
@@ -122,15 +122,13 @@ def debugging() -> bool:
     return bool(_limits) or os.environ.get("VARCOMM_DEBUG", "") not in ("", "0")
 
 
-def _limit() -> timedelta:
-    """Return how long ranks wait for each other."""
-    if not debugging():
-        return NO_LIMIT
+def _limit() -> float:
+    """Return for how many seconds ranks wait for each other inside of :func:`debug`."""
     if _limits:
-        return timedelta(seconds=_limits[-1])
+        return _limits[-1]
     given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(_LIMIT)
     try:
-        return timedelta(seconds=seconds(float(given)))
+        return seconds(float(given))
     except ValueError:
         raise ArgumentError(
             f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {given!r}."
@@ -176,10 +174,11 @@ def agree_and_share(
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
             f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
+            f"{_numbered(group)}"
         )
         setattr(agreed, _EVERYWHERE, True)
         raise agreed from failure
-    _same(["operation"], calls)
+    _same(group, ["operation"], calls)
     return value, [from_bytes(other["told"].encode()) for other in calls]
 
 
@@ -205,10 +204,11 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
     if failed:
         raise DisagreementError(
-            f"{call['operation']}: not called, since on {'; on '.join(failed)}{_rows([], calls)}"
+            f"{call['operation']}: not called, since on {'; on '.join(failed)}"
+            f"{_rows(group, [], calls)}"
         )
-    _same(["operation"], calls)  # where it differs, nothing else needs to be said
-    _same([word for word in call if word not in ("send", "recv")], calls)
+    _same(group, ["operation"], calls)  # where it differs, nothing else needs to be said
+    _same(group, [word for word in call if word not in ("send", "recv")], calls)
     number: int = calls[0].get("number", 0)
     if not peers_answer(group):  # of whose counts nothing is known
         return number
@@ -217,7 +217,7 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
             if "send" in sender and sender["send"][j] != receiver["recv"][i]:
                 raise DisagreementError(
                     f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
-                    f"which expects {receiver['recv'][i]}.{_rows(['send', 'recv'], calls)}"
+                    f"which expects {receiver['recv'][i]}.{_rows(group, ['send', 'recv'], calls)}"
                 )
     return number
 
@@ -239,9 +239,13 @@ def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
             "left with": "",
         }
     )
+    try:
+        limit = _limit()
+    except ArgumentError as error:  # of this rank alone, maybe: others hear of it
+        limit, call = _LIMIT, call | {"error": str(error), "kind": _kind(error).__name__}
     began = time.monotonic()
     try:
-        return all_gather_object(call, group, _limit())
+        return all_gather_object(call, group, timedelta(seconds=limit))
     except EngineFailure as error:
         after = time.monotonic() - began
         what = call["operation"]
@@ -262,21 +266,27 @@ def _absent(
     rows = ({word: note[word] for word in note if word not in unsaid} for note in found)
     return (
         f"{what} on {group}: {who} not come within {after:.1f} s to call {here['call']} of the "
-        f"group inside varcomm.debug ({brief(error)}). Where ranks were last:\n"
+        f"group inside varcomm.debug ({brief(error)}).{_numbered(group)} Where ranks were last:\n"
         f"{table(rows)}\n"
         "A rank that only takes longer may: varcomm.debug(timeout=...), VARCOMM_DEBUG_TIMEOUT."
     )
 
 
-def _rows(words: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> str:
+def _numbered(group: Group) -> str:
+    """Say which ranks of the world a message means, where it does not number them so."""
+    return "" if group.ranks == tuple(range(group.size)) else f" {members(group)}"
+
+
+def _rows(group: Group, words: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of what ranks say, if they say where they are."""
     if not all("at" in call for call in calls):
-        return ""
+        return _numbered(group)
     shown = dict.fromkeys(("operation", *words, "at"))
-    return "\n" + table({word: call.get(word, "none") for word in shown} for call in calls)
+    rows = table({word: call.get(word, "none") for word in shown} for call in calls)
+    return f"{_numbered(group)}\n{rows}"
 
 
-def _same(words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
+def _same(group: Group, words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
     """Raise if ranks differ in any of these words; the message starts with the first."""
     told = {word: [call.get(word, "none") for call in calls] for word in words}
     differing = [word for word, values in told.items() if any(v != values[0] for v in values)]
@@ -286,7 +296,7 @@ def _same(words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
     said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(told[first]))
     operation = f"{calls[0]['operation']}: " if first != "operation" else ""
     raise DisagreementError(
-        f"{operation}ranks disagree on {first}: {said}.{_rows(differing, calls)}"
+        f"{operation}ranks disagree on {first}: {said}.{_rows(group, differing, calls)}"
     )
 
 

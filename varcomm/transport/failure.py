@@ -13,7 +13,7 @@ from varcomm.errors import CommunicationError, VarcommError
 from varcomm.transport.engine import EngineFailure
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
-from varcomm.transport.whereabouts import Note, brief, leave_note, notes, spans
+from varcomm.transport.whereabouts import Note, brief, leave_note, members, notes, spans
 
 __all__ = ["explained", "failure"]
 
@@ -47,8 +47,8 @@ def failure(
     limit = " varcomm.init(timeout=...) sets how long ranks wait." if _is_late(error) else ""
     return CommunicationError(
         f"{what} on {group}: failed after {after:.1f} s: {brief(error)}. {details}"
-        f"The group is of ranks {spans(group.ranks)}. It has failed on {len(failed)} of "
-        f"{group.size}: {spans(failed)}; {_of_others(others, answered)}{limit}"
+        f"{members(group)} It has failed on {len(failed)} of {group.size}: {spans(failed)}; "
+        f"{_of_others(others, answered)}{limit}"
     )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Note",
     "brief",
     "leave_note",
+    "members",
     "notes",
     "spans",
     "table",
@@ -176,6 +177,13 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         for line in lines
     )
     return "\n".join(f"  {text}".rstrip() for text in texts)
+
+
+def members(group: Group) -> str:
+    """Say which ranks of the world a group has; what numbers they have in it, where others."""
+    own = range(group.size)
+    other = f" of the world, which are {spans(own)} in it" if group.ranks != tuple(own) else ""
+    return f"The group is of ranks {spans(group.ranks)}{other}."
 
 
 def spans(ranks: Iterable[int]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 
@@ -157,17 +158,17 @@ class Turned:
     ) -> TurnedEdges:
         source, target = edge_index
         order = torch.sort(rank, stable=True).indices
-        plan = ExchangePlan(
-            self.group, order, tuple(send_counts), tuple(recv_counts), edge_index.shape[1]
-        )
+        identity = crc32(repr((self.halo.identity, number)).encode())
+        counts = tuple(send_counts), tuple(recv_counts)
+        plan = ExchangePlan(self.group, order, *counts, edge_index.shape[1], identity)
         place = torch.searchsorted(self.sent, rank * self.targets + target)
-        counts = torch.tensor(self.halo.send_counts, device=rank.device)
-        place -= (counts.cumsum(0) - counts)[rank]
+        asked = torch.tensor(self.halo.send_counts, device=rank.device)
+        place -= (asked.cumsum(0) - asked)[rank]
         mine = rank == self.group.rank
         ends = torch.stack([torch.where(mine, target, place), self.number_of_source[source]], dim=1)
         turned = plan(ends).T.contiguous()
-        counts = torch.tensor(self.halo.recv_counts, device=rank.device)
-        first = self.targets + counts.cumsum(0) - counts
+        sent = torch.tensor(self.halo.recv_counts, device=rank.device)
+        first = self.targets + sent.cumsum(0) - sent
         first[self.group.rank] = 0
         turned[0] += first.repeat_interleave(torch.tensor(recv_counts, device=rank.device))
         own = int((self.rank_of_source == self.group.rank).sum())

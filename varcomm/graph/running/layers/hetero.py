@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -106,7 +107,8 @@ def _all_in_one(
             [edges.plan.recv_counts for edges in sets],
         )
     )
-    plan = ExchangePlan(group, torch.cat(send_index), send_counts, recv_counts, rows)
+    identity = crc32(repr([edges.plan.identity for edges in sets]).encode())
+    plan = ExchangePlan(group, torch.cat(send_index), send_counts, recv_counts, rows, identity)
     numbers = [
         [torch.arange(edges.num_sources, device=device) + offset]
         for edges, offset in zip(sets, offsets, strict=True)
