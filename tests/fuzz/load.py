@@ -1,4 +1,7 @@
-"""Many calls in a row: what a process holds must not grow, nor results drift."""
+"""Many calls in a row: what a process holds must not grow, nor results drift.
+
+Each job tells by how many bytes, files and threads it grew, and whether all went as it should.
+"""
 
 import gc
 import os
@@ -28,7 +31,7 @@ def held():
 
 
 def collectives(rank, calls):
-    """Make so many calls of all kinds; growth of what is held, and whether results drifted."""
+    """Make so many calls of all kinds; what they return must stay the same bit for bit."""
     ranks = dist.get_world_size()
     bound = [(c := case(name, pattern, ranks, dim), c.bind()) for name, pattern, dim in CASES]
     first, drifted = {}, 0
@@ -52,7 +55,7 @@ def collectives(rank, calls):
     before = held()
     for number in range(calls):
         call(number)
-    return [b - a for a, b in zip(before, held(), strict=True)], drifted
+    return [b - a for a, b in zip(before, held(), strict=True)], drifted == 0
 
 
 def plans(rank, count):
@@ -73,7 +76,7 @@ def plans(rank, count):
     before = held()
     for number in range(count):
         build(number)
-    return [b - a for a, b in zip(before, held(), strict=True)]
+    return [b - a for a, b in zip(before, held(), strict=True)], True
 
 
 def groups(rank, count):
@@ -91,4 +94,34 @@ def groups(rank, count):
     before = held()
     for _ in range(count):
         use()
-    return [b - a for a, b in zip(before, held(), strict=True)]
+    return [b - a for a, b in zip(before, held(), strict=True)], True
+
+
+def refusals(rank, count):
+    """Refuse that many calls on all ranks, each because of one of them."""
+    sizes = [2, 2, 2]
+    refused = 0
+
+    def refuse(number):
+        nonlocal refused
+        wrong = rank == number // 4 % 3
+        rows = torch.zeros(2 + wrong, 3)
+        other = torch.zeros(2, dtype=torch.float64 if wrong else torch.float32)
+        calls = (
+            lambda: varcomm.all_gather_v(rows, sizes),
+            lambda: varcomm.all_reduce(other, async_op=True),
+            lambda: varcomm.reduce_scatter_v(torch.zeros(6), sizes, dim=int(wrong)),
+            lambda: ExchangePlan.from_needed(torch.tensor([9 * wrong]), [3, 3, 3]),
+        )
+        try:
+            with varcomm.debug():
+                calls[number % 4]()
+        except varcomm.VarcommError:
+            refused += 1
+
+    for number in range(40):
+        refuse(number)
+    before = held()
+    for number in range(count):
+        refuse(number)
+    return [b - a for a, b in zip(before, held(), strict=True)], refused == 40 + count

@@ -36,6 +36,7 @@ class Tally:
     collectives: int = 0
     plans: int = 0
     groups: int = 0
+    refusals: int = 0
     hangs: int = 0
     wrong: int = 0
 
@@ -120,12 +121,12 @@ def carry_load(worlds: Worlds, tally: Tally) -> None:
         ("collectives", load.collectives, 10_000, 4 * MEGABYTE),
         ("plans", load.plans, 200, 2 * MEGABYTE),
         ("groups", load.groups, 100, 4 * MEGABYTE),
+        ("refusals", load.refusals, 1000, 2 * MEGABYTE),
     ):
-        for rank, told in enumerate(worlds.run(3, job, count, timeout=1200)):
-            grown, drifted = told if what == "collectives" else (told, 0)
+        for rank, (grown, right) in enumerate(worlds.run(3, job, count, timeout=1200)):
             print(f"{count} {what}, rank {rank}: bytes, files, threads grew by {grown}", flush=True)
-            if drifted or grown[0] > room or any(grown[1:]):
-                tally.found(what, (rank, grown, drifted))
+            if not right or grown[0] > room or any(grown[1:]):
+                tally.found(what, (rank, grown, right))
         setattr(tally, what, count)
 
 
