@@ -48,6 +48,7 @@ RUNS = {
 }
 
 
+@pytest.mark.timeout(300)  # memory is measured in ranks that are started anew for each way
 @pytest.mark.parametrize("name", RUNS)
 def test_benchmark_runs(name):
     arguments, expected = RUNS[name]
@@ -57,7 +58,7 @@ def test_benchmark_runs(name):
         env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
