@@ -41,6 +41,17 @@ def test_wrong_argument_beside_setup(worlds):
     assert all(text in message for message in worlds.run(2, wrong_argument_beside_setup))
 
 
+def wrong_argument_beside_another_call(rank):
+    bad = lambda: varcomm.all_gather_v(ONE, [2, 2])  # noqa: E731
+    return message_of(bad if rank else lambda: varcomm.all_reduce(ONE))
+
+
+def test_wrong_argument_beside_another_call(worlds):
+    one, other = worlds.run(2, wrong_argument_beside_another_call)
+    assert one == other
+    assert one.startswith("all_gather_v: not called, since on rank 1: all_gather_v on rank 1 of 2:")
+
+
 def on_another_device(rank):
     x = torch.ones(1, device="meta" if rank == 1 else "cpu")
     return message_of(lambda: varcomm.all_reduce(x)), message_of(

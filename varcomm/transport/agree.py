@@ -174,8 +174,8 @@ def agree_and_share(
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
-            f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
-            f"{_numbered(group)}"
+            f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}: "
+            f"{calls[first]['error']}{_numbered(group)}"
         )
         setattr(agreed, _EVERYWHERE, True)
         raise agreed from failure
@@ -204,9 +204,9 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     calls = _told(dict(call), group)
     failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
     if failed:
+        operation = next(c["operation"] for c in calls if c.get("error"))
         raise DisagreementError(
-            f"{call['operation']}: not called, since on {'; on '.join(failed)}"
-            f"{_rows(group, [], calls)}"
+            f"{operation}: not called, since on {'; on '.join(failed)}{_rows(group, [], calls)}"
         )
     _same(group, ["operation"], calls)  # where it differs, nothing else needs to be said
     _same(group, [word for word in call if word not in ("send", "recv")], calls)
