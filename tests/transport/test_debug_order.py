@@ -1,11 +1,14 @@
 """Inside debug(): set-up work beside hot calls, other devices, and the order of waits."""
 
+from threading import Event, Thread
+
 import pytest
 import torch
 
 import varcomm
 from tests.transport.test_agree import message_of
 from varcomm import DisagreementError, ExchangePlan, ShardSizes
+from varcomm.transport import agree
 
 ONE = torch.ones(1)
 SETUP = {
@@ -36,6 +39,17 @@ def wrong_argument_beside_setup(rank):
 def test_wrong_argument_beside_setup(worlds):
     text = "all_gather_v on rank 1 of 2: the tensor of shape (1,) has 1 rows"
     assert all(text in message for message in worlds.run(2, wrong_argument_beside_setup))
+
+
+def wrong_argument_beside_another_call(rank):
+    bad = lambda: varcomm.all_gather_v(ONE, [2, 2])  # noqa: E731
+    return message_of(bad if rank else lambda: varcomm.all_reduce(ONE))
+
+
+def test_wrong_argument_beside_another_call(worlds):
+    one, other = worlds.run(2, wrong_argument_beside_another_call)
+    assert one == other
+    assert one.startswith("all_gather_v: not called, since on rank 1: all_gather_v on rank 1 of 2:")
 
 
 def on_another_device(rank):
@@ -96,3 +110,57 @@ def bytes_of_large(rank):
 
 def test_an_asynchronous_sum_takes_one_round(worlds):
     assert worlds.run(3, bytes_of_large) == [[(240_000, 240_000)]] * 3
+
+
+def sparse_on_one_rank(rank, async_op):
+    x = torch.ones(2, 3, requires_grad=True)
+    with varcomm.debug():
+        y = varcomm.all_gather_v(x, [2, 2, 2], async_op=async_op)
+        y = y.wait() if async_op else y
+        rows = torch.nn.functional.embedding(torch.tensor([0, 4]), y, sparse=rank == 1)
+    return message_of(rows.sum().backward), varcomm.all_reduce(torch.tensor(1)).item()
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_sparse_gradient_on_one_rank(worlds, async_op):
+    said = (
+        "reduce_scatter_v: not called, since on rank 1: reduce_scatter_v on rank 1 of 3, in "
+        "backward: gradient must be dense; got torch.sparse_coo of torch.float32. Convert it: "
+        "to_dense(), dequantize(), or to_padded_tensor()."
+    )
+    assert worlds.run(3, sparse_on_one_rank, async_op) == [(said, 3)] * 3
+
+
+def changed_on_one_rank(rank):
+    x = torch.ones(2)
+    with varcomm.debug():
+        handle = varcomm.all_reduce(x, async_op=True)
+    if rank == 1:
+        x.add_(1)
+    return message_of(handle.wait), varcomm.all_reduce(torch.tensor(1)).item()
+
+
+def test_changed_in_place_on_one_rank(worlds):
+    said = (
+        "wait for all_reduce: not called, since on rank 1: all_reduce on rank 1 of 3: the tensor "
+        "was changed in place between async_op=True and wait(). Change a clone, or wait first."
+    )
+    assert worlds.run(3, changed_on_one_rank) == [(said, 3)] * 3
+
+
+def test_threads_leave_debug_in_another_order():
+    begun, ended = Event(), Event()
+
+    def beside():
+        with varcomm.debug(50):
+            begun.set()
+            ended.wait()
+
+    thread = Thread(target=beside)
+    with varcomm.debug(7):
+        thread.start()
+        begun.wait()
+    left = agree._limit()
+    ended.set()
+    thread.join()
+    assert (left, agree.debugging()) == (50.0, False)

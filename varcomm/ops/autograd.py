@@ -18,7 +18,7 @@ from varcomm.ops.library import (
     in_graph,
     is_traced,
 )
-from varcomm.ops.operator import Operator, started
+from varcomm.ops.operator import Operator, checking, started
 from varcomm.transport.engine import Pending
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "apply",
     "apply_with_token",
     "begin",
+    "checked_gradient",
     "in_forward_mode",
     "is_recorded",
     "joined",
@@ -136,7 +137,7 @@ class _Apply(torch.autograd.Function):
         gradient, of_token = gradients
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
-        checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
+        checked_gradient(adjoint, gradient)
         result, passed_on = apply_with_token(adjoint, gradient, token + of_token)
         return result, passed_on if ctx.has_token else None, None, None
 
@@ -157,6 +158,12 @@ class _Apply(torch.autograd.Function):
         of_token = of_batch(token, in_dims[1])
         result, passed_on = apply_with_token(operator.batched(size), batch, of_token)
         return (result, of_each(passed_on, size)), (result.dim() - 1, 1)
+
+
+def checked_gradient(adjoint: Operator, gradient: torch.Tensor) -> None:
+    """Raise ArgumentError if what `adjoint` is to be applied to in backward is not dense."""
+    with checking(adjoint.name, adjoint.group) as where:
+        checked_tensor(gradient, f"{where.removesuffix(': ')}, in backward: ", "gradient")
 
 
 class _ApplyInTransforms(_Apply):

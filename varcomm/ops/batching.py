@@ -48,10 +48,12 @@ def compare_batches(name: str, group: Group, size: int, *tensors: torch.Tensor) 
         with torch._C._DisableFuncTorch():
             compare(group, {"operation": name, "the size of the batch of vmap": size})
     except DisagreementError as error:
+        said, *table = str(error).splitlines(keepends=True)
         raise DisagreementError(
-            f"{error} All ranks exchange one batch. jacfwd and hessian batch by the elements of "
-            "this rank's input, jacrev by those of its output: make them as many on all ranks, or "
-            "take torch.func.jvp or vjp of as many directions on all."
+            f"{said.rstrip()} All ranks exchange one batch. jacfwd and hessian batch by the "
+            "elements of this rank's input, jacrev by those of its output: make them as many on "
+            "all ranks, or take torch.func.jvp or vjp of as many directions on all."
+            + "".join(["\n"] * bool(table) + table)
         ) from None
 
 

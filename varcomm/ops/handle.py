@@ -20,15 +20,15 @@ from varcomm.ops.autograd import (
     apply,
     apply_with_token,
     begin,
+    checked_gradient,
     is_recorded,
     joined,
     kept_from_compilation,
 )
 from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
-from varcomm.ops.checks import checked_tensor
 from varcomm.ops.library import Meanwhile, not_before, start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agree import compare, debugging, fail
 from varcomm.transport.engine import Pending
 
 __all__ = ["Handle", "run", "start"]
@@ -173,11 +173,14 @@ def _start(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> _
 def _wait(begun: _Begun, changed: str) -> tuple[torch.Tensor, torch.Tensor]:
     operator, pending = begun.operator, begun.shared.pending
     assert pending is not None
+    error = ArgumentError(changed) if _version(begun.x) != begun.version else None
     if pending.number is not None and debugging():
-        call = {"operation": f"wait for {operator.name}", "which call": pending.number}
-        compare(operator.group, call)
-    if _version(begun.x) != begun.version:
-        raise ArgumentError(changed)
+        what = f"wait for {operator.name}"
+        if error is not None:
+            fail(operator.group, what, error)
+        compare(operator.group, {"operation": what, "which call": pending.number})
+    if error is not None:
+        raise error
     transformed = torch._C._are_functorch_transforms_active()
     node = _wait_in_transforms if transformed else _Wait.apply
     return node(begun.x, begun.ticket, operator, begun.shared)
@@ -260,7 +263,7 @@ class _Wait(torch.autograd.Function):
         gradient, of_token = gradients
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
-        checked_tensor(gradient, f"{adjoint.name} on {adjoint.group}, in backward: ", "gradient")
+        checked_gradient(adjoint, gradient)
         if not ctx.needs_input_grad[1]:
             # started under no_grad(): there is no other node that could wait
             return apply_with_token(adjoint, gradient, token + of_token)[0], None, None, None

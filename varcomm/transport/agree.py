@@ -55,9 +55,9 @@ _KINDS = {
 # At an error that all ranks raise.
 _EVERYWHERE = "_varcomm_on_all_ranks"
 
-# How long ranks wait for each other, of each debug() block that is open. Backward runs in threads
-# of its own and must see it too.
-_limits: list[float] = []
+# How long ranks wait for each other, of each debug() block that is open, which threads may leave in
+# another order. Backward runs in threads of its own and must see it too.
+_limits: dict[object, float] = {}
 
 _LIMIT = 30.0  # seconds
 
@@ -106,7 +106,8 @@ def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
     >>> print(varcomm.launch(fn, 2)[0].splitlines()[0])
     all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
     """
-    _limits.append(seconds(timeout))
+    block = object()
+    _limits[block] = seconds(timeout)
     try:
         yield
     except BaseException as error:
@@ -114,7 +115,7 @@ def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
             leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
         raise
     finally:
-        _limits.pop()
+        del _limits[block]
 
 
 def debugging() -> bool:
@@ -124,8 +125,8 @@ def debugging() -> bool:
 
 def _limit() -> float:
     """Return for how many seconds ranks wait for each other inside of :func:`debug`."""
-    if _limits:
-        return _limits[-1]
+    if limits := list(_limits.values()):
+        return limits[-1]
     given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(_LIMIT)
     try:
         return seconds(float(given))
@@ -173,8 +174,8 @@ def agree_and_share(
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
-            f"{what}: refused on rank {first} of {group.size}{also}: {calls[first]['error']}"
-            f"{_numbered(group)}"
+            f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}: "
+            f"{calls[first]['error']}{_numbered(group)}"
         )
         setattr(agreed, _EVERYWHERE, True)
         raise agreed from failure
@@ -203,9 +204,9 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     calls = _told(dict(call), group)
     failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
     if failed:
+        operation = next(c["operation"] for c in calls if c.get("error"))
         raise DisagreementError(
-            f"{call['operation']}: not called, since on {'; on '.join(failed)}"
-            f"{_rows(group, [], calls)}"
+            f"{operation}: not called, since on {'; on '.join(failed)}{_rows(group, [], calls)}"
         )
     _same(group, ["operation"], calls)  # where it differs, nothing else needs to be said
     _same(group, [word for word in call if word not in ("send", "recv")], calls)
