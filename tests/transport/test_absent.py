@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -26,7 +27,7 @@ def told(call, limit=1.0):
 
 
 def of_group(limit=60):
-    """A group of its own, since it is out of step afterwards."""
+    """A group of its own, since it is closed afterwards."""
     return dist.new_group(timeout=timedelta(seconds=limit))
 
 
@@ -146,6 +147,30 @@ def test_a_rank_that_does_not_come_to_backward(worlds):
         if rank == 0:
             assert message.startswith("all_reduce on rank 0 of 2: rank 1 has not come")
             assert re.search(r"^  0 .*test_absent\.py:\d+, in told", message, re.M)
+
+
+def late(rank, compared):
+    """Rank 1 comes when others have given up, and they go on in the same group."""
+    group, began = of_group(), time.monotonic()
+    if rank == 1:
+        time.sleep(3)
+    else:
+        first, _ = told(lambda: varcomm.all_reduce(F(2), group=group))
+        assert "rank 1 has not come" in first
+    block = varcomm.debug(60) if rank == 1 and compared else nullcontext()
+    with pytest.raises(CommunicationError) as caught, block:
+        varcomm.all_reduce(F(2), group=group)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["", "in debug"])
+def test_a_group_in_which_ranks_have_given_up_is_closed(worlds, compared):
+    """Nobody waits there again, and nobody gets the numbers of another call."""
+    answers = worlds.run(3, late, compared)
+    assert max(seconds for _, seconds in answers) < 20
+    if compared:
+        given_up = "ranks 0, 2 have given up waiting for this rank in call 1 of the group inside"
+        assert answers[1][0].startswith(f"all_reduce on rank 1 of 3: {given_up}")
 
 
 def all_differences(rank):

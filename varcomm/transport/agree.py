@@ -21,7 +21,7 @@ from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport.engine import EngineFailure
 from varcomm.transport.engines import peers_answer
-from varcomm.transport.failure import explained
+from varcomm.transport.failure import explained, leave
 from varcomm.transport.group import Group
 from varcomm.transport.limits import seconds
 from varcomm.transport.objects import all_gather_object
@@ -88,8 +88,8 @@ def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
 
     Notes
     -----
-    After a DisagreementError the group can be used. After a CommunicationError it is out of step:
-    the rank that did not come may still come, to what others have given up.
+    After a DisagreementError the group can be used. After a CommunicationError it cannot: the rank
+    that did not come may still come, to what others have given up, and raises it as well.
 
     Communication: a round of messages before each call, about 1 KiB a rank, and a note in the
     store by which ranks have met.
@@ -249,8 +249,16 @@ def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
         return all_gather_object(call, group, timedelta(seconds=limit))
     except EngineFailure as error:
         after = time.monotonic() - began
-        what = call["operation"]
-        raise CommunicationError(_absent(what, here, group, after, error)) from error.__cause__
+        told = _absent(call["operation"], here, group, after, error)
+        # A rank that comes later must hear of it, and not take what is sent for another call.
+        leave_note(_given_up(here))
+        leave(group)
+        raise CommunicationError(told) from error.__cause__
+
+
+def _given_up(here: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the note of a rank that has not waited any longer."""
+    return {"gave up": f"{here['group']} {here['call']}"}
 
 
 def _absent(
@@ -259,15 +267,22 @@ def _absent(
     """Say which ranks have not come to a call, and where all were last."""
     found, _ = notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
-    have = "rank {} has" if len(missing) == 1 else "ranks {} have"
-    who = have.format(spans(missing)) if missing else "somebody has"
+    gone = [rank for rank, note in enumerate(found) if _given_up(here).items() <= note.items()]
+    have = "rank {} has" if len(missing or gone) == 1 else "ranks {} have"
+    if gone and not missing:
+        said = f"{have.format(spans(gone))} given up waiting for this rank in"
+    else:
+        who = have.format(spans(missing)) if missing else "somebody has"
+        said = f"{who} not come within {after:.1f} s to"
     # its name says something only where another group has the same ranks
     lists = {note.get("of ranks") for note in found}
-    unsaid = {"group"} if len({note.get("group") for note in found}) <= len(lists) else set()
+    unsaid = {"gave up"}
+    if len({note.get("group") for note in found}) <= len(lists):
+        unsaid.add("group")
     rows = ({word: note[word] for word in note if word not in unsaid} for note in found)
     return (
-        f"{what} on {group}: {who} not come within {after:.1f} s to call {here['call']} of the "
-        f"group inside varcomm.debug ({brief(error)}).{_numbered(group)} Where ranks were last:\n"
+        f"{what} on {group}: {said} call {here['call']} of the group inside varcomm.debug "
+        f"({brief(error)}).{_numbered(group)} Where ranks were last:\n"
         f"{table(rows)}\n"
         "A rank that only takes longer may: varcomm.debug(timeout=...), VARCOMM_DEBUG_TIMEOUT."
     )

@@ -15,7 +15,7 @@ from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.whereabouts import Note, brief, leave_note, members, notes, spans
 
-__all__ = ["explained", "failure"]
+__all__ = ["explained", "failure", "leave"]
 
 _SERVED = 0.5  # seconds
 
@@ -31,8 +31,7 @@ def failure(
     """
     after, call = time.monotonic() - began, {"failed": what, "in group": group.name}
     leave_note(call)
-    with suppress(VarcommError, RuntimeError):  # of a group that has been destroyed
-        engine_for(group, group.device()).leave(group)
+    leave(group)
 
     def alike(found: list[Note]) -> list[int]:
         return [rank for rank, note in enumerate(found) if call.items() <= note.items()]
@@ -50,6 +49,15 @@ def failure(
         f"{members(group)} It has failed on {len(failed)} of {group.size}: {spans(failed)}; "
         f"{_of_others(others, answered)}{limit}"
     )
+
+
+def leave(group: Group) -> None:
+    """Let no rank wait for this one in a group any more, nor take what was sent for another call.
+
+    Where its engine can; the group is of no use afterwards.
+    """
+    with suppress(VarcommError, RuntimeError):  # of a group that has been destroyed
+        engine_for(group, group.device()).leave(group)
 
 
 def _is_late(error: Exception) -> bool:
