@@ -172,7 +172,9 @@ def by_environment(rank, value):
 
 
 @pytest.mark.parametrize(
-    ("value", "answer"), [("1", "compared"), ("0", "not compared"), ("", "not compared")]
+    ("value", "answer"),
+    [("1", "compared"), ("true", "compared")]
+    + [(value, "not compared") for value in ("0", "", "False", "off", "no")],
 )
 def test_environment_variable(worlds, value, answer):
     assert worlds.run(2, by_environment, value) == [answer] * 2

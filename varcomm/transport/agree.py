@@ -61,6 +61,9 @@ _limits: dict[object, float] = {}
 
 _LIMIT = 30.0  # seconds
 
+# Values of VARCOMM_DEBUG.
+_OFF = {"", "0", "false", "no", "off"}
+
 
 @contextmanager
 def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
@@ -120,7 +123,7 @@ def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
 
 def debugging() -> bool:
     """Return whether calls are to be compared."""
-    return bool(_limits) or os.environ.get("VARCOMM_DEBUG", "") not in ("", "0")
+    return bool(_limits) or os.environ.get("VARCOMM_DEBUG", "").lower() not in _OFF
 
 
 def _limit() -> float:
