@@ -109,6 +109,7 @@ def gone(rank):
     group = dist.new_group([0, 1])
     found = weakly(resolve(group))
     assert found() == resolve(group)
+    dist.barrier(group)  # the other rank may still be connecting, and would say that this one left
     dist.destroy_process_group(group)
     del group
     gc.collect()
