@@ -34,7 +34,7 @@ print(data)
 
 
 def new_model():
-    """PyG's own graph attention network; its norms would take away a bias again."""
+    """PyG's own graph attention network, without biases: the norms would cancel them."""
     torch.manual_seed(0)  # the same parameters on every rank, and in one process
     return GAT(6, 32, num_layers=3, out_channels=1, heads=4, norm="batch_norm", bias=False).double()
 

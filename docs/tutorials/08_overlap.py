@@ -101,7 +101,7 @@ def step(rank, x, weight, overlap):
 # entry                              what it is
 # ================================== ==============================================================
 # ``varcomm::all_gather_v``          the call, as long as it takes to *start* it
-# ``gloo:broadcast``, ...            the engine, in threads of its own: data are on their way
+# ``gloo:broadcast``, ...            the engine, here Gloo, in its own threads: data on their way
 # ``_Wait``                          this rank waits; in backward, within ``_StartBackward``
 # ours: ``own rows``, ``backward``   what the program computes
 # ================================== ==============================================================
@@ -211,7 +211,7 @@ plt.show()
 #
 # - Count first, with :func:`varcomm.trace`: calls, messages and bytes, by operation and by peer.
 # - ``async_op=True`` where data are ready, ``wait()`` where they are needed, and between the two
-#   what needs them not. Backward then overlaps by itself.
+#   what does not need them. Backward then overlaps by itself.
 # - All ranks start and wait in the same order; what was passed must not be changed in between.
 # - In a trace, look for long ``_Wait``. If the engine's entry begins long before that of another
 #   rank, it is the other rank that came late.

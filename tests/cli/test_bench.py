@@ -185,9 +185,12 @@ def test_world_of_a_job_is_not_chosen(monkeypatch, capsys):
 
 def test_a_file_that_is_no_report_is_refused(tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
-    for name in ("other.json", "none.json"):
+    for name, message in (
+        ("other.json", "other.json is no report of this command's --json"),
+        ("none.json", f"there is no file {tmp_path / 'none.json'}."),
+    ):
         assert main(["bench", "--from", str(tmp_path / name)]) == 1
-        assert f"{name} is no report of this command's --json" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys):

@@ -147,7 +147,7 @@ def test_a_folder_of_something_else(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     for path, message in (
         (tmp_path, "is no saved partition and no checkpoint: it has neither graph.json nor"),
-        (tmp_path / "notes.txt", "there is no folder "),
+        (tmp_path / "notes.txt", "notes.txt is a file; give the folder of a saved partition"),
         (tmp_path / "none", "there is no folder "),
     ):
         assert main(["inspect", str(path)]) == 1

@@ -139,3 +139,31 @@ def test_inspect(monkeypatch, tmp_path, capsys):
         signal.signal(signal.SIGINT, handler)
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", "python -m varcomm inspect: interrupted\n")
+
+
+def printed_to(stdout):
+    """Return the status of a command that prints there, and what it says on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "varcomm", "simulate", "--machines"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_reader_who_has_left_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        assert printed_to(stdout) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as stdout:
+        status, errors = printed_to(stdout)
+    assert status == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("python -m varcomm simulate: [Errno 28] ")

@@ -138,6 +138,7 @@ def bad_files(folder):
     ("name", "message"),
     [
         ("none.vtu", "there is no file "),
+        (".", "is a folder; give the file of a mesh or graph."),
         ("data.pt", "it holds more than tensors; a .pt file must hold a dict of tensors"),
         ("code.pt", "it holds more than tensors; a .pt file must hold a dict of tensors"),
         ("list.pt", "it holds a list; a .pt file must hold a dict of tensors"),
@@ -199,6 +200,7 @@ def test_wrong_use(arguments, message, capsys):
         (["--plot", "parts.txt"], "path must end in one of "),
         (["--plot", "none/parts.png"], "there is no folder none."),
         (["--plot", "parts.png"], "the nodes have no positions."),
+        (["--plot", "parts.png", "--out", "parts"], "the nodes have no positions."),
         (["--out", "."], "exists and is no saved partition; choose another."),
         (["--out", "ring.npz/parts"], "cannot be written: "),
     ],

@@ -40,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Look into the folder."""
     folder = options.folder
+    if folder.is_file():
+        raise ArgumentError(
+            f"{folder} is a file; give the folder of a saved partition or checkpoint."
+        )
     if not folder.is_dir():
         raise ArgumentError(f"there is no folder {folder}.")
     if (folder / "graph.json").exists():

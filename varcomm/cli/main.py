@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -59,13 +61,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prog = chosen[options.command].prog
     try:
         status: int = _COMMANDS[options.command].run(options, chosen[options.command])
+        sys.stdout.flush()
     except VarcommError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # that is a reader who has seen enough: `| head`
+            print(f"{prog}: {error}", file=sys.stderr)
+        _drop_output()
+        return 1
     return status
+
+
+def _drop_output() -> None:
+    """Forget what stdout does not take, or Python complains of it when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _called() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "HELP", "METHODS", "add_arguments", "run"]
 
 HELP = "cut a graph or mesh into parts for ranks to load"
 DESCRIPTION = """\
@@ -27,7 +27,7 @@ example:
   %(prog)s wing.vtu --parts 8 --method rcb --out wing-8 --plot wing-8.png
 """
 
-_METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
+METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", type=_positive, required=True, metavar="N", help="how many ranks")
     add(
         "--method",
-        choices=_METHODS,
+        choices=METHODS,
         metavar="M",
-        help=f"{', '.join(_METHODS)}; default: metis where pymetis is installed, else rcb where "
+        help=f"{', '.join(METHODS)}; default: metis where pymetis is installed, else rcb where "
         "there are positions, else block",
     )
     add("--out", type=Path, metavar="FOLDER", help="write the parts; an earlier one is replaced")
@@ -51,11 +51,14 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command."""
     from varcomm import simulate
     from varcomm.graph.files.graph_file import read_graph
-    from varcomm.graph.files.plot import check_target
+    from varcomm.graph.files.plot import check_target, places
 
     if options.plot is not None:  # before the work
         check_target(options.plot)
-    parts = simulate.partition(read_graph(options.file), options.parts, options.method)
+    data = read_graph(options.file)
+    if options.plot is not None:
+        places(data.pos, None)
+    parts = simulate.partition(data, options.parts, options.method)
     report = parts.report()
     if options.out is not None:
         with _bar(options.parts) as progress:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from varcomm.cli.partition import METHODS
+
 __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
 HELP = "predict a training step on many ranks"
@@ -43,12 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     graph.add_argument("--mesh", type=Path, help="a mesh in any format that meshio reads")
     graph.add_argument("--relief", type=Path, help="etopo5.cdf, etopo20.cdf or etopo60.cdf, or .xz")
     graph.add_argument("--grid", default="180x360", help="rows x columns; default 180x360")
-    add("--ranks", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096", help="a comma between")
-    add("--machine", default="h100-ndr", help="one of those that --machines lists")
+    ranks = ",".join(str(2**place) for place in range(13))
+    add("--ranks", default=ranks, help="ascending, a comma between; default: 1,2,4,8,... to 4096")
+    machine = "one of those that --machines lists; default h100-ndr"
+    add("--machine", default="h100-ndr", help=machine)
     add("--machines", action="store_true", help="list machines and where their numbers come from")
     add("--width", type=int, default=128, help="features of nodes and edges; default 128")
     add("--blocks", type=int, default=8, help="layers that exchange halos; default 8")
-    add("--method", default="hilbert", help="how the graph is cut; default hilbert")
+    method = f"how the graph is cut: {', '.join(METHODS)}; default hilbert"
+    add("--method", choices=METHODS, default="hilbert", metavar="METHOD", help=method)
     add("--weak", action="store_true", help="also grow the grid with the ranks; not for meshes")
     add("--plot", type=Path, metavar="FILE", help="a picture, as .png, .svg or .pdf")
 

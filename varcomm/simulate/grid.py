@@ -119,6 +119,8 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     except ImportError as error:
         raise MissingPackageError("read_sea needs SciPy: pip install scipy") from error
     path = Path(path)
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {path}.")
     with tempfile.TemporaryDirectory() as folder:
         try:
             plain = path

@@ -59,8 +59,10 @@ class Report:
         Raises
         ------
         ArgumentError
-            If the file is no such report.
+            If the file is not there or no such report.
         """
+        if not path.is_file():
+            raise ArgumentError(f"there is no file {path}.")
         try:
             record = json.loads(path.read_text())
             if record["format"] != _FORMAT:

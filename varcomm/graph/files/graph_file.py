@@ -36,6 +36,8 @@ def read_graph(path: Path) -> Data:
     - ``.npz``: ``edge_index`` (2, E) or ``edges`` (E, 2), and attributes by their names.
     - anything else is a mesh for meshio.
     """
+    if path.is_dir():
+        raise ArgumentError(f"{path} is a folder; give the file of a mesh or graph.")
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}.")
     readers = {
