@@ -183,6 +183,7 @@ def test_a_bad_file_gets_one_line(name, message, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--parts", "0"], "'0' is no positive whole number"),
+        (["--parts", "99999999999"], "99999999999 are more parts than 1,000,000"),
         (["--parts", "few"], "'few' is no positive whole number"),
         ([], "the following arguments are required: --parts"),
         (["--parts", "2", "--method", "scissors"], "invalid choice: 'scissors'"),

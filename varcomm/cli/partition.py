@@ -11,6 +11,8 @@ from pathlib import Path
 
 __all__ = ["DESCRIPTION", "HELP", "METHODS", "add_arguments", "run"]
 
+_MOST = 1_000_000  # parts: a count for each of them is held
+
 HELP = "cut a graph or mesh into parts for ranks to load"
 DESCRIPTION = """\
 Cut a graph into parts in this one process, report how good they are, and write them into a folder,
@@ -94,4 +96,6 @@ def _bar(parts: int) -> Iterator[Callable[[int], object] | None]:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    if int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text} are more parts than {_MOST:,}")
     return int(text)

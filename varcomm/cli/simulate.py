@@ -85,7 +85,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     machine = simulate.MACHINES[options.machine]
     whole, cells, name = _graph(options, parser)
     data = whole()
-    model = f"MeshGraphNet of width {options.width} with {options.blocks} blocks"
+    blocks = "1 block" if options.blocks == 1 else f"{options.blocks} blocks"
+    model = f"MeshGraphNet of width {options.width} with {blocks}"
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
     counts = []
     for size in sizes:
