@@ -68,7 +68,7 @@ def step(rank, mistake, log, group=None):
 
 def debugged(rank, mistake):
     log = []
-    group = torch.distributed.new_group()  # for each run its own: one may end out of step
+    group = torch.distributed.new_group()  # for each run its own: one may end closed
     try:
         with vc.debug(timeout=3):
             step(rank, mistake, log, group)
