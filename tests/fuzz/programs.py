@@ -146,6 +146,14 @@ def programs(draw, most_steps=5):
     return Program(members, dtype, draw(st.integers(0, 2**16)), tuple(steps))
 
 
+def bounded(x):
+    """Return sines, which have derivatives of all orders; of complex numbers those of both parts.
+
+    The sine of a complex number grows without bound: after some steps nothing is left but infinity.
+    """
+    return torch.complex(torch.sin(x.real), torch.sin(x.imag)) if x.is_complex() else torch.sin(x)
+
+
 def fitted(x, shape, dtype):
     """Return what has this shape, of the numbers that are there, over and over."""
     count = math.prod(shape)
@@ -154,7 +162,7 @@ def fitted(x, shape, dtype):
     flat = x.reshape(-1)
     if not flat.numel():  # there is nothing to take; it still depends on it
         return scale.to(dtype).reshape(shape) + flat.sum()
-    return (torch.sin(flat[(7 * places + 3) % flat.numel()]) * scale).reshape(shape)
+    return (bounded(flat[(7 * places + 3) % flat.numel()]) * scale).reshape(shape)
 
 
 def laid_out(x, layout):
@@ -178,7 +186,7 @@ def weights_of(program, outputs):
 
 def outcome(xs, outputs, weights):
     """Outputs, first derivatives, and those of the first's squares; of all given inputs."""
-    loss = sum((w.conj() * torch.sin(y)).sum().real for w, y in zip(weights, outputs, strict=True))
+    loss = sum((w.conj() * bounded(y)).sum().real for w, y in zip(weights, outputs, strict=True))
     # where nothing of an input reaches an output, or nothing of it a derivative
     loss = loss + 0 * sum(x.abs().square().sum() for x in xs)
     first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
