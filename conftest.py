@@ -1,6 +1,7 @@
 """Pools of ranks that live as long as the session: each start costs seconds of imports."""
 
 import gc
+import itertools
 import sys
 import warnings
 from collections import Counter
@@ -19,8 +20,8 @@ from varcomm.transport import lane as lane_module
 
 WORLDS = (1, 2, 3, 5)
 
-# Tests of which all combinations of parameters are run.
-WHOLE = ("tests/ops/test_adjoints", "tests/ops/test_derivatives", "tests/ops/test_values")
+# Tests that are run with each pair of values of their parameters, not with each value alone.
+PAIRED = ("tests/ops/test_adjoints", "tests/ops/test_derivatives", "tests/ops/test_values")
 
 ALLOWED = (
     # of torch_geometric and Inductor, of torch; of torch_geometric, of Python 3.13
@@ -51,7 +52,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config, items):
-    """Choose combinations of parameters: all for primitives, of other tests each value once.
+    """Choose combinations of parameters: each value once, of primitives each pair of values.
 
     On MPI, 3 ranks stand for all worlds but one: what is tested of worlds is no engine's.
     """
@@ -60,10 +61,11 @@ def pytest_collection_modifyitems(config, items):
     on_gloo, runs = config.getoption("--engine") == "gloo", {}
     for item in items:
         if on_gloo or _params(item).get("ranks") not in (2, 5):
-            whole = on_gloo and item.nodeid.startswith(WHOLE)
-            test = item.nodeid if whole else item.nodeid.partition("[")[0]
-            runs.setdefault(test, []).append(item)
-    chosen = {item for several in runs.values() for item in _each_value_once(several)}
+            runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set()
+    for test, several in runs.items():
+        paired = on_gloo and test.startswith(PAIRED)
+        chosen.update(_each_once(several, _pairs_of_values if paired else _values))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
@@ -72,16 +74,25 @@ def _params(item):
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def _each_value_once(items):
-    """Choose among the runs of a test: values that are seldom chosen first, until all are."""
+def _values(item):
+    """Return the values of its parameters; those that are given together are one."""
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(",", " ").split() if isinstance(names, str) else names
+        found.append((*names, *(id(_params(item)[name]) for name in names)))
+    return found
 
-    def values(item):
-        for mark in item.iter_markers("parametrize"):
-            names = mark.args[0]
-            names = names.replace(",", " ").split() if isinstance(names, str) else names
-            yield *names, *(id(_params(item)[name]) for name in names)
 
-    of = {item: set(values(item)) for item in items}
+def _pairs_of_values(item):
+    """Return each pair of the values of its parameters, also of those that are given together."""
+    values = [(name, repr(value)) for name, value in sorted(_params(item).items())]
+    return list(itertools.combinations(values, 2)) or values
+
+
+def _each_once(items, what):
+    """Choose among the runs of a test: what is seldom chosen first, until all is."""
+    of = {item: set(what(item)) for item in items}
     left, times, chosen = set().union(*of.values()), Counter(), []
     if not left:
         return items
@@ -168,6 +179,13 @@ def mpi_worlds():
     pools = Worlds("mpi")
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect():
+    """Spare the collector what modules and earlier tests keep: simulated ranks call it often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
