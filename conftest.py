@@ -123,6 +123,8 @@ class Worlds:
 
 def _on_one_thread(rank, fn, *args):
     _end_groups()
+    gc.collect()  # cycles, as of a model and its hooks, keep groups
+    gc.freeze()  # what is left is of modules, most of it, and need not be gone through again
     for kind in (DeprecationWarning, FutureWarning):  # as pyproject.toml says of this process
         warnings.simplefilter("error", kind)
     for message in ALLOWED:
@@ -146,11 +148,8 @@ def _end_groups():
     made = set(distributed_c10d._world.pg_map) - kept
     for group in sorted(made, key=lambda group: group.group_name):  # in one order on all ranks
         dist.destroy_process_group(group)
-    if made:
-        if "torch.distributed.tensor" in sys.modules:
-            _forget_meshes()
-        gc.collect()  # cycles, as of a model and its hooks, keep them
-        gc.freeze()  # what is left is of modules, most of it, and need not be gone through again
+    if made and "torch.distributed.tensor" in sys.modules:
+        _forget_meshes()
 
 
 def _forget_meshes():
