@@ -271,8 +271,8 @@ def no_folder(rank, folder):
     for where in (folder / "file", folder / "file" / "in it"):
         with pytest.raises(ArgumentError, match=r"file is a file; a checkpoint needs a folder"):
             save({"x": 1}, where)
-    with pytest.raises(ArgumentError, match=r"expected str, bytes or os\.PathLike"):
-        save({"x": 1}, 5)
+    with pytest.raises(ArgumentError, match=r"folder must be a path; got dict\. The order is save"):
+        save(folder, {"x": 1})
     with pytest.raises(ArgumentError, match="async_ must be"):
         save({"x": 1}, folder, async_=1)
     return True

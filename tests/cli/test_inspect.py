@@ -1,6 +1,7 @@
 """The command `inspect`: what it tells of partitions and checkpoints, whole and damaged ones."""
 
 import json
+import os
 import warnings
 
 import numpy as np
@@ -145,10 +146,12 @@ def test_damage_is_told_in_one_line(kind, pattern, damage, request, capsys):
 
 def test_a_folder_of_something_else(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
     for path, message in (
         (tmp_path, "is no saved partition and no checkpoint: it has neither graph.json nor"),
         (tmp_path / "notes.txt", "notes.txt is a file; give the folder of a saved partition"),
         (tmp_path / "none", "there is no folder "),
+        (tmp_path / "pipe", "pipe is no folder, but a pipe or a device."),
     ):
         assert main(["inspect", str(path)]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -39,12 +39,19 @@ def test_help_lists_the_commands(capsys):
 )
 def test_examples_are_for_how_it_was_called(name, called, prog, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [called])
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     told = capsys.readouterr().out
     assert told.startswith(f"usage: {prog} {name} ")
     assert f"\nexample:\n  {prog} {name} " in told
-    assert max(map(len, told.splitlines())) <= 100
+    assert max(map(len, told.splitlines())) <= 80
+
+
+def test_without_a_stdout(monkeypatch, tmp_path):
+    np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
+    monkeypatch.setattr("sys.stdout", None)  # as by `>&-`
+    assert main(["partition", str(tmp_path / "path.npz"), "--parts", "1"]) == 0
 
 
 def test_version(capsys):

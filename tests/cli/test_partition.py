@@ -1,6 +1,7 @@
 """The command `partition`: what it reads, what it writes, what it says of bad files."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -109,6 +110,7 @@ def bad_files(folder):
     torch.save({"x": RING}, folder / "no_edges.pt")
     torch.save({"edge_index": RING.float()}, folder / "floats.pt")
     torch.save({"edge_index": RING - 1}, folder / "negative.pt")
+    torch.save({"edge_index": torch.eye(3).to_sparse()}, folder / "sparse.pt")
     torch.save({"edge_index": RING, "face": RING}, folder / "face.pt")
     whole = (folder / "list.pt").read_bytes()
     (folder / "cut.pt").write_bytes(whole[: len(whole) // 2])
@@ -119,6 +121,9 @@ def bad_files(folder):
     (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
     (folder / "cut.vtu").write_bytes(channel(folder / "channel.vtu").read_bytes()[:900])
     (folder / "notes.txt").write_text("hello")
+    (folder / "empty.stl").write_bytes(b"")
+    (folder / "noise.msh").write_bytes(bytes(range(128, 256)) * 40)
+    os.mkfifo(folder / "pipe.npz")
     for name, text in {
         "words": "two nodes\n",
         "empty": "",
@@ -144,7 +149,8 @@ def bad_files(folder):
         ("list.pt", "it holds a list; a .pt file must hold a dict of tensors"),
         ("no_edges.pt", "it has no edge_index, but x; a .pt file"),
         ("floats.pt", "its edges are torch.float32 of shape (2, 4); a .pt file"),
-        ("negative.pt", "data.edge_index[0] spans -1...2, out of range for 3 nodes."),
+        ("negative.pt", "negative.pt: data.edge_index[0] spans -1...2, out of range for 3 nodes."),
+        ("sparse.pt", "sparse.pt: its edge_index is a sparse tensor; make it (2, E): "),
         ("face.pt", "data.face refers to nodes by their numbers, which change."),
         ("cut.pt", "it cannot be read ("),
         ("no_edges.npz", "it has no edge_index, but a; an .npz file must hold edge_index (2, E)"),
@@ -153,6 +159,9 @@ def bad_files(folder):
         ("cut.npz", "it cannot be read (File is not a zip file); an .npz file must hold"),
         ("cut.vtu", "cut.vtu cannot be read: "),
         ("notes.txt", "notes.txt cannot be read: "),
+        ("empty.stl", "empty.stl: it has no points."),
+        ("noise.msh", "noise.msh cannot be read: "),
+        ("pipe.npz", "pipe.npz is no file, but a pipe or a device; give one that ends."),
         ("words.graph", "METIS's format has integers alone, and this has others."),
         ("bytes.graph", "METIS's format has integers alone, and this has others."),
         ("empty.graph", "METIS's format begins with a line of the numbers of nodes and edges."),
@@ -175,6 +184,7 @@ def test_a_bad_file_gets_one_line(name, message, tmp_path, capsys):
     (line,) = told.err.splitlines()
     assert line.startswith("python -m varcomm partition: ")
     assert message in line
+    assert len(line) < 600
     assert not out.exists()
     assert not (tmp_path / "ran").exists()
 
@@ -198,11 +208,12 @@ def test_wrong_use(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plot", "parts.txt"], "path must end in one of "),
+        (["--plot", "parts.txt"], "the picture 'parts.txt' must end in one of ."),
         (["--plot", "none/parts.png"], "there is no folder none."),
         (["--plot", "parts.png"], "the nodes have no positions."),
         (["--plot", "parts.png", "--out", "parts"], "the nodes have no positions."),
         (["--out", "."], "exists and is no saved partition; choose another."),
+        (["--method", "rcb"], "ring.npz: "),
         (["--out", "ring.npz/parts"], "cannot be written: "),
     ],
 )
@@ -213,6 +224,28 @@ def test_nowhere_to_write(arguments, message, monkeypatch, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert [path.name for path in tmp_path.iterdir()] == ["ring.npz"]
+
+
+def test_a_place_is_looked_at_before_the_work(monkeypatch, tmp_path, capsys):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "notes.txt").write_text("mine")
+    arguments = ["--parts", "2", "--out", str(tmp_path / "parts")]
+    monkeypatch.setattr("varcomm.simulate.partition", None)
+    np.savez(tmp_path / "ring.npz", edge_index=RING)
+    assert main(["partition", str(tmp_path / "ring.npz"), *arguments]) == 1
+    assert "exists and is no saved partition; choose another." in capsys.readouterr().err
+
+
+def test_what_numpy_warns_of_on_the_way_is_not_told(tmp_path, caplog):
+    path = tmp_path / "two.stl"
+    facet = "facet normal 0 0 1\nouter loop\n{}endloop\nendfacet\n"
+    corners = [((0, 0, 0), (1, 0, 0), (1, 1, 0)), ((0, 0, 0), (1, 1, 0), (0, 1, 0))]
+    facets = "".join(
+        facet.format("".join(f"vertex {x} {y} {z}\n" for x, y, z in three)) for three in corners
+    )
+    path.write_text(f"solid two\n{facets}endsolid two\n")  # as text, which looks binary at first
+    assert read_graph(path).num_nodes == 4
+    assert not caplog.records
 
 
 def test_a_bar_is_for_those_who_look_on(monkeypatch, tmp_path, capsys):

@@ -38,10 +38,21 @@ LIN_L, LIN_R = "lin_l.weight, lin_l.bias", "lin_r.weight"
 # the model of rank 1, that of the others, and where they differ
 DIFFERENT = {
     "values": (lambda: seeded(1, sage), lambda: seeded(0, sage), f"{LIN_L}, {LIN_R}"),
-    "shapes": (lambda: pyg.SAGEConv(4, 5), lambda: pyg.SAGEConv(4, 4), f"{LIN_L}, {LIN_R}"),
+    "shapes": (
+        lambda: pyg.SAGEConv(4, 5),
+        lambda: pyg.SAGEConv(4, 4),
+        f"{LIN_L}, {LIN_R} and 3 more",  # layers that were told of them
+    ),
     "dtypes": (lambda: sage().double(), sage, f"{LIN_L}, {LIN_R}"),
-    "names": (lambda: sage(root_weight=False), sage, f"{LIN_L}, {LIN_R}"),
+    "names": (lambda: sage(root_weight=False), sage, f"{LIN_L}, {LIN_R} and 2 more"),
     "buffers": (lambda: with_buffer(1.0), lambda: with_buffer(2.0), "scale"),
+    "aggregation": (lambda: sage(aggr="max"), sage, "the model (SAGEConv)"),
+    "an option": (lambda: sage(normalize=True), sage, "the model (SAGEConv)"),
+    "a layer of torch": (
+        lambda: nn.Sequential(sage(), nn.Dropout(0.5)),
+        lambda: nn.Sequential(sage(), nn.Dropout(0.1)),
+        "1 (Dropout)",
+    ),
     "what is trained": (frozen, sage, LIN_R),
     "many": (
         lambda: seeded(1, lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])),
@@ -63,9 +74,9 @@ def message_of(rank, name):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_with_different_models(worlds, name):
     told = (
-        "graph.distribute: ranks [1] have other parameters or buffers than rank 0; they differ in "
-        f"{DIFFERENT[name][2]}. Seed the ranks alike before the model is made, or broadcast those "
-        "of one rank."
+        "graph.distribute: ranks [1] have other parameters or buffers than rank 0, or layers with "
+        f"other settings; they differ in {DIFFERENT[name][2]}. Make the same model on all; seed "
+        "the ranks alike before, or broadcast what one rank has."
     )
     assert worlds.run(3, message_of, name) == [(told, False)] * 3
 
@@ -94,12 +105,30 @@ def lazy(rank):
     assert distribute(model, graph) is model
     torch.manual_seed(rank)
     mixed = nn.ModuleList([pyg.SAGEConv(-1, 4), nn.Linear(2, 2)])
-    with pytest.raises(DisagreementError, match=r"they differ in 1\.weight, 1\.bias\. Seed"):
+    with pytest.raises(DisagreementError, match=r"they differ in 1\.weight, 1\.bias\. Make"):
         distribute(mixed, graph)
 
 
 def test_lazy_parameters(worlds):
     assert worlds.run(2, lazy) == [None] * 2
+
+
+class Mine(pyg.SAGEConv):
+    """A layer that knows its rank."""
+
+    def __init__(self, rank):
+        super().__init__(4, 4)
+        self.rank = rank
+
+
+def of_ones_own(rank):
+    torch.manual_seed(0)
+    model = Mine(rank).train(rank == 0)
+    return distribute(model, partition(wild(), method="block")) is model
+
+
+def test_what_modules_of_ones_own_hold_is_not_compared(worlds):
+    assert worlds.run(2, of_ones_own) == [True, True]
 
 
 def misused(rank):

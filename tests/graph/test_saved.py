@@ -218,7 +218,10 @@ DAMAGE = {
         with_objects,
         "part-00001.npz is damaged: nodes 0.x.npy has not [2] of object",
     ),
-    "no manifest": (without_manifest, "is no saved partition: graph.json cannot be read."),
+    "no manifest": (
+        without_manifest,
+        "is no saved partition: graph.json cannot be read (No such file or directory).",
+    ),
     "a manifest cut short": (lambda f: manifest(f, '{"format": '), "graph.json is damaged: "),
     "another file": (lambda f: manifest(f, "[]"), "does not belong to a saved partition."),
     "an altered manifest": (altered, "graph.json is damaged or has been altered."),
@@ -254,7 +257,7 @@ def test_what_is_no_file_is_not_read(tmp_path):
 
 def test_no_folder(worlds, tmp_path):
     told = worlds.run(2, refused, tmp_path / "nothing")
-    assert "nothing is no saved partition: graph.json cannot be read." in told[0]
+    assert "nothing is no saved partition: graph.json cannot be read (No such file" in told[0]
 
 
 def save_refused(rank, folder, name, value):

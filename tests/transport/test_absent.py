@@ -160,14 +160,20 @@ def late(rank, compared):
     block = varcomm.debug(60) if rank == 1 and compared else nullcontext()
     with pytest.raises(CommunicationError) as caught, block:
         varcomm.all_reduce(F(2), group=group)
-    return str(caught.value), time.monotonic() - began
+    with pytest.raises(CommunicationError) as again, varcomm.debug(60):
+        varcomm.all_gather_v(F(2), [2, 2, 2], group=group)
+    return str(caught.value), time.monotonic() - began, str(again.value)
 
 
 @pytest.mark.parametrize("compared", [False, True], ids=["", "in debug"])
 def test_a_group_in_which_ranks_have_given_up_is_closed(worlds, compared):
     """Nobody waits there again, and nobody gets the numbers of another call."""
     answers = worlds.run(3, late, compared)
-    assert max(seconds for _, seconds in answers) < 20
+    assert max(seconds for _, seconds, _ in answers) < 20
+    for _, _, again in answers[::2]:
+        start = "all_gather_v: this group has been given up: all_reduce on rank "
+        assert again.startswith(start)
+        assert "rank 1 has not come within" in again
     if compared:
         given_up = "ranks 0, 2 have given up waiting for this rank in call 1 of the group inside"
         assert answers[1][0].startswith(f"all_reduce on rank 1 of 3: {given_up}")

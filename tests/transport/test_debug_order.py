@@ -1,5 +1,6 @@
 """Inside debug(): set-up work beside hot calls, other devices, and the order of waits."""
 
+import re
 from threading import Event, Thread
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import varcomm
 from tests.transport.test_agree import message_of
-from varcomm import DisagreementError, ExchangePlan, ShardSizes
+from varcomm import ArgumentError, DisagreementError, ExchangePlan, ShardSizes
 from varcomm.transport import agree
 
 ONE = torch.ones(1)
@@ -50,6 +51,62 @@ def test_wrong_argument_beside_another_call(worlds):
     one, other = worlds.run(2, wrong_argument_beside_another_call)
     assert one == other
     assert one.startswith("all_gather_v: not called, since on rank 1: all_gather_v on rank 1 of 2:")
+
+
+def refused_setup_beside_a_hot_call(rank):
+    bad = lambda: ExchangePlan.from_indices([torch.tensor([7])] * 2, 1)  # noqa: E731
+    call = bad if rank else lambda: varcomm.all_reduce(ONE)
+    with pytest.raises(DisagreementError) as caught, varcomm.debug():
+        call()
+    return str(caught.value), varcomm.all_reduce(torch.tensor(1)).item()
+
+
+def test_refused_setup_beside_a_hot_call(worlds):
+    (message, _), *_ = answers = worlds.run(2, refused_setup_beside_a_hot_call)
+    assert answers == [(message, 2)] * 2
+    first, _, *rows = message.splitlines()
+    assert first.startswith("ExchangePlan.from_indices: not called, since on rank 1: ")
+    assert [row.split()[:2] for row in rows] == [
+        ["0", "all_reduce"],
+        ["1", "ExchangePlan.from_indices"],
+    ]
+
+
+def refused_setup(rank):
+    with pytest.raises(ArgumentError) as caught, varcomm.debug():
+        ExchangePlan.from_indices([torch.tensor([7 * rank])] * 2, 1)
+    return str(caught.value)
+
+
+def test_refused_setup_has_a_table(worlds):
+    message, other = worlds.run(2, refused_setup)
+    assert message == other
+    first, words, row = message.splitlines()
+    assert first.startswith("ExchangePlan.from_indices: refused on rank 1 of 2: ")
+    assert words.split() == ["rank", "operation", "at"]
+    assert row.split()[:3] == ["0,", "1", "ExchangePlan.from_indices"]
+
+
+def backward_in_another_order(rank, async_op):
+    """Two calls that are alike in all but their place among the calls."""
+    x, z = (torch.full((2,), v, requires_grad=True) for v in (1.0, 2.0))
+    with varcomm.debug():
+        sums = [varcomm.all_reduce(v, async_op=async_op) for v in (x, z)]
+        sums = [s.wait() if async_op else s for s in sums]
+        right = sum(s.sum() for s in sums)
+        right.backward(retain_graph=True)
+    message = message_of(lambda: [s.sum().backward() for s in sums[:: -1 if rank else 1]])
+    return message, x.grad.tolist(), varcomm.all_reduce(torch.tensor(1)).item()
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_backward_in_another_order(worlds, async_op):
+    answers = worlds.run(3, backward_in_another_order, async_op)
+    assert answers == [(answers[0][0], [3.0, 3.0], 3)] * 3
+    start, _, said = answers[0][0].partition(" backward of call: ")
+    assert start == "all_reduce: ranks disagree on"
+    first, second, third = (int(number) for number in re.findall(r"has (\d+)", said))
+    assert first < second == third
 
 
 def on_another_device(rank):

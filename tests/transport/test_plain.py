@@ -109,6 +109,7 @@ def test_what_is_not_plain(value):
         {"tuple": [], "set": []},
         {"dtype": "load"},
         {"dtype": "nothing"},
+        {"dtype": ["float32"]},
         {"Piece": [1, 2, 3, 4, 5, 6]},
         {"tensor": [{"dtype": "float32"}, {"tuple": [10**12]}, "cpu", False, {"bytes": ""}]},
         {},
@@ -118,6 +119,16 @@ def test_what_is_not_plain(value):
 def test_what_was_never_said(said):
     with pytest.raises(ValueError, match="is no plain value"):
         from_bytes(json.dumps(said).encode())
+
+
+def test_a_name_of_a_dtype_imports_nothing(monkeypatch):
+    def found(name):
+        raise AssertionError(name)
+
+    monkeypatch.setattr(torch, "__getattr__", found)  # by which torch imports what it is asked for
+    with pytest.raises(ValueError, match="'_inductor' is no dtype"):
+        from_bytes(b'{"dtype":"_inductor"}')
+    assert from_bytes(b'{"dtype":"float8_e4m3fn"}') is torch.float8_e4m3fn
 
 
 def empty_on(device):

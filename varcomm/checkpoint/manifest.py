@@ -126,7 +126,9 @@ class Manifest:
         try:
             check_is_file(path)
             content = json.loads(path.read_text())
-            digest = content.pop("digest")
+            if not isinstance(content, dict):
+                raise ValueError("it is none of varcomm's")
+            digest = content.pop("digest", None)
             if digest != _digest(content):
                 raise ValueError("it is not what was written")
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):

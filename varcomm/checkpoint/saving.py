@@ -219,6 +219,10 @@ def _told_by_all(
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
     """Return where to write, wherever the process goes meanwhile, if that seems possible."""
+    if not isinstance(folder, str | os.PathLike):
+        raise ArgumentError(
+            f"folder must be a path; got {type(folder).__name__}. The order is save(state, folder)."
+        )
     target = Path(folder).absolute()
     nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
     if not nearest.exists():

@@ -20,9 +20,10 @@ __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
 HELP = "check a saved partition or checkpoint: what is in it"
 DESCRIPTION = """\
-Tell what is in the folder of a partition (PartitionedGraph.save, the command partition) or of a
-checkpoint (varcomm.checkpoint.save, torch.distributed.checkpoint): names, dtypes, shapes, and how
-much each rank has. Every file is read and its checksum compared. Nothing in it is run.
+Tell what is in the folder of a partition (PartitionedGraph.save, the command
+partition) or of a checkpoint (varcomm.checkpoint.save, or
+torch.distributed.checkpoint): names, dtypes, shapes, and how much each rank
+has. All of it is read and its checksums compared. Nothing in it is run.
 
 example:
   %(prog)s wing-8
@@ -44,6 +45,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         raise ArgumentError(
             f"{folder} is a file; give the folder of a saved partition or checkpoint."
         )
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"{folder} is no folder, but a pipe or a device.")
     if not folder.is_dir():
         raise ArgumentError(f"there is no folder {folder}.")
     if (folder / "graph.json").exists():

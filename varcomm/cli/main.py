@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prog = chosen[options.command].prog
     try:
         status: int = _COMMANDS[options.command].run(options, chosen[options.command])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # which it is where the caller has closed it
+            sys.stdout.flush()
     except VarcommError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1

@@ -18,20 +18,24 @@ __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
 HELP = "predict a training step on many ranks"
 DESCRIPTION = """\
-Cut a graph for each number of ranks, run a training step of MeshGraphNet as a few of those ranks on
-a small piece of the graph, and predict the step on all ranks of a machine. No other rank is needed.
+Cut a graph for each number of ranks, run a training step of MeshGraphNet as a
+few of those ranks on a small piece of the graph, and predict the step on all
+ranks of a machine. No other rank is needed.
 
-  owned, halo, neighbours   nodes, rows received an exchange, ranks exchanged with: the most of any
-  MB sent, messages         in a step, the most of any rank
-  GB                        tensors alive at the worst moment
-  compute, halo, sums, step ms of the slowest rank, nothing overlapped; sums: gradients and loss
-  efficiency                nodes a second and a rank, over those of the first line
+  owned, halo    nodes of a rank, and rows it receives in an exchange
+  neighbours     ranks it exchanges with; these three are the most of any rank
+  MB sent        in a step, the most of any rank; so are messages
+  GB             tensors alive at the worst moment
+  compute, halo, sums, step
+                 ms of the slowest rank, nothing overlapped; sums are those of
+                 gradients and loss
+  efficiency     nodes a second and a rank, over those of the first line
 
-The graph is a mesh file, NOAA's relief of the Earth (etopo5.cdf: the ocean at 1/12 degree), or a
-grid of latitudes and longitudes that is sea everywhere.
+The graph is a mesh file, NOAA's relief of the Earth (etopo5.cdf: the ocean at
+1/12 degree), or a grid of latitudes and longitudes that is sea everywhere.
 
 example:
-  %(prog)s --grid 360x720 --ranks 1,8,64,512 --plot scaling.png
+  %(prog)s --grid 360x720 --ranks 1,8,64 --plot scaling.png
 """
 
 # Nodes of the piece on which steps are run.

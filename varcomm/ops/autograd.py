@@ -80,15 +80,18 @@ def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_with_token(
-    operator: Operator, x: torch.Tensor, token: torch.Tensor | None
+    operator: Operator, x: torch.Tensor, token: torch.Tensor | None, of: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply an operator with the token of what it is a derivative of; return a token beside."""
+    """Apply an operator with the token of what it is a derivative of; return a token beside.
+
+    In backward `of` is the number of the call that this is the derivative of, if ranks compare.
+    """
     recorded = is_recorded(x, token)
     if torch._C._are_functorch_transforms_active():
         return _apply_in_transforms(x, token, operator, recorded)
     if recorded or _has_tangent(x) or (token is not None and _has_tangent(token)):
-        return _Apply.apply(x, token, operator, recorded)  # type: ignore[no-any-return, no-untyped-call]
-    return _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+        return _Apply.apply(x, token, operator, recorded, of)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(operator, x, recorded, of)[0], x.new_empty(0, dtype=torch.float32)
 
 
 @kept_from_compilation
@@ -105,11 +108,15 @@ def _has_tangent(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _applied(operator: Operator, x: torch.Tensor, recorded: bool) -> torch.Tensor:
+def _applied(
+    operator: Operator, x: torch.Tensor, recorded: bool, of: int | None = None
+) -> tuple[torch.Tensor, int | None]:
+    """Return the result, and the number of the call if ranks compare."""
     if is_traced(x):
-        return apply_in_graph(operator, x, None)[0]
+        return apply_in_graph(operator, x, None)[0], None
+    pending = started(operator, x, recorded, of)
     # as a tensor of its own, though memory may be a view's: whoever gets it may write into it
-    return started(operator, x, recorded).wait().data
+    return pending.wait().data, pending.number
 
 
 class _Apply(torch.autograd.Function):
@@ -126,11 +133,17 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, token: torch.Tensor | None, operator: Operator, recorded: bool
+        ctx: Any,
+        x: torch.Tensor,
+        token: torch.Tensor | None,
+        operator: Operator,
+        recorded: bool,
+        of: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output = _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
-        _keep(ctx, token, operator, output[1])
-        return output
+        result, number = _applied(operator, x, recorded, of)
+        of_result = x.new_empty(0, dtype=torch.float32)
+        _keep(ctx, token, operator, of_result, number)
+        return result, of_result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -138,8 +151,8 @@ class _Apply(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
         checked_gradient(adjoint, gradient)
-        result, passed_on = apply_with_token(adjoint, gradient, token + of_token)
-        return result, passed_on if ctx.has_token else None, None, None
+        result, passed_on = apply_with_token(adjoint, gradient, token + of_token, ctx.number)
+        return result, passed_on if ctx.has_token else None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +186,7 @@ class _ApplyInTransforms(_Apply):
     def forward(  # type: ignore[override]
         x: torch.Tensor, token: torch.Tensor | None, operator: Operator, recorded: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _applied(operator, x, recorded), x.new_empty(0, dtype=torch.float32)
+        return _applied(operator, x, recorded)[0], x.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -181,9 +194,13 @@ class _ApplyInTransforms(_Apply):
 
 
 def _keep(
-    ctx: Any, token: torch.Tensor | None, operator: Operator, of_result: torch.Tensor
+    ctx: Any,
+    token: torch.Tensor | None,
+    operator: Operator,
+    of_result: torch.Tensor,
+    number: int | None = None,
 ) -> None:
-    ctx.operator = operator
+    ctx.operator, ctx.number = operator, number
     ctx.has_token = token is not None
     ctx.save_for_backward(of_result)
     ctx.save_for_forward(of_result)
@@ -219,11 +236,11 @@ def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
     return call
 
 
-def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
+def begin(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None = None) -> Pending:
     """Start to communicate, or write into the graph that is being recorded that it starts."""
     if in_graph(x):
         return begin_in_graph(operator, x)
-    return started(operator, x, recorded)
+    return started(operator, x, recorded, of)
 
 
 def is_recorded(x: torch.Tensor, token: torch.Tensor | None) -> bool:

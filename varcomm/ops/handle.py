@@ -147,6 +147,8 @@ def run(operator: Operator, x: torch.Tensor, async_op: bool) -> torch.Tensor | H
 class _Shared:
     """What the two nodes of a call share: an object that transforms hand on as it is."""
 
+    of: int | None = None  # the number of the call whose backward this is, if ranks compare
+    number: int | None = None  # its own
     pending: Pending | None = None  # from the start to the wait
     adjoint: _Begun | None = None  # in a backward, from that of the wait to that of the start
 
@@ -162,8 +164,10 @@ class _Begun:
     shared: _Shared
 
 
-def _start(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> _Begun:
-    operator, shared = operator.in_one_round, _Shared()
+def _start(
+    operator: Operator, x: torch.Tensor, token: torch.Tensor | None, of: int | None = None
+) -> _Begun:
+    operator, shared = operator.in_one_round, _Shared(of)
     transformed = torch._C._are_functorch_transforms_active()
     node = _start_in_transforms if transformed else _Start.apply
     ticket = node(x, token, operator, is_recorded(x, token), shared)
@@ -266,8 +270,9 @@ class _Wait(torch.autograd.Function):
         checked_gradient(adjoint, gradient)
         if not ctx.needs_input_grad[1]:
             # started under no_grad(): there is no other node that could wait
-            return apply_with_token(adjoint, gradient, token + of_token)[0], None, None, None
-        ctx.shared.adjoint = _start(adjoint, gradient, token + of_token)
+            result, _ = apply_with_token(adjoint, gradient, token + of_token, ctx.shared.number)
+            return result, None, None, None
+        ctx.shared.adjoint = _start(adjoint, gradient, token + of_token, ctx.shared.number)
         return None, ctx.shared.adjoint.ticket, None, None
 
     @staticmethod
@@ -332,7 +337,8 @@ def _wait_in_transforms(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _started(operator: Operator, x: torch.Tensor, recorded: bool, shared: _Shared) -> torch.Tensor:
-    shared.pending = begin(operator, x, recorded)
+    shared.pending = begin(operator, x, recorded, shared.of)
+    shared.number = shared.pending.number
     return x.new_empty(0, dtype=torch.float32)
 
 

@@ -86,14 +86,19 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def started(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
-    """Start to communicate, after ranks have compared the call where they do."""
+def started(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None = None) -> Pending:
+    """Start to communicate, after ranks have compared the call where they do.
+
+    `of` is the number of the call whose backward this is, where that was compared as well.
+    """
     number = None
     if debugging():
         with checking(operator.name, operator.group):
             engine_for(operator.group, x.device)
         call = {"operation": operator.name, **operator.describe(x)}
         more = {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
+        if of is not None:
+            more["backward of call"] = of
         number = compare(operator.group, call | more)
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
     with span(operator.name):

@@ -129,14 +129,16 @@ class Parts(Counts):
         Parameters
         ----------
         folder : path
-            Where to; an earlier save there is replaced once the new one is whole.
+            Where to; an earlier save there is replaced once the new one is whole. Until then,
+            files are collected in ``folder.saving``.
         progress : callable, optional
             Called with the number of each rank whose part has been written.
 
         Raises
         ------
         ArgumentError
-            If the folder is something else or cannot be written, or an attribute cannot be saved.
+            If the folder is, or has, something else, or cannot be written; or an attribute cannot
+            be saved.
         GroupError
             If torch.distributed is initialised already.
         """

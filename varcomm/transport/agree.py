@@ -45,6 +45,9 @@ S = TypeVar("S")
 # Of the calls that this rank has compared, in each group.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
+# What was said of each group in which a rank did not come.
+_lost: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
 # What other ranks may say that they raised.
 _KINDS = {
     name: kind
@@ -173,12 +176,14 @@ def agree_and_share(
         call |= {"error": str(error), "kind": _kind(error).__name__}
     calls = _told(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
+        if any(other["operation"] != what for other in calls):
+            raise _not_called(group, calls) from failure
         first, *others = failures
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
         agreed = kind(
             f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}: "
-            f"{calls[first]['error']}{_numbered(group)}"
+            f"{calls[first]['error']}{_rows(group, [], calls)}"
         )
         setattr(agreed, _EVERYWHERE, True)
         raise agreed from failure
@@ -205,12 +210,8 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     Returns the call's number in the group, that of the first rank; 0 where nothing is numbered.
     """
     calls = _told(dict(call), group)
-    failed = [f"rank {rank}: {text}" for rank, c in enumerate(calls) if (text := c.get("error"))]
-    if failed:
-        operation = next(c["operation"] for c in calls if c.get("error"))
-        raise DisagreementError(
-            f"{operation}: not called, since on {'; on '.join(failed)}{_rows(group, [], calls)}"
-        )
+    if any("error" in other for other in calls):
+        raise _not_called(group, calls)
     _same(group, ["operation"], calls)  # where it differs, nothing else needs to be said
     _same(group, [word for word in call if word not in ("send", "recv")], calls)
     number: int = calls[0].get("number", 0)
@@ -226,11 +227,22 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     return number
 
 
+def _not_called(group: Group, calls: Sequence[Mapping[str, Any]]) -> DisagreementError:
+    """Return the error where a rank could not take part, and others are in a call."""
+    failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(calls) if "error" in c]
+    operation = next(c["operation"] for c in calls if "error" in c)
+    return DisagreementError(
+        f"{operation}: not called, since on {'; on '.join(failed)}{_rows(group, [], calls)}"
+    )
+
+
 def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     """Return what all ranks tell of their calls, or say which have not come."""
     if not debugging() or not peers_answer(group):
         with explained(call["operation"], group):
             return all_gather_object(call, group)
+    if why := _lost.get(group.process_group):
+        raise CommunicationError(f"{call['operation']}: this group has been given up: {why}")
     call["number"] = next(_numbers.setdefault(group.process_group, count(1)))
     call["at"] = user_line()
     here = {"group": group.name, "call": call["number"]}
@@ -253,6 +265,7 @@ def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     except EngineFailure as error:
         after = time.monotonic() - began
         told = _absent(call["operation"], here, group, after, error)
+        _lost[group.process_group] = told
         # A rank that comes later must hear of it, and not take what is sent for another call.
         leave_note(_given_up(here))
         leave(group)
@@ -282,7 +295,8 @@ def _absent(
     unsaid = {"gave up"}
     if len({note.get("group") for note in found}) <= len(lists):
         unsaid.add("group")
-    rows = ({word: note[word] for word in note if word not in unsaid} for note in found)
+    nothing = {"at": "nothing told: is it inside varcomm.debug?"}
+    rows = ({w: note[w] for w in note if w not in unsaid} or nothing for note in found)
     return (
         f"{what} on {group}: {said} call {here['call']} of the group inside varcomm.debug "
         f"({brief(error)}).{_numbered(group)} Where ranks were last:\n"

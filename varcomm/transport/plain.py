@@ -15,14 +15,21 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["from_bytes", "to_bytes", "travels"]
+__all__ = ["dtype_of", "from_bytes", "to_bytes", "travels"]
+
+# By name. Attributes of torch that are not there yet would be imported.
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(map(_made, items)),
     "set": lambda items: set(map(_made, items)),
     "bytes": base64.b85decode,
     "dict": lambda pairs: {_made(key): _made(value) for key, value in pairs},
-    "dtype": lambda name: _dtype(name),
+    "dtype": lambda name: dtype_of(name),
     "tensor": lambda parts: _tensor(*map(_made, parts)),
 }
 
@@ -149,8 +156,9 @@ def _tensor(
     return found.to(device).requires_grad_(requires_grad)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name, such as ``"float32"``, or raise ValueError."""
+    found = _DTYPES.get(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no dtype")
     return found

@@ -29,25 +29,26 @@ __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
 HELP = "measure varcomm beside bare calls and other libraries"
 DESCRIPTION = """\
-Measure varcomm beside the fastest bare schedule of the engine (the floor) and beside other
-libraries, all in one run, in turns.
+Measure varcomm beside the fastest bare schedule of the engine (the floor) and
+beside other libraries, all in one run, in turns.
 
-A time is that of the slowest rank: the median over repetitions, and its quartiles. It goes from
-the input to a new output, whose allocation is included, for all alike. Inputs require a gradient;
-a backward is measured on a graph that is there already. Everybody's result is checked first.
+A time is that of the slowest rank: the median over repetitions, and its
+quartiles. It goes from the input to a new output, whose allocation is included,
+for all alike. Inputs require a gradient; a backward is measured on a graph that
+is there already. Everybody's result is checked first.
 
   bytes     of the whole; for all-to-alls, the mean of what a rank has
   skew      largest over mean shard
   algbw     bytes over time, GB/s
-  busbw     bytes that the busiest rank has to send, or to receive, over time: as nccl-tests
-            has it where shards are even
+  busbw     bytes that the busiest rank has to send, or to receive, over time:
+            as nccl-tests has it where shards are even
   wire      bytes sent over the fewest possible, all ranks together
   /floor    varcomm's time over that of the fastest bare schedule
   peers     their time over varcomm's: 2.00 is half as fast
 
 example:
-  %(prog)s --world 2 --sizes 1M,16M --skews even,1:8 --dtypes float32 \\
-      --json run.json --plot run.png
+  %(prog)s --world 2 --sizes 1M,16M --skews even,1:8 \\
+      --dtypes float32 --json run.json --plot run.png
 """
 
 T = TypeVar("T")

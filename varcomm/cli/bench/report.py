@@ -71,7 +71,7 @@ class Report:
             return cls(about, [_result(entry) for entry in record["results"]])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ArgumentError(
-                f"{path} is no report of this command's --json: {error!r}"
+                f"{path} is no report of this command's --json: {type(error).__name__}: {error}"
             ) from error
 
     def lines(self) -> Iterator[str]:

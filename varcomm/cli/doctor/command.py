@@ -16,12 +16,13 @@ __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
 HELP = "tell what works here, ready to paste into an issue"
 DESCRIPTION = """\
-Tell versions, machine, GPUs and network interfaces, and try each engine that is there on 2 ranks of
-this machine: each primitive must move what it should, and its backward must be the adjoint. What is
-printed is Markdown; it has addresses of this machine, so read it before you publish it.
+Tell versions, machine, GPUs and network interfaces, and try each engine that
+is there on 2 ranks of this machine: each primitive must move what it should,
+and its backward must be the adjoint. What is printed is Markdown; it has
+addresses of this machine, so read it before you publish it.
 
-The status is 1 if anything that is installed does not work. No engine takes longer than a start of
-ranks (180 s at most) and --timeout for a check.
+The status is 1 if anything that is installed does not work. No engine takes
+longer than a start of ranks (180 s at most) and --timeout for a check.
 
 example:
   %(prog)s > doctor.md

@@ -28,6 +28,7 @@ __all__ = [
     "MANIFEST",
     "as_json",
     "digest_of",
+    "is_manifest",
     "read_arrays",
     "read_manifest",
     "write_arrays",
@@ -57,7 +58,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ArgumentError(
-            f"{folder} is no saved partition: {path.name} cannot be read."
+            f"{folder} is no saved partition: {path.name} cannot be read "
+            f"({error.strerror or error})."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is damaged: {error}. Save the graph again.") from error
@@ -70,6 +72,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if content.pop("digest", None) != _digest_of_manifest(content):
         raise ArgumentError(f"{path} is damaged or has been altered. Save the graph again.")
     return content
+
+
+def is_manifest(path: Path) -> bool:
+    """Return whether a file begins as :func:`write_manifest` does, damaged as the rest may be."""
+    start = json.dumps({"format": _FORMAT}, indent=1).removesuffix("\n}")
+    try:
+        _check_is_file(path)
+        with path.open() as file:
+            return file.read(len(start)) == start
+    except (OSError, ValueError):
+        return False
 
 
 def _digest_of_manifest(content: Mapping[str, Any]) -> str:
@@ -158,4 +171,5 @@ def _numpy(value: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return value.numpy()
     except TypeError:
-        return value.view({1: torch.uint8, 2: torch.int16}[value.element_size()]).numpy()
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[value.element_size()]
+        return value.view(bits).numpy()

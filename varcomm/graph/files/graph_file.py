@@ -38,6 +38,8 @@ def read_graph(path: Path) -> Data:
     """
     if path.is_dir():
         raise ArgumentError(f"{path} is a folder; give the file of a mesh or graph.")
+    if path.exists() and not path.is_file():
+        raise ArgumentError(f"{path} is no file, but a pipe or a device; give one that ends.")
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}.")
     readers = {
@@ -146,6 +148,11 @@ def _data(content: Mapping[str, Any], accepted: str) -> Data:
     if not isinstance(edge_index, torch.Tensor):
         found = ", ".join(content) or "nothing"
         raise ArgumentError(f"it has no edge_index, but {found}; {accepted}")
+    if edge_index.layout != torch.strided:
+        raise ArgumentError(
+            "its edge_index is a sparse tensor; make it (2, E): "
+            "torch_geometric.utils.to_edge_index(adjacency)[0]"
+        )
     if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype not in _INTEGERS:
         raise ArgumentError(
             f"its edges are {edge_index.dtype} of shape {tuple(edge_index.shape)}; {accepted}"

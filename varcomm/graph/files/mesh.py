@@ -7,6 +7,7 @@ import keyword
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ __all__ = ["Mesh", "read_mesh"]
 logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
+
+_LONGEST = 300  # of what meshio says of a file
 
 _QUOTE = {'"': "&quot;"}
 
@@ -216,6 +219,8 @@ def read_mesh(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
     source = _read(Path(path))
+    if source.points.ndim != 2:
+        raise ArgumentError(f"read_mesh: {path}: it has no points.")
     points = np.asarray(source.points, np.float64 if source.points.dtype.kind != "f" else None)
     points = _native(points[:, :2] if points.shape[1] == 3 and not points[:, 2].any() else points)
     blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
@@ -267,11 +272,14 @@ def _read(path: Path) -> Any:
             )
     said = io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said):
+        with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, on the way to a format
             source = meshio.read(path)
     except (Exception, SystemExit) as error:
         told = " ".join(said.getvalue().split())
         reason = told if isinstance(error, SystemExit) else f"{error!r} {told}".strip()
+        if len(reason) > _LONGEST:  # it may quote the file
+            reason = f"{reason[:_LONGEST]} ..."
         raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from error
     told = " ".join(said.getvalue().split())
     if "cannot handle" in told:

@@ -17,6 +17,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.building.tables import ends
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.layout import ShardSizes, exact_int
+from varcomm.transport.plain import dtype_of
 
 __all__ = ["Array", "Arrays", "Outline"]
 
@@ -49,10 +50,7 @@ class Array:
     def read(cls, told: Any) -> Self:
         """Return what a manifest tells."""
         name, rest = told
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name!r} is no dtype")
-        return cls(dtype, tuple(ShardSizes(rest)))
+        return cls(dtype_of(name), tuple(ShardSizes(rest)))
 
     def told(self) -> tuple[str, list[int]]:
         """Return it for a manifest."""
@@ -151,7 +149,9 @@ class Outline:
     def _check(self) -> None:
         ranks = len(self.digests) - 1
         types = [*self.nodes.values(), *self.edges.values()]
-        if ranks < 1 or self.hops < 1 or any(len(sizes) != ranks for sizes in types):
+        if self.hops < 1:
+            raise ValueError("hops must be a positive whole number")
+        if ranks < 1 or any(len(sizes) != ranks for sizes in types):
             raise ValueError("sizes of all types, and digests, must be there for each rank")
         for edge_type in self.edges:
             if not {*ends(edge_type)} <= self.nodes.keys():

@@ -142,7 +142,7 @@ def check_target(path: Any) -> None:
     where = Path(path)
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if where.suffix.lower().removeprefix(".") not in known:
-        raise ArgumentError(f"path must end in one of .{', .'.join(known)}; got {str(where)!r}.")
+        raise ArgumentError(f"the picture {str(where)!r} must end in one of .{', .'.join(known)}.")
     if not where.parent.is_dir():
         raise ArgumentError(f"there is no folder {where.parent}.")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,22 @@ from typing import Any, Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.files.archive import MANIFEST, as_json, digest_of, write_arrays, write_manifest
+from varcomm.graph.files.archive import (
+    MANIFEST,
+    as_json,
+    digest_of,
+    is_manifest,
+    write_arrays,
+    write_manifest,
+)
 from varcomm.graph.files.outline import Arrays, Outline
 from varcomm.graph.partitioned_graph import EdgeType, PartitionedGraph
 
-__all__ = ["WHOLE", "Staging", "part_file", "part_of"]
+__all__ = ["WHOLE", "Staging", "check_place", "part_file", "part_of"]
 
 WHOLE = "graph.npz"
+
+_OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(WHOLE)}|part-\d{{5,}}\.npz")
 
 
 def part_file(rank: int) -> str:
@@ -48,12 +59,9 @@ class Staging:
     def of(cls, folder: str | os.PathLike[str], attributes: Mapping[str, Any]) -> Self:
         """Return that of a graph with these attributes, or raise ArgumentError; nothing is written.
 
-        What is in the folder already is replaced if it is a saved partition, and refused otherwise.
+        See :func:`check_place` for which folders are taken.
         """
-        target = Path(folder)
-        is_other = target.exists() and not (target / MANIFEST).is_file()
-        if is_other and not (target.is_dir() and not any(target.iterdir())):
-            raise ArgumentError(f"{target} exists and is no saved partition; choose another.")
+        target = check_place(folder)
         whole, told = {}, {}
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor):
@@ -65,7 +73,7 @@ class Staging:
     @property
     def folder(self) -> Path:
         """Where it is while it is written."""
-        return self.target.with_name(self.target.name + ".saving")
+        return _beside(self.target)
 
     def begin(self) -> None:
         """Make the folder, for one process to call."""
@@ -86,16 +94,51 @@ class Staging:
         all_digests = [digest_of(self.whole), *digests]
         outline = Outline.of(graph, self.told, self.whole, part, all_digests)
         write_manifest(self.folder, outline.content())
-        old = self.target.with_name(self.target.name + ".old")
-        if self.target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.target.rename(old)
+        if not self.target.exists():
+            self.folder.rename(self.target)
+            return
+        earlier = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
+        self.target.rename(earlier / self.target.name)
         self.folder.rename(self.target)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what has been written."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_place(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder that a path leads to if a partition can be saved there.
+
+    A saved partition that is there already would be replaced; anything else that is there, or in
+    it, raises ArgumentError. So does what stands where the files are collected, unless it is what
+    a killed process has left of a save.
+    """
+    target = Path(folder).resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if not is_manifest(target / MANIFEST):
+            raise ArgumentError(f"{folder} exists and is no saved partition; choose another.")
+        if others := _others(target):
+            raise ArgumentError(
+                f"{folder} has {others[0]} besides the partition that would be replaced. Move it, "
+                "or choose another folder."
+            )
+    staging = _beside(target)
+    if staging.exists() and not (staging.is_dir() and not _others(staging)):
+        raise ArgumentError(
+            f"{staging} is in the way: files are collected there before they take their place. "
+            "Move it, or choose another folder."
+        )
+    return target
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(target.name + ".saving")
+
+
+def _others(folder: Path) -> list[str]:
+    """Return the names in a folder that no saved partition has."""
+    return sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
 
 
 def part_of(

@@ -61,7 +61,9 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         On every rank, if a module of PyTorch or PyG is known not to be exact, or not known to be:
         the message says why. On this rank, before any communication, if `graph` is none.
     DisagreementError
-        On every rank, if names, shapes, dtypes or values of parameters or buffers differ.
+        On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or what
+        layers of torch and PyG were told: aggregations, sizes, options. Modules of one's own are
+        not compared.
 
     Notes
     -----
@@ -118,9 +120,9 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     if others:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise DisagreementError(
-            f"{what}: ranks {others} have other parameters or buffers than rank 0; they differ in "
-            f"{', '.join(names[:3])}{more}. Seed the ranks alike before the model is made, or "
-            "broadcast those of one rank."
+            f"{what}: ranks {others} have other parameters or buffers than rank 0, or layers with "
+            f"other settings; they differ in {', '.join(names[:3])}{more}. Make the same model on "
+            "all; seed the ranks alike before, or broadcast what one rank has."
         )
     place = _place(model, graph)
     if place.rebind is None or not place.rebind.is_current():
@@ -185,7 +187,22 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
         lazy = any(torch.nn.parameter.is_lazy(value) for value in own.values())
         for key, value in own.items():
             state[key] = "uninitialised" if lazy else (value.requires_grad, digest(value))
+    for name, module in model.named_modules():
+        if settings := _settings(module):
+            state[f"{name or 'the model'} ({type(module).__name__})"] = settings
     return state
+
+
+def _settings(module: torch.nn.Module) -> str:
+    """Return what torch or PyG was told of a layer of theirs: sizes, aggregations, options."""
+    if not type(module).__module__.startswith(("torch.nn.modules.", "torch_geometric.nn.")):
+        return ""  # one's own may hold what belongs to a rank
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in sorted(vars(module).items())
+        if name != "training" and not name.startswith("_")
+        if value is None or isinstance(value, bool | int | float | str)
+    )
 
 
 def _forget(layer: MessagePassing) -> None:
