@@ -14,24 +14,14 @@ ROOMS = ["varcomm", *(f"varcomm.{room}" for room in sorted(varcomm._ROOMS))]
 # What it takes to make one is nobody's business but varcomm's, which makes them.
 MADE_BY_VARCOMM = {"varcomm.Handle", "varcomm.checkpoint.PendingSave"}
 
-RECORD = "is what a call returns"
+RECORD = "is what a call returns, whose example shows it"
 WITHOUT_EXAMPLE = {
-    "varcomm.Call": RECORD,
-    "varcomm.Trace": RECORD,
-    "varcomm.Traffic": RECORD,
-    "varcomm.graph.EdgeShard": RECORD,
-    "varcomm.graph.Mesh": RECORD,
-    "varcomm.graph.NodeShard": RECORD,
     "varcomm.graph.PartitionedGraph": RECORD,
-    "varcomm.simulate.Counts": RECORD,
-    "varcomm.simulate.Parts": RECORD,
     "varcomm.simulate.Point": RECORD,
     "varcomm.simulate.Sample": RECORD,
     "varcomm.simulate.Scaling": RECORD,
-    "varcomm.simulate.Seconds": RECORD,
     "varcomm.simulate.Step": RECORD,
     "varcomm.simulate.Times": RECORD,
-    "varcomm.simulate.Work": RECORD,
     "varcomm.simulate.measure": "would measure whatever runs the tests, for a minute",
     "varcomm.simulate.read_sea": "needs a file that is not part of varcomm",
 }

@@ -42,6 +42,22 @@ class EdgeShard(Shard):
         How many exchanges of one hop the halo replaces.
     counts : tuple of int
         How many edges are interior, and how many self loops.
+
+    Examples
+    --------
+    Of a ring of six, rank 0 owns three nodes, and has a copy of the one before them.
+
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
+    >>> with varcomm.simulate.world(2, rank=0):
+    ...     edges = varcomm.simulate.partition(ring, 2, "block").part().edges
+    >>> edges.edge_index, edges.halo_ids
+    (tensor([[0, 1, 3],
+            [1, 2, 0]]), tensor([5]))
+    >>> edges.num_sources, edges.num_halo, edges.interior
+    (3, 1, tensor([0, 1]))
     """
 
     edge_index: torch.Tensor = field(repr=False)

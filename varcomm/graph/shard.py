@@ -333,6 +333,19 @@ class NodeShard(Shard):
         Attributes, by their names.
     ids : AscendingIds
         What :attr:`owned_ids` is kept as.
+
+    Examples
+    --------
+    The nodes of the first of two ranks, in a ring of six.
+
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
+    >>> with varcomm.simulate.world(2, rank=0):
+    ...     nodes = varcomm.simulate.partition(ring, 2, "block").part().nodes
+    >>> nodes.owned_ids, nodes.attributes["x"], nodes.sizes
+    (tensor([0, 1, 2]), tensor([0., 1., 2.]), ShardSizes(3, 3))
     """
 
     rows = "nodes"

@@ -42,6 +42,18 @@ class Counts:
         Edges that each rank owns: those into its nodes.
     flows : mapping of Flows
         The exchange of halos of each type of edges; of the type None in a graph with one type.
+
+    Examples
+    --------
+    Of a partition, which is counts and more.
+
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
+    >>> counts = varcomm.simulate.partition(ring, 3, "block")
+    >>> counts.owned, counts.halo, counts.edges
+    (tensor([2, 2, 2]), tensor([1, 1, 1]), tensor([2, 2, 2]))
     """
 
     owned: torch.Tensor

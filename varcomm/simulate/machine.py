@@ -43,6 +43,12 @@ class Seconds:
         Of operators.
     communication : mapping of str to float
         Of calls, by operation.
+
+    Examples
+    --------
+    >>> from varcomm.simulate import Seconds
+    >>> Seconds(compute=0.5, communication={"halo": 0.25, "all_reduce": 0.125}).total
+    0.875
     """
 
     compute: float

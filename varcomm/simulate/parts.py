@@ -46,6 +46,23 @@ class Parts(Counts):
         How the ranks of nodes were decided.
     needs : mapping of Needs
         Who needs which rows of whom, by type of edges; of the type None in a graph with one type.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
+    >>> parts = varcomm.simulate.partition(ring, 2, "block")
+    >>> parts.method, parts.size
+    ('block', 2)
+    >>> print(parts.report())
+    6 nodes and 6 edges on 2 ranks by block
+    rank    owned     halo    edges      cut     sent  neighbours
+       0        3        1        3        1        1           1
+       1        3        1        3        1        1           1
+    edges between ranks: 2 (33.3 %); halo: 33.3 % of the nodes
+    imbalance: 1.00 in nodes, 1.00 in edges
     """
 
     method: str

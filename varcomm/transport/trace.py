@@ -28,6 +28,18 @@ class Call:
     sent_to, received_from : dict of int to int
         Bytes to, and from, each peer, as the algorithm needs them; where an engine runs a
         collective of its own, it may forward data on behalf of others beyond that.
+
+    Examples
+    --------
+    The first of two ranks gives its row, of 8 bytes, for the two of the other.
+
+    >>> import torch, varcomm
+    >>> with varcomm.simulate.world(2, rank=0), varcomm.trace() as calls:
+    ...     _ = varcomm.all_gather_v(torch.zeros(1, 2), [1, 2])
+    >>> calls[0]
+    Call(name='all_gather_v', sent_to={1: 8}, received_from={1: 16})
+    >>> calls[0].sent, calls[0].received
+    (8, 16)
     """
 
     name: str
@@ -57,6 +69,14 @@ class Traffic:
         Messages, one for each call and peer.
     sent, received : int
         Bytes.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> with varcomm.simulate.world(3, rank=0), varcomm.trace() as calls:
+    ...     _ = varcomm.all_gather_v(torch.zeros(1, 2), [1, 2, 0])
+    >>> calls.total
+    Traffic(calls=1, messages_sent=2, messages_received=1, sent=16, received=16)
     """
 
     calls: int = 0
@@ -85,6 +105,17 @@ class Trace(Sequence[Call]):
     ----------
     calls : list of Call
         The calls.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> x = torch.zeros(1, 2, requires_grad=True)
+    >>> with varcomm.simulate.world(2, rank=0), varcomm.trace() as calls:
+    ...     varcomm.all_gather_v(x, [1, 2]).sum().backward()
+    >>> [call.name for call in calls]
+    ['all_gather_v', 'reduce_scatter_v']
+    >>> calls.total.sent, calls.total.received
+    (24, 24)
     """
 
     calls: list[Call] = field(default_factory=list)

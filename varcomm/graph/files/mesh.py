@@ -57,6 +57,17 @@ class Mesh:
         Which of them.
     source : meshio.Mesh
         The file as it was read, with its points, its blocks of cells and all its fields.
+
+    Examples
+    --------
+    >>> import meshio, tempfile, torch
+    >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]], {"quad": [[0, 1, 2, 3]]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     square.write(f"{folder}/square.vtu")
+    ...     mesh = read_mesh(f"{folder}/square.vtu")
+    >>> mesh.nodes, mesh.data.num_nodes, mesh.data.edge_index[:, :3]
+    ('points', 4, tensor([[0, 0, 1],
+            [1, 3, 0]]))
     """
 
     data: Data = field(repr=False)
