@@ -167,7 +167,7 @@ def agree_and_share(
     One round of messages; raises as :func:`agree` does.
     """
     failure: Exception | None = None
-    call: dict[str, Any] = {"operation": what}
+    call: dict[str, Any] = {"operation": what, "is set-up": True}
     try:
         value = local()
         call["told"] = to_bytes(tell(value)).decode()
@@ -176,7 +176,7 @@ def agree_and_share(
         call |= {"error": str(error), "kind": _kind(error).__name__}
     calls = _told(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
-        if any(other["operation"] != what for other in calls):
+        if not all("is set-up" in other for other in calls):
             raise _not_called(group, calls) from failure
         first, *others = failures
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
@@ -228,7 +228,7 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
 
 
 def _not_called(group: Group, calls: Sequence[Mapping[str, Any]]) -> DisagreementError:
-    """Return the error where a rank could not take part, and others are in a call."""
+    """Return the error where a rank could not take part, and others are in a hot call."""
     failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(calls) if "error" in c]
     operation = next(c["operation"] for c in calls if "error" in c)
     return DisagreementError(
