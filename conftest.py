@@ -1,10 +1,8 @@
 """Pools of ranks that live as long as the session: each start costs seconds of imports."""
 
 import gc
-import itertools
 import sys
 import warnings
-from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -17,11 +15,6 @@ from varcomm.errors import GroupError
 from varcomm.testing import Ranks
 from varcomm.transport import aside as aside_module
 from varcomm.transport import lane as lane_module
-
-WORLDS = (1, 2, 3, 5)
-
-# Tests that are run with each pair of values of their parameters, not with each value alone.
-PAIRED = ("tests/ops/test_adjoints", "tests/ops/test_derivatives", "tests/ops/test_values")
 
 ALLOWED = (
     # of torch_geometric and Inductor, of torch; of torch_geometric, of Python 3.13
@@ -46,62 +39,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all",
         action="store_true",
-        help="run parametrized tests with all combinations of their parameters",
+        help="run tests marked `slow` as well",
     )
 
 
-@pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config, items):
-    """Choose combinations of parameters: each value once, of primitives each pair of values.
-
-    On MPI, 3 ranks stand for all worlds but one: what is tested of worlds is no engine's.
-    """
+    """Leave tests marked `slow` to `--all`."""
     if config.getoption("--all"):
         return
-    on_gloo, runs = config.getoption("--engine") == "gloo", {}
-    for item in items:
-        if on_gloo or _params(item).get("ranks") not in (2, 5):
-            runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = set()
-    for test, several in runs.items():
-        paired = on_gloo and test.startswith(PAIRED)
-        chosen.update(_each_once(several, _pairs_of_values if paired else _values))
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
-
-
-def _params(item):
-    return item.callspec.params if hasattr(item, "callspec") else {}
-
-
-def _values(item):
-    """Return the values of its parameters; those that are given together are one."""
-    found = []
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0]
-        names = names.replace(",", " ").split() if isinstance(names, str) else names
-        found.append((*names, *(id(_params(item)[name]) for name in names)))
-    return found
-
-
-def _pairs_of_values(item):
-    """Return each pair of the values of its parameters, also of those that are given together."""
-    values = [(name, repr(value)) for name, value in sorted(_params(item).items())]
-    return list(itertools.combinations(values, 2)) or values
-
-
-def _each_once(items, what):
-    """Choose among the runs of a test: what is seldom chosen first, until all is."""
-    of = {item: set(what(item)) for item in items}
-    left, times, chosen = set().union(*of.values()), Counter(), []
-    if not left:
-        return items
-    while left:
-        best = max(of, key=lambda item: (len(left & of[item]), -sum(times[v] for v in of[item])))
-        chosen.append(best)
-        left -= of[best]
-        times.update(of.pop(best))
-    return chosen
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 class Worlds:
