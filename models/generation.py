@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, exact_int
 from varcomm.ops.broadcast import broadcast
+from varcomm.sizes import ShardSizes, exact_int
 from varcomm.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
-from varcomm.transport.agree import compare
+from varcomm.transport.agreement import compare
 
 
 class Decoder(Protocol):

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes, exact_int
-from varcomm.transport.agree import agree
+from varcomm.sizes import ShardSizes, checked_sizes, exact_int
+from varcomm.transport.agreement import agree
 from varcomm.transport.group import GroupLike, resolve
 
 

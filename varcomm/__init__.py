@@ -18,7 +18,6 @@ from varcomm.errors import (
     MissingPackageError,
     VarcommError,
 )
-from varcomm.layout import ShardSizes
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -33,7 +32,8 @@ from varcomm.ops.transpose_v import transpose_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
 from varcomm.sharding.dtensor import from_dtensor, to_dtensor
-from varcomm.transport.agree import debug
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import debug
 from varcomm.transport.launch import Ranks, World, init, launch
 from varcomm.transport.trace import Call, Trace, Traffic, trace
 

@@ -5,8 +5,8 @@ import torch
 
 from conftest import WORLDS
 from varcomm.checkpoint import load, read, save
-from varcomm.layout import ShardSizes
 from varcomm.sharding import Box, Sharded, ShardSpec
+from varcomm.sizes import ShardSizes
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import varcomm
 from varcomm.checkpoint import PerRank, load, read, save
-from varcomm.layout import ShardSizes
 from varcomm.sharding import Sharded, ShardSpec, shard_spec
+from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel import ColumnParallelLinear, RandomStreams, RowParallelLinear
 
 

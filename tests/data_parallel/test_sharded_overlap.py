@@ -18,7 +18,7 @@ from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.data_parallel.sharded import ShardedGradients
 from varcomm.graph import distribute, partition
-from varcomm.ops import wire
+from varcomm.ops import packing
 
 
 class Direct(nn.Module):
@@ -287,7 +287,7 @@ def freed(rank):
     gradients, messages, under_way, seen = [], [], [], []
     for layer in layers:
         layer.weight.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
-    exchange = wire.exchange
+    exchange = packing.exchange
 
     def noted(name, group, values, *args):
         works, received = exchange(name, group, values, *args)
@@ -303,14 +303,14 @@ def freed(rank):
         under_way.clear()
         seen.append((alive(gradients), alive(messages, 4)))
 
-    wire.exchange = noted
+    packing.exchange = noted
     try:
         h = torch.ones(1, 16)
         for number, layer in enumerate(layers):
             h = layer(Noting.apply(h, note) if number else h)
         h.sum().backward()
     finally:
-        wire.exchange = exchange
+        packing.exchange = exchange
     del h
     under_way.clear()
     left = alive(messages, 0), alive(gradients, 0)

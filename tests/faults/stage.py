@@ -25,7 +25,6 @@ import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
 from varcomm.graph import distribute, partition
-from varcomm.ops import wire
 from varcomm.transport import agree
 
 RANKS = 3

@@ -8,7 +8,7 @@ import torch
 import varcomm as vc
 from varcomm import ArgumentError, GroupError
 from varcomm.simulate import MACHINES, Machine
-from varcomm.transport.fake import Transfer
+from varcomm.transport.simulated import Transfer
 
 # Numbers that are easy to compute with: two ranks on a node.
 M = Machine(

@@ -19,7 +19,7 @@ from tests.ops.primitives import PRIMITIVES, case, setting
 from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
 THETA = torch.tensor([0.5, -0.3, 0.7], dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import varcomm
 from varcomm import ArgumentError, CommunicationError, DisagreementError, VarcommError
-from varcomm.transport.agree import agree
+from varcomm.transport.agreement import agree
 from varcomm.transport.group import resolve
 
 F = torch.zeros

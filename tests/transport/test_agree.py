@@ -9,7 +9,7 @@ import torch.distributed as dist
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
 from varcomm import ArgumentError, DisagreementError, GroupError, VarcommError
-from varcomm.transport.agree import agree, debugging, share
+from varcomm.transport.agreement import agree, debugging, share
 from varcomm.transport.group import resolve
 
 

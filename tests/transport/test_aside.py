@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from varcomm import all_reduce
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.aside import aside
 from varcomm.transport.group import resolve
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 import varcomm
 from varcomm import ArgumentError, DisagreementError, GroupError
-from varcomm.transport.agree import agree, share
+from varcomm.transport.agreement import agree, share
 from varcomm.transport.aside import aside
-from varcomm.transport.fake import alone, transfers
 from varcomm.transport.group import resolve
 from varcomm.transport.lane import free_lanes, take_lane
+from varcomm.transport.simulated import alone, transfers
 
 
 def test_what_arrives_is_zeros_but_for_what_a_rank_keeps():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import resolve
 from varcomm.transport.objects import all_gather_object
-from varcomm.transport.plain import to_bytes
+from varcomm.transport.serialization import to_bytes
 
 # Of a text that, with its length before it, just fits one message.
 FITS = 1024 - 8 - len(to_bytes("." * 1000)) + 1000

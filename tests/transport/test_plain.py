@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from varcomm.checkpoint.boxes import Piece
 from varcomm.checkpoint.nested import Number
-from varcomm.transport.plain import from_bytes, to_bytes
+from varcomm.transport.serialization import from_bytes, to_bytes
 
 LEAVES = st.one_of(
     st.none(),

@@ -21,9 +21,9 @@ from varcomm.checkpoint.leaves import Leaves, Value
 from varcomm.checkpoint.nested import Keys, Number
 from varcomm.checkpoint.together import Ranks, share
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.layout import ShardSizes
 from varcomm.ops.digest import digest
-from varcomm.transport.plain import travels
+from varcomm.sizes import ShardSizes
+from varcomm.transport.serialization import travels
 
 __all__ = ["Agreed", "Entry", "Told", "agreed", "check_copies", "told"]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Sharded, shard_spec
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = [
     "Piece",

@@ -8,9 +8,9 @@ from varcomm.checkpoint.agreement import rows_of
 from varcomm.checkpoint.kinds import Rows
 from varcomm.checkpoint.together import Ranks, agree
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sharding import Box, Sharded
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
 __all__ = ["Fetch", "in_order"]

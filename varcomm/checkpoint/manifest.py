@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from varcomm.errors import ArgumentError
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = [
     "METADATA",

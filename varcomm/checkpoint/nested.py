@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from varcomm.errors import ArgumentError
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = ["Keys", "Number", "at", "joined", "nested", "prefix_hint", "spelled"]
 

@@ -16,7 +16,7 @@ from varcomm.checkpoint.leaves import checked_rows, is_bare
 from varcomm.checkpoint.nested import Keys, at, joined, nested, prefix_hint, spelled
 from varcomm.checkpoint.reader import Checkpoint
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = ["Fit", "Targets", "check_fit", "targets_of"]
 

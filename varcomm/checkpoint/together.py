@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 import torch.distributed as dist
 
 from varcomm.errors import ArgumentError, VarcommError
-from varcomm.transport import agree as between
+from varcomm.transport import agreement as between
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["Alone", "Ranks", "agree", "agree_and_share", "share", "together"]
@@ -40,7 +40,7 @@ def agree_and_share(
 ) -> tuple[T, list[S]]:
     """Run `local` on every rank and return its result, and what each tells of its own.
 
-    As :func:`varcomm.transport.agree.agree_and_share`, and the same without other ranks.
+    As :func:`varcomm.transport.agreement.agree_and_share`, and the same without other ranks.
 
     Raises
     ------

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as Planner
 from varcomm.checkpoint.agreement import Agreed
 from varcomm.checkpoint.manifest import METADATA, Digest, Manifest, data_file, manifest_file
 from varcomm.errors import ArgumentError
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = ["Written", "commit", "discard", "is_committed", "write"]
 

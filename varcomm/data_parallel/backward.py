@@ -18,7 +18,7 @@ from varcomm.data_parallel.global_count import CountSum, GlobalCount, User
 from varcomm.data_parallel.routes import Route
 from varcomm.data_parallel.values import check_dtype
 from varcomm.errors import ArgumentError
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group
 
 if TYPE_CHECKING:

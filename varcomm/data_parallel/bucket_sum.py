@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from varcomm.layout import ShardSizes
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.reduction import SMALL, accumulated
-from varcomm.transport.agree import compare, debugging
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.engine import Pending
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
@@ -49,9 +49,9 @@ class BucketSum:
         self._explained = explained(name, group)
         with span(name), self._explained:
             if self._pieces is None:
-                works, parts = wire.all_gather(name, group, flat, counts)
+                works, parts = packing.all_gather(name, group, flat, counts)
             else:
-                works, parts = wire.exchange(name, group, flat, self._pieces, counts)
+                works, parts = packing.exchange(name, group, flat, self._pieces, counts)
         self._pending = Pending(works, lambda: parts.view(ranks, len(self._mine)))
 
     def begin_second_round(self, divisor: int = 1, undivided: int = 0) -> None:
@@ -72,7 +72,7 @@ class BucketSum:
         self._compare(name, total)
         self._explained = explained(name, self._group)
         with span(name), self._explained:
-            works, out = wire.all_gather(name, self._group, total, self._pieces)
+            works, out = packing.all_gather(name, self._group, total, self._pieces)
         self._pending = Pending(works, lambda: out)
 
     def wait(self) -> torch.Tensor:

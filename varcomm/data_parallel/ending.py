@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import Node
 
 from varcomm.data_parallel.global_count import GlobalCount, User
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group
 
 __all__ = ["LOCK", "End", "Ending", "is_reached", "tokens"]

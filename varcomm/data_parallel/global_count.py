@@ -10,7 +10,7 @@ import torch
 
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.errors import ArgumentError
-from varcomm.layout import exact_int
+from varcomm.sizes import exact_int
 from varcomm.transport.group import Group
 
 __all__ = ["CountSum", "GlobalCount", "Reduce", "User", "described", "missing"]

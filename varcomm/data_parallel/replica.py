@@ -27,7 +27,7 @@ from varcomm.data_parallel.watching import bereave, marks_at, replicas_at
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import debugging, fail
+from varcomm.transport.agreement import debugging, fail
 from varcomm.transport.group import Group
 from varcomm.transport.lane import Lane, weakly
 

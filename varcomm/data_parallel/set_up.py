@@ -25,11 +25,11 @@ from varcomm.data_parallel.values import (
 )
 from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import differing, digest
 from varcomm.ops.reduction import checked_summable
-from varcomm.transport.agree import share
+from varcomm.sizes import exact_int
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
 from varcomm.transport.lane import free_lanes, take_lane
 

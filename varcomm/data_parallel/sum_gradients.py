@@ -12,7 +12,7 @@ from varcomm.data_parallel.watching import replicas_of
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["sum_gradients"]

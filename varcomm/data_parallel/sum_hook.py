@@ -14,7 +14,7 @@ from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, de
 from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import debugging
+from varcomm.transport.agreement import debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 from varcomm.transport.lane import weakly
 

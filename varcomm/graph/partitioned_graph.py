@@ -15,8 +15,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.report import Report
 from varcomm.graph.shard import NodeShard, Shard, moved
-from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group, GroupLike
 
 __all__ = ["EdgeType", "NodeType", "PartitionedGraph"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import exact_int
-from varcomm.transport.agree import share
+from varcomm.sizes import exact_int
+from varcomm.transport.agreement import share
 
 if TYPE_CHECKING:
     from varcomm.graph.partitioned_graph import PartitionedGraph

@@ -12,14 +12,14 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.reductions import replicated_sum
-from varcomm.layout import ShardSizes, checked_rank
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.extent import counts_in, extent_of
 from varcomm.ops.gather_v import gather_v
 from varcomm.ops.operator import checking
+from varcomm.ops.packing import taken
 from varcomm.ops.scatter_v import scatter_v
-from varcomm.ops.wire import taken
-from varcomm.transport.agree import compare, debugging
+from varcomm.sizes import ShardSizes, checked_rank
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group
 
 __all__ = ["NodeShard", "Shard", "described", "moved"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.library import torch_operator
@@ -34,14 +34,14 @@ class AllGatherV(Operator):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send the shard as it lies in memory; whoever has dim != 0 copies once on arrival."""
-        row = prod(wire.rest(x.shape, self.dim))
+        row = prod(packing.rest(x.shape, self.dim))
         counts = [rows * row for rows in self.sizes]
-        works, values = wire.all_gather(self.name, self.group, wire.flat(x), counts)
-        shape, into = wire.like(x.shape, self.dim, sum(self.sizes)), wire.memory_format(x)
-        return Pending(works, lambda: wire.unpack(values, shape, self.sizes, self.dim, into))
+        works, values = packing.all_gather(self.name, self.group, packing.flat(x), counts)
+        shape, into = packing.like(x.shape, self.dim, sum(self.sizes)), packing.memory_format(x)
+        return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim, into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return wire.new(x, wire.like(x.shape, self.dim, sum(self.sizes)))
+        return packing.new(x, packing.like(x.shape, self.dim, sum(self.sizes)))
 
     @property
     def adjoint(self) -> Operator:
@@ -64,12 +64,12 @@ class ReduceScatterV(Operator):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send each rank its rows in the narrow dtype; it sums what it gets."""
-        row = prod(wire.rest(x.shape, self.dim))
+        row = prod(packing.rest(x.shape, self.dim))
         mine = self.sizes[self.group.rank]
-        shape, into = wire.like(x.shape, self.dim, mine), wire.memory_format(x)
+        shape, into = packing.like(x.shape, self.dim, mine), packing.memory_format(x)
         send, recv = [rows * row for rows in self.sizes], [mine * row] * self.group.size
-        packed = wire.pack(x, self.sizes, self.dim)
-        works, values = wire.exchange(self.name, self.group, packed, send, recv)
+        packed = packing.pack(x, self.sizes, self.dim)
+        works, values = packing.exchange(self.name, self.group, packed, send, recv)
 
         def finish() -> torch.Tensor:
             total = sum_in_rank_order(values.view(self.group.size, *shape), self.use_fp32)
@@ -78,7 +78,7 @@ class ReduceScatterV(Operator):
         return Pending(works, finish)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return wire.new(x, wire.like(x.shape, self.dim, self.sizes[self.group.rank]))
+        return packing.new(x, packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
 
     @property
     def adjoint(self) -> AllGatherV:
@@ -92,7 +92,7 @@ def _describe(operator: AllGatherV | ReduceScatterV, x: torch.Tensor) -> dict[st
     return {
         "dim": operator.dim,
         "sizes": list(operator.sizes),
-        "shape of a row": wire.rest(x.shape, operator.dim),
+        "shape of a row": packing.rest(x.shape, operator.dim),
         "use_fp32": operator.use_fp32,
     }
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, overload
 
 import torch
 
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
@@ -29,27 +29,27 @@ class AllReduce(Operator):
     one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
-        values, ranks, into = wire.flat(x), self.group.size, wire.memory_format(x)
+        values, ranks, into = packing.flat(x), self.group.size, packing.memory_format(x)
         counts = pieces(x, self.group, self.one_round)
         if counts is None:
-            works, wholes = wire.all_gather(self.name, self.group, values, [x.numel()] * ranks)
+            works, wholes = packing.all_gather(self.name, self.group, values, [x.numel()] * ranks)
             parts = wholes.view(ranks, *x.shape)
             return Pending(
                 works,
                 lambda: sum_in_rank_order(parts, self.use_fp32).contiguous(memory_format=into),
             )
         mine = counts[self.group.rank]
-        works, got = wire.exchange(self.name, self.group, values, counts, [mine] * ranks)
+        works, got = packing.exchange(self.name, self.group, values, counts, [mine] * ranks)
 
         def finish() -> torch.Tensor:
             piece = sum_in_rank_order(got.view(ranks, mine), self.use_fp32)
-            works, total = wire.all_gather(self.name, self.group, piece, counts)
+            works, total = packing.all_gather(self.name, self.group, piece, counts)
             return Pending(works, lambda: total.view(x.shape).contiguous(memory_format=into)).wait()
 
         return Pending(works, finish)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return wire.new(x, x.shape)
+        return packing.new(x, x.shape)
 
     @property
     def adjoint(self) -> Operator:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, Self, overload
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import checked_sizes
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
+from varcomm.sizes import checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -41,20 +41,20 @@ class AllToAllV(Operator):
         """Send blocks whose rows are along `concat_dim`, so that what comes needs no copy."""
         front = x.movedim(self.concat_dim, 0)
         split = self._split_dim_in_front()
-        packed = wire.pack(front, self.split_sizes, split)
-        send = [rows * prod(wire.rest(front.shape, split)) for rows in self.split_sizes]
+        packed = packing.pack(front, self.split_sizes, split)
+        send = [rows * prod(packing.rest(front.shape, split)) for rows in self.split_sizes]
 
-        kept = wire.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
+        kept = packing.like(front.shape, split, self.split_sizes[self.group.rank])[1:]
         recv = [rows * prod(kept) for rows in self.concat_sizes]
-        works, values = wire.exchange(self.name, self.group, packed, send, recv)
-        shape, into = (sum(self.concat_sizes), *kept), wire.memory_format(x)
-        return Pending(works, lambda: wire.back(values.view(shape), self.concat_dim, into))
+        works, values = packing.exchange(self.name, self.group, packed, send, recv)
+        shape, into = (sum(self.concat_sizes), *kept), packing.memory_format(x)
+        return Pending(works, lambda: packing.back(values.view(shape), self.concat_dim, into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        kept = wire.like(x.shape, self.split_dim, self.split_sizes[self.group.rank])
-        rows = wire.like(kept, self.concat_dim, sum(self.concat_sizes))
-        front = x.new_empty(rows[self.concat_dim], *wire.rest(rows, self.concat_dim))
-        return wire.back(front, self.concat_dim, wire.memory_format(x))
+        kept = packing.like(x.shape, self.split_dim, self.split_sizes[self.group.rank])
+        rows = packing.like(kept, self.concat_dim, sum(self.concat_sizes))
+        front = x.new_empty(rows[self.concat_dim], *packing.rest(rows, self.concat_dim))
+        return packing.back(front, self.concat_dim, packing.memory_format(x))
 
     def _split_dim_in_front(self) -> int:
         """Return where `split_dim` is once `concat_dim` has become the first."""
@@ -72,7 +72,7 @@ class AllToAllV(Operator):
             "dim": self.split_dim,
             "send": list(self.split_sizes),
             "recv": list(self.concat_sizes),
-            "shape of a row": wire.rest(x.shape, self.split_dim),
+            "shape of a row": packing.rest(x.shape, self.split_dim),
         }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.library import is_traced
-from varcomm.transport.agree import compare
+from varcomm.transport.agreement import compare
 from varcomm.transport.group import Group
 
 __all__ = ["batch_last", "compare_batches", "of_batch", "of_each", "refuse_vmap", "wrappers"]

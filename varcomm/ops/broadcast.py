@@ -8,13 +8,13 @@ from typing import Any, Literal, Self, overload
 
 import torch
 
-from varcomm.layout import checked_rank
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
 from varcomm.ops.reduction import pieces, sum_in_rank_order
 from varcomm.ops.rooted import input_of_root
+from varcomm.sizes import checked_rank
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -58,7 +58,7 @@ class Broadcast(_Rooted):
             values = plain.clone(memory_format=torch.contiguous_format).view(-1)
         else:
             values = x.new_empty(prod(self.shape))
-        works = wire.broadcast(self.name, self.group, values, self.root)
+        works = packing.broadcast(self.name, self.group, values, self.root)
         return Pending(works, lambda: values.view(self.shape).contiguous(memory_format=self.into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,13 +78,13 @@ class Reduce(_Rooted):
     one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
-        values, rank, ranks = wire.flat(x), self.group.rank, self.group.size
-        into, at_root = wire.memory_format(x), self.group.rank == self.root
+        values, rank, ranks = packing.flat(x), self.group.rank, self.group.size
+        into, at_root = packing.memory_format(x), self.group.rank == self.root
         counts = pieces(x, self.group, self.one_round)
         if counts is None:
             send = [x.numel() * (r == self.root) for r in range(ranks)]
             recv = [x.numel() * at_root] * ranks
-            works, got = wire.exchange(self.name, self.group, values, send, recv, "one")
+            works, got = packing.exchange(self.name, self.group, values, send, recv, "one")
 
             def finish() -> torch.Tensor:
                 if not at_root:
@@ -93,13 +93,13 @@ class Reduce(_Rooted):
                 return total.contiguous(memory_format=into)
 
             return Pending(works, finish)
-        works, got = wire.exchange(self.name, self.group, values, counts, [counts[rank]] * ranks)
+        works, got = packing.exchange(self.name, self.group, values, counts, [counts[rank]] * ranks)
 
         def finish_by_pieces() -> torch.Tensor:
             piece = sum_in_rank_order(got.view(ranks, counts[rank]), self.use_fp32)
             send = [counts[rank] * (r == self.root) for r in range(ranks)]
             recv = [count * at_root for count in counts]
-            works, total = wire.exchange(self.name, self.group, piece, send, recv, "one")
+            works, total = packing.exchange(self.name, self.group, piece, send, recv, "one")
             Pending(works, lambda: total).wait()
             if not at_root:
                 return x.new_zeros(self.elsewhere)
@@ -110,7 +110,7 @@ class Reduce(_Rooted):
     def result(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.rank != self.root:
             return x.new_empty(self.elsewhere)
-        return wire.new(x, self.shape)
+        return packing.new(x, self.shape)
 
     @property
     def in_one_round(self) -> Self:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import checked_dim, checked_sizes
+from varcomm.sizes import checked_dim, checked_sizes
 from varcomm.transport.group import Group
 
 __all__ = ["checked_flag", "checked_shard", "checked_tensor", "checked_whole"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from varcomm.ops import wire
+from varcomm.ops import packing
 
 __all__ = ["differing", "digest"]
 
@@ -23,7 +23,7 @@ def digest(value: object) -> object:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         if value.is_meta or is_fake(value):  # which have no values
             return str(value.dtype), tuple(value.shape)
-        content = wire.as_bytes(wire.flat(value.detach().cpu())).numpy()
+        content = packing.as_bytes(packing.flat(value.detach().cpu())).numpy()
         return str(value.dtype), tuple(value.shape), crc32(content.data)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return str(value.dtype), value.shape, crc32(value.tobytes())

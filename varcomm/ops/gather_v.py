@@ -9,12 +9,12 @@ from typing import Any, Literal, Self, overload
 
 import torch
 
-from varcomm.layout import checked_rank
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator, checking
+from varcomm.sizes import checked_rank
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -38,7 +38,7 @@ class _Rooted(Operator):
 
     def _counts(self) -> tuple[list[int], list[int]]:
         """Return elements that each rank has at the root, and those that this rank has there."""
-        row = prod(wire.rest(self.shape, self.dim))
+        row = prod(packing.rest(self.shape, self.dim))
         at_root, mine = [0] * self.group.size, [0] * self.group.size
         if self.group.rank == self.root:
             at_root = [rows * row for rows in self.sizes]
@@ -53,7 +53,7 @@ class _Rooted(Operator):
             "dim": self.dim,
             "sizes": list(self.sizes),
             "root": self.root,
-            "shape of a row": wire.rest(self.shape, self.dim),
+            "shape of a row": packing.rest(self.shape, self.dim),
         }
 
 
@@ -66,20 +66,22 @@ class GatherV(_Rooted):
 
     def start(self, x: torch.Tensor) -> Pending:
         at_root, mine = self._counts()
-        works, values = wire.exchange(self.name, self.group, wire.flat(x), mine, at_root, "one")
-        into = wire.memory_format(x)
+        works, values = packing.exchange(
+            self.name, self.group, packing.flat(x), mine, at_root, "one"
+        )
+        into = packing.memory_format(x)
 
         def finish() -> torch.Tensor:
             if self.group.rank != self.root:
                 return x.new_zeros(self.elsewhere)
-            return wire.unpack(values, self.shape, self.sizes, self.dim, into)
+            return packing.unpack(values, self.shape, self.sizes, self.dim, into)
 
         return Pending(works, finish)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.rank != self.root:
             return x.new_empty(self.elsewhere)
-        return wire.new(x, self.shape)
+        return packing.new(x, self.shape)
 
     @property
     def adjoint(self) -> ScatterV:
@@ -102,13 +104,13 @@ class ScatterV(_Rooted):
         at_root, mine = self._counts()
         packed = x.new_empty(0)
         if self.group.rank == self.root:
-            packed = wire.pack(x, self.sizes, self.dim)
-        works, values = wire.exchange(self.name, self.group, packed, at_root, mine, "one")
-        shape = wire.like(self.shape, self.dim, self.sizes[self.group.rank])
+            packed = packing.pack(x, self.sizes, self.dim)
+        works, values = packing.exchange(self.name, self.group, packed, at_root, mine, "one")
+        shape = packing.like(self.shape, self.dim, self.sizes[self.group.rank])
         return Pending(works, lambda: values.view(shape).contiguous(memory_format=self.into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        shape = wire.like(self.shape, self.dim, self.sizes[self.group.rank])
+        shape = packing.like(self.shape, self.dim, self.sizes[self.group.rank])
         return x.new_empty(shape).contiguous(memory_format=self.into)
 
     @property
@@ -199,6 +201,6 @@ def gather_v(
     with checking("gather_v", ranks, async_op=async_op) as where:
         sizes, dim = checked_shard(tensor, sizes, dim, ranks, where)
         root = checked_rank(dst, ranks.size, "dst", where)
-    shape = wire.like(tensor.shape, dim, sum(sizes))
-    operator = GatherV(ranks, sizes, dim, root, shape, elsewhere=wire.like(shape, dim, 0))
+    shape = packing.like(tensor.shape, dim, sum(sizes))
+    operator = GatherV(ranks, sizes, dim, root, shape, elsewhere=packing.like(shape, dim, 0))
     return run(operator, tensor, async_op)

@@ -28,7 +28,7 @@ from varcomm.ops.autograd import (
 from varcomm.ops.batching import batch_last, compare_batches, of_batch, of_each
 from varcomm.ops.library import Meanwhile, not_before, start_in_graph, wait_in_graph
 from varcomm.ops.operator import Operator
-from varcomm.transport.agree import compare, debugging, fail
+from varcomm.transport.agreement import compare, debugging, fail
 from varcomm.transport.engine import Pending
 
 __all__ = ["Handle", "run", "start"]

@@ -17,7 +17,7 @@ import torch
 
 from varcomm.errors import ArgumentError, CommunicationError, GroupError
 from varcomm.ops.checks import checked_flag
-from varcomm.transport.agree import compare, debugging, fail
+from varcomm.transport.agreement import compare, debugging, fail
 from varcomm.transport.engine import EngineFailure, Pending
 from varcomm.transport.engines import engine_for
 from varcomm.transport.failure import failure
@@ -68,7 +68,7 @@ class Operator(ABC):
 
     @abstractmethod
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        """Tell what must fit between ranks, as :func:`varcomm.transport.agree.compare` takes it."""
+        """Tell what must fit between ranks, as :func:`varcomm.transport.agreement.compare` takes it."""
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator as a graph holds it, in the order of `schema`."""

@@ -6,11 +6,11 @@ from typing import Literal, overload
 
 import torch
 
-from varcomm.layout import checked_rank
 from varcomm.ops.broadcast import Reduce
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import checked_summable
+from varcomm.sizes import checked_rank
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["reduce"]

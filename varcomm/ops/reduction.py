@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes
 from varcomm.ops.checks import checked_tensor
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
 __all__ = [

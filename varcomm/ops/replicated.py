@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_reduce import AllReduce
 from varcomm.ops.library import torch_operator
@@ -70,12 +70,12 @@ class ReplicatedShard(Operator):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Copy, as :class:`ReplicatedUse` does."""
-        rank, into = self.group.rank, wire.memory_format(x)
+        rank, into = self.group.rank, packing.memory_format(x)
         rows = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
         return Pending([], lambda: rows.clone(memory_format=into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return wire.new(x, wire.like(x.shape, self.dim, self.sizes[self.group.rank]))
+        return packing.new(x, packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
 
     @property
     def adjoint(self) -> ReplicatedGather:

@@ -11,11 +11,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.batching import wrappers
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.library import in_graph
-from varcomm.transport.agree import compare, debugging, share
+from varcomm.transport.agreement import compare, debugging, share
 from varcomm.transport.announce import announce
 from varcomm.transport.group import Group
 
@@ -124,7 +124,7 @@ def _input_in_graph(
         )
     checked_tensor(tensor, where)
     check(tensor)
-    given = Input(tensor, tuple(tensor.shape), wire.memory_format(tensor))
+    given = Input(tensor, tuple(tensor.shape), packing.memory_format(tensor))
     if group.rank == src:
         return given
     return replace(given, tensor=_nothing_of(tensor))
@@ -160,7 +160,7 @@ def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: 
 def _memory_format(tensor: torch.Tensor, transformed: Sequence[int]) -> torch.memory_format:
     # a batch has no format, and does not answer what it is
     batched = max(transformed, default=-1) >= 0
-    return torch.contiguous_format if batched else wire.memory_format(tensor)
+    return torch.contiguous_format if batched else packing.memory_format(tensor)
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

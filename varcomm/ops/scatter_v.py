@@ -7,12 +7,12 @@ from typing import Literal, overload
 
 import torch
 
-from varcomm.layout import checked_dim, checked_rank, checked_sizes
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.gather_v import ScatterV
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.operator import checking
 from varcomm.ops.rooted import input_of_root
+from varcomm.sizes import checked_dim, checked_rank, checked_sizes
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["scatter_v"]

@@ -11,7 +11,7 @@ from varcomm.ops.checks import checked_whole
 from varcomm.ops.handle import Handle
 from varcomm.ops.library import in_graph
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["shard_v"]

@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 
 from varcomm.errors import GroupError
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.digest import digest
 from varcomm.transport.engine import Pending
 from varcomm.transport.engines import peers_answer
@@ -34,5 +34,5 @@ def exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) 
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
     with explained("ExchangePlan", group):
-        works, theirs = wire.exchange("ExchangePlan", group, mine, ones, ones)
+        works, theirs = packing.exchange("ExchangePlan", group, mine, ones, ones)
         return tuple(Pending(works, lambda: theirs).wait().tolist())

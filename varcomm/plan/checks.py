@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import checked_sizes
 from varcomm.ops.library import in_graph
+from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
 
 __all__ = ["checked_count_matrix", "checked_index", "checked_indices", "checked_range"]

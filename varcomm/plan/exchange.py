@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.by_number import ByNumber
 from varcomm.ops.extent import extent_of
 from varcomm.ops.library import torch_operator
@@ -147,7 +147,7 @@ class _Planned(Operator):
             "dim": self.dim,
             "send": list(plan.send_counts),
             "recv": list(plan.recv_counts),
-            "shape of a row": wire.rest(x.shape, self.dim),
+            "shape of a row": packing.rest(x.shape, self.dim),
             "use_fp32": self.use_fp32,
         }
 
@@ -165,13 +165,13 @@ class Exchange(_Planned):
         front = x.movedim(self.dim, 0) if self.dim else x
         row = front.shape[1:]
         size = prod(row)
-        picked = wire.flat(wire.taken(front, plan.send_index))
+        picked = packing.flat(packing.taken(front, plan.send_index))
         send = [rows * size for rows in plan.send_counts]
         recv = [rows * size for rows in plan.recv_counts]
-        works, values = wire.exchange(self.name, self.group, picked, send, recv, "neighbours")
+        works, values = packing.exchange(self.name, self.group, picked, send, recv, "neighbours")
         result = values.view(plan.num_received, *row)
-        into = wire.memory_format(x)
-        return Pending(works, lambda: wire.back(result, self.dim, into))
+        into = packing.memory_format(x)
+        return Pending(works, lambda: packing.back(result, self.dim, into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return _result(self, x, self.plan.num_received)
@@ -195,13 +195,13 @@ class ExchangeAdjoint(_Planned):
         size = prod(row)
         send = [rows * size for rows in plan.recv_counts]
         recv = [rows * size for rows in plan.send_counts]
-        works, values = wire.exchange(
-            self.name, self.group, wire.flat(front), send, recv, "neighbours"
+        works, values = packing.exchange(
+            self.name, self.group, packing.flat(front), send, recv, "neighbours"
         )
-        copies, into = values.view(len(plan.send_index), *row), wire.memory_format(y)
+        copies, into = values.view(len(plan.send_index), *row), packing.memory_format(y)
 
         def finish() -> torch.Tensor:
-            return wire.back(plan.row_sum(copies, self.use_fp32), self.dim, into)
+            return packing.back(plan.row_sum(copies, self.use_fp32), self.dim, into)
 
         return Pending(works, finish)
 
@@ -214,8 +214,8 @@ class ExchangeAdjoint(_Planned):
 
 
 def _result(operator: _Planned, x: torch.Tensor, rows: int) -> torch.Tensor:
-    front = x.new_empty(rows, *wire.rest(x.shape, operator.dim))
-    return wire.back(front, operator.dim, wire.memory_format(x))
+    front = x.new_empty(rows, *packing.rest(x.shape, operator.dim))
+    return packing.back(front, operator.dim, packing.memory_format(x))
 
 
 class _Indexed(_Planned):

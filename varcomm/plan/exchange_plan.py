@@ -11,8 +11,7 @@ from zlib import crc32
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
-from varcomm.layout import ShardSizes, checked_dim, checked_sizes
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.extent import counts_in
@@ -22,7 +21,8 @@ from varcomm.ops.reduction import checked_summable
 from varcomm.plan.agreed import digest_of, exchanged_counts
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
-from varcomm.transport.agree import agree, agree_and_share
+from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
+from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.engine import Pending
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained
@@ -214,7 +214,9 @@ class ExchangePlan(Routes):
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
         with explained(what, ranks):
-            works, asked = wire.exchange(what, ranks, ids, recv_counts, send_counts, "neighbours")
+            works, asked = packing.exchange(
+                what, ranks, ids, recv_counts, send_counts, "neighbours"
+            )
             send_index = Pending(works, lambda: asked).wait()
         identity = crc32(repr(told).encode())
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank], identity)
@@ -298,7 +300,9 @@ class ExchangePlan(Routes):
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
-        row = prod(wire.rest(tensor.shape, checked_dim(dim, tensor.shape))) * tensor.element_size()
+        row = (
+            prod(packing.rest(tensor.shape, checked_dim(dim, tensor.shape))) * tensor.element_size()
+        )
         return (sum(self.send_counts) - self.send_counts[self.group.rank]) * row
 
     @property

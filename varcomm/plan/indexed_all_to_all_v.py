@@ -8,12 +8,12 @@ from typing import Literal, overload
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import checked_dim
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.operator import checking
 from varcomm.plan.checks import checked_count_matrix, checked_indices
 from varcomm.plan.exchange import IndexedAllToAllV, Routes
+from varcomm.sizes import checked_dim
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["indexed_all_to_all_v"]

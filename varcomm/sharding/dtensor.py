@@ -12,12 +12,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import checking
 from varcomm.sharding.spec import ShardSpec
-from varcomm.transport.agree import compare, debugging
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def to_dtensor(
         group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(ranks.process_group, kind)
     )
     _compare("to_dtensor", tensor, checked, dim, ranks)
-    return _wrapped(tensor, mesh, dim, torch.Size(wire.like(tensor.shape, dim, sum(checked))))
+    return _wrapped(tensor, mesh, dim, torch.Size(packing.like(tensor.shape, dim, sum(checked))))
 
 
 def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
@@ -221,7 +221,7 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     sizes = ShardSizes.chunked(dtensor.shape[dim], ranks.size)
     with checking("from_dtensor", ranks) as where:
         local = _local(dtensor)
-        expected = wire.like(dtensor.shape, dim, sizes[ranks.rank])
+        expected = packing.like(dtensor.shape, dim, sizes[ranks.rank])
         if local.shape != expected:
             raise ArgumentError(
                 f"{where}of a DTensor of shape {tuple(dtensor.shape)}, sharded along dim {dim}, "
@@ -288,7 +288,7 @@ def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, gro
             "operation": name,
             "dim": dim,
             "sizes": list(sizes),
-            "shape of a row": wire.rest(local.shape, dim),
+            "shape of a row": packing.rest(local.shape, dim),
             "dtype": str(local.dtype),
             "requires_grad": local.requires_grad,
         }

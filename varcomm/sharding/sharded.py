@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
+from varcomm.sizes import exact_int
 
 __all__ = ["Box", "Sharded"]
 

@@ -9,10 +9,10 @@ from typing import Any, Self, TypeVar
 import torch
 
 from varcomm.errors import ArgumentError, GroupError
-from varcomm.layout import ShardSizes, checked_dim, checked_sizes
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
+from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ShardSpec", "mark", "shard_spec"]

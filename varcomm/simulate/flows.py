@@ -13,7 +13,7 @@ from varcomm.simulate.counts import Flows
 from varcomm.simulate.machine import Machine
 from varcomm.simulate.parts import Parts
 from varcomm.simulate.work import Work
-from varcomm.transport.fake import Transfer
+from varcomm.transport.simulated import Transfer
 
 __all__ = ["Alike", "Halo", "Lanes", "recognised"]
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 
 from varcomm.simulate.work import Work
-from varcomm.transport.fake import Transfer
+from varcomm.transport.simulated import Transfer
 
 __all__ = ["Machine", "Seconds"]
 

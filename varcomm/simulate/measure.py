@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import exact_int
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.simulate.machine import Machine
 from varcomm.simulate.meter import Meter, Totals
+from varcomm.sizes import exact_int
 from varcomm.transport.launch import launch
 from varcomm.transport.world import init
 

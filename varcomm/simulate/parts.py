@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, exact_int
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.simulate.counts import Counts
 from varcomm.simulate.needs import Needs
 from varcomm.simulate.world import world
+from varcomm.sizes import ShardSizes, exact_int
 from varcomm.transport.group import GroupLike, resolve
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import checked_rank
 from varcomm.simulate.counts import Counts
 from varcomm.simulate.fit import COUNTS, Fit
 from varcomm.simulate.flows import Alike, Halo, Lanes, recognised
@@ -18,6 +17,7 @@ from varcomm.simulate.machine import Machine
 from varcomm.simulate.parts import Parts
 from varcomm.simulate.work import Work, count
 from varcomm.simulate.world import world
+from varcomm.sizes import checked_rank
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from varcomm.errors import GroupError
 from varcomm.simulate.meter import Meter
 from varcomm.transport.engines import peers_answer
-from varcomm.transport.fake import Transfer, transfers
 from varcomm.transport.group import resolve
+from varcomm.transport.simulated import Transfer, transfers
 from varcomm.transport.trace import Call, Trace, trace
 
 __all__ = ["Work", "count"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from varcomm.transport.fake import alone
+from varcomm.transport.simulated import alone
 from varcomm.transport.world import World, init
 
 __all__ = ["world"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import DisagreementError
-from varcomm.transport.agree import agree_and_share, share
+from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["agree_on_layer", "module_seed"]

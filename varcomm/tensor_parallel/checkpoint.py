@@ -9,11 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from varcomm.layout import ShardSizes
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
+from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.random import Replay
 from varcomm.transport.group import Group, GroupLike, resolve
 

@@ -9,9 +9,9 @@ from math import prod
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
-from varcomm.transport.agree import agree, share
+from varcomm.transport.agreement import agree, share
 from varcomm.transport.engine import Pending, wait_for
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained
@@ -180,7 +180,7 @@ def _all_gather(said: list[int], group: Group) -> list[list[int]]:
         return [said] * group.size
     own = torch.tensor(said, dtype=torch.int64, device=group.device())
     with explained(_NAME, group):
-        works, all_said = wire.all_gather(_NAME, group, own, [len(said)] * group.size)
+        works, all_said = packing.all_gather(_NAME, group, own, [len(said)] * group.size)
         values = Pending(works, lambda: all_said).wait()
     return values.view(group.size, len(said)).tolist()
 
@@ -188,7 +188,7 @@ def _all_gather(said: list[int], group: Group) -> list[list[int]]:
 def _broadcast(values: torch.Tensor, group: Group) -> None:
     """Overwrite `values` by those of the first rank."""
     with explained(_NAME, group):
-        wait_for(wire.broadcast(_NAME, group, values, 0))
+        wait_for(packing.broadcast(_NAME, group, values, 0))
 
 
 def _raise(failure: ArgumentError | None) -> None:

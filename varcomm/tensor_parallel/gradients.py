@@ -13,7 +13,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import shard_spec
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["clip_grad_norm_", "grad_norm"]

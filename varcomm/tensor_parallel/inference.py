@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from varcomm.errors import ArgumentError
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.autograd import begin, uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
@@ -278,7 +278,9 @@ class _GatherInto(AllGatherV):
     def start(self, x: torch.Tensor) -> Pending:
         """Let the others' rows arrive in theirs."""
         counts = [rows * self.out.shape[1] for rows in self.sizes]
-        works, _ = wire.all_gather(self.name, self.group, wire.flat(x), counts, self.out.view(-1))
+        works, _ = packing.all_gather(
+            self.name, self.group, packing.flat(x), counts, self.out.view(-1)
+        )
         return Pending(works, lambda: self.out)
 
 
@@ -292,8 +294,8 @@ class _PartsInto(ReduceScatterV):
         """Send each rank its rows."""
         send = [rows * x.shape[1] for rows in self.sizes]
         recv = [send[self.group.rank]] * self.group.size
-        works, _ = wire.exchange(
-            self.name, self.group, wire.flat(x), send, recv, out=self.out.view(-1)
+        works, _ = packing.exchange(
+            self.name, self.group, packing.flat(x), send, recv, out=self.out.view(-1)
         )
         return Pending(works, lambda: self.out)
 

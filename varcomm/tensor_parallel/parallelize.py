@@ -14,7 +14,7 @@ from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.tensor_parallel.sequence import agreed_parameters, change
-from varcomm.transport.agree import agree, on_all_ranks
+from varcomm.transport.agreement import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["parallelize"]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.layout import exact_int
 from varcomm.ops.autograd import uncompiled
-from varcomm.transport.agree import share
+from varcomm.sizes import exact_int
+from varcomm.transport.agreement import share
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["RandomStreams", "Replay"]

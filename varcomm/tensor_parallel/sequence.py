@@ -11,7 +11,7 @@ from torch import nn
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.digest import differing, digest
 from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["agreed_parameters", "change", "sequence_parallel"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_dim, checked_sizes
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
+from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.tensor_parallel.mappings.replicated import gathered, scattered
 from varcomm.transport.group import GroupLike, resolve
 

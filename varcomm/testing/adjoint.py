@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["check_recorded", "dot_test", "inner_product", "random_like", "total"]

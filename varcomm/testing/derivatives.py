@@ -16,7 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.testing.adjoint import check_recorded, inner_product, random_like, total
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["gradcheck", "gradgradcheck"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.group import Group, resolve
 from varcomm.transport.lane import weakly

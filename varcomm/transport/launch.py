@@ -27,10 +27,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self, TypeVar
 
 from varcomm.errors import ArgumentError, LaunchError
-from varcomm.layout import exact_int
+from varcomm.sizes import exact_int
 from varcomm.transport.call import pickled_call
 from varcomm.transport.interrupt import interrupt_later
-from varcomm.transport.limits import seconds
+from varcomm.transport.timeout import seconds
 from varcomm.transport.worker import STOP, Report, importing_module, stack_file
 from varcomm.transport.world import World, init
 

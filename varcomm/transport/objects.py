@@ -11,7 +11,7 @@ import torch
 from varcomm.transport.engine import NO_LIMIT, EngineFailure, wait_for
 from varcomm.transport.engines import engine_for, peers_answer
 from varcomm.transport.group import Group
-from varcomm.transport.plain import from_bytes, to_bytes
+from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = ["all_gather_object"]
 
@@ -28,7 +28,7 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
 
     In a world that is only planned, every rank says what this one says.
 
-    The value is plain, as :mod:`varcomm.transport.plain` says: nothing that arrives is unpickled.
+    The value is plain, as :mod:`varcomm.transport.serialization` says: nothing that arrives is unpickled.
     torch.distributed's function of this name asks for lengths first, and pads all to the longest.
     """
     whole = to_bytes(value)

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from varcomm.errors import CommunicationError
 from varcomm.transport.group import Group
-from varcomm.transport.plain import from_bytes, to_bytes
+from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = [
     "Note",

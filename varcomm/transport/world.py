@@ -24,7 +24,7 @@ from varcomm.errors import ArgumentError, LaunchError, VarcommError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
 from varcomm.transport.fresh_store import meeting_store
-from varcomm.transport.limits import seconds
+from varcomm.transport.timeout import seconds
 from varcomm.transport.whereabouts import tell_of_exceptions
 
 __all__ = ["World", "init", "join"]

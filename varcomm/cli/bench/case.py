@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = [
     "COPY",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.transport import environment
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
 __all__ = ["Here", "Pool", "is_first", "is_launched", "pool"]

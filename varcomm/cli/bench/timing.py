@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import varcomm as vc
 from varcomm.cli.bench.case import COPY, OURS, Answer, Case, Contender, Task, Values
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
 __all__ = ["Effort", "measure"]

@@ -25,7 +25,7 @@ from varcomm.data_parallel.unsummed import Unsummed
 from varcomm.data_parallel.values import check_backward, check_dtype, check_entry
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import compare, debugging, fail
+from varcomm.transport.agreement import compare, debugging, fail
 from varcomm.transport.group import Group
 
 __all__ = ["NAME", "Arrivals", "moved"]

@@ -17,8 +17,8 @@ from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.data_parallel.sharded.split import splits
 from varcomm.data_parallel.sharded.traffic import Traffic
 from varcomm.data_parallel.values import compare, make_equal
-from varcomm.ops import wire
-from varcomm.transport.agree import agree_and_share
+from varcomm.ops import packing
+from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
@@ -91,5 +91,5 @@ def _make_equal(given: Given, shards: list[Shard], group: Group, bucket_bytes: i
     """Overwrite parameters and buffers by those of rank 0, all that the module has."""
     with explained("ShardedGradients", group):
         for shard in shards:
-            wait_for(wire.broadcast("broadcast", group, shard.row, 0))
+            wait_for(packing.broadcast("broadcast", group, shard.row, 0))
     make_equal([value for _, value in given.written()], group, bucket_bytes)

@@ -12,7 +12,7 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import ShardSpec
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group
 
 __all__ = ["clip_"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from varcomm.data_parallel.sharded.split import Split
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.reduction import accumulated
 from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
@@ -99,7 +99,7 @@ class Reduction:
         with span(_NAME), self._explained:
             sent = self._packed(split, gradients, example, count, rows)
             mine = [rows[group.rank]] * group.size
-            self._works, self._received = wire.exchange(_NAME, group, sent, rows, mine)
+            self._works, self._received = packing.exchange(_NAME, group, sent, rows, mine)
         self._sent: torch.Tensor | None = sent
 
     def _packed(

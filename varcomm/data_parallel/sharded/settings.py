@@ -11,7 +11,7 @@ from varcomm.data_parallel.global_count import GlobalCount, described
 from varcomm.data_parallel.sharded.reduction import Scaling, predivide_factor
 from varcomm.data_parallel.sharded.split import WHOLE
 from varcomm.errors import ArgumentError
-from varcomm.layout import at_least, checked_sizes
+from varcomm.sizes import at_least, checked_sizes
 
 __all__ = ["Settings"]
 

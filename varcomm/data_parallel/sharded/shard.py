@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from varcomm.data_parallel.sharded.pending import hide, show
 from varcomm.data_parallel.sharded.split import Split
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.transport.engine import Work, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
@@ -165,7 +165,7 @@ class Shard:
         increment_version(self.parameters)
         self._explained = explained("all_gather_v", group)
         with span("all_gather_v"), self._explained:
-            self._gathers, _ = wire.all_gather(
+            self._gathers, _ = packing.all_gather(
                 "all_gather_v", group, self._own, self.split.sizes, self.row
             )
         if hidden:

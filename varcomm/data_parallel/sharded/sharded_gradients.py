@@ -20,7 +20,7 @@ from varcomm.data_parallel.sharded.shard import Piece
 from varcomm.data_parallel.sharded.states import States
 from varcomm.errors import ArgumentError
 from varcomm.sharding import shard_spec
-from varcomm.transport.agree import agree, compare, debugging
+from varcomm.transport.agreement import agree, compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ShardedGradients"]

@@ -10,7 +10,7 @@ import torch
 
 from varcomm.data_parallel.buckets import cut, gradient_dtype
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes
+from varcomm.sizes import ShardSizes, checked_sizes
 
 __all__ = ["WHOLE", "Segment", "Split", "apportion", "owners", "splits"]
 

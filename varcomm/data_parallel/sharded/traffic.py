@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from varcomm.transport.agree import debugging
+from varcomm.transport.agreement import debugging
 from varcomm.transport.group import Group
 from varcomm.transport.lane import Lane, weakly
 

@@ -13,9 +13,9 @@ from varcomm.graph.building.tables import ends
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
-from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.transport.agree import share
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
 __all__ = ["OwnedEdges", "assemble", "localised"]

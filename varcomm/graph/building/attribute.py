@@ -15,7 +15,7 @@ from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.wire import taken
+from varcomm.ops.packing import taken
 
 __all__ = ["Attribute", "check_name"]
 

@@ -17,9 +17,9 @@ from varcomm.graph.building.travel import Route
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign_sharded import assign_sharded
 from varcomm.graph.shard import NodeShard
-from varcomm.layout import ShardSizes
-from varcomm.ops.wire import taken
-from varcomm.transport.agree import agree
+from varcomm.ops.packing import taken
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree
 from varcomm.transport.group import Group
 
 __all__ = ["BroughtEdges", "BroughtNodes", "at_home", "by_position", "sent_to_owners"]

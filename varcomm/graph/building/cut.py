@@ -11,7 +11,7 @@ from varcomm.graph.ascending import AscendingIds
 from varcomm.graph.building.assemble import OwnedEdges
 from varcomm.graph.building.tables import EdgeTable, NodeTable
 from varcomm.graph.shard import NodeShard
-from varcomm.layout import ShardSizes
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
 __all__ = ["Numbering", "owned_edges"]

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 
 from varcomm.graph.building.travel import Route
-from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
 __all__ = ["Directory"]

@@ -24,14 +24,14 @@ from varcomm.graph.building.hops import check_hops, deepened
 from varcomm.graph.building.tables import check_edge_index
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import described
-from varcomm.layout import ShardSizes, checked_sizes, holds_integers
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import differing
 from varcomm.plan.checks import checked_index
-from varcomm.transport.agree import agree_and_share, share
+from varcomm.sizes import ShardSizes, checked_sizes, holds_integers
+from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.plain import travels
+from varcomm.transport.serialization import travels
 
 __all__ = ["from_edges"]
 

@@ -12,11 +12,11 @@ from varcomm.graph.building.attribute import Attribute
 from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, sent_to_owners
 from varcomm.graph.building.tables import Tables
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.layout import ShardSizes
 from varcomm.ops.broadcast import broadcast
-from varcomm.transport.agree import agree, share
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree, share
 from varcomm.transport.group import Group
-from varcomm.transport.plain import from_bytes, to_bytes
+from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = ["from_one_rank"]
 

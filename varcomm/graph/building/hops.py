@@ -11,10 +11,10 @@ from torch_geometric.data import HeteroData
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.travel import Route
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.layout import ShardSizes, exact_int
-from varcomm.ops.wire import taken
+from varcomm.ops.packing import taken
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.transport.agree import share
+from varcomm.sizes import ShardSizes, exact_int
+from varcomm.transport.agreement import share
 
 __all__ = ["check_hops", "deepened"]
 

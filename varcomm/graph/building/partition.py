@@ -19,10 +19,10 @@ from varcomm.graph.building.hops import check_hops, deepened
 from varcomm.graph.building.tables import Tables, ends, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
-from varcomm.layout import checked_rank, holds_integers
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing, digest
-from varcomm.transport.agree import agree, agree_and_share, share
+from varcomm.sizes import checked_rank, holds_integers
+from varcomm.transport.agreement import agree, agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["Method", "assigned", "checked_method", "partition"]

@@ -17,9 +17,9 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.building.attribute import Attribute, check_name
 from varcomm.graph.partitioned_graph import EdgeType, NodeType
 from varcomm.graph.shard import described
-from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
+from varcomm.sizes import exact_int
 
 __all__ = ["EdgeTable", "NodeTable", "Tables", "check_edge_index", "ends", "read"]
 

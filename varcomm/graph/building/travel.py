@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.wire import taken
+from varcomm.ops.packing import taken
 from varcomm.transport.group import Group
 
 __all__ = ["Route"]

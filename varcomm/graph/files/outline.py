@@ -16,8 +16,8 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.tables import ends
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.layout import ShardSizes, exact_int
-from varcomm.transport.plain import dtype_of
+from varcomm.sizes import ShardSizes, exact_int
+from varcomm.transport.serialization import dtype_of
 
 __all__ = ["Array", "Arrays", "Outline"]
 

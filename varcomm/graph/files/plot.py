@@ -13,9 +13,9 @@ import torch
 from varcomm.errors import ArgumentError, DisagreementError, MissingPackageError
 from varcomm.graph.files.picture import draw
 from varcomm.graph.report import Report
-from varcomm.layout import ShardSizes
 from varcomm.ops.gather_v import gather_v
-from varcomm.transport.agree import agree, share
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree, share
 
 if TYPE_CHECKING:
     from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph

@@ -21,9 +21,9 @@ from varcomm.graph.files.outline import Arrays, Outline
 from varcomm.graph.files.staging import Staging, part_of
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
-from varcomm.layout import ShardSizes
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.transport.agree import agree, share
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["load", "save"]

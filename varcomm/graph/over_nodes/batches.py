@@ -9,12 +9,12 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.over_nodes.rows import Rows, check_rows
-from varcomm.layout import exact_int
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
+from varcomm.sizes import exact_int
 
 __all__ = [
     "Batch",

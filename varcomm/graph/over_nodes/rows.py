@@ -17,7 +17,7 @@ from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard
 from varcomm.ops.checks import checked_tensor
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
 __all__ = ["Rows", "Where", "check_rows", "node_rows", "rows_of_any_kind"]

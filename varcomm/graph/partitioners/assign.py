@@ -17,7 +17,7 @@ from varcomm.graph.partitioners.multilevel import Adjacency, by_kahip, by_metis
 from varcomm.graph.partitioners.shares import by_order
 from varcomm.graph.partitioners.totals import Alone
 from varcomm.graph.partitioners.whole_graph import edges_of, node_counts, positions_of, weights_of
-from varcomm.layout import exact_int
+from varcomm.sizes import exact_int
 
 __all__ = ["METHODS", "assign", "method_used"]
 

@@ -6,7 +6,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.partitioners.curve import MOST_COORDINATES
-from varcomm.layout import holds_integers
+from varcomm.sizes import holds_integers
 
 __all__ = ["check_node_weight", "check_sum", "checked_positions", "checked_weight"]
 

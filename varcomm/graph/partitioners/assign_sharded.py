@@ -12,8 +12,8 @@ from varcomm.graph.partitioners.assign_checks import (
 )
 from varcomm.graph.partitioners.coordinates import by_bisection, by_hilbert
 from varcomm.graph.partitioners.totals import Together
-from varcomm.layout import exact_int
-from varcomm.transport.agree import agree, compare, share
+from varcomm.sizes import exact_int
+from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from varcomm.layout import ShardSizes
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
 __all__ = ["Alone", "Everyone", "Together"]

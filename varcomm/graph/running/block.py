@@ -18,7 +18,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.running.place import Place
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 
 __all__ = ["enclose"]
 

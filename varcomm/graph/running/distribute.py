@@ -19,7 +19,7 @@ from varcomm.graph.running.propagate import attach
 from varcomm.graph.running.rebind import Rebinding
 from varcomm.graph.running.told import listen
 from varcomm.ops.digest import differing, digest
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 
 __all__ = ["distribute"]
 

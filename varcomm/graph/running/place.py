@@ -18,11 +18,11 @@ from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.running.edges import DeepEdges, EdgeSet
 from varcomm.graph.running.rebind import Rebinding
 from varcomm.graph.running.when_run import PLACES, check_when_run
-from varcomm.layout import holds_integers
 from varcomm.ops.autograd import UNCOMPILED, kept_from_compilation
 from varcomm.ops.library import fake_mode, in_graph, is_traced, refuse_linearize
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sizes import holds_integers
 from varcomm.transport.group import Group
 
 __all__ = ["Place"]

@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import exact_int
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.reduction import accumulation_dtype
+from varcomm.sizes import exact_int
 
 __all__ = ["attention", "split_heads"]
 

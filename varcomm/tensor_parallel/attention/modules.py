@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, at_least, checked_sizes
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.operator import checking
+from varcomm.sizes import ShardSizes, at_least, checked_sizes
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.attention.functional import attention, split_heads
 from varcomm.tensor_parallel.initial import Fill

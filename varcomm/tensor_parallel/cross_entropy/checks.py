@@ -10,14 +10,14 @@ from typing import Any, get_args
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.batching import refuse_vmap
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.library import in_graph, refuse_linearize
+from varcomm.sizes import ShardSizes, checked_sizes, exact_int
 from varcomm.tensor_parallel.cross_entropy.classes import check_classes, checked_in_graph
 from varcomm.tensor_parallel.cross_entropy.loss import Options, Reduction, SmoothOver
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group
 
 __all__ = [

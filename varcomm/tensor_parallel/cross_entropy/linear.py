@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import exact_int
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedSum
+from varcomm.sizes import exact_int
 from varcomm.tensor_parallel.cross_entropy.checks import (
     checked_floats,
     checked_head,

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from varcomm.layout import ShardSizes
 from varcomm.ops.autograd import apply
 from varcomm.ops.replicated import ReplicatedGather
+from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.cross_entropy.in_graph import statistics_in_graph
 from varcomm.tensor_parallel.cross_entropy.row_map import in_chunks
 from varcomm.tensor_parallel.cross_entropy.statistics import Statistics

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, exact_int
 from varcomm.ops.checks import checked_shard, checked_tensor
 from varcomm.ops.reduction import checked_summable
+from varcomm.sizes import ShardSizes, exact_int
 from varcomm.transport.group import Group
 
 __all__ = [

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from varcomm.layout import checked_dim
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_shard, checked_whole
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedGather
+from varcomm.sizes import checked_dim
 from varcomm.tensor_parallel.embedding.checks import (
     METHODS,
     checked_ids,
@@ -30,7 +30,7 @@ from varcomm.tensor_parallel.embedding.in_graph import (
 from varcomm.tensor_parallel.embedding.lookup import Lookup, looked_up
 from varcomm.tensor_parallel.embedding.methods import Table
 from varcomm.tensor_parallel.mappings.sizes import sizes_of_shard
-from varcomm.transport.agree import compare, debugging
+from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["feature_parallel_embedding", "vocab_parallel_embedding"]

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from varcomm.layout import ShardSizes
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.digest import digest
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator
+from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding.checks import METHODS, checked_range
 from varcomm.tensor_parallel.embedding.lookup import Lookup
 from varcomm.tensor_parallel.embedding.methods import Table
@@ -62,7 +62,7 @@ class _OfIds(Operator):
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         call = {"ids": digest(self.ids), "sizes": list(self.sizes), "padding_idx": self.padding}
-        return {**call, "method": METHODS[self.method], "shape of a row": wire.rest(x.shape, 0)}
+        return {**call, "method": METHODS[self.method], "shape of a row": packing.rest(x.shape, 0)}
 
 
 @torch_operator

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import apply
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import SMALL
 from varcomm.ops.replicated import ReplicatedSum
 from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.embedding.lookup import Lookup, looked_up
 from varcomm.tensor_parallel.embedding.rows_of_all import RowsOfAll
 from varcomm.transport.group import Group

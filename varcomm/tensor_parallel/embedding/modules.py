@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from varcomm.layout import ShardSizes, checked_sizes
 from varcomm.ops.checks import checked_flag
+from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.tensor_parallel.embedding.checks import checked_method
 from varcomm.tensor_parallel.embedding.functional import (
     feature_parallel_embedding,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from varcomm.ops import wire
+from varcomm.ops import packing
 from varcomm.ops.library import torch_operator
 from varcomm.ops.operator import Operator
 from varcomm.tensor_parallel.embedding.lookup import Lookup
@@ -28,7 +28,7 @@ class _Repeated(Operator):
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         rows = {"rows that ranks bring": list(self.counts), "rows": len(self.places)}
-        return {**rows, "shape of a row": wire.rest(x.shape, 0)}
+        return {**rows, "shape of a row": packing.rest(x.shape, 0)}
 
 
 @torch_operator
@@ -41,7 +41,7 @@ class RowsOfAll(_Repeated):
         """Send own rows to all as they are; the one copy repeats them on arrival."""
         row = x.shape[1:]
         counts = [rows * prod(row) for rows in self.counts]
-        works, values = wire.all_gather(self.name, self.group, wire.flat(x), counts)
+        works, values = packing.all_gather(self.name, self.group, packing.flat(x), counts)
         distinct = values.view(sum(self.counts), *row)
         return Pending(works, lambda: distinct.index_select(0, self.places))
 

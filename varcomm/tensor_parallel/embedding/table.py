@@ -8,15 +8,15 @@ from typing import Any, Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, checked_sizes, exact_int
 from varcomm.ops.digest import digest
 from varcomm.sharding import ShardSpec, mark
+from varcomm.sizes import ShardSizes, checked_sizes, exact_int
 from varcomm.tensor_parallel.agreement import agree_on_layer, module_seed
 from varcomm.tensor_parallel.embedding.checks import checked_padding
 from varcomm.tensor_parallel.initial import Fill, check_fill, initialised
 from varcomm.tensor_parallel.replaced import check_plain
 from varcomm.tensor_parallel.sharding import ShardedModule
-from varcomm.transport.agree import agree
+from varcomm.transport.agreement import agree
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ShardedTable"]

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import checked_sizes
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
+from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.linear.column import column_product
 from varcomm.tensor_parallel.linear.main_grad import MainGrad
 from varcomm.tensor_parallel.linear.row import row_product

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from varcomm.errors import ArgumentError
-from varcomm.layout import ShardSizes, at_least, checked_sizes
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.sharding import ShardSpec, mark
+from varcomm.sizes import ShardSizes, at_least, checked_sizes
 from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.initial import Fill, check_fill, initialised
 from varcomm.tensor_parallel.replaced import check_plain
 from varcomm.tensor_parallel.sharding import ShardedModule
-from varcomm.transport.agree import agree
+from varcomm.transport.agreement import agree
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ParallelLinear", "Sizes"]

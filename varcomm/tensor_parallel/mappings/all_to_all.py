@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from varcomm.layout import checked_sizes
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.autograd import uncompiled
 from varcomm.ops.transpose_v import transpose_v
+from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.mappings.sizes import sizes_of_shard, sizes_of_whole
-from varcomm.transport.agree import share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = [

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from varcomm.layout import ShardSizes, checked_dim
 from varcomm.ops.autograd import uncompiled
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
-from varcomm.transport.agree import share
+from varcomm.sizes import ShardSizes, checked_dim
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
 __all__ = [

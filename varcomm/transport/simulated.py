@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from varcomm.errors import ArgumentError, GroupError
-from varcomm.layout import checked_rank, exact_int
+from varcomm.sizes import checked_rank, exact_int
 from varcomm.transport.engine import Engine, Peers, Work
 from varcomm.transport.engines import serve
 from varcomm.transport.group import Group

@@ -23,9 +23,9 @@ from varcomm.transport.engine import EngineFailure
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained, leave
 from varcomm.transport.group import Group
-from varcomm.transport.limits import seconds
 from varcomm.transport.objects import all_gather_object
-from varcomm.transport.plain import from_bytes, to_bytes
+from varcomm.transport.serialization import from_bytes, to_bytes
+from varcomm.transport.timeout import seconds
 from varcomm.transport.whereabouts import brief, leave_note, members, notes, spans, table, user_line
 
 __all__ = [

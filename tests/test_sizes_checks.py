@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varcomm import ArgumentError, ShardSizes
-from varcomm.layout import checked_dim, checked_rank, checked_sizes, exact_int
+from varcomm.sizes import checked_dim, checked_rank, checked_sizes, exact_int
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ class ShardSizes(tuple[int, ...]):
         ShardSizes(1, 2)
         """
         # The one place where this room looks over its wall: sizes are where users look for this.
-        from varcomm.transport.agree import share
+        from varcomm.transport.agreement import share
         from varcomm.transport.group import resolve
 
         return cls(
