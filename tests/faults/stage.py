@@ -127,7 +127,7 @@ def befall(fault, rounds):
         setattr(module, name, function)
 
     for name in ("exchange", "all_gather", "broadcast"):
-        instead(wire, name)
+        instead(packing, name)
     instead(agree, "all_gather_object")
 
 

@@ -68,7 +68,7 @@ class Operator(ABC):
 
     @abstractmethod
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        """Tell what must fit between ranks, as :func:`varcomm.transport.agreement.compare` takes it."""
+        """Return the mapping that :func:`~varcomm.transport.agreement.compare` compares."""
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the operator as a graph holds it, in the order of `schema`."""

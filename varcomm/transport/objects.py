@@ -28,7 +28,7 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
 
     In a world that is only planned, every rank says what this one says.
 
-    The value is plain, as :mod:`varcomm.transport.serialization` says: nothing that arrives is unpickled.
+    The value is plain (:mod:`varcomm.transport.serialization`): nothing received is unpickled.
     torch.distributed's function of this name asks for lengths first, and pads all to the longest.
     """
     whole = to_bytes(value)
