@@ -25,7 +25,8 @@ import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
 from varcomm.graph import distribute, partition
-from varcomm.transport import agree
+from varcomm.ops import packing
+from varcomm.transport import agreement
 
 RANKS = 3
 LIMIT = 5.0  # seconds, of the world's collectives
@@ -128,7 +129,7 @@ def befall(fault, rounds):
 
     for name in ("exchange", "all_gather", "broadcast"):
         instead(packing, name)
-    instead(agree, "all_gather_object")
+    instead(agreement, "all_gather_object")
 
 
 def act(rank, fault, place, culprit, rounds):
