@@ -4,6 +4,7 @@ import gc
 import sys
 import warnings
 from contextlib import suppress
+from zlib import crc32
 
 import pytest
 import torch
@@ -36,20 +37,27 @@ def pytest_addoption(parser):
         default="gloo",
         help="what the ranks of the fixture `worlds` communicate by",
     )
+    parser.addoption("--all", action="store_true", help="run the tests marked `slow` as well")
     parser.addoption(
-        "--all",
-        action="store_true",
-        help="run tests marked `slow` as well",
+        "--sample",
+        metavar="SEED",
+        help="run one in 20 of the tests marked `slow`, drawn by SEED, and no other test",
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `slow` to `--all`."""
+    """Select a tier: the tests without the mark `slow`, all tests, or a sample of the slow ones."""
     if config.getoption("--all"):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    seed = config.getoption("--sample")
+
+    def selected(item):
+        if item.get_closest_marker("slow") is None:
+            return seed is None
+        return seed is not None and crc32(f"{seed} {item.nodeid}".encode()) % 20 == 0
+
+    config.hook.pytest_deselected(items=[item for item in items if not selected(item)])
+    items[:] = [item for item in items if selected(item)]
 
 
 class Worlds:
