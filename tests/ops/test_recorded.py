@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import varcomm
 from varcomm import ArgumentError
-from varcomm.ops.by_number import ByNumber
+from varcomm.ops.compilation import ByNumber
 
 
 class Exchanging(torch.nn.Module):

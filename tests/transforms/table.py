@@ -8,7 +8,7 @@ import torch
 import varcomm
 from tests.transforms.operations import OPERATIONS
 from tests.transforms.transforms import TRANSFORMS, NothingToDo
-from varcomm.ops.autograd import UNCOMPILED
+from varcomm.ops.compilation import UNCOMPILED
 
 WORKS, NOTHING = "works", ""
 

@@ -15,8 +15,7 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator
+from varcomm.ops.operator import Operator, torch_operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 

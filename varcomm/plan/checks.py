@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.library import in_graph
+from varcomm.ops.operator import in_graph
 from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
 

@@ -10,10 +10,8 @@ from typing import Any, Self
 import torch
 
 from varcomm.ops import packing
-from varcomm.ops.by_number import ByNumber
-from varcomm.ops.extent import extent_of
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.compilation import ByNumber, extent_of
+from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending

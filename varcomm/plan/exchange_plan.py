@@ -12,11 +12,10 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
-from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.extent import counts_in
+from varcomm.ops.compilation import counts_in
 from varcomm.ops.handle import Handle, start
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.agreed import digest_of, exchanged_counts
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
@@ -106,7 +105,7 @@ class ExchangePlan(Routes):
         sizes : sequence of sequence of int, optional
             ``sizes[i][j]``: rows that rank i sends to rank j. Without it the ranks tell each other.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that take part; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Returns
         -------
@@ -169,7 +168,7 @@ class ExchangePlan(Routes):
         sizes : sequence of int
             Rows that each rank owns: rank 0 the first ``sizes[0]`` global rows, and so on.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that take part; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Returns
         -------
@@ -229,10 +228,9 @@ class ExchangePlan(Routes):
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
         dim : int
-            The sharded dimension.
+            Sharded dimension.
         use_fp32 : bool
-            How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their
-            own dtype. It does not change the forward.
+            In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
 
         Returns
         -------
@@ -266,9 +264,9 @@ class ExchangePlan(Routes):
         tensor : torch.Tensor
             ``sum(recv_counts)`` rows along `dim`; any dtype but bool.
         dim : int
-            The sharded dimension.
+            Sharded dimension.
         use_fp32 : bool
-            Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
+            Sum floats narrower than 4 bytes in fp32 and round once.
 
         Returns
         -------
