@@ -63,6 +63,7 @@ __all__ = [
 
 R = TypeVar("R")
 Kind = TypeVar("Kind", bound=type["Operator"])
+Kept = TypeVar("Kept", bound="Operator")
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -161,28 +162,28 @@ def checked_gradient(adjoint: Operator, gradient: torch.Tensor) -> None:
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
-_MOST = 64  # operators that a group keeps
+_MOST = 64  # operators that a group or plan keeps
 
 
 def known(
-    make: Callable[..., Operator], group: Group, x: torch.Tensor, sizes: Sequence[int], *rest: Any
-) -> Operator:
-    """Return ``make(group, x, sizes, *rest)``, kept for later calls with equal arguments.
+    make: Callable[..., Kept], owner: Any, x: torch.Tensor, sizes: Sequence[int], *rest: Any
+) -> Kept:
+    """Return ``make(owner, x, sizes, *rest)``, kept by the owner for calls with equal arguments.
 
-    `make` checks the arguments, so a call that is known needs no checks.
+    `make` checks the arguments, so that a known call needs no checks; the owner is a group or plan.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return make(group, x, sizes, *rest)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_recording():
+        return make(owner, x, sizes, *rest)
     if type(x) not in _TENSORS or x.is_nested or type(sizes) not in _SIZES:
-        return make(group, x, sizes, *rest)
+        return make(owner, x, sizes, *rest)
     numbers = tuple(sizes)
     if not _INT.issuperset(map(type, numbers)):
-        return make(group, x, sizes, *rest)
-    key = make, numbers, *rest, *map(type, rest), x.shape, x.dtype, x.layout
-    kept: dict[Any, Operator] = vars(group).setdefault("operators", {})
+        return make(owner, x, sizes, *rest)
+    kept: dict[Any, Kept] = vars(owner).setdefault("operators", {})
+    key = make, numbers, *rest, *map(type, rest), x.shape, x.dtype, x.device, x.layout
     operator = kept.get(key)
     if operator is None:
-        operator = make(group, x, sizes, *rest)
+        operator = make(owner, x, sizes, *rest)
         if len(kept) >= _MOST:
             kept.clear()
         kept[key] = operator

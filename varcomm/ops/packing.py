@@ -57,6 +57,8 @@ def exchange(
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
     engine = engine_for(group, values.device)
+    if group.size == 1:
+        return _own(values, out)
     messages = as_bytes(out), as_bytes(values), receives, sends, peers
     return _begun(engine.exchange, group, *messages), out
 
@@ -77,6 +79,8 @@ def all_gather(
     receives = [n * width for n in counts]
     note(name, group, [receives[group.rank]] * group.size, receives)
     engine = engine_for(group, values.device)
+    if group.size == 1:
+        return _own(values, out)
     return _begun(engine.all_gather, group, as_bytes(out), as_bytes(values), receives), out
 
 
@@ -89,6 +93,13 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     if size == 0 or group.size == 1:
         return []
     return _begun(engine_for(group, values.device).broadcast, group, as_bytes(values), src)
+
+
+def _own(values: torch.Tensor, out: torch.Tensor) -> tuple[Works, torch.Tensor]:
+    """Copy the values of a rank that has no peers."""
+    if values.data_ptr() != out.data_ptr():
+        out.copy_(values)
+    return (), out
 
 
 def _begun(start: Callable[..., Works], *arguments: Any) -> Works:
