@@ -474,7 +474,7 @@ _TAGS = (
 
 
 def is_traced(x: torch.Tensor | None) -> bool:
-    """Return whether calls on `x` are recorded or only pretended; of None, whether they would be."""
+    """Return whether calls on `x` are recorded or pretended; for None, whether they would be."""
     if _is_recording():
         return True
     if x is None:
