@@ -1,4 +1,4 @@
-"""Plans made or called wrongly: the type of the error, the argument it names, the ranks that raise."""
+"""Plans made or called wrongly: type of the error, named argument, and ranks that raise."""
 
 import pytest
 import torch

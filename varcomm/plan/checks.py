@@ -1,4 +1,4 @@
-"""What one rank can check of the indices and counts that a plan is made of."""
+"""Checks of one rank's indices and counts, of which a plan is made."""
 
 from __future__ import annotations
 

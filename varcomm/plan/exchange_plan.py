@@ -1,4 +1,4 @@
-"""``ExchangePlan``: a frozen, checked, reusable description of who sends which rows to whom."""
+"""``ExchangePlan``: a frozen, checked, reusable description of which rows go to which rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["ExchangePlan"]
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan(Routes):
-    """Who sends which rows to whom: checked and agreed upon once, used at every step.
+    """Rows that go to each rank: checked and agreed upon once, used at every step.
 
     Made by :meth:`from_indices` or :meth:`from_needed`. It is a linear operator from own rows to
     received rows, and can be differentiated any number of times.
