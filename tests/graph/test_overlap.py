@@ -200,7 +200,7 @@ class Told(torch.autograd.Function):
 
 def events(rank):
     log = []
-    begin, wait = varcomm.ops.handle.begin, Pending.wait
+    begin, wait = varcomm.ops.handle.started, Pending.wait
     nodes = torch.arange(12)
     data = attributed(torch.stack([nodes, (nodes + 1) % 12]), 12)
     graph = partition(data, method=nodes // 6)  # five edges inside, one from the other rank
@@ -217,7 +217,7 @@ def events(rank):
         return Told.apply(x_i * x_j, log, f"{len(x_j)} messages")
 
     with (
-        patch.object(varcomm.ops.handle, "begin", begin_and_tell),
+        patch.object(varcomm.ops.handle, "started", begin_and_tell),
         patch.object(Pending, "wait", wait_and_tell),
     ):
         loss = message_passing(graph, message, graph.x.requires_grad_()).sum()

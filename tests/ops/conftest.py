@@ -9,8 +9,14 @@ from varcomm.testing import Ranks
 @pytest.fixture(scope="package")
 def compiling():
     """Ranks of their own: the compiler stays in a process."""
-    pools = {size: Ranks(size, timeout=120) for size in (1, 2, 3)}
-    yield lambda size, fn, *args: pools[size].run(_on_one_thread, fn, *args)
+    pools = {}
+
+    def run(size, fn, *args):
+        if size not in pools:
+            pools[size] = Ranks(size, timeout=120)
+        return pools[size].run(_on_one_thread, fn, *args)
+
+    yield run
     for pool in pools.values():
         pool.close()
 

@@ -5,7 +5,8 @@ import torch
 
 import varcomm
 from tests.ops.comparing import LAYOUTS, Failures, assert_none, twin_gradients
-from tests.ops.primitives import PRIMITIVES, SPLITS, WORLDS, Setting, case, random
+from tests.ops.primitives import PRIMITIVES, SPLITS, Setting, case, random
+from tests.worlds import WORLDS
 from varcomm.testing import dot_test
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)

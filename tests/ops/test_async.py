@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.ops.primitives import PATTERNS, PRIMITIVES, WORLDS, Setting, case, random
+from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random
+from tests.worlds import WORLDS
 
 ASYNC = [name for name, make in PRIMITIVES.items() if make(Setting((1,), 0, (1,))).has_async]
 COMMUNICATE = [name for name in ASYNC if name != "shard_v"]

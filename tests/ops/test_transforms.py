@@ -1,7 +1,5 @@
 """Transforms of torch around collectives; most are in tests/transforms."""
 
-import warnings
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -37,6 +35,52 @@ def test_asynchronous_calls_under_transforms(worlds, name):
     assert_none(worlds.run(2, check_async_under_transforms, name))
 
 
+def refused(rank):
+    x = torch.ones(3, 2)
+
+    def batched(async_op):
+        def call(x):
+            y = varcomm.all_gather_v(x, [2, 2], async_op=async_op)
+            return y.wait() if async_op else y
+
+        return call
+
+    plan = varcomm.ExchangePlan.from_indices([torch.tensor([0])] * 2, 2)
+    calls = (
+        lambda: torch.func.vmap(batched(False))(x),
+        lambda: torch.func.vmap(batched(True))(x),
+        lambda: torch.func.jacrev(batched(False))(x[0]),
+        lambda: torch.func.hessian(lambda x: varcomm.all_reduce(x**3).sum())(x[0]),
+        lambda: torch.func.vmap(plan)(x),
+        lambda: torch.func.vmap(lambda x: varcomm.broadcast(x))(x),
+    )
+    told = []
+    for call in calls:
+        with pytest.raises(varcomm.ArgumentError, match="vmap") as caught:
+            call()
+        told.append(f"on rank {rank} of 2" in str(caught.value))
+    return told, varcomm.all_reduce(torch.tensor(1)).item()
+
+
+def test_vmap_is_refused(worlds):
+    assert worlds.run(2, refused) == [([True] * 6, 2)] * 2
+
+
+def row_of_jacobian(rank):
+    """The recipe in place of jacrev: vjp in one direction after the other, on all ranks."""
+    x = torch.arange(1.0, 3.0) + 2 * rank
+    y, pull = torch.func.vjp(lambda x: varcomm.all_gather_v(x**2, [2, 2]), x)
+    rows = [pull(direction)[0] for direction in torch.eye(len(y))]
+    return torch.stack(rows).tolist()
+
+
+def test_jacobian_by_a_loop(worlds):
+    first, second = worlds.run(2, row_of_jacobian)
+    # the sum over ranks of a directional derivative counts the copy of each rank
+    assert first == [[4.0, 0.0], [0.0, 8.0], [0.0, 0.0], [0.0, 0.0]]
+    assert second == [[0.0, 0.0], [0.0, 0.0], [12.0, 0.0], [0.0, 16.0]]
+
+
 def reverse_over_forward(rank, name):
     """The tangent on rank 1 depends on nothing, and yet rank 1 takes part in its derivative."""
     c = case(name, "even", 2)  # the root is rank 1
@@ -64,33 +108,3 @@ def test_reverse_over_forward_mode_where_one_rank_is_linear(worlds, name):
 def test_reverse_over_forward_mode_ends(worlds, name):
     *_, (_, linear) = worlds.run(2, reverse_over_forward, name)
     assert linear == 0
-
-
-def compiled_transforms(rank):
-    """Run as they are, at a break of the graph: torch's operators have no rules for transforms."""
-    sizes = [2, 1]
-    x = torch.arange(3.0 * sizes[rank]).view(3, sizes[rank]) + rank
-
-    def gather(x):
-        return varcomm.all_gather_v(x**2, sizes)
-
-    def later(x):
-        return varcomm.all_gather_v(x**2, sizes, async_op=True).wait()
-
-    answers = []
-    for fn in (gather, later):
-        for transformed in (
-            lambda x, fn=fn: torch.func.jvp(fn, (x[0],), (x[1],))[1],
-            lambda x, fn=fn: torch.func.vmap(fn)(x),
-        ):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the compiler's, of what it does not know
-                with varcomm.trace() as t:
-                    got = torch.compile(transformed, backend="eager")(x)
-            answers.append((torch.equal(got, transformed(x)), t.total.calls))
-    return answers
-
-
-def test_compiled_transforms_are_run_as_they_are():
-    # a value and a tangent, or one call for the batch
-    assert varcomm.launch(compiled_transforms, 2) == [[(True, 2), (True, 1)] * 2] * 2

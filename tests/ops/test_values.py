@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import varcomm
 from tests.ops.comparing import LAYOUTS, Failures, assert_none, error_beyond_bound
-from tests.ops.primitives import PRIMITIVES, SPLITS, WORLDS, Setting, case
+from tests.ops.primitives import PRIMITIVES, SPLITS, Setting, case
+from tests.worlds import WORLDS
 
 DTYPES = (
     torch.float64,

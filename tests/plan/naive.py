@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from tests.worlds import WORLDS as WORLDS
 from varcomm import ExchangePlan
-
-WORLDS = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True)

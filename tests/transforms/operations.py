@@ -1,4 +1,4 @@
-"""What is transformed: each operation as a function of a few numbers, beside one process.
+"""Operations for transforms: each as a function of a few numbers, beside one process.
 
 A rank's function is ``y(theta)``, with ``theta`` of three numbers, through an input that depends on
 them. So all ranks have as many directions, whatever their shards are.

@@ -1,7 +1,7 @@
-"""What is done to operations: each way compares what it gives with one process.
+"""Transforms of operations, each compared with one process.
 
-A function takes an :class:`~tests.transforms.operations.Operation`, asserts, and lets through the
-error by which varcomm refuses. All ranks call it together.
+A function takes an :class:`~tests.transforms.operations.Operation` and asserts. All ranks call it
+together.
 """
 
 import copy
@@ -10,11 +10,10 @@ import warnings
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, jvp, linearize, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-import varcomm
 from tests.transforms.operations import DIRECTION, THETA
 
 TRANSFORMS = {}
@@ -34,11 +33,6 @@ def transform(title):
 
 def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
-
-
-def others(op, theta):
-    """Give this rank's theta to the twin, which has one for each rank."""
-    return [theta if rank == op.rank else other for rank, other in enumerate(op.thetas)]
 
 
 def one_gradient(op, thetas):
@@ -80,55 +74,6 @@ def check_nested(op):
         along(along(grad(op.loss)))(THETA),
         along(along(lambda theta: one_gradient(op, [theta] * len(op.thetas))))(THETA),
     )
-
-
-@transform("`vmap` over a feature dimension")
-def check_vmap(op):
-    batch = torch.stack([THETA, DIRECTION, THETA - DIRECTION], dim=1)
-    with varcomm.trace() as once:
-        op.y(THETA)
-    with varcomm.trace() as together:
-        got = vmap(op.y, in_dims=1, out_dims=-1)(batch)
-    want = [op.one_y([theta] * len(op.thetas))[op.rank] for theta in batch.unbind(1)]
-    close(got, torch.stack(want, -1))
-    assert together.total.calls == once.total.calls
-    assert together.total.sent == 3 * once.total.sent
-
-
-@transform("`vmap` of `grad`")
-def check_vmap_of_grad(op):
-    batch = torch.stack([THETA, DIRECTION])
-    close(
-        vmap(grad(op.loss))(batch),
-        torch.stack([one_gradient(op, [theta] * len(op.thetas)) for theta in batch]),
-    )
-
-
-@transform("`jacrev`")
-def check_jacrev(op):
-    def two(theta):
-        loss = op.loss(theta)
-        return torch.stack([loss, loss**2])
-
-    def one(theta):
-        # each rank squares its own loss
-        pairs = [op._loss(y, rank) for rank, y in enumerate(op.one_y(others(op, theta)))]
-        pairs = pairs[:1] if op.losses == "one" else pairs
-        return torch.stack([sum(pairs), sum(loss**2 for loss in pairs)])
-
-    close(jacrev(two)(THETA), jacrev(one)(THETA))
-
-
-@transform("`jacfwd`")
-def check_jacfwd(op):
-    want = jacfwd(lambda theta: op.one_y([theta] * len(op.thetas))[op.rank])(THETA)
-    close(jacfwd(op.y)(THETA), want)
-
-
-@transform("`hessian`")
-def check_hessian(op):
-    want = jacfwd(lambda theta: one_gradient(op, [theta] * len(op.thetas)))(THETA)
-    close(hessian(op.loss)(THETA), want)
 
 
 @transform("`torch.func.linearize`")

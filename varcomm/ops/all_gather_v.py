@@ -12,8 +12,7 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.handle import Handle, run
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.operator import Operator, checking, known, torch_operator
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -21,21 +20,38 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["AllGatherV", "ReduceScatterV", "all_gather_v"]
 
 
-@torch_operator
 @dataclass(frozen=True)
-class AllGatherV(Operator):
-    """From its own rows on each rank to the rows of all on every rank."""
+class _Sharded(Operator):
+    """The pair's fields: how rows are split, and how sums over ranks are rounded."""
 
-    name = "all_gather_v"
     group: Group
     sizes: tuple[int, ...]
     dim: int
     use_fp32: bool
 
+    def _counts(self, x: torch.Tensor) -> list[int]:
+        """Return elements per rank."""
+        row = prod(x.shape[1:] if self.dim == 0 else packing.rest(x.shape, self.dim))
+        return [rows * row for rows in self.sizes]
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "dim": self.dim,
+            "sizes": list(self.sizes),
+            "shape of a row": packing.rest(x.shape, self.dim),
+            "use_fp32": self.use_fp32,
+        }
+
+
+@torch_operator
+class AllGatherV(_Sharded):
+    """From its own rows on each rank to the rows of all on every rank."""
+
+    name = "all_gather_v"
+
     def start(self, x: torch.Tensor) -> Pending:
-        """Send the shard as it lies in memory; whoever has dim != 0 copies once on arrival."""
-        row = prod(packing.rest(x.shape, self.dim))
-        counts = [rows * row for rows in self.sizes]
+        """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
+        counts = self._counts(x)
         works, values = packing.all_gather(self.name, self.group, packing.flat(x), counts)
         shape, into = packing.like(x.shape, self.dim, sum(self.sizes)), packing.memory_format(x)
         return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim, into))
@@ -47,27 +63,18 @@ class AllGatherV(Operator):
     def adjoint(self) -> Operator:
         return ReduceScatterV(self.group, self.sizes, self.dim, self.use_fp32)
 
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return _describe(self, x)
-
 
 @torch_operator
-@dataclass(frozen=True)
-class ReduceScatterV(Operator):
-    """From a whole on each rank to each rank's own rows of the sum of all wholes."""
+class ReduceScatterV(_Sharded):
+    """From the rows of all on each rank to each rank's own rows of the sum over ranks."""
 
     name = "reduce_scatter_v"
-    group: Group
-    sizes: tuple[int, ...]
-    dim: int
-    use_fp32: bool
 
     def start(self, x: torch.Tensor) -> Pending:
-        """Send each rank its rows in the narrow dtype; it sums what it gets."""
-        row = prod(packing.rest(x.shape, self.dim))
-        mine = self.sizes[self.group.rank]
+        """Send each rank its rows in the narrow dtype; the receiver sums them."""
+        send, mine = self._counts(x), self.sizes[self.group.rank]
         shape, into = packing.like(x.shape, self.dim, mine), packing.memory_format(x)
-        send, recv = [rows * row for rows in self.sizes], [mine * row] * self.group.size
+        recv = [send[self.group.rank]] * self.group.size
         packed = packing.pack(x, self.sizes, self.dim)
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
 
@@ -81,20 +88,8 @@ class ReduceScatterV(Operator):
         return packing.new(x, packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
 
     @property
-    def adjoint(self) -> AllGatherV:
+    def adjoint(self) -> Operator:
         return AllGatherV(self.group, self.sizes, self.dim, self.use_fp32)
-
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return _describe(self, x)
-
-
-def _describe(operator: AllGatherV | ReduceScatterV, x: torch.Tensor) -> dict[str, Any]:
-    return {
-        "dim": operator.dim,
-        "sizes": list(operator.sizes),
-        "shape of a row": packing.rest(x.shape, operator.dim),
-        "use_fp32": operator.use_fp32,
-    }
 
 
 @overload
@@ -134,16 +129,15 @@ def all_gather_v(
         This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. The other dimensions
         are the same on all ranks.
     sizes : sequence of int
-        Rows that each rank holds, one int a rank, zeros allowed; the same on all ranks.
+        Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
-        The sharded dimension.
+        Sharded dimension.
     use_fp32 : bool
-        How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their own
-        dtype. It does not change the forward.
+        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -156,7 +150,7 @@ def all_gather_v(
     ArgumentError
         Before any communication, if `sizes`, `dim` and `tensor` do not fit on this rank.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----
@@ -179,6 +173,12 @@ def all_gather_v(
     [([0.0, 1.0, 1.0], [2.0]), ([0.0, 1.0, 1.0], [2.0, 2.0])]
     """
     ranks = resolve(group)
-    with checking("all_gather_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
-        operator = AllGatherV(ranks, *checked_shard(tensor, sizes, dim, ranks, where), use_fp32)
+    operator = known(_operator, ranks, tensor, sizes, dim, use_fp32, async_op)
     return run(operator, tensor, async_op)
+
+
+def _operator(
+    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, use_fp32: bool, async_op: bool
+) -> AllGatherV:
+    with checking("all_gather_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        return AllGatherV(ranks, *checked_shard(x, sizes, dim, ranks, where), use_fp32)

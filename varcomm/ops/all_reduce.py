@@ -9,8 +9,7 @@ import torch
 
 from varcomm.ops import packing
 from varcomm.ops.handle import Handle, run
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -94,12 +93,11 @@ def all_reduce(
     tensor : torch.Tensor
         The same shape and dtype on all ranks, any but bool. It is not changed.
     use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype. Other
-        dtypes are summed in their own.
+        Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -112,7 +110,7 @@ def all_reduce(
     ArgumentError
         Before any communication, if `tensor` cannot be summed.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----

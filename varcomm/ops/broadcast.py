@@ -10,10 +10,9 @@ import torch
 
 from varcomm.ops import packing
 from varcomm.ops.handle import Handle, run
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.ops.reduction import pieces, sum_in_rank_order
-from varcomm.ops.rooted import input_of_root
+from varcomm.ops.root_input import root_input
 from varcomm.sizes import checked_rank
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -34,9 +33,6 @@ class _Rooted(Operator):
     elsewhere: tuple[int, ...]
     use_fp32: bool
 
-    def batched(self, size: int) -> Self:
-        return replace(self, shape=(*self.shape, size), elsewhere=(*self.elsewhere, size))
-
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {"root": self.root, "shape": list(self.shape), "use_fp32": self.use_fp32}
 
@@ -48,9 +44,6 @@ class Broadcast(_Rooted):
 
     name = "broadcast"
     into: torch.memory_format = torch.contiguous_format
-
-    def batched(self, size: int) -> Self:
-        return replace(super().batched(size), into=torch.contiguous_format)
 
     def start(self, x: torch.Tensor) -> Pending:
         if self.group.rank == self.root:
@@ -160,12 +153,11 @@ def broadcast(
     src : int
         The rank, within `group`, that has the tensor.
     use_fp32 : bool
-        How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their own
-        dtype. It does not change the forward.
+        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -182,7 +174,7 @@ def broadcast(
         On every rank, if transforms of ``torch.func`` reach the tensor on `src`, and those that
         others pass not in the same way.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----
@@ -209,7 +201,7 @@ def broadcast(
     ranks = resolve(group)
     with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
-    root = input_of_root("broadcast", tensor, src, ranks)
+    root = root_input("broadcast", tensor, src, ranks)
     operator = Broadcast(
         ranks, src, root.shape, elsewhere=(0,), use_fp32=use_fp32, into=root.memory_format
     )

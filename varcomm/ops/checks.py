@@ -1,4 +1,4 @@
-"""What one rank can check of its own arguments before it communicates."""
+"""Checks of one rank's arguments, before it communicates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["checked_flag", "checked_shard", "checked_tensor", "checked_whole"]
 
 
 def checked_flag(value: object, name: str, where: str) -> None:
-    """Raise ArgumentError if `value` is no bool."""
+    """Raise ArgumentError if `value` is not a bool."""
     if not isinstance(value, bool):
         hint = ""
         if isinstance(value, dist.ProcessGroup | DeviceMesh):
@@ -27,7 +27,7 @@ def checked_flag(value: object, name: str, where: str) -> None:
 
 
 def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
-    """Raise ArgumentError if `tensor` is none, or is not a plain dense one."""
+    """Raise ArgumentError unless `tensor` is a plain dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(tensor).__name__}.")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -49,7 +49,7 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
 def checked_shard(
     x: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str, name: str = "sizes"
 ) -> tuple[tuple[int, ...], int]:
-    """Return `sizes` and `dim` in their plain form, if `x` has this rank's rows of them."""
+    """Return plain `sizes` and `dim` if `x` has this rank's rows."""
     checked_tensor(x, where)
     dim = checked_dim(dim, x.shape, where)
     sizes = checked_sizes(sizes, name, group.size, where)
@@ -65,7 +65,7 @@ def checked_shard(
 def checked_whole(
     x: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str, name: str = "sizes"
 ) -> tuple[tuple[int, ...], int]:
-    """Return `sizes` and `dim` in their plain form, if `x` has the rows of all ranks."""
+    """Return plain `sizes` and `dim` if `x` has the rows of all ranks."""
     checked_tensor(x, where)
     dim = checked_dim(dim, x.shape, where)
     sizes = checked_sizes(sizes, name, group.size, where)

@@ -1,4 +1,4 @@
-"""What ranks compare in place of tensors: a few bytes for each, that tell them apart."""
+"""Digests of values, which ranks compare in place of the values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ __all__ = ["differing", "digest"]
 
 
 def digest(value: object) -> object:
-    """Return what tells dense tensors, arrays and plain values apart; of others, only their type.
+    """Return a digest of a dense tensor, array or plain value; of others, only their type.
 
-    Values that start from different seeds on different ranks would be a wrong result, and none of
-    the ranks could see it.
+    Values from different seeds on different ranks would be a wrong result that no rank can see.
     """
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         if value.is_meta or is_fake(value):  # which have no values
@@ -33,7 +32,7 @@ def digest(value: object) -> object:
 
 
 def differing(given: Sequence[Mapping[str, object]]) -> tuple[list[int], list[str]]:
-    """Return which ranks have other digests than rank 0, and under which names, in their order."""
+    """Return the ranks whose digests differ from those of rank 0, and the names that differ."""
     others = [rank for rank, parts in enumerate(given) if parts != given[0]]
     names = dict.fromkeys(name for parts in given for name in parts)
     absent = object()

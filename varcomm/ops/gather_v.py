@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard
 from varcomm.ops.handle import Handle, run
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.sizes import checked_rank
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -44,9 +43,6 @@ class _Rooted(Operator):
             at_root = [rows * row for rows in self.sizes]
         mine[self.root] = self.sizes[self.group.rank] * row
         return at_root, mine
-
-    def batched(self, size: int) -> Self:
-        return replace(self, shape=(*self.shape, size), elsewhere=(*self.elsewhere, size))
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {
@@ -96,9 +92,6 @@ class ScatterV(_Rooted):
 
     name = "scatter_v"
     into: torch.memory_format = torch.contiguous_format
-
-    def batched(self, size: int) -> Self:
-        return replace(super().batched(size), into=torch.contiguous_format)
 
     def start(self, x: torch.Tensor) -> Pending:
         at_root, mine = self._counts()
@@ -156,15 +149,15 @@ def gather_v(
         This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. The other dimensions
         are the same on all ranks.
     sizes : sequence of int
-        Rows that each rank holds, one int a rank, zeros allowed; the same on all ranks.
+        Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
-        The sharded dimension.
+        Sharded dimension.
     dst : int
         The rank, within `group`, that gets the whole.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -178,7 +171,7 @@ def gather_v(
     ArgumentError
         Before any communication, if `sizes`, `dim`, `dst` and `tensor` do not fit on this rank.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----

@@ -1,8 +1,8 @@
-"""Tensors as the engines take them: flat, in an order that does not depend on strides.
+"""Tensors as the engines send them: flat, in an order that does not depend on strides.
 
-What travels is always in the logical (row-major) order of its block, whatever its memory format: a
-rank with an empty or oddly strided shard then reads what the others wrote. For a dimension that is
-outermost in memory, packing and unpacking are views.
+Rows travel in the logical (row-major) order of their block, whatever their memory format, so that
+ranks with empty or oddly strided shards read the same order. For a dimension that is outermost in
+memory, packing and unpacking are views.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ __all__ = [
 
 Works = Sequence[Work]
 
+_IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def exchange(
     name: str,
@@ -55,6 +57,8 @@ def exchange(
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
     engine = engine_for(group, values.device)
+    if group.size == 1:
+        return _own(values, out)
     messages = as_bytes(out), as_bytes(values), receives, sends, peers
     return _begun(engine.exchange, group, *messages), out
 
@@ -75,6 +79,8 @@ def all_gather(
     receives = [n * width for n in counts]
     note(name, group, [receives[group.rank]] * group.size, receives)
     engine = engine_for(group, values.device)
+    if group.size == 1:
+        return _own(values, out)
     return _begun(engine.all_gather, group, as_bytes(out), as_bytes(values), receives), out
 
 
@@ -89,6 +95,13 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     return _begun(engine_for(group, values.device).broadcast, group, as_bytes(values), src)
 
 
+def _own(values: torch.Tensor, out: torch.Tensor) -> tuple[Works, torch.Tensor]:
+    """Copy the values of a rank that has no peers."""
+    if values.data_ptr() != out.data_ptr():
+        out.copy_(values)
+    return (), out
+
+
 def _begun(start: Callable[..., Works], *arguments: Any) -> Works:
     try:
         return start(*arguments)
@@ -101,7 +114,9 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
     Never of `x` itself if that is to be received into.
     """
-    return x.resolve_conj().resolve_neg().contiguous().view(-1)
+    if x.is_complex() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous().view(-1)
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -156,10 +171,10 @@ def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
 
 def memory_format(x: torch.Tensor) -> torch.memory_format:
     """Return which of torch's formats `x` is in, so that the result can be in the same."""
-    for ndim, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == ndim and not x.is_contiguous() and x.is_contiguous(memory_format=candidate):
-            return candidate
-    return torch.contiguous_format
+    if x.is_contiguous() or x.dim() not in _IMAGES:
+        return torch.contiguous_format
+    images = _IMAGES[x.dim()]
+    return images if x.is_contiguous(memory_format=images) else torch.contiguous_format
 
 
 def new(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -188,7 +203,7 @@ def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
 
 
 def _is_outermost(shape: Sequence[int], dim: int) -> bool:
-    return prod(shape[:dim]) == 1
+    return dim == 0 or prod(shape[:dim]) == 1
 
 
 def _blocks(

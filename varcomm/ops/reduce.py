@@ -51,12 +51,11 @@ def reduce(
     dst : int
         The rank, within `group`, that gets the sum.
     use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype. Other
-        dtypes are summed in their own.
+        Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -70,7 +69,7 @@ def reduce(
     ArgumentError
         Before any communication, if `tensor` cannot be summed or `dst` is no rank of the group.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----

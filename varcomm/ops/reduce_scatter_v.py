@@ -10,9 +10,9 @@ import torch
 from varcomm.ops.all_gather_v import ReduceScatterV
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import checking, known
 from varcomm.ops.reduction import checked_summable
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["reduce_scatter_v"]
 
@@ -53,16 +53,15 @@ def reduce_scatter_v(
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; the same shape and dtype on all ranks, any but bool.
     sizes : sequence of int
-        Rows that each rank keeps, one int a rank, zeros allowed; the same on all ranks.
+        Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
-        The dimension that is sharded.
+        Sharded dimension.
     use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype. Other
-        dtypes are summed in their own.
+        Sum floats narrower than 4 bytes in fp32 and round once.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -74,7 +73,7 @@ def reduce_scatter_v(
     ArgumentError
         Before any communication, if `sizes`, `dim` and `tensor` do not fit on this rank.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----
@@ -95,7 +94,13 @@ def reduce_scatter_v(
     [tensor([3]), tensor([ 30, 300])]
     """
     ranks = resolve(group)
-    with checking("reduce_scatter_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
-        checked_summable(tensor, where, use_fp32)
-        operator = ReduceScatterV(ranks, *checked_whole(tensor, sizes, dim, ranks, where), use_fp32)
+    operator = known(_operator, ranks, tensor, sizes, dim, use_fp32, async_op)
     return run(operator, tensor, async_op)
+
+
+def _operator(
+    ranks: Group, x: torch.Tensor, sizes: Sequence[int], dim: int, use_fp32: bool, async_op: bool
+) -> ReduceScatterV:
+    with checking("reduce_scatter_v", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        checked_summable(x, where, use_fp32)
+        return ReduceScatterV(ranks, *checked_whole(x, sizes, dim, ranks, where), use_fp32)

@@ -1,8 +1,8 @@
 """Operators to and from *replicated* values: one value, of which every rank has a copy.
 
-The other primitives count what each rank has for itself, so a loss that P ranks compute alike
-counts P times in their gradients. Here the inner product counts a replicated value once. That its
-copies are equal is assumed, of the gradients that arrive at them as well; nobody looks.
+For the other primitives a loss that P ranks compute identically counts P times in gradients. Here
+the inner product counts a replicated value once. The copies, and the gradients that arrive at them,
+are assumed to be equal; no rank checks it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV
 from varcomm.ops.all_reduce import AllReduce
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator
+from varcomm.ops.operator import Operator, torch_operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 

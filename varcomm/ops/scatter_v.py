@@ -11,7 +11,7 @@ from varcomm.ops.checks import checked_whole
 from varcomm.ops.gather_v import ScatterV
 from varcomm.ops.handle import Handle, run
 from varcomm.ops.operator import checking
-from varcomm.ops.rooted import input_of_root
+from varcomm.ops.root_input import root_input
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes
 from varcomm.transport.group import GroupLike, resolve
 
@@ -56,15 +56,15 @@ def scatter_v(
         None: dtype, shape and ``requires_grad`` come from `src`. One that requires a gradient
         nevertheless gets zeros.
     sizes : sequence of int
-        Rows that each rank gets, one int a rank, zeros allowed; the same on all ranks.
+        Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
-        The dimension that is sharded.
+        Sharded dimension.
     src : int
         The rank, within `group`, that has the whole.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def scatter_v(
         On every rank, if transforms of ``torch.func`` reach the tensor on `src`, and those that
         others pass not in the same way.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----
@@ -114,7 +114,7 @@ def scatter_v(
     def check(whole: torch.Tensor) -> None:
         checked_whole(whole, sizes, dim, ranks, where)
 
-    root = input_of_root("scatter_v", tensor, src, ranks, check, sizes)
+    root = root_input("scatter_v", tensor, src, ranks, check, sizes)
     with checking("scatter_v", ranks):
         dim = checked_dim(dim, root.shape, where)
     operator = ScatterV(ranks, sizes, dim, src, root.shape, elsewhere=(0,), into=root.memory_format)

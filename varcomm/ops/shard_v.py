@@ -9,8 +9,7 @@ import torch
 
 from varcomm.ops.checks import checked_whole
 from varcomm.ops.handle import Handle
-from varcomm.ops.library import in_graph
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import checking, in_graph
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
@@ -50,11 +49,11 @@ def shard_v(
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; any dtype.
     sizes : sequence of int
-        Rows that each rank keeps, one int a rank, zeros allowed; the same on all ranks.
+        Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
-        The dimension that is sharded.
+        Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
         Return a :class:`~varcomm.Handle`, as the other operations do; there is nothing to wait for.
 

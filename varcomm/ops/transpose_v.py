@@ -12,8 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_to_all_v import AllToAllV
 from varcomm.ops.checks import checked_shard, checked_whole
 from varcomm.ops.handle import Handle, run
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import checking, torch_operator
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["TransposeV", "transpose_v"]
@@ -86,9 +85,9 @@ def transpose_v(
     concat_sizes : sequence of int
         Rows of each rank along `concat_dim` now, one int a rank, zeros allowed.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -102,7 +101,7 @@ def transpose_v(
     ArgumentError
         Before any communication, if sizes, dimensions and `tensor` do not fit on this rank.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----

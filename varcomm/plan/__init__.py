@@ -1,1 +1,1 @@
-"""Plans: who sends which rows to whom, checked once and used many times."""
+"""Exchange plans: which rows go to which rank, checked once and used many times."""

@@ -1,4 +1,4 @@
-"""What one rank can check of the indices and counts that a plan is made of."""
+"""Checks of one rank's indices and counts, of which a plan is made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.library import in_graph
+from varcomm.ops.operator import in_graph
 from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
 

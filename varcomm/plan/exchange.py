@@ -10,10 +10,8 @@ from typing import Any, Self
 import torch
 
 from varcomm.ops import packing
-from varcomm.ops.by_number import ByNumber
-from varcomm.ops.extent import extent_of
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.compilation import ByNumber, extent_of
+from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
@@ -24,7 +22,7 @@ __all__ = ["Exchange", "ExchangeAdjoint", "IndexedAllToAllV", "Routes", "numbere
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Who sends which rows to whom, as :class:`~varcomm.ExchangePlan` documents it."""
+    """Which rows go to which rank, as :class:`~varcomm.ExchangePlan` documents it."""
 
     group: Group = field(repr=False)
     send_index: torch.Tensor = field(repr=False)
@@ -40,18 +38,35 @@ class Routes:
 
     @cached_property
     def row_sum(self) -> RowSum:
-        """How the adjoint sums, planned when it is first needed."""
+        """The sum of copies in the adjoint, planned when it is first needed."""
         return RowSum(self.send_index, self.num_rows)
 
     @cached_property
     def extent(self) -> torch.Tensor:
-        """What tells compiled code how many rows this rank receives and owns."""
+        """The numbers of received and own rows, for compiled code."""
         return extent_of(self.num_received, self.num_rows, device=self.send_index.device)
 
     @property
+    def number(self) -> torch.Tensor:
+        """A number by which a graph finds these routes, as long as it keeps that tensor."""
+        return numbered(self)
+
+    @property
     def routes(self) -> Routes:
-        """Itself; of what a graph knows of a plan, the plan."""
+        """Itself; for :class:`Numbered`, the plan."""
         return self
+
+    def rows(self) -> tuple[int, int]:
+        """Return how many rows this rank receives, and how many it owns."""
+        return self.num_received, self.num_rows
+
+    def elements(self, row: int) -> tuple[list[int], list[int]]:
+        """Return the elements for, and from, each rank, of rows with `row` elements."""
+        kept: dict[int, tuple[list[int], list[int]]] = vars(self).setdefault("_elements", {})
+        if row not in kept:
+            send, recv = self.send_counts, self.recv_counts
+            kept[row] = [rows * row for rows in send], [rows * row for rows in recv]
+        return kept[row]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # copies of graphs communicate by it too
@@ -59,9 +74,9 @@ class Routes:
 
 @dataclass(frozen=True, eq=False)
 class Numbered:
-    """What a graph knows of a plan: what shapes depend on, and by which number to find it.
+    """The part of a plan that a graph holds: the numbers of rows, and a number to find the rest.
 
-    So other plans go through the same compiled code, whoever their neighbours are.
+    So the same compiled code serves plans with other neighbours.
     """
 
     group: Group
@@ -80,7 +95,7 @@ class Numbered:
         Raises
         ------
         ArgumentError
-            If nobody has kept it.
+            If it has not been kept.
         """
         return _plans.find(
             self.number, f"exchange on {self.group}: the plan of a traced or compiled graph"
@@ -88,7 +103,7 @@ class Numbered:
 
 
 class Unchecked(Routes):
-    """What a graph was given to make a plan of for one call, before the index has values."""
+    """The indices and counts of a plan for one call, recorded before the index has values."""
 
     @property
     def routes(self) -> Routes:
@@ -108,7 +123,7 @@ _plans: ByNumber[Routes] = ByNumber()
 
 
 def numbered(routes: Routes) -> torch.Tensor:
-    """Return a number for the plan; whoever holds that tensor keeps the plan."""
+    """Return a number for the plan, a tensor that keeps the plan alive."""
     number = _plans.give(routes)
     number.routes = routes  # type: ignore[attr-defined]
     return number
@@ -116,7 +131,7 @@ def numbered(routes: Routes) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Planned(Operator):
-    """What the pair shares."""
+    """The fields of the pair."""
 
     plan: Any  # Routes, or Numbered
     dim: int
@@ -160,17 +175,14 @@ class Exchange(_Planned):
     name = "exchange"
 
     def start(self, x: torch.Tensor) -> Pending:
-        """Pick the rows to send, which is the one copy; what comes is the result."""
+        """Pick the rows to send, which is the one copy; the received rows are the result."""
         plan = self.plan.routes
         front = x.movedim(self.dim, 0) if self.dim else x
         row = front.shape[1:]
-        size = prod(row)
         picked = packing.flat(packing.taken(front, plan.send_index))
-        send = [rows * size for rows in plan.send_counts]
-        recv = [rows * size for rows in plan.recv_counts]
-        works, values = packing.exchange(self.name, self.group, picked, send, recv, "neighbours")
-        result = values.view(plan.num_received, *row)
-        into = packing.memory_format(x)
+        send, recv = plan.elements(prod(row))
+        works, values = packing.exchange(self.name, plan.group, picked, send, recv, "neighbours")
+        result, into = values.view(plan.num_received, *row), packing.memory_format(x)
         return Pending(works, lambda: packing.back(result, self.dim, into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,11 +204,9 @@ class ExchangeAdjoint(_Planned):
         plan = self.plan.routes
         front = y.movedim(self.dim, 0) if self.dim else y
         row = front.shape[1:]
-        size = prod(row)
-        send = [rows * size for rows in plan.recv_counts]
-        recv = [rows * size for rows in plan.send_counts]
+        recv, send = plan.elements(prod(row))
         works, values = packing.exchange(
-            self.name, self.group, packing.flat(front), send, recv, "neighbours"
+            self.name, plan.group, packing.flat(front), send, recv, "neighbours"
         )
         copies, into = values.view(len(plan.send_index), *row), packing.memory_format(y)
 
@@ -219,7 +229,7 @@ def _result(operator: _Planned, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class _Indexed(_Planned):
-    """What the pair shares of which a graph holds the index, as no plan has been made."""
+    """The pair if a graph holds the index, because no plan has been made."""
 
     schema = (
         "str group, int rank, Tensor index, SymInt[] send_counts, SymInt[] recv_counts, "

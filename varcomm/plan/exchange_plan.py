@@ -1,8 +1,8 @@
-"""``ExchangePlan``: a frozen, checked, reusable description of who sends which rows to whom."""
+"""``ExchangePlan``: a frozen, checked, reusable description of which rows go to which rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Self
@@ -12,28 +12,28 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
-from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.extent import counts_in
+from varcomm.ops.compilation import counts_in
+from varcomm.ops.digest import digest
 from varcomm.ops.handle import Handle, start
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import apply, checking, in_graph, known
 from varcomm.ops.reduction import checked_summable
-from varcomm.plan.agreed import digest_of, exchanged_counts
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
+from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.engine import Pending
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ExchangePlan"]
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan(Routes):
-    """Who sends which rows to whom: checked and agreed upon once, used at every step.
+    """Rows that go to each rank: checked and agreed upon once, used at every step.
 
     Made by :meth:`from_indices` or :meth:`from_needed`. It is a linear operator from own rows to
     received rows, and can be differentiated any number of times.
@@ -79,10 +79,19 @@ class ExchangePlan(Routes):
     """
 
     def __post_init__(self) -> None:
-        # apart from the plan itself, so that what keeps them does not keep it in a circle
-        routes = Routes(*(getattr(self, part.name) for part in fields(Routes)))
-        known = {"number": numbered(routes), "row_sum": routes.row_sum}
-        vars(self).update(known, num_received=routes.num_received, extent=routes.extent)
+        # a second object for operators and graphs, which must not keep the plan in a cycle
+        inner = Routes(*(getattr(self, part.name) for part in fields(Routes)))
+        vars(self).update(inner=inner, kept_number=numbered(inner), extent=inner.extent)
+
+    @property
+    def number(self) -> torch.Tensor:
+        """A number by which a graph finds the plan."""
+        return self.kept_number
+
+    @property
+    def row_sum(self) -> RowSum:  # type: ignore[override]
+        """The sum of copies in the adjoint."""
+        return self.inner.row_sum
 
     @classmethod
     def from_indices(
@@ -106,7 +115,7 @@ class ExchangePlan(Routes):
         sizes : sequence of sequence of int, optional
             ``sizes[i][j]``: rows that rank i sends to rank j. Without it the ranks tell each other.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that take part; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Returns
         -------
@@ -135,12 +144,12 @@ class ExchangePlan(Routes):
             return rows, index, counts, checked_count_matrix(sizes, counts, ranks)
 
         (rows, index, send_counts, expected), digests = agree_and_share(
-            what, check, lambda own: digest_of(own[1], (own[0], *own[2])), ranks
+            what, check, lambda own: _digest_of(own[1], (own[0], *own[2])), ranks
         )
         identity = crc32(repr(digests).encode())
         if expected is not None and not peers_answer(ranks):
             return cls(ranks, index, send_counts, expected, rows, identity)
-        recv_counts = exchanged_counts(send_counts, index.device, ranks)
+        recv_counts = _exchanged_counts(send_counts, index.device, ranks)
 
         def compare() -> None:
             if expected is not None and expected != recv_counts:
@@ -169,7 +178,7 @@ class ExchangePlan(Routes):
         sizes : sequence of int
             Rows that each rank owns: rank 0 the first ``sizes[0]`` global rows, and so on.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that take part; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Returns
         -------
@@ -204,13 +213,13 @@ class ExchangePlan(Routes):
             return owned, owner
 
         def tell(own: tuple[ShardSizes, torch.Tensor]) -> tuple[int, int]:
-            return crc32(repr(tuple(own[0])).encode()), digest_of(needed, own[0])
+            return crc32(repr(tuple(own[0])).encode()), _digest_of(needed, own[0])
 
         (owned, owner), told = agree_and_share(what, check, tell, ranks)
         if others := [rank for rank, (given, _) in enumerate(told) if given != told[0][0]]:
             raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
         recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())
-        send_counts = exchanged_counts(recv_counts, needed.device, ranks)
+        send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
         with explained(what, ranks):
@@ -229,10 +238,9 @@ class ExchangePlan(Routes):
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
         dim : int
-            The sharded dimension.
+            Sharded dimension.
         use_fp32 : bool
-            How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their
-            own dtype. It does not change the forward.
+            In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
 
         Returns
         -------
@@ -252,11 +260,11 @@ class ExchangePlan(Routes):
         Communication: :meth:`nbytes` from this rank; only between ranks that have rows for each
         other. One copy, on departure, which picks the rows.
         """
-        return apply(self._operator(tensor, dim, use_fp32), tensor)
+        return apply(known(_forward, self, tensor, (), dim, use_fp32), tensor)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
         """Begin what calling the plan does; :meth:`Handle.wait` gives the received rows."""
-        return start(self._operator(tensor, dim, use_fp32), tensor)
+        return start(known(_forward, self, tensor, (), dim, use_fp32), tensor)
 
     def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
         """Send received rows back, and sum at each owner what belongs to the same row.
@@ -266,9 +274,9 @@ class ExchangePlan(Routes):
         tensor : torch.Tensor
             ``sum(recv_counts)`` rows along `dim`; any dtype but bool.
         dim : int
-            The sharded dimension.
+            Sharded dimension.
         use_fp32 : bool
-            Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype.
+            Sum floats narrower than 4 bytes in fp32 and round once.
 
         Returns
         -------
@@ -286,10 +294,7 @@ class ExchangePlan(Routes):
         Communication: this rank sends the bytes of `tensor`, but for rows that it keeps; what
         calling the plan receives.
         """
-        with checking("exchange_adjoint", self.group, use_fp32=use_fp32) as where:
-            checked_summable(tensor, where, use_fp32)
-            dim = self._checked_dim(tensor, dim, self.rows()[0], "received", where)
-        return apply(ExchangeAdjoint(self, dim, use_fp32), tensor)
+        return apply(known(_adjoint, self, tensor, (), dim, use_fp32), tensor)
 
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
@@ -375,24 +380,57 @@ class ExchangePlan(Routes):
         agree("ExchangePlan.from_state_dict", compare, ranks)
         return plan
 
-    def _operator(self, tensor: torch.Tensor, dim: int, use_fp32: bool) -> Exchange:
-        with checking("exchange", self.group, use_fp32=use_fp32) as where:
-            checked_tensor(tensor, where)
-            dim = self._checked_dim(tensor, dim, self.rows()[1], "own", where)
-        return Exchange(self, dim, use_fp32)
 
-    def _checked_dim(
-        self, tensor: torch.Tensor, dim: int, rows: int, which: str, where: str
-    ) -> int:
-        dim = checked_dim(dim, tensor.shape, where)
-        if tensor.shape[dim] != rows:
-            raise ArgumentError(
-                f"{where}the tensor of shape {tuple(tensor.shape)} has {tensor.shape[dim]} rows "
-                f"along dim {dim}, but the plan is for {rows} {which} rows."
-            )
-        if tensor.device != self.extent.device:
-            raise ArgumentError(
-                f"{where}the tensor is on {tensor.device}, the plan on {self.extent.device}. "
-                f"Move one of them: plan.to({str(tensor.device)!r})."
-            )
-        return dim
+def _forward(
+    plan: ExchangePlan, x: torch.Tensor, _: Sequence[int], dim: int, use_fp32: bool
+) -> Exchange:
+    with checking("exchange", plan.group, use_fp32=use_fp32) as where:
+        checked_tensor(x, where)
+        dim = _checked_dim(plan, x, dim, plan.rows()[1], "own", where)
+    return Exchange(plan if in_graph(x) else plan.inner, dim, use_fp32)
+
+
+def _adjoint(
+    plan: ExchangePlan, x: torch.Tensor, _: Sequence[int], dim: int, use_fp32: bool
+) -> ExchangeAdjoint:
+    with checking("exchange_adjoint", plan.group, use_fp32=use_fp32) as where:
+        checked_summable(x, where, use_fp32)
+        dim = _checked_dim(plan, x, dim, plan.rows()[0], "received", where)
+    return ExchangeAdjoint(plan if in_graph(x) else plan.inner, dim, use_fp32)
+
+
+def _checked_dim(
+    plan: ExchangePlan, x: torch.Tensor, dim: int, rows: int, which: str, where: str
+) -> int:
+    dim = checked_dim(dim, x.shape, where)
+    if x.shape[dim] != rows:
+        raise ArgumentError(
+            f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim {dim}, "
+            f"but the plan is for {rows} {which} rows."
+        )
+    if x.device != plan.extent.device:
+        raise ArgumentError(
+            f"{where}the tensor is on {x.device}, the plan on {plan.extent.device}. "
+            f"Move one of them: plan.to({str(x.device)!r})."
+        )
+    return dim
+
+
+def _digest_of(index: torch.Tensor, numbers: Iterable[int]) -> int:
+    """Return a digest of what a rank makes its part of a plan of."""
+    return crc32(repr((digest(index), list(numbers))).encode())
+
+
+def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
+    """Tell each rank one count, and return what each tells this one; collective."""
+    if not peers_answer(group):
+        raise GroupError(
+            f"on {group}: in a simulated world no other rank says which rows it needs. Take the "
+            "part of a graph that varcomm.simulate.partition gives, with its plan; or tell "
+            "ExchangePlan.from_indices the sizes of all ranks."
+        )
+    ones = [1] * group.size
+    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    with explained("ExchangePlan", group):
+        works, theirs = packing.exchange("ExchangePlan", group, mine, ones, ones)
+        return tuple(Pending(works, lambda: theirs).wait().tolist())

@@ -65,14 +65,13 @@ def indexed_all_to_all_v(
     sizes : sequence of sequence of int
         ``sizes[i][j]``: rows that rank i sends to rank j; the same on all ranks.
     use_fp32 : bool
-        How the adjoint sums floats narrower than 4 bytes: in fp32, rounded once, or in their own
-        dtype. It does not change the forward.
+        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
     dim : int
         The dimension that `indices` count along.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     async_op : bool
-        Return a :class:`~varcomm.Handle` at once, and communicate until its ``wait()``.
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
 
     Returns
     -------
@@ -85,7 +84,7 @@ def indexed_all_to_all_v(
     ArgumentError
         Before any communication, if `indices`, `sizes`, `dim` and `tensor` do not fit on this rank.
     GroupError
-        If this rank is not in `group`, or the group does not communicate on the tensor's device.
+        If this rank is not in `group`, or the group has no engine for the tensor's device.
 
     Notes
     -----

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
@@ -149,6 +150,7 @@ MISTAKES = {
 def raise_on_rank_0(rank, name):
     """Rank 0 makes each mistake by itself, which moves nothing; then both communicate."""
     count = 0
+    RIGHT[name](rank)
     if rank == 0:
         for call, message in MISTAKES[name]():
             with pytest.raises(ArgumentError, match=message) as caught:
@@ -172,22 +174,23 @@ def raise_on_all_in_debug(rank, name):
     for call, message in (calls[0], calls[-1]):
         expected = f"^{name}: not called, since on rank 0: {name} on rank 0 of 2: .*{message}"
         with pytest.raises(DisagreementError, match=expected), varcomm.debug():
-            (call if rank == 0 else RIGHT[name])()
+            call() if rank == 0 else RIGHT[name](rank)
     return varcomm.all_reduce(torch.tensor(1)).item()
 
 
-# as rank 1 of 2 calls them rightly
 RIGHT = {
-    "all_gather_v": lambda: varcomm.all_gather_v(F(1, 2), [2, 1]),
-    "gather_v": lambda: varcomm.gather_v(F(1, 2), [2, 1]),
-    "scatter_v": lambda: varcomm.scatter_v(F(3), [2, 1]),
-    "reduce_scatter_v": lambda: varcomm.reduce_scatter_v(F(3), [2, 1]),
-    "all_to_all_v": lambda: varcomm.all_to_all_v(F(3, 2), [2, 1], [2, 1]),
-    "shard_v": lambda: varcomm.shard_v(F(3), [2, 1]),
-    "transpose_v": lambda: varcomm.transpose_v(F(1, 5), 1, [2, 3], 0, [2, 1]),
-    "all_reduce": lambda: varcomm.all_reduce(F(3)),
-    "reduce": lambda: varcomm.reduce(F(3)),
-    "broadcast": lambda: varcomm.broadcast(F(3)),
+    "all_gather_v": lambda rank: varcomm.all_gather_v(F(2 - rank, 2), [2, 1]),
+    "gather_v": lambda rank: varcomm.gather_v(F(2 - rank, 2), [2, 1]),
+    "scatter_v": lambda rank: varcomm.scatter_v(F(3), [2, 1]),
+    "reduce_scatter_v": lambda rank: varcomm.reduce_scatter_v(F(3, 2), [2, 1]),
+    "all_to_all_v": lambda rank: varcomm.all_to_all_v(
+        F(3, 2), [2, 1] if rank == 0 else [1, 2], [2, 1] if rank == 0 else [1, 2]
+    ),
+    "shard_v": lambda rank: varcomm.shard_v(F(3, 2), [2, 1]),
+    "transpose_v": lambda rank: varcomm.transpose_v(F(2 - rank, 5), 1, [2, 3], 0, [2, 1]),
+    "all_reduce": lambda rank: varcomm.all_reduce(F(3)),
+    "reduce": lambda rank: varcomm.reduce(F(3)),
+    "broadcast": lambda rank: varcomm.broadcast(F(3)),
 }
 
 
@@ -291,3 +294,64 @@ def test_scalars(worlds):
         [(3.0, 2.0), (0.0, 1.0), (2.0, 0.0)],
         [(3.0, 2.0), (3.0, 1.0), (2.0, 2.0)],
     ]
+
+
+# --- flags: torch.distributed has a group or a ReduceOp at some of their positions
+
+X, NONE = torch.ones(2), torch.tensor([], dtype=torch.int64)
+FLAGGED = [
+    ("use_fp32", "all_reduce", lambda flag: varcomm.all_reduce(X, flag)),
+    ("use_fp32", "reduce", lambda flag: varcomm.reduce(X, 0, flag)),
+    ("use_fp32", "broadcast", lambda flag: varcomm.broadcast(X, 0, flag)),
+    ("use_fp32", "all_gather_v", lambda flag: varcomm.all_gather_v(X, [2, 2], 0, flag)),
+    ("use_fp32", "reduce_scatter_v", lambda flag: varcomm.reduce_scatter_v(X, [1, 1], 0, flag)),
+    ("async_op", "all_reduce", lambda flag: varcomm.all_reduce(X, async_op=flag)),
+    ("async_op", "reduce", lambda flag: varcomm.reduce(X, async_op=flag)),
+    ("async_op", "broadcast", lambda flag: varcomm.broadcast(X, async_op=flag)),
+    ("async_op", "all_gather_v", lambda flag: varcomm.all_gather_v(X, [2, 2], async_op=flag)),
+    ("async_op", "gather_v", lambda flag: varcomm.gather_v(X, [2, 2], async_op=flag)),
+    ("async_op", "scatter_v", lambda flag: varcomm.scatter_v(X, [1, 1], async_op=flag)),
+    ("async_op", "shard_v", lambda flag: varcomm.shard_v(X, [1, 1], async_op=flag)),
+    (
+        "async_op",
+        "reduce_scatter_v",
+        lambda flag: varcomm.reduce_scatter_v(X, [1, 1], async_op=flag),
+    ),
+    (
+        "async_op",
+        "all_to_all_v",
+        lambda flag: varcomm.all_to_all_v(X, [1, 1], [1, 1], async_op=flag),
+    ),
+    (
+        "async_op",
+        "transpose_v",
+        lambda flag: varcomm.transpose_v(X[:, None], 0, [1, 1], 1, [1, 1], async_op=flag),
+    ),
+    *[
+        (
+            flag,
+            "indexed_all_to_all_v",
+            lambda value, flag=flag: varcomm.indexed_all_to_all_v(
+                X, [NONE, NONE], [[0, 0]] * 2, **{flag: value}
+            ),
+        )
+        for flag in ("use_fp32", "async_op")
+    ],
+]
+
+
+def not_bools(rank):
+    for flag, name, call in FLAGGED:
+        for value in (True, False):  # right calls before: equal values are not taken for bools
+            result = call(value)
+            if flag == "async_op" and value:
+                result.wait()
+        for value in (dist.group.WORLD, dist.ReduceOp.MAX, 1, 0.0, "yes", None):
+            with pytest.raises(ArgumentError) as caught:
+                call(value)
+            assert str(caught.value).startswith(f"{name} on rank {rank} of 2: {flag} must be True")
+    return varcomm.all_reduce(torch.tensor(1)).item()
+
+
+def test_flags_must_be_bools(worlds):
+    assert worlds.run(2, not_bools) == [2, 2]

@@ -1,4 +1,4 @@
-"""A tensor that only the root has: what the others put in its place, so that the graph is one."""
+"""The input of a collective that only the root has, and its stand-ins on the other ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch.autograd.forward_ad as forward_ad
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
-from varcomm.ops.batching import wrappers
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.library import in_graph
+from varcomm.ops.operator import in_graph, outside_transforms, refuse_vmap
 from varcomm.transport.agreement import compare, debugging, share
 from varcomm.transport.announce import announce
 from varcomm.transport.group import Group
 
-__all__ = ["Input", "input_of_root"]
+__all__ = ["RootInput", "root_input"]
 
 _FORMATS = {
     str(memory_format): memory_format
@@ -28,8 +27,8 @@ _FORMATS = {
 
 
 @dataclass(frozen=True)
-class Input:
-    """What the root has, as every rank knows it.
+class RootInput:
+    """The tensor of the root, as every rank describes it.
 
     Attributes
     ----------
@@ -45,27 +44,29 @@ class Input:
     memory_format: torch.memory_format
 
 
-def input_of_root(
+def root_input(
     name: str,
     tensor: torch.Tensor | None,
     src: int,
     group: Group,
     check: Callable[[torch.Tensor], object] = lambda tensor: None,
     sizes: Sequence[int] = (),
-) -> Input:
-    """Learn from the root what it has; collective.
+) -> RootInput:
+    """Return the description of the root's tensor; collective.
 
-    `check` raises ArgumentError at the root if its tensor will not do; all ranks then do. `sizes`
-    must be the same on all ranks, and are compared.
+    `check` raises ArgumentError at the root if its tensor cannot be used; then all ranks raise.
+    `sizes` must be the same on all ranks, and are compared.
 
     The root decides dtype, device type and whether the result requires a gradient. A tensor that
-    another rank passes is not read, but where it requires a gradient it gets one, of zeros.
+    another rank passes is not read; if it requires a gradient, its gradient is zeros.
     """
     where = f"{name} on {group.label}: "
     if in_graph(tensor):
-        return _input_in_graph(tensor, src, group, check, where)
+        return _in_graph(tensor, src, group, check, where)
+    refuse_vmap(where, [tensor])
     if debugging():
-        compare(group, {"operation": name, "root": src, "sizes": list(sizes)})
+        call = {"operation": name, "root": src, "sizes": list(sizes)}
+        outside_transforms(lambda: compare(group, call))
     digest = zlib.crc32(repr(list(sizes)).encode())
     transformed = _agreed_transforms(name, tensor, src, group)
 
@@ -77,7 +78,7 @@ def input_of_root(
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "device": tensor.device.type,
             "shape": list(tensor.shape),
-            "memory_format": str(_memory_format(tensor, transformed)),
+            "memory_format": str(packing.memory_format(tensor)),
             "requires_grad": torch.is_grad_enabled() and tensor.requires_grad,
             "has_tangent": _has_tangent(tensor),
             "sizes": digest,
@@ -91,32 +92,29 @@ def input_of_root(
     shape, memory_format = tuple(root["shape"]), _FORMATS[root["memory_format"]]
     if group.rank == src:
         assert tensor is not None
-        return Input(tensor, shape, memory_format)
+        return RootInput(tensor, shape, memory_format)
     device = torch.device(root["device"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, root["dtype"])
     empty = torch.empty(0, dtype=dtype, device=device)
-    if tensor is not None and transformed:
+    if tensor is not None and (transformed or (root["requires_grad"] and tensor.requires_grad)):
         empty = _nothing_of(tensor).to(device, dtype)
-    elif root["requires_grad"]:
-        if tensor is not None and tensor.requires_grad:
-            empty = _nothing_of(tensor).to(device, dtype)
-        else:
-            empty.requires_grad_()
+    elif root["requires_grad"] and not transformed:
+        empty.requires_grad_()
     if root["has_tangent"] and not _has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
-    return Input(empty, shape, memory_format)
+    return RootInput(empty, shape, memory_format)
 
 
-def _input_in_graph(
+def _in_graph(
     tensor: torch.Tensor | None,
     src: int,
     group: Group,
     check: Callable[[torch.Tensor], object],
     where: str,
-) -> Input:
-    """Take from this rank's own tensor what the root cannot tell while a graph is recorded."""
+) -> RootInput:
+    """Describe this rank's own tensor: the root cannot tell while a graph is recorded."""
     if tensor is None:
         raise ArgumentError(
             f"{where}a graph is compiled before rank {src} can tell what it will send. Pass a "
@@ -124,7 +122,7 @@ def _input_in_graph(
         )
     checked_tensor(tensor, where)
     check(tensor)
-    given = Input(tensor, tuple(tensor.shape), packing.memory_format(tensor))
+    given = RootInput(tensor, tuple(tensor.shape), packing.memory_format(tensor))
     if group.rank == src:
         return given
     return replace(given, tensor=_nothing_of(tensor))
@@ -132,37 +130,40 @@ def _input_in_graph(
 
 def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return zero elements that belong to the graph of `tensor`, and to what transforms it."""
-    # through torch's own rules for views, whose gradient is zeros of the whole shape
+    # by torch's own rules for views, whose gradient is zeros of the full shape
     rows = tensor if tensor.dim() else tensor.unsqueeze(0)
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: Group) -> list[int]:
-    """Return which transforms of ``torch.func`` reach the root's tensor; collective inside of any.
+def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: Group) -> int:
+    """Return how many transforms of ``torch.func`` reach the root's tensor; collective in any.
 
-    They reach those that other ranks pass as well, or the ranks would part ways in derivatives.
+    They must reach the tensors of other ranks too, or ranks would differ in derivatives.
     """
     if not torch._C._are_functorch_transforms_active():
-        return []
-    with torch._C._DisableFuncTorch():
-        told = share(name, lambda: wrappers(tensor), group)
-    for rank, other in enumerate(told):
-        if told[src] and other != told[src]:
+        return 0
+    own = _depth(tensor)
+    depths = outside_transforms(lambda: share(name, lambda: own, group))
+    for rank, depth in enumerate(depths):
+        if depths[src] and depth != depths[src]:
             raise DisagreementError(
                 f"{name} on {group.size} ranks: transforms of torch.func reach the tensor of the "
                 f"root, rank {src}, in another way than that of rank {rank}. There, pass a tensor "
-                "that depends on the arguments of the transformed function as the root's does, "
-                "with the same batch inside of vmap; it is not read."
+                "that depends on the arguments of the transformed function as the root's does; it "
+                "is not read."
             )
-    return told[src]
+    return depths[src]
 
 
-def _memory_format(tensor: torch.Tensor, transformed: Sequence[int]) -> torch.memory_format:
-    # a batch has no format, and does not answer what it is
-    batched = max(transformed, default=-1) >= 0
-    return torch.contiguous_format if batched else packing.memory_format(tensor)
+def _depth(tensor: torch.Tensor | None) -> int:
+    depth = 0
+    while tensor is not None:
+        inner = torch.func.debug_unwrap(tensor, recurse=False)
+        if inner is tensor:
+            break
+        tensor, depth = inner, depth + 1
+    return depth
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Tell whether forward-mode differentiation is under way and reaches `tensor`."""
     return forward_ad.unpack_dual(tensor).tangent is not None

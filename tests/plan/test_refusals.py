@@ -1,0 +1,180 @@
+"""Plans made or called wrongly: type of the error, named argument, and ranks that raise."""
+
+import pytest
+import torch
+
+import varcomm
+from tests.plan.naive import all_to_all_needs, three_still_exchange
+from varcomm import ArgumentError, DisagreementError, ExchangePlan, VarcommError
+
+LONGS = torch.tensor([0, 1])
+ROW = [2, 1, 1]
+
+
+def indices(*, first=LONGS, num_rows=2, sizes=None, ranks=3):
+    rest = [torch.tensor([1])] * (ranks - 1)
+    return lambda: ExchangePlan.from_indices([first, *rest], num_rows, sizes)
+
+
+def needed(ids, sizes=(2, 0, 3)):
+    return lambda: ExchangePlan.from_needed(ids, sizes)
+
+
+RIGHT = {
+    "from_indices": indices(),
+    "with sizes": indices(sizes=[ROW] * 3),
+    "from_needed": needed(torch.tensor([1, 4])),
+}
+# the right call of the other ranks, the wrong one of rank 1, the argument that the error names
+WRONG = [
+    ("from_indices", lambda: ExchangePlan.from_indices(LONGS, 2), "indices must be a list"),
+    ("from_indices", indices(ranks=2), "indices must have"),
+    ("from_indices", indices(first=[0, 1]), "indices[0]"),
+    ("from_indices", indices(first=torch.tensor([0.0])), "indices[0]"),
+    ("from_indices", indices(first=torch.tensor([])), "Give an empty one its dtype"),
+    ("from_indices", indices(first=torch.tensor([True, False])), "indices[0]"),
+    ("from_indices", indices(first=LONGS.view(1, 2)), "indices[0]"),
+    ("from_indices", indices(first=torch.tensor([0, 2])), "indices[0] spans 0...2"),
+    ("from_indices", indices(first=torch.tensor([1, -1])), "indices[0] spans -1...1"),
+    ("from_indices", indices(first=torch.empty(0, dtype=torch.int64, device="meta")), "device"),
+    ("from_indices", indices(num_rows=-2), "num_rows"),
+    ("from_indices", indices(num_rows=2.0), "num_rows"),
+    ("with sizes", indices(sizes=7), "sizes must be"),
+    ("with sizes", indices(sizes="123"), "sizes must be"),
+    ("with sizes", indices(sizes=[ROW] * 2), "sizes must have"),
+    ("with sizes", indices(sizes=[ROW, ROW, [2, 1]]), "sizes[2]"),
+    ("with sizes", indices(sizes=ROW), "sizes[0]"),
+    ("with sizes", indices(sizes=[[3, 1, 1]] * 3), "sizes[1][0]"),
+    ("from_needed", needed([1, 4]), "needed must be"),
+    ("from_needed", needed(torch.tensor([1.0])), "needed must be"),
+    ("from_needed", needed(LONGS.view(2, 1)), "needed must have"),
+    ("from_needed", needed(torch.tensor([1, 5])), "needed spans 1...5"),
+    ("from_needed", needed(torch.tensor([0, 4, 1])), "needed must come owner by owner"),
+    ("from_needed", needed(torch.tensor([1, 4]), (2, 3)), "sizes must have"),
+    ("from_needed", needed(torch.tensor([1, 4]), (2, 0.0, 3)), "sizes must hold ints"),
+]
+
+
+def made_wrongly(rank):
+    """Make each plan wrongly on rank 1 alone."""
+    told = []
+    for right, wrong, _ in WRONG:
+        with pytest.raises(VarcommError) as caught:
+            (wrong if rank == 1 else RIGHT[right])()
+        told.append((type(caught.value), str(caught.value)))
+    return told, three_still_exchange(rank)
+
+
+def test_a_plan_that_is_wrong_on_one_rank_is_refused_on_all(worlds):
+    answers, after = zip(*worlds.run(3, made_wrongly), strict=True)
+    assert answers == (answers[0],) * 3
+    for (_, _, word), (kind, message) in zip(WRONG, answers[0], strict=True):
+        assert kind is ArgumentError, message
+        assert "refused on rank 1 of 3: " in message
+        assert word in message
+    assert after == (True,) * 3
+
+
+def disagreeing(rank):
+    told = []
+    expected = [[2, 4, 1], ROW, ROW] if rank == 1 else [ROW] * 3
+    for call in (
+        indices(sizes=expected),
+        needed(torch.tensor([0]), (2, 1, 2) if rank == 2 else (2, 0, 3)),
+        indices(num_rows=2 - rank),
+    ):
+        with pytest.raises(VarcommError) as caught:
+            call()
+        told.append((type(caught.value), str(caught.value)))
+    return told, three_still_exchange(rank)
+
+
+def test_ranks_that_disagree(worlds):
+    answers, after = zip(*worlds.run(3, disagreeing), strict=True)
+    assert answers == (answers[0],) * 3
+    counts, sizes, first_of_many = answers[0]
+    assert counts[0] is sizes[0] is DisagreementError
+    assert "refused on rank 1" in counts[1]
+    assert "ranks [2] have other sizes" in sizes[1]
+    assert first_of_many[0] is ArgumentError
+    assert "refused on rank 1 of 3 (and on 1 more: [2])" in first_of_many[1]
+    assert after == (True,) * 3
+
+
+# with the operation that refuses, and the argument that it names
+CALLS = [
+    (lambda p: p([1.0, 2.0]), "exchange", "tensor"),
+    (lambda p: p(torch.eye(2).to_sparse()), "exchange", "tensor must be dense"),
+    (lambda p: p(torch.zeros(7, 4), dim=1), "exchange", "2 own rows"),
+    (lambda p: p.start(torch.zeros(3)), "exchange", "2 own rows"),
+    (lambda p: p.adjoint(torch.zeros(2)), "exchange_adjoint", "7 received rows"),
+    (lambda p: p(torch.zeros(2, 2), dim=2), "exchange", "dim=2"),
+    (lambda p: p.adjoint(torch.zeros(())), "exchange_adjoint", "dim=0"),
+    (lambda p: p.adjoint(torch.zeros(7, dtype=torch.bool)), "exchange_adjoint", "torch.bool"),
+    (lambda p: p(torch.zeros(2, device="meta")), "exchange", "plan.to('meta')"),
+    (lambda p: p(torch.zeros(2), use_fp32=1), "exchange", "use_fp32"),
+    (lambda p: p.adjoint(torch.zeros(7), use_fp32=None), "exchange_adjoint", "use_fp32"),
+]
+
+
+def called_wrongly(rank):
+    """One rank alone calls: each refusal comes before any communication, or it would hang."""
+    plan = all_to_all_needs(3).plan_of_indices(rank)
+    if rank == 2:
+        plan(torch.zeros(2))  # a right call before, and between, changes nothing
+        for call, operation, word in CALLS:
+            with pytest.raises(ArgumentError) as caught:
+                call(plan)
+            assert str(caught.value).startswith(f"{operation} on rank 2 of 3: ")
+            assert word in str(caught.value)
+        with pytest.raises(ArgumentError, match="dim=1"):
+            plan.nbytes(torch.zeros(2), dim=1)
+    else:
+        plan(torch.zeros(2))
+    return three_still_exchange(rank)
+
+
+def test_a_wrong_call_is_refused_before_any_communication(worlds):
+    assert worlds.run(3, called_wrongly) == [True] * 3
+
+
+def compared(rank):
+    """Inside debug(), a call that is wrong on one rank or between ranks is an error on all."""
+    plan = all_to_all_needs(3).plan_of_indices(rank)
+    x = torch.zeros(plan.num_rows, 2)
+    kinds = []
+    for call in (lambda: plan(x[1:] if rank == 0 else x), lambda: plan(x[:, : 2 - rank % 2])):
+        with varcomm.debug(), pytest.raises(VarcommError) as caught:
+            call()
+        kinds.append(type(caught.value))
+    return kinds[1], three_still_exchange(rank)
+
+
+def test_debug_compares_calls(worlds):
+    assert worlds.run(3, compared) == [(DisagreementError, True)] * 3
+
+
+def other_plans(rank):
+    """Two plans with the same counts; rank 1 calls the second."""
+    sizes = [3] * 3
+    first, second = (
+        ExchangePlan.from_needed(torch.tensor([(3 * rank + 3 + k) % 9]), sizes) for k in (0, 1)
+    )
+    alike = (first.send_counts, first.recv_counts) == (second.send_counts, second.recv_counts)
+    plan = second if rank == 1 else first
+    for call in (lambda: plan(torch.ones(3)), lambda: plan.adjoint(torch.ones(1))):
+        with varcomm.debug(), pytest.raises(DisagreementError, match="ranks disagree on plan"):
+            call()
+    with varcomm.debug():
+        received = first(torch.arange(3.0) + 3 * rank).item()
+    of_state = ExchangePlan.from_state_dict(first.state_dict())
+    identities = first.identity, second.identity, of_state.identity
+    return alike, received, identities, first.to("cpu").identity == first.identity
+
+
+def test_debug_compares_the_identities_of_plans(worlds):
+    alike, received, identities, kept = zip(*worlds.run(3, other_plans), strict=True)
+    assert alike == kept == (True,) * 3
+    assert identities == (identities[0],) * 3
+    assert len({0, *identities[0]}) == 4
+    assert received == (3.0, 6.0, 0.0)

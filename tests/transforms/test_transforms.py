@@ -1,0 +1,76 @@
+"""Every operation under every transform: it works as in one process, or is refused."""
+
+import pytest
+import torch
+
+import varcomm
+from tests.transforms.operations import OPERATIONS
+from tests.transforms.transforms import TRANSFORMS, NothingToDo
+
+# Operations that are run in every test; the others are slow.
+QUICK = {
+    "primitives": ("all_gather_v", "broadcast", "indexed_all_to_all_v"),
+    "with `async_op=True`": ("all_gather_v", "scatter_v"),
+    "`ExchangePlan`": ("plan_from_needed",),
+    "halo exchange": ("with_halo",),
+}
+# Refused, or refused by torch of the same model in one process.
+REFUSED = {
+    "`torch.func.linearize`": ("distributed models", "cross entropy"),
+    "`FakeTensorMode()`": ("distributed models",),
+    "`FakeTensorMode(allow_non_fake_inputs=True)`": ("distributed models",),
+    "`torch.jit.trace`": tuple(OPERATIONS),
+    "`torch.export` on one rank, `strict=True`": ("distributed models",),
+}
+CASES = [
+    (column, name)
+    if name in QUICK.get(column, ())
+    else pytest.param(column, name, marks=pytest.mark.slow)
+    for column, names in OPERATIONS.items()
+    for name in names
+]
+
+
+def check(rank, ranks, column, name):
+    """Return the transforms that failed otherwise than by a refusal."""
+    torch.set_num_threads(1)
+    failed = []
+    for title, transform in TRANSFORMS.items():
+        if ("one rank" in title) != (ranks == 1):
+            continue
+        refused = column in REFUSED.get(title, ())
+        try:
+            transform(OPERATIONS[column][name](rank, ranks))
+        except NothingToDo:
+            continue
+        except varcomm.ArgumentError as error:
+            if not refused:
+                failed.append(f"{title}: {error}")
+        except Exception as error:
+            if column != "distributed models" or not refused:
+                failed.append(f"{title}: {type(error).__name__}: {error}")
+        else:
+            if title == "`torch.jit.trace`":
+                failed.append(f"{title}: not refused")
+    return failed
+
+
+@pytest.mark.parametrize(("column", "name"), CASES)
+def test_transforms(worlds, column, name):
+    ranks = 3 if column in ("primitives", "`ExchangePlan`") else 2
+    assert worlds.run(ranks, check, ranks, column, name) == [[]] * ranks
+
+
+@pytest.fixture(scope="module")
+def one():
+    """A rank of its own: exporting leaves the compiler in its process."""
+    with varcomm.Ranks(1, timeout=100) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("column", "name"), [(column, name) for column, names in OPERATIONS.items() for name in names]
+)
+def test_export(one, column, name):
+    assert one.run(check, 1, column, name) == [[]]
