@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import WORLDS
+from tests.worlds import WORLDS
 from varcomm.checkpoint import load, read, save
 from varcomm.sharding import Box, Sharded, ShardSpec
 from varcomm.sizes import ShardSizes

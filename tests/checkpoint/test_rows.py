@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from conftest import WORLDS
+from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
 from varcomm.checkpoint import Rows, load, read, save
 from varcomm.graph import partition
