@@ -229,7 +229,7 @@ def choosy(rank, folder):
     x = torch.ones(2)
     save({"a": x, "b": Choosy()}, folder)
     x.zero_()
-    with pytest.raises(ArgumentError, match="'b' refuses .*not this one"):
+    with pytest.raises(ArgumentError, match=r"'b' refuses .*not this one"):
         load({"a": x, "b": Choosy()}, folder)
     return not x.any()
 

@@ -204,7 +204,7 @@ def test_another_kind_of_optimizer(tmp_path):
     with pytest.raises(ArgumentError, match=r"'o': .*\[\['weight', 'bias'\]\].*\[\['weight'\]\]"):
         load({"m": other, "o": torch.optim.SGD(other.parameters())}, tmp_path)
     save({"m": model, "o": model.bias}, tmp_path)
-    with pytest.raises(ArgumentError, match="'o': .*not the state of an optimizer"):
+    with pytest.raises(ArgumentError, match=r"'o': .*not the state of an optimizer"):
         load(plain, tmp_path)
 
 

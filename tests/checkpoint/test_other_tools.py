@@ -1,24 +1,21 @@
-"""torch.distributed.checkpoint reads what varcomm saves, DTensors included, and the other way."""
+"""Files of safetensors and Hugging Face, and states in torch.distributed.checkpoint."""
 
-import copy
-from collections import OrderedDict
+import json
+import os
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from varcomm import ArgumentError
-from varcomm.checkpoint import load, read, save
+from varcomm.checkpoint import Rows, export, load, read, save
 from varcomm.sharding import Sharded, ShardSpec
-from varcomm.tensor_parallel import ColumnParallelLinear
+from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
@@ -27,87 +24,148 @@ pytestmark = pytest.mark.filterwarnings(
 
 def layers(sharded):
     torch.manual_seed(4)
-    first, second = nn.Linear(3, 5), nn.Linear(5, 3)
-    first = ColumnParallelLinear.from_linear(first) if sharded else first
-    return nn.Sequential(OrderedDict(first=first, second=second))
+    first, second = nn.Linear(3, 7), nn.Linear(7, 3)
+    if sharded:
+        first = ColumnParallelLinear.from_linear(first)
+        second = RowParallelLinear.from_linear(second)
+    return nn.Sequential(first, second)
 
 
-def stepped(model, steps=2):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    return optimizer
-
-
-def by_varcomm(rank, folder):
-    model = layers(True)
-    save({"model": model, "optimizer": stepped(model), "epoch": 3, "lrs": [0.1, 0.2]}, folder)
-
-
-def by_fully_shard(rank, folder):
-    """Load into a model of DTensors and its optimizer by torch alone; save it by torch alone."""
-    model = layers(False)
-    fully_shard(model)
-    optimizer = stepped(model)
+def zeroed(model):
     with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "epoch": 0,
-        "lrs": [],
-    }
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    assert (state["epoch"], state["lrs"]) == (3, [0.1, 0.2])
-    whole = {name: p.full_tensor().clone() for name, p in model.state_dict().items()}
-    average = optimizer.state[model.first.weight]["exp_avg"].full_tensor()
-    dcp.save(state, checkpoint_id=folder / "by torch")
-    return whole, average
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
 
 
-def test_varcomm_to_torch_and_back(worlds, tmp_path):
-    worlds.run(3, by_varcomm, tmp_path)
-    model = layers(False)
-    optimizer = stepped(model)
-    for whole, average in worlds.run(2, by_fully_shard, tmp_path):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(whole[name], value)
-        torch.testing.assert_close(average, optimizer.state[model.first.weight]["exp_avg"])
-    assert worlds.run(3, back, tmp_path / "by torch") == [True] * 3
-    found = read(tmp_path / "by torch")
-    assert found["epoch"] == 3
-    torch.testing.assert_close(found["model"]["first.weight"], model.first.weight.data)
+def saved(rank, folder):
+    ids = torch.arange(rank, 5, 3)
+    save({"model": layers(True), "step": 3, "u": Rows(1.0 * ids, ids, 5)}, folder)
 
 
-def back(rank, folder):
-    """What torch has written of DTensors goes into sharded layers and a fresh optimizer."""
-    model, expected = layers(True), layers(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    state = {"model": model, "optimizer": optimizer, "epoch": 0, "lrs": None}
-    load(state, folder)
-    other = stepped(expected)
-    return (
-        (state["epoch"], state["lrs"], optimizer.param_groups[0]["lr"]) == (3, [0.1, 0.2], 0.1)
-        and all(
-            torch.allclose(p, q)
-            for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-        )
-        and all(
-            torch.allclose(optimizer.state[p]["exp_avg_sq"], other.state[q]["exp_avg_sq"])
-            for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-        )
-    )
+def test_an_exported_file_is_read_by_safetensors(worlds, tmp_path):
+    worlds.run(3, saved, tmp_path)
+    expected = layers(False).state_dict()
+    export(tmp_path, tmp_path / "model.safetensors", "model")
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    export(tmp_path, tmp_path / "all.safetensors")
+    with safe_open(tmp_path / "all.safetensors", "pt") as file:
+        assert {*file.keys()} == {"u", *(f"model.{name}" for name in expected)}
+        assert file.get_tensor("u").tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ArgumentError, match="'optimizer'"):
+        export(tmp_path, tmp_path / "x.safetensors", "optimizer")
+    with pytest.raises(ArgumentError, match=r"there is no .*none"):
+        export(tmp_path / "none", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+    save({"z": torch.ones(2, dtype=torch.complex64)}, tmp_path)
+    with pytest.raises(ArgumentError, match="'z' is complex"):
+        export(tmp_path, tmp_path / "x.safetensors")
+
+
+def in_two_files(folder, tensors):
+    """Shards of whole tensors with an index, as Hugging Face writes them."""
+    folder.mkdir()
+    names = list(tensors)
+    weight_map = {}
+    for number, some in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in some}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(some, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def loaded(rank, folder):
+    """Each rank reads its part: of one file, a folder, an index; by names or as a module."""
+    model, whole = layers(True), layers(False)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for where in ("one.safetensors", "two", "two/model.safetensors.index.json"):
+        load(zeroed(model), folder / where)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name])
+    load({"0": zeroed(model)[0]}, folder / "two")
+    assert not model[1].weight.any()
+    load({"model": zeroed(model)}, folder / "named.safetensors")
+    ids = torch.arange(rank, 7, 3)
+    state = {"0.weight": Rows(torch.zeros(len(ids), 3), ids, 7), "1.bias": torch.zeros(3)}
+    load(state, folder / "two")
+    assert torch.equal(state["0.weight"].tensor, whole[0].weight[ids])
+    return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_files_of_other_tools(worlds, tmp_path):
+    tensors = layers(False).state_dict()
+    save_file(tensors, tmp_path / "one.safetensors")
+    named = {f"model.{name}": value for name, value in tensors.items()}
+    save_file(named, tmp_path / "named.safetensors")
+    in_two_files(tmp_path / "two", tensors)
+    assert worlds.run(3, loaded, tmp_path) == [True] * 3
+    found = read(tmp_path / "two")
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def test_dtypes_of_other_tools(tmp_path):
+    tensors = {"half": torch.ones(3).bfloat16(), "z": torch.ones(2, dtype=torch.complex64)}
+    tensors |= {"scalar": torch.tensor(5), "none": torch.zeros(0, 4), "b": torch.tensor([True])}
+    save_file(tensors, tmp_path / "x.safetensors")
+    state = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    load(state, tmp_path / "x.safetensors")
+    assert all(torch.equal(state[name], value) for name, value in tensors.items())
+
+
+def refused(rank, folder, words):
+    with pytest.raises(ArgumentError, match=words):
+        load(layers(False), folder)
+    return True
+
+
+def test_files_of_other_tools_that_do_not_fit(worlds, tmp_path):
+    tensors = layers(False).state_dict()
+    more = tensors | {"more": torch.ones(1)}
+    save_file(more, tmp_path / "model.safetensors")
+    assert worlds.run(3, refused, tmp_path, "not in the state: 'more'") == [True] * 3
+    path = tmp_path / "cut.safetensors"
+    save_file(tensors, path)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert worlds.run(3, refused, path, "cut.safetensors is damaged") == [True] * 3
+    in_two_files(tmp_path / "two", tensors)
+    index = tmp_path / "two" / "model.safetensors.index.json"
+    for weight_map in ({"a": "../x.safetensors"}, {"a": "/etc/passwd"}, {"a": "b.pt"}, {"a": 5}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ArgumentError, match="which is not a file of its folder"):
+            read(tmp_path / "two")
+    for text in ("{}", "[1]", "no json"):
+        index.write_text(text)
+        with pytest.raises(ArgumentError, match=r"index\.json is not an index"):
+            read(tmp_path / "two")
+    os.remove(index)
+    with pytest.raises(ArgumentError, match="nothing is saved there"):
+        read(tmp_path / "two")
 
 
 def dtensors(rank, folder):
-    """DTensors pass through: on a mesh, of odd sizes, and on a mesh without this rank."""
+    """DTensors on a mesh of three, of odd sizes, and on a mesh without this rank."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("a",))
+    whole = torch.arange(35.0).view(5, 7)
+    save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "one": whole[:1]}, folder)
+    other = {
+        "w": distribute_tensor(torch.zeros(5, 7), mesh, [Shard(1)]),
+        "one": distribute_tensor(torch.zeros(1, 7), mesh, [Shard(0)]),
+    }
+    load(other, folder)
+    assert all(isinstance(value, DTensor) for value in other.values())
+    return torch.equal(other["w"].full_tensor(), whole), other["one"].full_tensor().tolist()
+
+
+def test_dtensors(worlds, tmp_path):
+    rows = torch.arange(7.0).tolist()
+    assert worlds.run(3, dtensors, tmp_path) == [(True, [rows])] * 3
+    assert read(tmp_path)["one"].tolist() == [rows]
+
+
+def on_two_dimensions(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(35.0).view(5, 7)
     state = {"both": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}
@@ -118,71 +176,29 @@ def dtensors(rank, folder):
         "one": distribute_tensor(torch.zeros(1, 7), mesh, [Shard(1), Shard(1)]),
     }
     load(other, folder)
-    assert all(isinstance(value, DTensor) for value in other.values())
     return torch.equal(other["both"].full_tensor(), whole), other["one"].full_tensor().tolist()
 
 
-def test_dtensors_on_meshes(worlds, tmp_path):
+@pytest.mark.slow
+def test_dtensors_on_two_dimensions(worlds, tmp_path):
     rows = torch.arange(7.0).tolist()
-    assert worlds.run(4, dtensors, tmp_path) == [(True, [rows])] * 4
-    assert read(tmp_path)["one"].tolist() == [rows]
+    assert worlds.run(4, on_two_dimensions, tmp_path) == [(True, [rows])] * 4
 
 
-def plain_load(tmp_path, state):
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    return state
-
-
-def sharded(rank, folder):
-    spec = ShardSpec.of([[1, 2], [3, 0]], 1)
+def by_torch(rank, folder):
+    """torch.distributed.checkpoint saves and loads Sharded tensors, with other shards too."""
     whole = torch.arange(12.0).view(2, 6)
-    save({"w": Sharded.of(spec.shard(whole), spec), "none": torch.zeros(0, 4)}, folder)
+    spec = ShardSpec.of([[1, 2, 0], [2, 0, 1]], 1)
+    dcp.save({"w": Sharded.of(spec.shard(whole), spec), "n": 5}, checkpoint_id=folder)
+    spec = ShardSpec.of([0, 2, 0])
+    target = torch.zeros(spec.local, 6)
+    state = {"w": Sharded.of(target, spec), "n": 0}
+    dcp.load(state, checkpoint_id=folder)
+    return torch.equal(target, spec.shard(whole)) and state["n"] == 5
 
 
-def test_torch_in_one_process_reads_shards(worlds, tmp_path):
-    worlds.run(2, sharded, tmp_path)
-    found = plain_load(tmp_path, {"w": torch.zeros(2, 6), "none": torch.ones(0, 4)})
-    assert found["w"].tolist() == torch.arange(12.0).view(2, 6).tolist()
-
-
-def test_torch_may_save_over_it_and_varcomm_over_that(tmp_path):
-    save({"x": torch.ones(2)}, tmp_path)
-    dcp.save({"x": torch.full((2,), 2.0)}, checkpoint_id=tmp_path, no_dist=True)
-    assert read(tmp_path)["x"].tolist() == [2, 2]
-    save({"x": torch.full((2,), 3.0)}, tmp_path)
-    assert read(tmp_path)["x"].tolist() == [3, 3]
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert len(names) == 3  # .metadata, data and manifest
-    assert names[0] == ".metadata"
-
-
-def test_a_cut_file_of_torch_is_found(tmp_path):
-    dcp.save({"x": torch.ones(2000)}, checkpoint_id=tmp_path, no_dist=True)
-    data = next(tmp_path.glob("*.distcp"))
-    data.write_bytes(data.read_bytes()[:-10])
-    state = {"x": torch.zeros(2000)}
-    with pytest.raises(ArgumentError, match=r"__0_0.distcp has been cut or changed: it has"):
-        load(state, tmp_path)
-    assert not state["x"].any()
-
-
-def test_a_module_deep_in_a_torch_checkpoint(tmp_path):
-    model = layers(False)
-    twin = copy.deepcopy(model)
-    dcp.save({"a": {"b": model.state_dict()}}, checkpoint_id=tmp_path, no_dist=True)
-    with torch.no_grad():
-        model.first.weight.zero_()
-    load({"a": {"b": model}}, tmp_path)
-    assert torch.equal(model.first.weight, twin.first.weight)
-
-
-def test_torch_reads_keys_that_are_numbers(tmp_path):
-    save({"table": {4: torch.ones(1)}}, tmp_path)
-    state = {"table": {4: torch.zeros(1)}}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    assert state == {"table": {4: torch.ones(1)}}
-    state = {"table": {4: torch.zeros(1), 5: "none"}}
-    saved = {"table": {4: torch.ones(1), 5: "x"}}
-    dcp.save(saved, checkpoint_id=tmp_path / "torch", no_dist=True)
-    load(state, tmp_path / "torch")  # where nothing tells that they were numbers
-    assert state == {"table": {4: torch.ones(1), 5: "x"}}
+def test_torch_distributed_checkpoint(worlds, tmp_path):
+    assert worlds.run(3, by_torch, tmp_path) == [True] * 3
+    plain = {"w": torch.zeros(2, 6)}
+    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+    assert plain["w"].tolist() == torch.arange(12.0).view(2, 6).tolist()

@@ -29,6 +29,13 @@ example:
 
 Found = dict[str, Any]
 
+_INDEXES = (
+    "graph.json",
+    "checkpoint.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -44,6 +51,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not folder.is_dir() and folder.suffix not in (".safetensors", ".json"):
         raise ArgumentError(
             f"{folder} is not a folder; give the folder of a saved partition or checkpoint."
+        )
+    if folder.is_dir() and not any((folder / name).exists() for name in _INDEXES):
+        raise ArgumentError(
+            f"{folder} is no saved partition and no checkpoint: it has neither graph.json nor "
+            "checkpoint.json nor model.safetensors."
         )
     if (folder / "graph.json").exists():
         found, lines = _partition(folder), _lines_of_partition
@@ -141,7 +153,11 @@ def _checkpoint(folder: Path) -> Found:
         for key, tensor in found.tensors.items()
     }
     names = sorted(found.files or {part.file for t in found.tensors.values() for part in t.parts})
-    by_rank = [{"file": name, "bytes": (found.folder / name).stat().st_size} for name in names]
+    by_rank = []
+    for number, name in enumerate(names):
+        rank = int(name[-17:-12]) if found.files is not None else number
+        size = (found.folder / name).stat().st_size
+        by_rank.append({"rank": rank, "file": name, "bytes": size})
     return {
         "kind": "checkpoint",
         "ranks": len(names),
@@ -160,12 +176,12 @@ def _lines_of_checkpoint(found: Found) -> Iterator[str]:
     count = len(found["tensors"])
     yield (
         f"{count} tensor{'s' * (count != 1)} of {found['tensor_bytes']:,} bytes, "
-        f"{len(found['values'])} other values, in {found['files']} "
-        f"file{'s' * (found['files'] != 1)}"
+        f"{len(found['values'])} other values; written by {found['ranks']} "
+        f"rank{'s' * (found['ranks'] != 1)}"
     )
-    yield f"{'bytes':>14} file"
+    yield f"{'rank':>5} {'bytes':>14} file"
     for one in found["by_rank"]:
-        yield f"{one['bytes']:14,} {one['file']}"
+        yield f"{one['rank']:5} {one['bytes']:14,} {one['file']}"
     for key, tensor in found["tensors"].items():
         pieces = "" if tensor["pieces"] == 1 else f", in {tensor['pieces']} pieces"
         yield f"{key}: {tensor['dtype']} {tuple(tensor['shape'])}{pieces}"
