@@ -81,6 +81,8 @@ def load(
 
     Communication: five rounds of small messages; rows of :class:`Rows` travel once.
 
+    In one process: the same call.
+
     Examples
     --------
     Saved by one process, loaded by two ranks:
