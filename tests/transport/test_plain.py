@@ -74,10 +74,6 @@ def test_tensors(name):
     assert torch.equal(found, tensor)
 
 
-class Piece2(Piece):
-    """A class that nobody has let travel, of the fields of one that may."""
-
-
 class Text(str):
     """What it is beyond a text does not travel."""
 
@@ -88,8 +84,8 @@ def test_other_kinds_of_texts_become_texts():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), print, 1j, Piece2("a"), [torch.nn.Linear(1, 1)], {"a": {1: range(2)}}],
-    ids=["object", "function", "complex", "a subclass", "a module", "inside"],
+    [object(), print, 1j, torch.Generator(), [torch.nn.Linear(1, 1)], {"a": {1: range(2)}}],
+    ids=["object", "function", "complex", "a generator", "a module", "inside"],
 )
 def test_what_is_not_plain(value):
     with pytest.raises(TypeError, match="is no plain value"):
@@ -106,7 +102,6 @@ def test_what_is_not_plain(value):
         {"dtype": "load"},
         {"dtype": "nothing"},
         {"dtype": ["float32"]},
-        {"Piece": [1, 2, 3, 4, 5, 6]},
         {"tensor": [{"dtype": "float32"}, {"tuple": [10**12]}, "cpu", False, {"bytes": ""}]},
         {},
     ],
