@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     graph = vc.graph.partition(mesh.load(options.side))
     training = Training(graph, options)
     # one rank looks: what one machine has written, others may see later
-    there = torch.tensor((options.folder / ".metadata").exists()) if first else None
+    there = torch.tensor((options.folder / "checkpoint.json").exists()) if first else None
     if vc.broadcast(there):
         training.resume(options.folder)
 

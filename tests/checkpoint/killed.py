@@ -1,6 +1,6 @@
 """Saves that are killed, in processes forked from one that has everything imported.
 
-Run as a script with the folder: prints for each save that was killed what the folder held then.
+Run as a script with a folder: prints the content of the folder after each killed save.
 """
 
 import os
@@ -8,24 +8,23 @@ import random
 import signal
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import varcomm
-from varcomm.checkpoint import load, read, save, writer
+from varcomm.checkpoint import load, read, save
 from varcomm.sharding import Sharded, ShardSpec
 
 ROWS = 20_000
 
-# How a save that was killed too early, or too late, changes the time in which the next is killed:
-# so that about as many are, however busy the machine is.
+# Changes of the time until the kill, after a save that was killed too early or too late.
 TOWARDS = (1.2, 0.8)
 
 
 def state_of(number, rank=0, ranks=1):
-    """A state of which every element says which it is, spread over ranks if there are several."""
+    """A state whose elements are all `number`; sharded if there are several ranks."""
     replicated = {f"layer {n}": torch.full((300,), float(number)) for n in range(6)}
     state = {"model": replicated, "step": number}
     if ranks > 1:
@@ -37,7 +36,7 @@ def state_of(number, rank=0, ranks=1):
 
 
 def held(folder):
-    """Which of the states a folder holds, all of it; loaded in two ways."""
+    """The number of the state in a folder, after read() and load() of all of it."""
     whole = read(folder)
     step = whole["step"]
     own = state_of(-1)
@@ -92,42 +91,37 @@ def at_random(folder, times):
         before, lasts = found, lasts * TOWARDS[found == number]
 
 
-class Counting:
-    """Calls of functions that change the disk; the process is killed in front of one of them."""
+def save_until(folder, number, last):
+    """Save, and be killed before the call of this number that changes the disk."""
+    left = [last]
 
-    def __init__(self, last):
-        self.left = last
-
-    def around(self, fn):
-        def counted(*args, **kwargs):
-            if self.left == 0:
+    def counted(fn):
+        def call(*args, **kwargs):
+            if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.left -= 1
+            left[0] -= 1
             return fn(*args, **kwargs)
 
-        return counted
+        return call
 
-
-def save_until(folder, number, last):
-    counting = Counting(last)
-    for name in ("fsync", "replace"):
-        setattr(os, name, counting.around(getattr(os, name)))
-    Path.unlink = counting.around(Path.unlink)
-    Path.open = counting.around(Path.open)
+    for name in ("fsync", "replace", "mkdir", "rmdir", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
     save(state_of(number), folder)
 
 
-def at_each_step(folder):
-    """Kill a writer in front of each change of the disk, until one gets through."""
+def at_steps(folder, *steps):
+    """Kill a writer before some changes of the disk; without steps, before each."""
     save(state_of(0), folder)
-    before, number, code = 0, 0, -signal.SIGKILL
-    while code:
-        number += 1
-        code = ended(forked(save_until, folder, number, number - 1))
+    before, code = 0, -signal.SIGKILL
+    for number, step in enumerate(steps or count(), 1):
+        code = ended(forked(save_until, folder, number, step))
         assert code in (0, -signal.SIGKILL), code
         found = held(folder)
         print(before, number, found)
         before = found
+        if not code:
+            break
+    save(state_of(1), folder)
     print(len(list(folder.iterdir())))
 
 
@@ -171,6 +165,5 @@ def on_two_ranks(folder, times):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    assert varcomm.checkpoint.writer is writer
     how, where, *more = sys.argv[1:]
     globals()[how](Path(where), *map(int, more))

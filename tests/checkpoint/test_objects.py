@@ -1,7 +1,5 @@
 """Objects, modules and optimizers that hold more than parameters: put back, or refused aloud."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -67,7 +65,7 @@ def test_copies_that_a_hook_has_made(tmp_path):
     found = nn.Sequential(Copies(), nn.Linear(1, 1))
     load({"inner": found}, tmp_path)
     assert found[0].weight.tolist() == [5, 5]
-    with pytest.raises(ArgumentError, match=r"saved as \(2,\), torch.float32 and is \(3,\)"):
+    with pytest.raises(ArgumentError, match=r"saved as \(2,\)"):
         load({"inner": nn.Sequential(Copies(size=3), nn.Linear(1, 1))}, tmp_path)
 
 
@@ -88,8 +86,9 @@ def flat(rank, folder):
     return torch.equal(found, read(folder)["model"]["weight"]) and bool(found.any())
 
 
+@pytest.mark.slow
 def test_parameters_that_torch_keeps_flat(worlds, tmp_path):
-    assert worlds.run(2, flat, tmp_path) == [True, True]
+    assert worlds.run(3, flat, tmp_path) == [True] * 3
 
 
 class Trainer:
@@ -130,8 +129,7 @@ def test_keys_that_are_numbers(tmp_path):
 
 
 def test_other_keys(tmp_path):
-    said = "'x': None is a key of a dict that has tensors or objects in it, and is of NoneType"
-    with pytest.raises(ArgumentError, match=re.escape(said)):
+    with pytest.raises(ArgumentError, match="'x': None is a key"):
         save({"x": {None: torch.ones(1)}}, tmp_path)
 
 
@@ -145,12 +143,12 @@ class Taking(torch.optim.SGD):
         super().load_state_dict(state)
 
 
-def refused(make, folder, message):
+def refused(make, folder, word):
     model = nn.Linear(2, 1)
-    with pytest.raises(ArgumentError, match=re.escape(message)):
+    with pytest.raises(ArgumentError, match=f"'o': .*{word}"):
         save({"model": model, "o": make(model.parameters())}, folder / "refused")
     save({"model": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, folder / "there")
-    with pytest.raises(ArgumentError, match=re.escape(message)):
+    with pytest.raises(ArgumentError, match=f"'o': .*{word}"):
         load({"model": model, "o": make(model.parameters())}, folder / "there")
     return True
 
@@ -162,23 +160,9 @@ def with_more(parameters):
 
 
 def test_optimizers_that_keep_states_elsewhere(tmp_path):
-    assert refused(lambda p: Counting(p, lr=0.1), tmp_path, "'o': Counting has a state_dict of its")
-    assert refused(lambda p: Taking(p, lr=0.1), tmp_path, "Taking has a load_state_dict of its own")
-    assert refused(with_more, tmp_path, "the states of SGD have a key 'all', which is none of")
-
-
-def shared_out(rank, folder):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = nn.Linear(2, 1)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
-    with pytest.raises(ArgumentError, match="ZeroRedundancyOptimizer has a state_dict of its own"):
-        save({"model": model, "o": optimizer}, folder)
-    return not folder.exists()
-
-
-def test_torchs_optimizer_that_shares_states_out(worlds, tmp_path):
-    assert worlds.run(2, shared_out, tmp_path / "new") == [True, True]
+    assert refused(lambda p: Counting(p, lr=0.1), tmp_path, "Counting has a state_dict")
+    assert refused(lambda p: Taking(p, lr=0.1), tmp_path, "Taking has a load_state_dict")
+    assert refused(with_more, tmp_path, "'all'")
 
 
 def closure_of(model, optimizer):
@@ -211,15 +195,17 @@ def test_states_that_are_lists_of_tensors(tmp_path, before):
 
 
 def test_another_kind_of_optimizer(tmp_path):
-    model = nn.Linear(2, 1)
-    save({"model": model, "o": torch.optim.Adam(model.parameters())}, tmp_path)
-    said = "'o': group 0 of the saved optimizer has options ['amsgrad', 'betas',"
-    with pytest.raises(ArgumentError, match=re.escape(said)) as caught:
-        load({"model": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path)
-    assert "and lacks its ['dampening', 'momentum', 'nesterov']" in str(caught.value)
-    save({"model": model, "o": model.bias}, tmp_path)
-    with pytest.raises(ArgumentError, match="'o': what was saved is not the state of an optimizer"):
-        load({"model": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path)
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1, bias=False)
+    plain = {"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}
+    save({"m": model, "o": torch.optim.Adam(model.parameters())}, tmp_path)
+    with pytest.raises(ArgumentError, match=r"'o': .*'amsgrad', 'betas',.*'dampening'"):
+        load(plain, tmp_path)
+    save(plain, tmp_path)
+    with pytest.raises(ArgumentError, match=r"'o': .*\[\['weight', 'bias'\]\].*\[\['weight'\]\]"):
+        load({"m": other, "o": torch.optim.SGD(other.parameters())}, tmp_path)
+    save({"m": model, "o": model.bias}, tmp_path)
+    with pytest.raises(ArgumentError, match=r"'o': .*not the state of an optimizer"):
+        load(plain, tmp_path)
 
 
 def test_a_scheduler_more_or_less(tmp_path):
@@ -247,11 +233,10 @@ def stepped(rank):
 def factors(rank, folder):
     model, optimizer = stepped(rank)
     before = model.weight.detach().clone()
-    said = r"'optimizer': the state 'row_var' of 'weight' has shape \({}, 1\), and this rank has a"
-    with pytest.raises(ArgumentError, match=said.format(3)):
+    with pytest.raises(ArgumentError, match="'optimizer': the state 'row_var' of 'weight'"):
         save({"model": model, "optimizer": optimizer}, folder / "new")
     fresh = torch.optim.Adafactor(model.parameters())
-    with pytest.raises(ArgumentError, match=said.format(6)):
+    with pytest.raises(ArgumentError, match="'optimizer': the state 'row_var' of 'weight'"):
         load({"model": model, "optimizer": fresh}, folder)
     return torch.equal(model.weight, before)
 
@@ -266,7 +251,7 @@ def test_states_that_cannot_be_shared_out(worlds, tmp_path):
     load({"model": model, "optimizer": fresh}, tmp_path)
     row = fresh.state[model.weight]["row_var"]
     assert torch.equal(row, optimizer.state[model.weight]["row_var"])
-    assert worlds.run(2, factors, tmp_path) == [True, True]
+    assert worlds.run(3, factors, tmp_path) == [True] * 3
 
 
 def of_its_own(rank, folder):
@@ -288,4 +273,4 @@ def of_its_own(rank, folder):
 
 
 def test_a_module_and_its_optimizer_of_each_rank(worlds, tmp_path):
-    assert worlds.run(2, of_its_own, tmp_path) == [True, True]
+    assert worlds.run(3, of_its_own, tmp_path) == [True] * 3

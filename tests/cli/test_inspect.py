@@ -2,12 +2,10 @@
 
 import json
 import os
-import warnings
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 import varcomm as vc
 from tests.graph.graphs import wild
@@ -43,7 +41,7 @@ def test_a_partition(partition, capsys):
     assert summary.endswith(" on 3 ranks by block")
     assert head.split() == ["rank", "nodes", "edges", "halo", "bytes"]
     assert rows[-2] == "graph attributes: name str"
-    assert rows[-1] == "checksums: SHA-256 of graph.json, graph.npz and 3 parts verified"
+    assert rows[-1] == "checksums: SHA-256 of graph.json and 3 files verified"
 
 
 def test_a_partition_as_json(partition, capsys):
@@ -55,8 +53,8 @@ def test_a_partition_as_json(partition, capsys):
     for name, counts in (("nodes", parts.owned), ("edges", parts.edges), ("halo", parts.halo)):
         assert [rank[name] for rank in found["by_rank"]] == counts.tolist()
     for rank, told in enumerate(found["by_rank"]):
-        with np.load(partition / f"part-{rank:05}.npz") as file:
-            assert told["bytes"] == sum(array.nbytes for array in file.values())
+        (path,) = partition.rglob(f"rank-{rank:05}.safetensors")
+        assert told["bytes"] == sum(tensor.nbytes for tensor in load_file(path).values())
 
 
 def test_types_of_nodes_are_named(tmp_path, capsys):
@@ -72,10 +70,10 @@ def test_a_checkpoint(checkpoint, capsys):
     assert summary == "2 tensors of 32 bytes, 1 other values; written by 1 rank"
     assert row.split()[0] == "0"
     assert rest == [
-        "model.bias: float32 (2,)",
         "model.weight: float32 (2, 3)",
+        "model.bias: float32 (2,)",
         "other values: epoch",
-        "checksums: SHA-256 of .metadata and 1 file verified",
+        "checksums: SHA-256 of checkpoint.json and 1 file verified",
     ]
 
 
@@ -94,16 +92,18 @@ def test_a_checkpoint_of_two_ranks_as_json(worlds, tmp_path, capsys):
     assert (found["kind"], found["checksums"]) == ("checkpoint", "verified")
     assert (found["tensors"]["rows"]["shape"], found["tensor_bytes"]) == ([4, 2], 32)
     assert {one["rank"] for one in found["by_rank"]} <= {0, 1}
-    sizes = sum(path.stat().st_size for path in (tmp_path / "step").glob("*.distcp"))
+    sizes = sum(path.stat().st_size for path in (tmp_path / "step").rglob("*.safetensors"))
     assert sum(one["bytes"] for one in found["by_rank"]) == sizes
 
 
-def test_a_checkpoint_of_torch_has_no_checksums(tmp_path, capsys):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        dcp.save({"w": torch.ones(3, 4)}, checkpoint_id=tmp_path / "step")
-    told = inspected(capsys, tmp_path / "step")
-    assert told.endswith("checksums: none, torch alone has written it; sizes of 1 file verified\n")
+def test_files_of_other_tools_have_no_checksums(tmp_path, capsys):
+    save_file({"w": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        told = inspected(capsys, path)
+        assert "\nw: float32 (3, 4)\n" in told
+        assert told.endswith(
+            "checksums: none in files of other tools; headers of 1 file verified\n"
+        )
 
 
 def cut(path):
@@ -119,22 +119,21 @@ def flip(path):
 @pytest.mark.parametrize(
     ("kind", "pattern", "damage"),
     [
-        ("partition", "part-00001.npz", cut),
-        ("partition", "part-00001.npz", flip),
-        ("partition", "part-00000.npz", lambda path: path.unlink()),
-        ("partition", "graph.npz", cut),
+        ("partition", "rank-00001*", cut),
+        ("partition", "rank-00001*", flip),
+        ("partition", "rank-00000*", os.remove),
         ("partition", "graph.json", cut),
         ("partition", "graph.json", lambda path: path.write_text("{}")),
-        ("checkpoint", "*.distcp", cut),
-        ("checkpoint", "*.distcp", flip),
-        ("checkpoint", "*.distcp", lambda path: path.unlink()),
-        ("checkpoint", ".metadata", flip),
-        ("checkpoint", "*.json", lambda path: path.unlink()),
+        ("checkpoint", "rank-*", cut),
+        ("checkpoint", "rank-*", flip),
+        ("checkpoint", "rank-*", os.remove),
+        ("checkpoint", "checkpoint.json", flip),
+        ("checkpoint", "checkpoint.json", os.remove),
     ],
 )
 def test_damage_is_told_in_one_line(kind, pattern, damage, request, capsys):
     folder = request.getfixturevalue(kind)
-    (path,) = folder.glob(pattern)
+    (path,) = folder.rglob(pattern)
     damage(path)
     assert main(["inspect", str(folder)]) == 1
     told = capsys.readouterr()
@@ -148,10 +147,10 @@ def test_a_folder_of_something_else(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     os.mkfifo(tmp_path / "pipe")
     for path, message in (
-        (tmp_path, "is no saved partition and no checkpoint: it has neither graph.json nor"),
-        (tmp_path / "notes.txt", "notes.txt is a file; give the folder of a saved partition"),
+        (tmp_path, "is no saved partition and no checkpoint: it has neither graph.json nor "),
+        (tmp_path / "notes.txt", "notes.txt is not a folder; give the folder of a saved partition"),
         (tmp_path / "none", "there is no folder "),
-        (tmp_path / "pipe", "pipe is no folder, but a pipe or a device."),
+        (tmp_path / "pipe", "pipe is not a folder; "),
     ):
         assert main(["inspect", str(path)]) == 1
         (line,) = capsys.readouterr().err.splitlines()

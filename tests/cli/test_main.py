@@ -113,8 +113,9 @@ def test_partition_leaves_nothing_behind(tmp_path):
     edges = np.stack([np.arange(100_000), np.roll(np.arange(100_000), 1)])
     np.savez(tmp_path / "ring.npz", edge_index=edges)
     arguments = ["partition", "ring.npz", "--parts", "5000", "--method", "block", "--out", "parts"]
-    begun = tmp_path / "parts.saving" / "part-00003.npz"
-    status, errors = interrupted(tmp_path, arguments, lambda pid: begun.exists())
+    status, errors = interrupted(
+        tmp_path, arguments, lambda pid: any(tmp_path.rglob("rank-00003.safetensors"))
+    )
     assert (status, errors) == (130, "python -m varcomm partition: interrupted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring.npz", "said"]
 
@@ -138,7 +139,7 @@ def test_inspect(monkeypatch, tmp_path, capsys):
     def press(*arguments):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("varcomm.graph.files.contents.read_part", press)
+    monkeypatch.setattr("varcomm.graph.files.outline.Outline.read_part", press)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["inspect", str(tmp_path / "parts")]) == 130

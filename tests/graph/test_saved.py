@@ -1,18 +1,17 @@
-"""A partition that was saved, on as many ranks and on others."""
+"""A saved partition, loaded on as many ranks and on others."""
 
+import hashlib
 import json
+import os
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
 from tests.graph.graphs import split_by, wild
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import PartitionedGraph, partition
-from varcomm.graph.files import staging
-from varcomm.graph.files.archive import MANIFEST, read_arrays, read_manifest
 
 
 def graph_of(kind):
@@ -95,8 +94,10 @@ def assert_same(one, other):
             assert value == other[key], key
 
 
-@pytest.mark.parametrize("hops", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 3])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("ranks", "hops"), [(3, 1), (3, 2), pytest.param(1, 2, marks=SLOW)])
 def test_on_as_many_ranks_every_part_is_the_same(worlds, ranks, hops, tmp_path):
     before = worlds.run(ranks, saved, "one type", tmp_path / "g", ranks, hops)
     after = worlds.run(ranks, loaded, tmp_path / "g")
@@ -119,7 +120,10 @@ def whole_of(parts, *key):
 
 
 @pytest.mark.parametrize("kind", ["one type", "types"])
-@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (3, 5), (5, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(3, 1), (1, 3), pytest.param(3, 5, marks=SLOW), pytest.param(5, 2, marks=SLOW)],
+)
 def test_on_other_ranks_the_parts_make_up_the_same_graph(worlds, kind, before, after, tmp_path):
     worlds.run(before, saved, kind, tmp_path / "g", before, 1)
     parts = worlds.run(after, loaded, tmp_path / "g")
@@ -153,172 +157,146 @@ def saved_twice(rank, folder):
 
 
 def test_a_later_save_takes_the_place_of_an_earlier_one(worlds, tmp_path):
-    assert worlds.run(2, saved_twice, tmp_path / "g") == [True, True]
+    assert worlds.run(3, saved_twice, tmp_path / "g") == [True] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["g"]
 
 
-def refused(rank, folder):
-    with pytest.raises(ArgumentError) as caught:
-        PartitionedGraph.load(folder)
-    return str(caught.value)
+def part_of(folder):
+    (path,) = folder.rglob("rank-00001.safetensors")
+    return path
 
 
 def cut_short(folder):
-    path = folder / "part-00001.npz"
+    path = part_of(folder)
     path.write_bytes(path.read_bytes()[:-40])
 
 
 def one_bit_changed(folder):
-    path = folder / "part-00001.npz"
+    path = part_of(folder)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(bytes(content))
 
 
-def of_another_graph(folder):
-    shutil.copy(folder.parent / "other" / "part-00001.npz", folder / "part-00001.npz")
-
-
-def without_a_part(folder):
-    (folder / "part-00001.npz").unlink()
-
-
-def without_manifest(folder):
-    (folder / MANIFEST).unlink()
-
-
-def manifest(folder, text):
-    (folder / MANIFEST).write_text(text)
+def index(folder, text):
+    (folder / "graph.json").write_text(text)
 
 
 def altered(folder):
-    text = (folder / MANIFEST).read_text()
+    text = (folder / "graph.json").read_text()
     assert text.count('"hops": 1') == 1
-    manifest(folder, text.replace('"hops": 1', '"hops": 3'))
+    index(folder, text.replace('"hops": 1', '"hops": 3'))
 
 
-def of_version_2(folder):
-    content = json.loads((folder / MANIFEST).read_text())
-    manifest(folder, json.dumps(content | {"version": 2}))
-
-
-def with_objects(folder):
-    path = folder / "part-00001.npz"
-    with np.load(path) as file:
-        arrays = dict(file)
-    np.savez(path, **(arrays | {"nodes 0.x": np.array([{}, []], dtype=object)}))
-
-
-DAMAGE = {
-    "cut short": (cut_short, "part-00001.npz is damaged: "),
-    "altered": (one_bit_changed, "part-00001.npz is "),
-    "of another graph": (of_another_graph, "is of another graph, or damaged."),
-    "a part is missing": (without_a_part, "lacks part-00001.npz. Copy it there"),
-    "with pickled objects": (
-        with_objects,
-        "part-00001.npz is damaged: nodes 0.x.npy has not [2] of object",
+DAMAGE = {  # with the name of a file in the message
+    "cut short": (cut_short, "rank-00001"),
+    "altered": (one_bit_changed, "rank-00001"),
+    "of another graph": (
+        lambda folder: shutil.copy(part_of(folder.parent / "other"), part_of(folder)),
+        "rank-00001",
     ),
-    "no manifest": (
-        without_manifest,
-        "is no saved partition: graph.json cannot be read (No such file or directory).",
-    ),
-    "a manifest cut short": (lambda f: manifest(f, '{"format": '), "graph.json is damaged: "),
-    "another file": (lambda f: manifest(f, "[]"), "does not belong to a saved partition."),
-    "an altered manifest": (altered, "graph.json is damaged or has been altered."),
-    "no version": (
-        lambda f: manifest(f, '{"format": "varcomm partitioned graph"}'),
-        "is of version None; this varcomm reads",
-    ),
-    "a later version": (of_version_2, "is of version 2; this varcomm reads version 1."),
+    "a part is missing": (lambda folder: os.remove(part_of(folder)), "rank-00001"),
+    "no index": (lambda folder: (folder / "graph.json").unlink(), "graph.json"),
+    "an index cut short": (lambda folder: index(folder, '{"format": '), "graph.json"),
+    "another file": (lambda folder: index(folder, "[]"), "graph.json"),
+    "an altered index": (altered, "graph.json"),
+    "no version": (lambda folder: index(folder, '{"format": "varcomm graph"}'), "graph.json"),
+    "no folder": (shutil.rmtree, "there is no"),
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_told_on_every_rank(worlds, damage, ranks, tmp_path):
-    spoil, message = DAMAGE[damage]
-    worlds.run(2, saved, "one type", tmp_path / "g", 2, 1)
-    worlds.run(2, saved, "types", tmp_path / "other", 2, 1)
-    spoil(tmp_path / "g")
-    told = worlds.run(ranks, refused, tmp_path / "g")
-    assert message in told[0]
-    assert told == [told[0]] * ranks
+def refused(rank, folder):
+    found = []
+    for name in DAMAGE:
+        with pytest.raises(ArgumentError) as caught:
+            PartitionedGraph.load(folder / name / "g")
+        found.append(str(caught.value))
+    return found
 
 
-def test_what_is_no_file_is_not_read(tmp_path):
-    """Of a device there may be no end."""
-    path = tmp_path / MANIFEST
-    path.symlink_to("/dev/null")
-    with pytest.raises(ArgumentError, match=r"graph\.json cannot be read"):
-        read_manifest(tmp_path)
-    with pytest.raises(ArgumentError, match=r"is damaged: graph\.json is no file"):
-        read_arrays(path, {}, "")
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=SLOW)])
+def test_damage_is_told_on_every_rank(worlds, ranks, tmp_path):
+    worlds.run(3, saved, "one type", tmp_path / "whole" / "g", 3, 1)
+    worlds.run(3, saved, "types", tmp_path / "whole" / "other", 3, 1)
+    for name, (spoil, _) in DAMAGE.items():
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        spoil(tmp_path / name / "g")
+    found = worlds.run(ranks, refused, tmp_path)
+    assert found == [found[0]] * ranks
+    for said, (_, word) in zip(found[0], DAMAGE.values(), strict=True):
+        assert word in said
 
 
-def test_no_folder(worlds, tmp_path):
-    told = worlds.run(2, refused, tmp_path / "nothing")
-    assert "nothing is no saved partition: graph.json cannot be read (No such file" in told[0]
+def of_parts(rank, folder):
+    """An index that is signed and makes no sense is refused as well."""
+    partition(wild(), method="block").save(folder)
+    text = (folder / "graph.json").read_text()
+    found = json.loads(text)
+    found.pop("digest")
+    for key, value in (
+        ("hops", 0),
+        ("node types", []),
+        ("edge types", [[None, [1, 2]]]),
+        ("arrays", {}),
+        ("arrays", found["arrays"] | {"nodes 0.x": ["float64", [7]]}),
+        ("files", {}),
+    ):
+        changed = found | {key: value}
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        index(folder, json.dumps(changed | {"digest": digest}))
+        with pytest.raises(ArgumentError):
+            PartitionedGraph.load(folder)
+    index(folder, text)
+    return PartitionedGraph.load(folder).hops
 
 
-def save_refused(rank, folder, name, value):
+def test_a_hostile_index(worlds, tmp_path):
+    assert worlds.run(1, of_parts, tmp_path / "g") == [1]
+
+
+def save_refused(rank, folder):
+    """Attributes that cannot be saved, and folders that hold something else."""
+    found = []
+    for name, value in (
+        ("names", ["a", "b", "c"]),
+        ("shape", (1, 2, 3, 4)),
+        ("model", {"f": torch.nn.ReLU}),
+    ):
+        data = Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0, 1], [1, 2]]))
+        data[name] = value
+        with pytest.raises(ArgumentError, match=f"{name} cannot be saved"):
+            partition(data, method="block").save(folder / "new")
     data = Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0, 1], [1, 2]]))
-    data[name] = value
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match="exists and is no saved partition; choose another"):
         partition(data, method="block").save(folder)
-    return str(caught.value)
+    replace = os.replace
 
+    def full(*arguments):
+        raise OSError("no space left")
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("names", ["a", "b", "c"], "names cannot be saved: it is of list. Make it a tensor."),
-        ("shape", (1, 2, 3, 4), "shape cannot be saved: it is of tuple."),
-        ("model", {"f": torch.nn.ReLU}, "model cannot be saved: it is of dict."),
-    ],
-)
-def test_what_cannot_be_saved(worlds, name, value, message, tmp_path):
-    told = worlds.run(2, save_refused, tmp_path / "g", name, value)
-    assert message in told[0]
-    assert told[0] == told[1]
-    assert not any(tmp_path.iterdir())
-
-
-def save_into_a_file(rank, folder):
-    graph = partition(Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]])), method="block")
-    finish = staging.write_manifest
-    staging.write_manifest = full  # the last that is written
+    os.replace = full  # the last step
     try:
         with pytest.raises(ArgumentError, match="no space left"):
-            graph.save(folder)
+            partition(data, method="block").save(folder / "new")
     finally:
-        staging.write_manifest = finish
-    return True
+        os.replace = replace
+    return found
 
 
-def full(*arguments):
-    raise OSError("no space left")
-
-
-def test_nothing_is_left_of_what_could_not_be_saved(worlds, tmp_path):
-    assert worlds.run(2, save_into_a_file, tmp_path / "g") == [True, True]
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_folder_with_something_else_in_it_is_left_alone(worlds, tmp_path):
+def test_a_refused_save_leaves_nothing(worlds, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    told = worlds.run(2, save_refused, tmp_path, "title", "a graph")
-    assert "exists and is no saved partition; choose another." in told[0]
+    worlds.run(3, save_refused, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def different_folders(rank, folders):
-    with pytest.raises(Exception, match="ranks find different graphs") as caught:
-        PartitionedGraph.load(folders[rank])
-    return type(caught.value).__name__
+    with pytest.raises(DisagreementError, match="ranks find different graphs"):
+        PartitionedGraph.load(folders[min(rank, 1)])
+    return True
 
 
 def test_ranks_with_different_folders(worlds, tmp_path):
     folders = [tmp_path / "one", tmp_path / "other"]
-    worlds.run(2, saved, "one type", folders[0], 2, 1)
-    worlds.run(2, saved, "types", folders[1], 2, 1)
-    assert worlds.run(2, different_folders, folders) == ["DisagreementError"] * 2
+    worlds.run(3, saved, "one type", folders[0], 3, 1)
+    worlds.run(3, saved, "types", folders[1], 3, 1)
+    assert worlds.run(3, different_folders, folders) == [True] * 3

@@ -5,6 +5,7 @@ All against one process, in fp64: outputs, gradients, a few steps of an optimize
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,6 +170,7 @@ def sequence_on_ranks(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_shard_v_next_to_fully_shard(worlds):
     assert_none(worlds.run(4, sequence_on_ranks))
 
@@ -201,7 +203,7 @@ class Net(nn.Module):
         return 1 * self.after(self.enter(x + self.ours(x)))
 
 
-def sharded(model, mesh, wrap_ours):
+def sharded(model, mesh):
     """Tensor parallelism over one dimension of the mesh, data parallelism over the other."""
     tensor, data = mesh["tensor"], mesh["data"]
     rows = ShardSizes.chunked(TOKENS[data.get_local_rank()], 2)
@@ -224,12 +226,8 @@ def sharded(model, mesh, wrap_ours):
     parallelize_module(model, tensor, plan)
     model.leave = lambda x: from_dtensor(x)[0]
     model.enter = lambda x: to_dtensor(x, rows, 0, tensor)
-    parts = [model.before.up, model.before.down, model.after.up, model.after.down]
-    if wrap_ours:
-        parts += [model.ours, model]
-    else:
-        vc.data_parallel.replicate(model.ours, data)
-    for part in parts:
+    torchs = (model.before.up, model.before.down, model.after.up, model.after.down)
+    for part in (*torchs, model.ours, model):
         fully_shard(part, mesh=data)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
@@ -246,11 +244,11 @@ def whole_of(name, value, mesh):
     return value.full_tensor()
 
 
-def tensor_parallel_on_ranks(rank, wrap_ours):
+def tensor_parallel_on_ranks(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     failures = Failures()
     alone, model = made(Net), made(Net)
-    sharded(model, mesh, wrap_ours)
+    sharded(model, mesh)
     x, y = drawn(sum(TOKENS), 6, seed=2), drawn(sum(TOKENS), 6, seed=3)
     own = partial(vc.shard_v, sizes=TOKENS, group=mesh["data"])
     mine = own(x).clone().requires_grad_()
@@ -271,9 +269,6 @@ def tensor_parallel_on_ranks(rank, wrap_ours):
     return failures
 
 
+@pytest.mark.slow
 def test_layers_of_varcomm_between_those_of_parallelize_module(worlds):
-    assert_none(worlds.run(4, tensor_parallel_on_ranks, False))
-
-
-def test_layers_of_varcomm_inside_of_fully_shard(worlds):
-    assert_none(worlds.run(4, tensor_parallel_on_ranks, True))
+    assert_none(worlds.run(4, tensor_parallel_on_ranks))

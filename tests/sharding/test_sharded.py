@@ -111,8 +111,8 @@ def test_a_copy_has_the_same_boxes():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Sharded((2,), [Box((1,), torch.zeros(2))]), "shape (2,) at (1,) does not lie"),
-        (lambda: Sharded((2, 2), [Box((0,), torch.zeros(2))]), "does not lie within a tensor"),
+        (lambda: Sharded((2,), [Box((1,), torch.zeros(2))]), "shape (2,) at (1,) is not inside"),
+        (lambda: Sharded((2, 2), [Box((0,), torch.zeros(2))]), "is not inside a tensor"),
         (
             lambda: Sharded((2,), [Box((0,), torch.zeros(2))], torch.int64),
             "one dtype; got ['torch.float32', 'torch.int64']",
@@ -130,7 +130,7 @@ def test_what_is_no_part_is_refused(call, message):
 
 
 def parts_that_do_not_fit(rank):
-    spec = ShardSpec.of([2, 1], dim=1)
+    spec = ShardSpec.of([2, 1, 0], dim=1)
     messages = []
     for call in (
         lambda: Sharded.of(torch.zeros(2, 4), spec),
@@ -144,7 +144,7 @@ def parts_that_do_not_fit(rank):
 
 
 def test_what_is_no_part_of_the_spec_is_refused(worlds):
-    rows, elements, flat = worlds.run(2, parts_that_do_not_fit)[0]
+    rows, elements, flat = worlds.run(3, parts_that_do_not_fit)[0]
     assert "has 2 rows along dim 1; got a tensor of shape (2, 4)" in rows
     assert "this rank's part has 2 rows along dim 1; got 4" in elements
     assert "a tensor of 1 dimensions has no dimension 1" in flat

@@ -34,13 +34,13 @@ def test_files_are_those_of_real_ranks(worlds, size, kind, method, tmp_path):
     parts.save(tmp_path / "alone", done.append)
     assert done == list(range(size))
     assert str(parts.report()) == expected
-    for path in (tmp_path / "ranks").iterdir():
-        found = tmp_path / "alone" / path.name
-        if path.suffix == ".json":  # digests of all arrays are in there
-            assert json.loads(found.read_text()) == json.loads(path.read_text())
-        else:
-            with np.load(path) as one, np.load(found) as other:
-                assert sorted(one) == sorted(other)
+    one, other = (
+        json.loads((tmp_path / of / "graph.json").read_text()) for of in ("ranks", "alone")
+    )
+    for index in (one, other):  # files have the name of their save
+        index["files"] = list(index["files"].values())
+        del index["save"], index["digest"]
+    assert one == other  # digests of all files too
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "ranks"]
 
 
@@ -53,10 +53,11 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path):
 
 
 def names(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """Names of files, without those of saves."""
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-SAVED = ["graph.json", "graph.npz", "part-00000.npz", "part-00001.npz"]
+SAVED = ["graph.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 @pytest.mark.parametrize("manifest", ['{"format": "another"}', "no JSON", ""])
@@ -67,48 +68,33 @@ def test_a_manifest_of_something_else_is_left_alone(tmp_path, manifest):
     assert (tmp_path / "graph.json").read_text() == manifest
 
 
-def test_what_lies_among_the_parts_is_left_alone(tmp_path):
-    parts = vc.simulate.partition(wild(), 2, "block")
-    parts.save(tmp_path / "parts")
-    (tmp_path / "parts" / "thesis.tex").write_text("mine")
-    with pytest.raises(ArgumentError, match=r"parts has thesis\.tex besides the partition"):
-        parts.save(tmp_path / "parts")
-    assert names(tmp_path / "parts") == [*SAVED, "thesis.tex"]
-
-
-def test_what_lies_beside_is_left_alone(tmp_path):
+def test_what_lies_among_the_parts_and_beside_is_left_alone(tmp_path):
     parts = vc.simulate.partition(wild(), 2, "block")
     parts.save(tmp_path / "parts")
     parts.save(tmp_path / "parts.old")  # a copy that somebody keeps
-    (tmp_path / "parts.saving").mkdir()
-    (tmp_path / "parts.saving" / "thesis.tex").write_text("mine")
-    with pytest.raises(ArgumentError, match=r"parts\.saving is in the way: files are collected"):
-        parts.save(tmp_path / "parts")
-    (tmp_path / "parts.saving").rename(tmp_path / "theses")
+    (tmp_path / "parts" / "thesis.tex").write_text("mine")
     parts.save(tmp_path / "parts")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "parts.old", "theses"]
-    assert names(tmp_path / "parts") == names(tmp_path / "parts.old") == SAVED
-    assert names(tmp_path / "theses") == ["thesis.tex"]
+    assert names(tmp_path / "parts") == [*SAVED, "thesis.tex"]
+    assert names(tmp_path / "parts.old") == SAVED
 
 
-def test_what_a_killed_save_has_left_is_replaced(tmp_path):
-    (tmp_path / "parts.saving").mkdir()
-    (tmp_path / "parts.saving" / "part-00007.npz").write_bytes(b"the beginning")
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    left = tmp_path / "parts" / f"graph-{'0' * 16}"
+    left.mkdir(parents=True)
+    (left / "rank-00007.safetensors").write_bytes(b"the beginning")
     vc.simulate.partition(wild(), 2, "block").save(tmp_path / "parts")
-    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
     assert names(tmp_path / "parts") == SAVED
 
 
 def test_a_damaged_one_is_replaced(tmp_path):
     parts = vc.simulate.partition(wild(), 2, "block")
     parts.save(tmp_path / "parts")
-    manifest = tmp_path / "parts" / "graph.json"
-    whole = manifest.read_text()
-    manifest.write_text(whole[: len(whole) // 2])
-    (tmp_path / "parts" / "part-00001.npz").unlink()
+    index = tmp_path / "parts" / "graph.json"
+    whole = index.read_text()
+    index.write_text(whole[: len(whole) // 2])
     parts.save(tmp_path / "parts")
     assert names(tmp_path / "parts") == SAVED
-    assert manifest.read_text() == whole
+    assert json.loads(index.read_text())["format"] == "varcomm graph"
 
 
 def test_a_link_stays_one(tmp_path):

@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varcomm.checkpoint.boxes import Piece
-from varcomm.checkpoint.nested import Number
 from varcomm.transport.serialization import from_bytes, to_bytes
 
 LEAVES = st.one_of(
@@ -20,8 +18,6 @@ LEAVES = st.one_of(
     st.text(),
     st.binary(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
-    st.builds(Piece, st.text(), st.tuples(st.integers()), st.tuples(st.integers())),
-    st.integers().map(Number),
 )
 VALUES = st.recursive(
     LEAVES,
@@ -78,10 +74,6 @@ def test_tensors(name):
     assert torch.equal(found, tensor)
 
 
-class Piece2(Piece):
-    """A class that nobody has let travel, of the fields of one that may."""
-
-
 class Text(str):
     """What it is beyond a text does not travel."""
 
@@ -92,8 +84,8 @@ def test_other_kinds_of_texts_become_texts():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), print, 1j, Piece2("a"), [torch.nn.Linear(1, 1)], {"a": {1: range(2)}}],
-    ids=["object", "function", "complex", "a subclass", "a module", "inside"],
+    [object(), print, 1j, torch.Generator(), [torch.nn.Linear(1, 1)], {"a": {1: range(2)}}],
+    ids=["object", "function", "complex", "a generator", "a module", "inside"],
 )
 def test_what_is_not_plain(value):
     with pytest.raises(TypeError, match="is no plain value"):
@@ -110,7 +102,6 @@ def test_what_is_not_plain(value):
         {"dtype": "load"},
         {"dtype": "nothing"},
         {"dtype": ["float32"]},
-        {"Piece": [1, 2, 3, 4, 5, 6]},
         {"tensor": [{"dtype": "float32"}, {"tuple": [10**12]}, "cpu", False, {"bytes": ""}]},
         {},
     ],

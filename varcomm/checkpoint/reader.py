@@ -1,283 +1,285 @@
-"""A checkpoint in a folder: what it has, whether its files are whole, and what is in them."""
+"""Checkpoints on disk: a folder of :func:`save`, or safetensors files of other tools."""
 
 from __future__ import annotations
 
-import io
-import zipfile
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from varcomm.checkpoint.boxes import chunks_of
-from varcomm.checkpoint.manifest import (
-    METADATA,
-    Digest,
-    Manifest,
-    check_is_file,
-    manifest_file,
-    save_of,
-)
-from varcomm.checkpoint.nested import Keys, Number
-from varcomm.checkpoint.unpickle import metadata_of
+from varcomm.checkpoint.paths import Keys, at, decode, joined, nested
+from varcomm.checkpoint.shards import boxes_of
 from varcomm.errors import ArgumentError
+from varcomm.sharding import Box
+from varcomm.sharding.files import (
+    Files,
+    TensorFile,
+    check_cover,
+    check_is_file,
+    read_index,
+    verify_files,
+)
+from varcomm.transport.serialization import dtype_of
 
-__all__ = ["Checkpoint"]
+__all__ = ["KIND", "Checkpoint", "Part", "SavedTensor", "part_name"]
 
-_AGAIN = "Take another checkpoint; nothing has been loaded."
+KIND = "checkpoint"
+
+# The index that Hugging Face writes beside sharded safetensors files.
+_HUB_INDEX = "model.safetensors.index.json"
+
+
+class Part(NamedTuple):
+    """A saved box of a tensor: its file, its name there, and its place in the full tensor."""
+
+    file: str
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """A saved tensor and the boxes that make it up."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def like(self, device: str) -> torch.Tensor:
+        """Return an uninitialized tensor of this dtype and shape."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def part_name(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """Return the name of a box in its file.
+
+    >>> part_name("w", (4, 3), (2, 0), (2, 3)), part_name("w", (4, 3), (0, 0), (4, 3))
+    ('w[2:4, 0:3]', 'w')
+    """
+    if tuple(sizes) == tuple(shape):
+        return key
+    return f"{key}[{', '.join(f'{o}:{o + n}' for o, n in zip(offsets, sizes, strict=True))}]"
+
+
 class Checkpoint:
-    """What is in a folder, as its ``.metadata`` tells.
+    """The content of a checkpoint.
 
     Attributes
     ----------
     folder : Path
-    content : bytes
-        Of ``.metadata``.
-    metadata : Metadata
-    manifest : Manifest or None
-        What the files should be; None where torch alone has written them.
+        Folder of the files.
+    files : Files or None
+        Sizes and digests; None for the files of other tools, which have none.
+    paths : dict of str to Keys
+    tensors : dict of str to SavedTensor
+    values : dict of str to object
+        Plain values, decoded.
+    digest : str
+        Equal on ranks that opened the same checkpoint.
     """
 
-    folder: Path
-    content: bytes
-    metadata: Metadata
-    manifest: Manifest | None
+    def __init__(self, folder: Path, files: Files | None) -> None:
+        self.folder, self.files = folder, files
+        self.paths: dict[str, Keys] = {}
+        self.tensors: dict[str, SavedTensor] = {}
+        self.values: dict[str, Any] = {}
+        self.digest = ""
+        self._open: dict[str, TensorFile] = {}
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """Read what a folder has.
+    def open(cls, path: Path) -> Checkpoint:
+        """Read the index of a checkpoint, or the headers of the files of other tools.
 
         Raises
         ------
         ArgumentError
-            If there is no checkpoint, or what tells about it is damaged or names what would have to
-            be run.
+            If there is no checkpoint or its index is damaged.
         """
-        path = folder / METADATA
-        if not folder.exists():
-            raise ArgumentError(f"there is no folder {folder}.")
+        if path.is_dir() and not (path / f"{KIND}.json").exists():
+            for name in (_HUB_INDEX, "model.safetensors"):
+                if (path / name).exists():
+                    path = path / name
+        if path.name.endswith(".index.json"):
+            return cls._of_others(path.parent, _hub_files(path))
+        if path.suffix == ".safetensors":
+            return cls._of_others(path.parent, [path.name])
+        content, files = read_index(path, KIND)
+        found = cls(path, files)
+        by_rank = {int(re.findall(r"rank-(\d+)", name)[-1]): name for name in files}
         try:
-            check_is_file(path)
-            content = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ArgumentError(
-                f"{folder} has no checkpoint in it: there is no {path.name}."
-            ) from error
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be read: {error}.") from error
-        try:
-            metadata = metadata_of(content)
-            files = {place.relative_path for place in metadata.storage_data.values()}
-            save = save_of(metadata.storage_meta.save_id, files)  # type: ignore[union-attr]
-        except ArgumentError as error:
-            raise ArgumentError(f"{path} cannot be read: {error}") from error
-        manifest = None if save is None else Manifest.read(folder / manifest_file(save))
-        if manifest is not None and manifest.metadata != Digest.of(content):
-            raise ArgumentError(f"{path} is not what was written: it is damaged. {_AGAIN}")
-        return cls(folder, content, metadata, manifest)
-
-    @cached_property
-    def paths(self) -> dict[str, Keys]:
-        """Where in the state each key is, in the order of the state."""
-        known: Mapping[str, Keys] = self.metadata.planner_data or {}
-        keys = self.metadata.state_dict_metadata
-        order = dict.fromkeys([*(key for key in known if key in keys), *keys])
-        found = {key: known.get(key, (key,)) for key in order}
-        for key, places in (self.manifest.numbers if self.manifest is not None else {}).items():
-            if key not in found:
-                raise ArgumentError(f"{self.folder}: there is no {key!r}. {_AGAIN}")
-            found[key] = tuple(
-                Number(name) if place in places else name for place, name in enumerate(found[key])
-            )
+            for key, entry in content["entries"].items():
+                found._add(key, entry, by_rank)
+            _ = found._tree
+        except (
+            ArgumentError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            RuntimeError,
+        ) as error:
+            raise ArgumentError(f"{path / KIND}.json is damaged: {error}") from error
+        text = json.dumps([content, files], sort_keys=True)
+        found.digest = hashlib.sha256(text.encode()).hexdigest()
         return found
 
-    @cached_property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Which keys are tensors, and what these are; all others are plain values."""
-        entries = self.metadata.state_dict_metadata.items()
-        return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    def _add(self, key: str, entry: Mapping[str, Any], by_rank: Mapping[int, str]) -> None:
+        path = tuple(_exact_int(n[0], (n[0],)) if isinstance(n, list) else n for n in entry["path"])
+        if key != joined(path) or not all(type(n) in (str, int, tuple) for n in path):
+            raise ValueError(f"the path of {key!r} is {entry['path']}")
+        self.paths[key] = path
+        if "value" in entry:
+            self.values[key] = decode(entry["value"])
+            return
+        dtype, shape = dtype_of(entry["dtype"]), _sizes(entry["shape"])
+        parts = []
+        for rank, offsets, sizes in entry["boxes"]:
+            name = part_name(key, shape, offsets, sizes)
+            parts.append(Part(by_rank[rank], name, _sizes(offsets), _sizes(sizes)))
+        check_cover(key, shape, [part[2:] for part in parts])
+        self.tensors[key] = SavedTensor(dtype, shape, tuple(parts))
 
-    def like(self, key: str, device: str) -> torch.Tensor:
-        """Return a tensor like a saved one, whose contents are anything."""
-        entry = self.tensors[key]
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    @classmethod
+    def _of_others(cls, folder: Path, names: Sequence[str]) -> Checkpoint:
+        found, text = cls(folder, None), []
+        for name in names:
+            file = found._file(name)
+            for key in file.names:
+                if key in found.tensors:
+                    raise ArgumentError(f"{folder}: two files have a tensor {key!r}.")
+                stored = file.tensor(key)
+                part = Part(name, key, (0,) * len(stored.shape), stored.shape)
+                found.tensors[key] = SavedTensor(stored.dtype, stored.shape, (part,))
+                found.paths[key] = (key,)
+                text.append((name, key, str(stored.dtype), stored.shape))
+        found.digest = hashlib.sha256(repr(text).encode()).hexdigest()
+        return found
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open:
+            self._open[name] = TensorFile(self.folder / name)
+        return self._open[name]
 
     @cached_property
-    def files(self) -> dict[str, int]:
-        """How long each data file must be at least, by name."""
-        found: dict[str, int] = {}
-        for place in self.metadata.storage_data.values():
-            end = place.offset + place.length
-            found[place.relative_path] = max(end, found.get(place.relative_path, 0))
-        return dict(sorted(found.items()))
+    def _tree(self) -> dict[Any, Any]:
+        return nested(
+            {
+                path: self.values[key] if key in self.values else self.tensors[key].like("meta")
+                for key, path in self.paths.items()
+            }
+        )
+
+    def at(self, path: Keys, default: Any = None) -> Any:
+        """Return the saved tree at a path, with tensors on the meta device, or `default`."""
+        if self.files is not None:
+            return at(self._tree, path, default)
+        start = joined(path)
+        if start in self.tensors:
+            return self.tensors[start].like("meta")
+        start = f"{start}." if start else ""
+        below = {
+            key.removeprefix(start): tensor.like("meta")
+            for key, tensor in self.tensors.items()
+            if key.startswith(start)
+        }
+        return below or default
+
+    def has(self, path: Keys) -> bool:
+        """Return whether a tensor or value is saved at a path; other tools save flat names."""
+        return self.paths.get(joined(path)) == path or (
+            self.files is None and joined(path) in self.tensors
+        )
+
+    def keys_below(self, name: str) -> Iterator[str]:
+        """Yield the keys that belong to a name of the state's first level."""
+        for key, path in self.paths.items():
+            if self.files is None:
+                if key == name or key.startswith(f"{name}."):
+                    yield key
+            elif path[:1] == (name,):
+                yield key
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare files with what was written: the sizes of all, the digests of every so many.
+        """Check the files: sizes of all; digests, dtypes and shapes in every P-th.
 
         Raises
         ------
         ArgumentError
-            If a file is missing, too short, or has been altered.
+            If a file is missing, cut or altered.
         """
-        for name, size in self.files.items():
-            path = self.folder / name
-            try:
-                check_is_file(path)
-                found = path.stat().st_size
-            except FileNotFoundError as error:
-                raise ArgumentError(f"{path} is missing: {error}. {_AGAIN}") from error
-            except OSError as error:
-                raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
-            if self.manifest is not None and name not in self.manifest.files:
-                raise ArgumentError(f"{path} is none of the files that were written. {_AGAIN}")
-            exact = None if self.manifest is None else self.manifest.files[name].size
-            if found < size or exact not in (None, found):
-                raise ArgumentError(
-                    f"{path} has been cut or changed: it has {found} bytes, of "
-                    f"{size if exact is None else exact}. {_AGAIN}"
-                )
-        self._check_cover()
-        if self.manifest is not None:
-            for name in list(self.files)[rank::ranks]:
-                if Digest.of_file(self.folder / name) != self.manifest.files[name]:
-                    raise ArgumentError(
-                        f"{self.folder / name} has been altered: its SHA-256 is not that of what "
-                        f"was written. {_AGAIN}"
-                    )
-
-    def _check_cover(self) -> None:
-        """Raise ArgumentError if the saved boxes of a tensor leave gaps, or are in no file."""
-        for key in self.paths:
-            entry = self.tensors.get(key)
-            if entry is None:
-                known = MetadataIndex(key) in self.metadata.storage_data
-            else:
-                boxes = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
-                known = sum(prod(box.sizes) for box in boxes) == prod(entry.size) and all(
-                    self._has_room(key, box, entry.properties.dtype) for box in boxes
-                )
-            if not known:
-                raise ArgumentError(
-                    f"{self.folder / METADATA} does not tell where all of {key!r} is. {_AGAIN}"
-                )
-
-    def _has_room(self, key: str, box: ChunkStorageMetadata, dtype: torch.dtype) -> bool:
-        """Tell whether a saved box is in a file, in no fewer bytes than it has."""
-        place = self.metadata.storage_data.get(MetadataIndex(key, box.offsets))
-        if place is None:
-            return False
-        return bool(place.transform_descriptors) or prod(box.sizes) * dtype.itemsize <= place.length
-
-    def values(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return plain values, by key."""
-        return {key: self._loaded(MetadataIndex(key)) for key in keys}
+        if self.files is None:
+            return  # their headers have been read
+        verify_files(self.folder, self.files, rank, ranks)
+        mine = {*sorted(self.files)[rank::ranks]}
+        for tensor in self.tensors.values():
+            for part in tensor.parts:
+                if part.file in mine:
+                    self._file(part.file).tensor(part.name).check(tensor.dtype, part.sizes)
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors, or of one that is sharded this rank's boxes, by what was saved.
-
-        What has been saved in one piece is read once, however many boxes it goes into.
-        """
-        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        """Overwrite the boxes of tensors on this rank with saved elements; reads only these."""
+        wanted: dict[str, list[tuple[Part, Box, torch.dtype]]] = {}
         for key, target in targets.items():
-            boxes = chunks_of(target)
-            for item in create_read_items_for_chunk_list(key, self.tensors[key], boxes):
-                wanted.setdefault(item.storage_index, []).append(item)
-        for index in sorted(wanted, key=self._place):
-            saved = self._loaded(index)
-            self._check(index, saved)
-            for item in wanted[index]:
-                target = find_tensor_shard(targets[index.fqn], item.dest_index).detach()
-                part = _narrowed(saved, item.storage_offsets, item.lengths)
-                _narrowed(target, item.dest_offsets, item.lengths).copy_(part)
+            saved = self.tensors[key]
+            for box in boxes_of(key, target):
+                for part in saved.parts:
+                    wanted.setdefault(part.file, []).append((part, box, saved.dtype))
+        for name in sorted(wanted):
+            for part, box, dtype in wanted[name]:
+                _copy(self._file(name), part, box, dtype)
 
-    def _place(self, index: MetadataIndex) -> tuple[str, int]:
-        place = self.metadata.storage_data[index]
-        return place.relative_path, place.offset
-
-    def _loaded(self, index: MetadataIndex) -> Any:
-        """Return what torch.save has written, as far as no pickle need be run for it."""
-        place = self.metadata.storage_data[index]
-        with (self.folder / place.relative_path).open("rb") as file:
-            part = io.BufferedReader(_Slice(file, place.offset, place.length))
-            for descriptor in place.transform_descriptors or ():  # compressed, say
-                raise ArgumentError(
-                    f"{self.folder}: {index.fqn!r} has gone through {descriptor!r}, which is not "
-                    "undone here. Save it without extensions of torch's."
-                )
-            try:
-                _check_lengths(part, place.length)
-                return torch.load(part, map_location="cpu", weights_only=True)
-            except zipfile.BadZipFile as error:
-                raise ArgumentError(
-                    f"{self.folder}: {index.fqn!r} is damaged: {error}. {_AGAIN}"
-                ) from error
-            except Exception as error:
-                raise ArgumentError(
-                    f"{self.folder}: {index.fqn!r} cannot be read without running what is in the "
-                    f"file, which has not been done: {error}"
-                ) from error
-
-    def _check(self, index: MetadataIndex, saved: Any) -> None:
-        entry = self.tensors[index.fqn]
-        expected = entry.chunks[index.index or 0].sizes
-        found = (saved.dtype, saved.shape) if isinstance(saved, torch.Tensor) else type(saved)
-        if found != (entry.properties.dtype, expected):
-            raise ArgumentError(
-                f"{self.folder}: {METADATA} tells of {index.fqn!r} that it is {expected} of "
-                f"{entry.properties.dtype}, and the data file has {found}."
-            )
+    def close(self) -> None:
+        """Close the files that have been opened."""
+        self._open.clear()
 
 
-def _narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
+def _copy(file: TensorFile, part: Part, box: Box, dtype: torch.dtype) -> None:
+    """Copy the elements that a saved part and a box of the target have in common."""
+    low = [max(a, b) for a, b in zip(part.offsets, box.offsets, strict=True)]
+    ends = zip(part.offsets, part.sizes, box.offsets, box.tensor.shape, strict=True)
+    sizes = [min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True)]
+    if any(size <= 0 for size in sizes):
+        return
+    stored = file.tensor(part.name)
+    stored.check(dtype, part.sizes)
+    found = stored.read(dtype, [at - a for at, a in zip(low, part.offsets, strict=True)], sizes)
+    within = tuple(
+        slice(at - b, at - b + n) for at, b, n in zip(low, box.offsets, sizes, strict=True)
+    )
+    with torch.no_grad():
+        box.tensor[within].copy_(found)
 
 
-class _Slice(io.RawIOBase):
-    """Some bytes of a file, as a file."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._place = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = (0, self._place, self._length)[whence]
-        self._place = max(0, start + offset)
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._offset + self._place)
-        content = self._file.read(max(0, min(len(buffer), self._length - self._place)))
-        buffer[: len(content)] = content
-        self._place += len(content)
-        return len(content)
+def _hub_files(path: Path) -> list[str]:
+    """Return the file names in an index of Hugging Face's."""
+    try:
+        check_is_file(path)
+        content = json.loads(path.read_text())
+        names = sorted({str(name) for name in content["weight_map"].values()})
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}.") from error
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path} is not an index with a weight_map: {error!r}.") from error
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ArgumentError(f"{path} names {name!r}, which is not a file of its folder.")
+    return names
 
 
-def _check_lengths(part: IO[bytes], length: int) -> None:
-    """Raise BadZipFile if an archive tells of more than it has; torch would make room for it."""
-    with zipfile.ZipFile(part) as archive:
-        if sum(member.file_size for member in archive.infolist()) > length:
-            raise zipfile.BadZipFile("it tells of more than there is in it")
-    part.seek(0)
+def _exact_int(value: Any, result: Any) -> Any:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return result
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    return tuple(_exact_int(value, value) for value in values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -12,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from varcomm.errors import ArgumentError
 
-if TYPE_CHECKING:  # which need time to import, and the first PyTorch Geometric
-    from varcomm.checkpoint.reader import Checkpoint
+if TYPE_CHECKING:  # importing these takes time; the first imports PyTorch Geometric
     from varcomm.graph.files.outline import Array, Arrays, Outline
 
 __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
-HELP = "check a saved partition or checkpoint: what is in it"
+HELP = "check a saved partition or checkpoint, and list its content"
 DESCRIPTION = """\
-Tell what is in the folder of a partition (PartitionedGraph.save, the command
-partition) or of a checkpoint (varcomm.checkpoint.save, or
-torch.distributed.checkpoint): names, dtypes, shapes, and how much each rank
-has. All of it is read and its checksums compared. Nothing in it is run.
+Read all files of a saved partition (PartitionedGraph.save, the command
+partition) or of a checkpoint (varcomm.checkpoint.save, or safetensors files of
+other tools), compare their checksums, and list names, dtypes and shapes, and
+the bytes of each rank.
 
 example:
   %(prog)s wing-8
@@ -31,33 +29,38 @@ example:
 
 Found = dict[str, Any]
 
+_INDEXES = (
+    "graph.json",
+    "checkpoint.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what was saved")
+    """Add the arguments of the command."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="saved partition or checkpoint")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Look into the folder."""
+    """Print the content of the folder."""
     folder = options.folder
-    if folder.is_file():
-        raise ArgumentError(
-            f"{folder} is a file; give the folder of a saved partition or checkpoint."
-        )
-    if folder.exists() and not folder.is_dir():
-        raise ArgumentError(f"{folder} is no folder, but a pipe or a device.")
-    if not folder.is_dir():
+    if not folder.exists():
         raise ArgumentError(f"there is no folder {folder}.")
-    if (folder / "graph.json").exists():
-        found, lines = _partition(folder), _lines_of_partition
-    elif (folder / ".metadata").exists():
-        found, lines = _checkpoint(folder), _lines_of_checkpoint
-    else:
+    if not folder.is_dir() and folder.suffix not in (".safetensors", ".json"):
+        raise ArgumentError(
+            f"{folder} is not a folder; give the folder of a saved partition or checkpoint."
+        )
+    if folder.is_dir() and not any((folder / name).exists() for name in _INDEXES):
         raise ArgumentError(
             f"{folder} is no saved partition and no checkpoint: it has neither graph.json nor "
-            ".metadata."
+            "checkpoint.json nor model.safetensors."
         )
+    if (folder / "graph.json").exists():
+        found, lines = _partition(folder), _lines_of_partition
+    else:
+        found, lines = _checkpoint(folder), _lines_of_checkpoint
     if options.json:
         print(json.dumps(found, indent=1))
     else:
@@ -66,14 +69,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _partition(folder: Path) -> Found:
-    from varcomm.graph.files.contents import outline_of, read_part, read_whole
+    from varcomm.graph.files.outline import Outline
 
-    outline = outline_of(folder)
-    read_whole(folder, outline)
-    ranks = []
-    for rank in range(len(outline.digests) - 1):
-        part = read_part(folder, outline, rank)
-        ranks.append(_of_rank(outline, part, rank))
+    outline = Outline.open(folder)
+    outline.verify()
+    outline.read_whole()
+    ranks = [_of_rank(outline, outline.read_part(rank), rank) for rank in range(outline.ranks)]
     return {
         "kind": "saved partition",
         "ranks": len(ranks),
@@ -102,7 +103,7 @@ def _of_rank(outline: Outline, part: Arrays, rank: int) -> dict[str, int]:
 
 
 def _attributes(types: Mapping[Any, Any], what: str, arrays: Mapping[str, Array]) -> dict[str, str]:
-    """Return dtype and shape of a row of each attribute, by its name; its type in front."""
+    """Return dtype and row shape of each attribute by name, with its type in front."""
     found = {}
     for place, key in enumerate(types):
         start = f"{what} {place}."
@@ -135,7 +136,7 @@ def _lines_of_partition(found: Found) -> Iterator[str]:
         named = found[f"{of}_attributes"]
         listed = ", ".join(f"{name} {kind}" for name, kind in named.items())
         yield f"{of} attributes: {listed or 'none'}"
-    yield f"checksums: SHA-256 of graph.json, graph.npz and {ranks} parts verified"
+    yield f"checksums: SHA-256 of graph.json and {ranks} file{'s' * (ranks != 1)} verified"
 
 
 def _checkpoint(folder: Path) -> Found:
@@ -145,38 +146,30 @@ def _checkpoint(folder: Path) -> Found:
     found.verify()
     tensors = {
         key: {
-            "dtype": str(entry.properties.dtype).removeprefix("torch."),
-            "shape": list(entry.size),
-            "pieces": len(entry.chunks),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "pieces": len(tensor.parts),
         }
-        for key, entry in found.tensors.items()
+        for key, tensor in found.tensors.items()
     }
-    bytes_by_rank = _bytes_by_rank(found)
+    names = sorted(found.files or {part.file for t in found.tensors.values() for part in t.parts})
+    by_rank = []
+    for number, name in enumerate(names):
+        rank = int(name[-17:-12]) if found.files is not None else number
+        size = (found.folder / name).stat().st_size
+        by_rank.append({"rank": rank, "file": name, "bytes": size})
     return {
         "kind": "checkpoint",
-        "ranks": len(bytes_by_rank),
-        "by_rank": [
-            {"rank": rank, "bytes": count} for rank, count in sorted(bytes_by_rank.items())
-        ],
+        "ranks": len(names),
+        "by_rank": by_rank,
         "tensors": tensors,
         "tensor_bytes": sum(
-            prod(entry.size) * entry.properties.dtype.itemsize for entry in found.tensors.values()
+            prod(tensor.shape) * tensor.dtype.itemsize for tensor in found.tensors.values()
         ),
-        "values": [key for key in found.paths if key not in tensors],
-        "files": len(found.files),
-        "checksums": "none" if found.manifest is None else "verified",
+        "values": list(found.values),
+        "files": len(names),
+        "checksums": "none" if found.files is None else "verified",
     }
-
-
-def _bytes_by_rank(found: Checkpoint) -> dict[int, int]:
-    """Return what each rank has written, which the names of its files tell."""
-    bytes_by_rank: dict[int, int] = {}
-    for name in found.files:
-        match = re.match(r"__(\d+)_", name)
-        rank = int(match[1]) if match else 0
-        size = (found.folder / name).stat().st_size
-        bytes_by_rank[rank] = bytes_by_rank.get(rank, 0) + size
-    return bytes_by_rank
 
 
 def _lines_of_checkpoint(found: Found) -> Iterator[str]:
@@ -186,9 +179,9 @@ def _lines_of_checkpoint(found: Found) -> Iterator[str]:
         f"{len(found['values'])} other values; written by {found['ranks']} "
         f"rank{'s' * (found['ranks'] != 1)}"
     )
-    yield f"{'rank':>5} {'bytes':>14}"
+    yield f"{'rank':>5} {'bytes':>14} file"
     for one in found["by_rank"]:
-        yield f"{one['rank']:5} {one['bytes']:14,}"
+        yield f"{one['rank']:5} {one['bytes']:14,} {one['file']}"
     for key, tensor in found["tensors"].items():
         pieces = "" if tensor["pieces"] == 1 else f", in {tensor['pieces']} pieces"
         yield f"{key}: {tensor['dtype']} {tuple(tensor['shape'])}{pieces}"
@@ -196,6 +189,6 @@ def _lines_of_checkpoint(found: Found) -> Iterator[str]:
         yield f"other values: {', '.join(found['values'])}"
     files = f"{found['files']} file{'s' * (found['files'] != 1)}"
     if found["checksums"] == "verified":
-        yield f"checksums: SHA-256 of .metadata and {files} verified"
+        yield f"checksums: SHA-256 of checkpoint.json and {files} verified"
     else:
-        yield f"checksums: none, torch alone has written it; sizes of {files} verified"
+        yield f"checksums: none in files of other tools; headers of {files} verified"

@@ -324,20 +324,18 @@ class PartitionedGraph:
         Parameters
         ----------
         folder : path
-            Made if it is not there. A partition saved there before is replaced once this one is
-            complete; until then, files are collected in ``folder.saving``.
+            Made if it is not there. One rename replaces a partition saved there before.
 
         Raises
         ------
         ArgumentError
-            On every rank, if one of them cannot write; if the folder, or ``folder.saving``, is or
-            has something else, which is left as it is; if an attribute is neither a tensor nor, of
-            the graph as a whole, plain text and numbers.
+            On every rank, if one of them cannot write; if the folder is or has something else,
+            which is left as it is; if an attribute is neither a tensor nor, of the graph as a
+            whole, plain text and numbers.
 
         Notes
         -----
-        A file a rank in NumPy's format and one in JSON, without pickle. Each rank writes what it
-        owns.
+        One safetensors file per rank, with its owned rows, and one JSON index.
         """
         from varcomm.graph.files.saved import save  # which builds graphs: it imports this module
 

@@ -1,6 +1,6 @@
-"""``to_dtensor`` and ``from_dtensor``: a rank's own rows as torch's DTensor, and back, uncopied.
+"""``to_dtensor`` and ``from_dtensor``: shards as DTensors and back, in the same memory.
 
-The two are linear maps between what all ranks hold, and each is the other's adjoint.
+Each of the two is the adjoint of the other.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ __all__ = ["from_dtensor", "to_dtensor"]
 
 
 class _ToDTensor(torch.autograd.Function):
-    """Wrap the shard; a gradient that comes in other placements is brought to the shard's.
+    """Wrap the shard; redistribute a gradient that has other placements.
 
-    torch's own ``DTensor.from_local`` does the latter past autograd, so that what depends on it has
-    second derivatives of zero.
+    ``DTensor.from_local`` redistributes outside autograd, which makes second derivatives zero.
     """
 
     @staticmethod
@@ -40,7 +39,7 @@ class _ToDTensor(torch.autograd.Function):
         from torch.distributed.tensor import DTensor, Shard
 
         ctx.mesh, ctx.placements = mesh, (Shard(dim),)
-        ctx.set_materialize_grads(False)  # torch would make plain zeros of the whole shape
+        ctx.set_materialize_grads(False)  # plain zeros would have the full shape
         return DTensor.from_local(
             x.detach(),
             mesh,
@@ -61,14 +60,14 @@ class _ToDTensor(torch.autograd.Function):
 
 
 class _FromDTensor(torch.autograd.Function):
-    """Unwrap the shard; the gradient is wrapped alike."""
+    """Unwrap the shard; wrap the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
         (placement,) = x.placements
         ctx.mesh, ctx.dim, ctx.shape = x.device_mesh, placement.dim, x.shape  # type: ignore[attr-defined]
         local = x.to_local()
-        # what a collective of DTensor's returns may still be under way
+        # the result of a collective of DTensor's may still be in flight
         waited = local.wait() if hasattr(local, "wait") else local
         return waited.view_as(waited)
 
@@ -96,42 +95,35 @@ def to_dtensor(
     tensor : torch.Tensor
         ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
-        Rows that each rank holds, one int a rank. They must be those into which torch splits:
-        ``ShardSizes.chunked(sum(sizes), P)``.
+        Rows per rank; must be torch's, ``ShardSizes.chunked(sum(sizes), P)``.
     dim : int
-        The dimension that is sharded.
+        Sharded dimension.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
 
     Returns
     -------
     torch.distributed.tensor.DTensor
-        Of the whole shape, with the placement ``Shard(dim)``, on `group` where that is a mesh, else
-        on the mesh without a name that ``DeviceMesh.from_group`` makes of it. Only DTensors of
-        equal meshes can be computed with together.
+        With the full shape and the placement ``Shard(dim)``, on `group` if that is a mesh, else on
+        an unnamed mesh. torch computes only with DTensors of equal meshes.
 
     Raises
     ------
     ArgumentError
-        If `sizes` are not those of torch; if `sizes`, `dim` and `tensor` do not fit on this rank;
-        if the mesh is of another kind of device, to which torch would copy.
+        If `sizes` are not torch's, if `sizes`, `dim` and `tensor` do not match, or if the mesh is
+        for another device.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if `sizes`, `dim`, dtypes, the shape of a row
-        or ``requires_grad`` differ between ranks.
+        Inside :func:`varcomm.debug`, if the calls of ranks differ.
     GroupError
-        If this rank is not in `group`, or if `group` is a mesh of several dimensions.
+        If this rank is not in `group`, or `group` is a mesh of several dimensions.
 
     Notes
     -----
-    Adjoint: :func:`from_dtensor`, after the gradient, where operations of DTensor's have left it
-    replicated or partial, has been redistributed. All derivatives are exact, of any order. DTensor
-    has no forward mode, and torch raises NotImplementedError there.
+    Adjoint: :func:`from_dtensor`, after redistribution of replicated or partial gradients; exact in
+    any order. DTensor has no forward mode (NotImplementedError). A loss computed from DTensors is
+    one number, ``loss.full_tensor()``, on which every rank calls backward; it counts once.
 
-    A loss that is made of DTensors is one number for all ranks, ``loss.full_tensor()``, of which
-    every rank starts backward. It counts once; so do its gradients here.
-
-    Communication: none, but inside :func:`varcomm.debug`. In backward what torch's redistribution
-    needs, and nothing where the gradient is sharded as the tensor is.
+    Communication: none; in backward, the redistribution of gradients that are not sharded.
 
     In one process: ``torch.cat(shards, dim)``.
 
@@ -168,7 +160,7 @@ def to_dtensor(
 
 
 def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
-    """Return this rank's shard of a DTensor, in the same memory, and how that is sharded.
+    """Return this rank's shard of a DTensor, in the same memory, and how it is sharded.
 
     Parameters
     ----------
@@ -178,30 +170,26 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     Returns
     -------
     torch.Tensor
-        This rank's own rows. What DTensor was still receiving has been waited for.
+        This rank's rows.
     ShardSpec
-        ``spec.sizes`` and ``spec.dim`` are what varcomm's operations take, beside
-        ``group=dtensor.device_mesh``.
+        Its ``sizes`` and ``dim``, for operations with ``group=dtensor.device_mesh``.
 
     Raises
     ------
     ArgumentError
-        If `dtensor` is none, is replicated or partial, is sharded over several dimensions of a
-        mesh, or has other rows on this rank than torch's rule gives it.
+        If `dtensor` is not a DTensor, is replicated or partial, is sharded over several dimensions
+        of a mesh, or has other rows on this rank than torch's rule gives it.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if shapes, `dim`, dtypes or ``requires_grad``
-        differ between ranks.
+        Inside :func:`varcomm.debug`, if the calls of ranks differ.
     GroupError
         If this rank is not in the mesh.
 
     Notes
     -----
-    Adjoint: :func:`to_dtensor`. All derivatives are exact, of any order. The loss is the sum of
-    those of all ranks, as after every operation of varcomm's: let each be a part of the whole.
+    Adjoint: :func:`to_dtensor`; exact in any order. The loss is the sum over ranks, as after every
+    operation of varcomm.
 
-    Communication: none, but inside :func:`varcomm.debug`.
-
-    In one process: ``whole.split(spec.sizes, spec.dim)``, of which rank r has the r-th.
+    Communication: none.
 
     Examples
     --------
@@ -246,7 +234,7 @@ def _check_chunks(sizes: Sequence[int], dim: int, ranks: int, where: str) -> Non
 
 
 def _checked_placement(dtensor: object) -> tuple[DeviceMesh, int]:
-    """Return the mesh and the sharded dimension, or raise where there are not one of each."""
+    """Return the mesh and the sharded dimension, or raise unless there is one of each."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(dtensor, DTensor):
@@ -257,9 +245,9 @@ def _checked_placement(dtensor: object) -> tuple[DeviceMesh, int]:
     if mesh.ndim != 1:
         raise ArgumentError(
             "from_dtensor: sizes are those of one dimension of a mesh; got placements "
-            f"{placements} on {mesh}. Make activations on one dimension, mesh[name]. Parameters "
-            "that fully_shard or parallelize_module has sharded over several are theirs: let the "
-            "layer compute, or take dtensor.full_tensor()."
+            f"{placements} on {mesh}. Make activations on one dimension, mesh[name]. Of parameters "
+            "that fully_shard or parallelize_module shards over several dimensions, use "
+            "dtensor.full_tensor()."
         )
     (placement,) = placements
     if placement.is_partial():
@@ -270,14 +258,14 @@ def _checked_placement(dtensor: object) -> tuple[DeviceMesh, int]:
         )
     if placement.is_replicate():
         raise ArgumentError(
-            "from_dtensor: a replicated DTensor has no shards. If ranks use it each in its own "
-            "way, take dtensor.to_local(grad_placements=[Partial()]), whose gradient is summed "
-            "over ranks; to shard it, dtensor.redistribute(placements=[Shard(dim)])."
+            "from_dtensor: a replicated DTensor has no shards. Use "
+            "dtensor.to_local(grad_placements=[Partial()]), whose gradient is summed over ranks; "
+            "to shard it, dtensor.redistribute(placements=[Shard(dim)])."
         )
     if type(placement) is not Shard:
         raise ArgumentError(
-            f"from_dtensor: {placement} has rows in another order than rank by rank. Bring them in "
-            "order first: dtensor.redistribute(placements=[Shard(dim)])."
+            f"from_dtensor: {placement} has rows in another order than rank by rank. Reorder them "
+            "first: dtensor.redistribute(placements=[Shard(dim)])."
         )
     return mesh, placement.dim
 
@@ -296,7 +284,7 @@ def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, gro
 
 
 def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return those of a dense tensor of `shape` whose dimensions lie in memory as the shard's."""
+    """Return the strides of a dense tensor of `shape` with the memory layout of the shard."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=local.stride, reverse=True)[::-1]:
         strides[dim] = step

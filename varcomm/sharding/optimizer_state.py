@@ -1,7 +1,7 @@
-"""States of an optimizer by the names of parameters, whatever part of them a rank has.
+"""States of optimizers by the names of parameters, for any sharding of the parameters.
 
-torch numbers parameters in the order in which an optimizer was given them. That order, and even how
-many there are, differs where ranks share them out. Names do not.
+torch numbers the parameters of an optimizer. Ranks with different shards have different numbers,
+and the same names.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Part:
-    """What a parameter of an optimizer is.
+    """A parameter of an optimizer: its name, and how a tensor of its shape is sharded.
 
     Attributes
     ----------
     name : str
-        What the parameter, of which it may be a part, is called.
     wrap : callable
-        Returns a tensor of the same shape as that part of the whole: itself, or
-        :class:`~varcomm.sharding.Sharded`.
+        Returns a tensor itself, or as :class:`~varcomm.sharding.Sharded`.
     """
 
     name: str
@@ -44,41 +42,32 @@ class Part:
 
 Parts = Mapping[torch.Tensor, Part]
 
-# Options of groups that torch's schedulers add, and that one who loads may do without.
-_OF_SCHEDULERS = {
-    "initial_lr",
-    "min_lr",
-    "max_lr",
-    "base_momentum",
-    "max_momentum",
-    "swa_lr",
-}
+# Options of groups that torch's schedulers add; they may be missing on one side.
+_OF_SCHEDULERS = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parts: Parts, names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Return the states of an optimizer by name, and the options of its groups of parameters.
+    """Return the states of an optimizer by name, and the options of its groups.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
     parts : mapping of Parameter to Part
-        Of all the optimizer's parameters that are part of something.
     names : sequence of sequence of str
-        For each group the names of all parameters in it, on whatever rank.
+        Names of all parameters of each group, on any rank.
 
     Returns
     -------
     dict
-        ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ..., ...}]}``.
-        Tensors are the optimizer's own.
+        ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ..., ...}]}``,
+        with the optimizer's own tensors.
 
     Raises
     ------
     ArgumentError
-        If this rank has a part of a parameter, and a state of it that is neither like that part nor
-        one number: factors of it, say, of which nothing tells what they are parts of.
+        If a state of a sharded parameter is neither like the parameter nor one number.
     """
     state = {
         part.name: {key: _wrapped(key, value, param, part) for key, value in own.items()}
@@ -94,24 +83,15 @@ def optimizer_state_for(
     names: Sequence[Sequence[str]],
     saved: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what :func:`optimizer_state` would, had the optimizer the states that are `saved`.
+    """Return the tree of :func:`optimizer_state` with the states that are `saved`, to load into.
 
-    Optimizers make their states in the first step; before it, they are made here, to be loaded
-    into. What the optimizer has and `saved` has not is left out.
-
-    Parameters
-    ----------
-    optimizer, parts, names
-        As of :func:`optimizer_state`.
-    saved : mapping
-        The structure of a saved state, with a tensor on the meta device for each tensor.
+    States that the optimizer has not made yet are made here. `saved` is a saved tree with tensors
+    on the meta device.
 
     Raises
     ------
     ArgumentError
-        If saved groups are given and have other parameters or options, such as those of another
-        kind of optimizer; or if a state is neither like its parameter nor one number, and this
-        rank has a part of the parameter.
+        If saved groups have other parameters or options; or as of :func:`optimizer_state`.
     """
     if "param_groups" in saved:
         _check_groups(optimizer, names, saved["param_groups"])
@@ -135,15 +115,10 @@ def load_optimizer_state(
     names: Sequence[Sequence[str]],
     state: Mapping[str, Any],
 ) -> None:
-    """Give an optimizer the states in `state`, as of :func:`optimizer_state`.
+    """Load a tree of :func:`optimizer_state` into an optimizer.
 
-    Tensors that it has already are written into; those of :func:`optimizer_state_for` become its
-    own.
-
-    Raises
-    ------
-    ArgumentError
-        As of :func:`check_optimizer_state`. Then nothing is changed.
+    Its tensors are overwritten; those of :func:`optimizer_state_for` become its own. Errors are
+    those of :func:`check_optimizer_state`, and then nothing is changed.
     """
     check_optimizer_state(optimizer, parts, names, state)
     groups = state["param_groups"]
@@ -169,14 +144,7 @@ def check_optimizer_state(
     names: Sequence[Sequence[str]],
     state: object,
 ) -> None:
-    """Raise unless `state` can be loaded by :func:`load_optimizer_state`.
-
-    Raises
-    ------
-    ArgumentError
-        If `state` is nothing that :func:`optimizer_state` returns; if it has other groups, other
-        parameters or options in them, or states of other parts of them.
-    """
+    """Raise ArgumentError unless `state` has the groups, options and parts of this optimizer."""
     states, groups = _halves(state)
     _check_groups(optimizer, names, groups)
     by_name = {part.name: (param, part) for param, part in parts.items()}
@@ -195,9 +163,9 @@ def check_optimizer_state(
 def check_part(
     value: object, param: torch.Tensor, part: Part, what: str, own: object = None
 ) -> None:
-    """Raise if a saved tensor is of another part than `param` is, or shaped otherwise than `own`.
+    """Raise ArgumentError if a saved tensor belongs to another part or differs in shape.
 
-    Those of other shapes than both the part and the whole are the optimizer's own affair.
+    Tensors with other shapes than the part and the full parameter are not checked.
     """
     if not isinstance(value, torch.Tensor):
         return
@@ -213,14 +181,11 @@ def check_part(
         raise ArgumentError(f"{what} is {_told(value)}, and here it is {_told(like)}. {_MEND}")
 
 
-_MEND = (
-    "A state is loaded for the pieces that it was made for; for others, and on other numbers of "
-    "ranks, load it by varcomm.checkpoint."
-)
+_MEND = "This state was made for other shards; to load it here, use varcomm.checkpoint."
 
 
 def _halves(state: object) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
-    """Return the states and the groups that are in what was saved."""
+    """Return the states and the groups of a saved tree."""
     if isinstance(state, Mapping):
         states, groups = state.get("state"), state.get("param_groups")
         if (
@@ -231,8 +196,8 @@ def _halves(state: object) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any
         ):
             return states, groups
     raise ArgumentError(
-        'state must be what state_dict() has returned: a dict with "state", by the names of '
-        f'parameters, and "param_groups"; got {type(state).__name__}'
+        'state must be a dict with "state", by the names of parameters, and "param_groups"; got '
+        f"{type(state).__name__}"
         + (f" with {list(state)[:5]}." if isinstance(state, Mapping) else ".")
     )
 
@@ -273,8 +238,8 @@ def _check_groups(
         if lacks or only:
             raise ArgumentError(
                 f"group {number} of the saved optimizer has options {lacks}, which this "
-                f"{type(optimizer).__name__} has not, and lacks its {only}: it is of another kind. "
-                "Where only versions differ, give param_groups the same options before loading."
+                f"{type(optimizer).__name__} has not, and lacks its {only}: it is another kind of "
+                "optimizer. If only versions differ, add the options to param_groups first."
             )
 
 
@@ -285,8 +250,8 @@ def _wrapped(key: str, value: Any, param: torch.Tensor, part: Part) -> Any:
             raise ArgumentError(
                 f"the state {key!r} of {part.name!r} has shape {tuple(tensor.shape)}, and this "
                 f"rank has a part of shape {tuple(param.shape)} of the parameter, of shape "
-                f"{tuple(wrapped.shape)}: nothing tells how such a state is to be shared out. Use "
-                "an optimizer whose states are like the parameters."
+                f"{tuple(wrapped.shape)}: such a state cannot be sharded. Use an optimizer whose "
+                "states are like the parameters."
             )
     same = isinstance(value, torch.Tensor) and value.shape == param.shape
     return part.wrap(value) if same and value.dim() else value
@@ -302,7 +267,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _target(saved: Any, own: Any, param: torch.Tensor, whole: torch.Size) -> Any:
-    """Return what to load a saved state into: the optimizer's own tensors as far as it has any."""
+    """Return the target of a saved state: the optimizer's own tensor, or a new one."""
     if isinstance(saved, Mapping):
         return {key: _target(value, None, param, whole) for key, value in saved.items()}
     if isinstance(saved, list):
@@ -315,7 +280,7 @@ def _target(saved: Any, own: Any, param: torch.Tensor, whole: torch.Size) -> Any
 def _made(saved: torch.Tensor, param: torch.Tensor, whole: torch.Size) -> torch.Tensor:
     if saved.dim() and saved.shape == whole:
         return torch.zeros_like(param, dtype=saved.dtype, requires_grad=False)
-    # optimizers keep their counters of steps on the CPU, where reading them costs nothing
+    # optimizers keep step counters on the CPU
     return torch.zeros(
         saved.shape, dtype=saved.dtype, device=param.device if saved.dim() else "cpu"
     )

@@ -1,4 +1,4 @@
-"""``Sharded``: a tensor of which this rank has some boxes, for files that any ranks can read."""
+"""``Sharded``: the boxes of a larger tensor that one rank has, for saving and loading."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a larger tensor: where it begins, and what is in it.
+    """A block of a larger tensor.
 
     Attributes
     ----------
     offsets : tuple of int
-        The first index of the block, one a dimension.
+        First index of the block in each dimension.
     tensor : torch.Tensor
-        The block itself, with as many dimensions.
+        The block, with as many dimensions.
 
     Examples
     --------
@@ -46,42 +46,30 @@ class Box:
 class Sharded(torch.Tensor):
     """A tensor of which this rank has some boxes: none, one, or several.
 
-    Its ``shape`` is that of the whole. It is something to save and to load, and nothing to compute
-    with: :mod:`torch.distributed.checkpoint` writes the boxes, and loads into them in place. Boxes
-    of all ranks together cover the whole; the same box on several ranks is a copy, and is written
-    once. Those that are empty are left out.
+    Its ``shape`` is that of the full tensor. It can be saved and loaded, by
+    :mod:`varcomm.checkpoint` and :mod:`torch.distributed.checkpoint`, and not computed with. The
+    boxes of all ranks cover the full tensor; a box on several ranks is a copy, written once.
 
     Parameters
     ----------
     shape : sequence of int
-        Of the whole.
+        Shape of the full tensor.
     boxes : iterable of Box
-        What this rank has, in tensors of one dtype.
+        The boxes of this rank, of one dtype; empty ones are left out.
     dtype : torch.dtype, optional
-        Of the whole, where this rank has nothing that would tell.
+        Needed if this rank has no boxes.
     local : torch.Tensor, optional
-        The tensor of which the boxes are views, if there is one.
+        The tensor of which the boxes are views.
 
     Attributes
     ----------
     boxes : tuple of Box
-        Those that are not empty.
     local : torch.Tensor or None
-        What was wrapped.
 
     Raises
     ------
     ArgumentError
-        If a box is not of the whole's dimensions, reaches beyond it, or is of another dtype.
-
-    Notes
-    -----
-    The protocol by which torch asks a tensor for its boxes has three methods [1]_, those that
-    DTensor has too.
-
-    References
-    ----------
-    .. [1] https://pytorch.org/docs/stable/distributed.checkpoint.html
+        If a box has other dimensions than the tensor, reaches beyond it, or has another dtype.
 
     Examples
     --------
@@ -105,7 +93,7 @@ class Sharded(torch.Tensor):
         dtype: torch.dtype | None = None,
         local: torch.Tensor | None = None,
     ) -> Self:
-        """Make what torch takes for a tensor, without memory of its own."""
+        """Make a tensor without memory of its own."""
         given = list(boxes)
         dtypes = {box.tensor.dtype for box in given} | ({dtype} if dtype is not None else set())
         if len(dtypes) > 1:
@@ -126,12 +114,12 @@ class Sharded(torch.Tensor):
 
     @classmethod
     def of(cls, local: torch.Tensor, spec: ShardSpec) -> Self:
-        """Wrap this rank's part of what `spec` shards; a box for each block that is fused.
+        """Wrap this rank's part of a tensor sharded by `spec`; one box per fused block.
 
         Raises
         ------
         ArgumentError
-            If `local` has not this rank's number of rows.
+            If `local` has another number of rows than `spec` gives this rank.
         """
         spec.check_local(local)
         whole: Place = ((0,) * local.dim(), tuple(local.shape))
@@ -146,27 +134,24 @@ class Sharded(torch.Tensor):
         start: int,
         spec: ShardSpec | None = None,
     ) -> Self:
-        """Wrap elements ``start, start + 1, ...`` of a tensor, in the order of its rows.
-
-        Optimizers that share out flat parameters have such pieces. One is made of at most
-        ``2 ndim - 1`` boxes, views of `flat`.
+        """Wrap elements ``start, start + 1, ...`` of a tensor in row-major order.
 
         Parameters
         ----------
         flat : torch.Tensor
-            Shape (n,), the elements.
+            Shape (n,), the elements. The boxes, at most ``2 ndim - 1``, are views of it.
         shape : sequence of int
-            Of the tensor that they are part of.
+            Shape of the tensor that they are elements of.
         start : int
-            Where in it they begin.
+            Their first position.
         spec : ShardSpec, optional
-            If that tensor is itself one rank's part of a sharded one, how that is sharded.
+            If that tensor is this rank's part of a sharded one, how it is sharded.
 
         Raises
         ------
         ArgumentError
-            If `flat` is not of one dimension, or there are not that many elements from `start` on;
-            if `shape` is not this rank's part of `spec`.
+            If `flat` has several dimensions or ends beyond the tensor; if `shape` is not this
+            rank's part of `spec`.
 
         Examples
         --------
@@ -193,37 +178,37 @@ class Sharded(torch.Tensor):
         return cls(whole, boxes, flat.dtype, flat)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a tensor of the same boxes, with `fn` applied to what is in each: a copy, say."""
+        """Return a tensor with the same boxes, and `fn` applied to the tensor of each."""
         boxes = [Box(box.offsets, fn(box.tensor)) for box in self.boxes]
         return type(self)(self.shape, boxes, None if boxes else self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a tensor of copies of the boxes."""
+        """Return a tensor with copies of the boxes."""
         boxes = [Box(box.offsets, copy.deepcopy(box.tensor, memo)) for box in self.boxes]
         return type(self)(self.shape, boxes, self.dtype, copy.deepcopy(self.local, memo))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled: a file of it would have this rank's part only."""
+        """Refuse: a pickle would contain only this rank's part."""
         raise ArgumentError(
             "a Sharded tensor cannot be pickled, as by torch.save: this rank has only a part of "
-            "it. Save the optimizer or the module itself by varcomm.checkpoint.save, on all ranks."
+            "it. Save the optimizer or the module with varcomm.checkpoint.save, on all ranks."
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        """Return shape, dtype and where the boxes are."""
+        """Return shape, dtype and the places of boxes."""
         places = [(box.offsets, tuple(box.tensor.shape)) for box in self.boxes]
         return f"Sharded(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={places})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        """Refuse to compute: no rank has the whole."""
+        """Refuse to compute: no rank has the full tensor."""
         raise ArgumentError(
-            f"{func} cannot be applied to a Sharded tensor, which is there to be saved and loaded. "
-            "Take the tensors in its boxes."
+            f"{func} cannot be applied to a Sharded tensor, which can only be saved and loaded. "
+            "Use the tensors of its boxes."
         )
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Tell torch.distributed.checkpoint which boxes this rank wants to load."""
+        """Return the boxes to load, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -231,7 +216,7 @@ class Sharded(torch.Tensor):
         ]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        """Tell torch.distributed.checkpoint which boxes this rank has to save."""
+        """Return the boxes to save, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -247,7 +232,7 @@ class Sharded(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Give torch.distributed.checkpoint the box that begins at an index."""
+        """Return the box at an index, for torch.distributed.checkpoint."""
         return next(box.tensor for box in self.boxes if box.offsets == tuple(index.offset))
 
 
@@ -258,8 +243,8 @@ def _check_inside(box: Box, shape: Sequence[int]) -> None:
     )
     if not inside:
         raise ArgumentError(
-            f"a box of shape {tuple(sizes)} at {tuple(box.offsets)} does not lie within a tensor "
-            f"of shape {tuple(shape)}."
+            f"a box of shape {tuple(sizes)} at {tuple(box.offsets)} is not inside a tensor of "
+            f"shape {tuple(shape)}."
         )
 
 
@@ -268,7 +253,7 @@ def _global_shape(shape: Sequence[int], spec: ShardSpec) -> tuple[int, ...]:
 
 
 def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
-    """Return a box of this rank's part as boxes of the whole: one for each fused block it meets."""
+    """Return a box of this rank's part as boxes of the full tensor, one per fused block."""
     offsets, sizes = place
     if len(offsets) <= spec.dim:
         raise ArgumentError(
@@ -290,9 +275,9 @@ def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
 
 
 def _places(shape: tuple[int, ...], start: int, stop: int) -> list[Place]:
-    """Return offsets and sizes of the boxes that elements ``start ... stop - 1`` make up.
+    """Return offsets and sizes of boxes that have the elements ``start ... stop - 1``.
 
-    What begins within a row ends that row first; then whole rows; then the beginning of one.
+    First the rest of a row, then full rows, then the beginning of a row.
     """
     if start == stop:
         return []

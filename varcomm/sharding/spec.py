@@ -1,4 +1,4 @@
-"""How a tensor is sharded, written down at a parameter."""
+"""``ShardSpec``: how a tensor is sharded, and marks of parameters."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ _NAME = "_varcomm_shard_spec"
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor is sharded: along one dimension, in one block or several fused ones.
+    """How a tensor is sharded: along one dimension, in one block or several fused blocks.
 
-    Of queries, keys and values in one weight, or of gate and up, each rank has a part of each
-    block, one part after the other.
+    In a fused weight, such as queries, keys and values, each rank has a part of each block.
 
     Attributes
     ----------
     group : Group
-        The ranks that share the tensor, as :meth:`of` resolves them.
+        Ranks that share the tensor.
     dim : int
-        The sharded dimension, not negative.
+        Sharded dimension, not negative.
     blocks : tuple of ShardSizes
-        For each block the rows of each rank, zeros allowed.
+        Rows per rank of each block.
 
     Examples
     --------
@@ -63,21 +62,21 @@ class ShardSpec:
         dim: int = 0,
         group: GroupLike = None,
     ) -> Self:
-        """Make a spec of the sizes of one block, or of a list of those of several.
+        """Make a spec from the sizes of one block, or from a list of sizes of several blocks.
 
         Parameters
         ----------
         sizes : sequence of int, or sequence of these
-            Rows of each rank, one int a rank, zeros allowed; for each block.
+            Rows per rank along `dim`; zeros allowed, identical on all ranks.
         dim : int
-            The sharded dimension, not negative.
+            Sharded dimension, not negative.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that share the tensor; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Raises
         ------
         ArgumentError
-            If sizes are not one int a rank, or `dim` is negative.
+            If `sizes` has not one int per rank, or `dim` is negative.
         """
         ranks = resolve(group)
         given = list(sizes) if isinstance(sizes, Sequence) else sizes
@@ -100,7 +99,7 @@ class ShardSpec:
 
     @property
     def sizes(self) -> ShardSizes:
-        """Rows of each rank, of all blocks together."""
+        """Rows per rank of all blocks together."""
         return ShardSizes(sum(rows) for rows in zip(*self.blocks, strict=True))
 
     @property
@@ -114,7 +113,7 @@ class ShardSpec:
         return sum(block.total for block in self.blocks)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return which rows of the whole a rank has: ``(start, stop)`` for each block."""
+        """Return the rows of the full tensor that a rank has: ``(start, stop)`` per block."""
         first, found = 0, []
         for block in self.blocks:
             rows = block.range(rank)
@@ -123,13 +122,7 @@ class ShardSpec:
         return found
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's part of the whole; no communication.
-
-        Raises
-        ------
-        ArgumentError
-            If `whole` has another number of rows.
-        """
+        """Return a copy of this rank's part of the full tensor; no communication."""
         self._check_rows(whole, self.total, "whole")
         parts = [
             whole.narrow(self.dim, start, stop - start)
@@ -138,22 +131,14 @@ class ShardSpec:
         return torch.cat(parts, self.dim)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole on every rank; collective, and differentiable as an all-gather is.
-
-        One all-gather; several blocks are put in order by one copy more.
-
-        Raises
-        ------
-        ArgumentError
-            If `local` has not this rank's number of rows.
-        """
+        """Return the full tensor on every rank by one all-gather; collective, differentiable."""
         with checking("ShardSpec.gather", self.group):
             self.check_local(local)
         whole = all_gather_v(local, self.sizes, self.dim, group=self.group.process_group)
         return self.ordered(whole, self.dim)
 
     def ordered(self, by_rank: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return what stands rank by rank along `dim` in the order of the whole, block by block."""
+        """Reorder rows along `dim` from rank by rank to block by block."""
         if len(self.blocks) == 1:
             return by_rank
         parts = by_rank.split([n for rows in zip(*self.blocks, strict=True) for n in rows], dim)
@@ -161,7 +146,7 @@ class ShardSpec:
         return torch.cat([part for block in range(count) for part in parts[block::count]], dim)
 
     def by_rank(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
-        """Undo :meth:`ordered`: what each rank has stands together."""
+        """Reorder rows along `dim` from block by block to rank by rank."""
         if len(self.blocks) == 1:
             return ordered
         parts = ordered.split([n for block in self.blocks for n in block], dim)
@@ -169,7 +154,7 @@ class ShardSpec:
         return torch.cat([part for rank in range(count) for part in parts[rank::count]], dim)
 
     def check_local(self, tensor: torch.Tensor) -> None:
-        """Raise ArgumentError unless a tensor has this rank's number of rows."""
+        """Raise ArgumentError unless a tensor has as many rows as this rank's part."""
         self._check_rows(tensor, self.local, f"part of {self.group}")
 
     def _check_rows(self, tensor: torch.Tensor, rows: int, which: str) -> None:
@@ -182,19 +167,19 @@ class ShardSpec:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the spec itself, which is frozen: copies of a layer are of the same ranks."""
+        """Return the spec itself, which is frozen."""
         return self
 
     def __reduce__(self) -> str:
         raise GroupError(
-            "a sharded layer is tied to the ranks of its group and cannot be pickled. Keep "
+            "a sharded layer belongs to the ranks of its group and cannot be pickled. Pickle its "
             "state_dict()."
         )
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """What stands at a parameter; where that is pickled, it becomes an empty tuple."""
+    """The mark of a parameter; pickled with a parameter, it becomes an empty tuple."""
 
     spec: ShardSpec
 
@@ -203,18 +188,17 @@ class _Mark:
 
 
 def mark(param: T, spec: ShardSpec) -> T:
-    """Write down at a parameter how it is sharded, and return it.
+    """Mark a parameter as this rank's part of a sharded one, and return it.
 
-    The mark stays with the parameter. torch copies a parameter without what stands at it, and makes
-    a new one where a module leaves the meta device: tensor-parallel layers mark those as well.
-    State dicts know nothing of marks.
+    torch drops the mark when it copies a parameter or moves a module off the meta device;
+    tensor-parallel layers mark such parameters again. State dicts do not contain marks.
 
     Parameters
     ----------
     param : torch.Tensor
-        This rank's piece of a parameter.
+        This rank's part.
     spec : ShardSpec
-        How the whole is sharded.
+        How the full tensor is sharded.
 
     Returns
     -------
@@ -224,7 +208,7 @@ def mark(param: T, spec: ShardSpec) -> T:
     Raises
     ------
     ArgumentError
-        If `param` has not this rank's number of rows.
+        If `param` has another number of rows than `spec` gives this rank.
 
     Examples
     --------
@@ -252,7 +236,7 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     Returns
     -------
     ShardSpec or None
-        What :func:`mark` has written down.
+        The mark of :func:`mark`.
 
     Examples
     --------

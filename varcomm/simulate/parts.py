@@ -146,8 +146,7 @@ class Parts(Counts):
         Parameters
         ----------
         folder : path
-            Where to; an earlier save there is replaced once the new one is whole. Until then,
-            files are collected in ``folder.saving``.
+            Where to; an earlier save there is replaced by one rename.
         progress : callable, optional
             Called with the number of each rank whose part has been written.
 

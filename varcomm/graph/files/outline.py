@@ -1,14 +1,14 @@
-"""What ``graph.json`` tells of a saved partition, and whether the arrays of a part fit it.
+"""The index of a saved partition, and checks that the tensors of its parts match it.
 
-Whoever can write into the folder can write digests too. So what is read is not taken for what was
-saved because its digest is right: sizes, kinds and places are looked at, before anything is made of
-them.
+Digests are no signature: the files may be wrong on purpose. So sizes, dtypes and ids are checked
+before anything is made of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,67 +16,63 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.tables import ends
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+from varcomm.sharding.files import Files, TensorFile, read_index, verify_files
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.transport.serialization import dtype_of
 
-__all__ = ["Array", "Arrays", "Outline"]
+__all__ = ["KIND", "WHOLE", "Array", "Arrays", "Outline"]
+
+KIND = "graph"
+
+# Prefix of the graph's own tensors, which are in the file of rank 0.
+WHOLE = "graph."
 
 Arrays = dict[str, torch.Tensor]
 
-# What a part has of each type of edges, beside their ids and attributes.
+# Tensors of a part for each edge type, beside ids and attributes.
 _OF_EDGES = ("edge_index", "halo ids", "halo numbers")
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a part, or of the graph as a whole.
-
-    Attributes
-    ----------
-    dtype : torch.dtype
-    rest : tuple of int
-        Its shape but for the rows.
-    """
+    """Dtype and shape of a row of a saved tensor."""
 
     dtype: torch.dtype
     rest: tuple[int, ...]
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Self:
-        """Return what a tensor is."""
+        """Return that of a tensor."""
         return cls(value.dtype, tuple(value.shape[1:]))
 
     @classmethod
-    def read(cls, told: Any) -> Self:
-        """Return what a manifest tells."""
-        name, rest = told
+    def read(cls, saved: Any) -> Self:
+        """Return that of an index."""
+        name, rest = saved
         return cls(dtype_of(name), tuple(ShardSizes(rest)))
 
     def told(self) -> tuple[str, list[int]]:
-        """Return it for a manifest."""
+        """Return it for an index."""
         return str(self.dtype).removeprefix("torch."), list(self.rest)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved partition, but for the numbers.
+    """A saved partition without its tensors.
 
     Attributes
     ----------
     method : str
     hops : int
-    nodes : dict
-        Sizes by type, those of the ranks that saved.
-    edges : dict
-        As `nodes`.
+    nodes, edges : dict
+        Sizes of each type on the ranks that saved.
     attributes : dict
-        Of the graph as a whole, that are no tensors.
-    whole : dict of str to Array
-        Tensors of the graph as a whole.
-    part : dict of str to Array
-        Tensors of each part.
-    digests : list of str
-        Of the tensors of the whole, and of each part.
+        Attributes of the graph that are not tensors.
+    whole, part : dict of str to Array
+        Tensors of the graph, and of each part.
+    folder : Path
+    files : Files
+        The file of each rank, in rank order.
     """
 
     method: str
@@ -86,45 +82,33 @@ class Outline:
     attributes: dict[str, Any]
     whole: dict[str, Array]
     part: dict[str, Array]
-    digests: list[str]
+    folder: Path
+    files: Files
 
-    @classmethod
-    def of(
-        cls,
-        graph: PartitionedGraph,
-        attributes: dict[str, Any],
-        whole: Arrays,
-        part: Arrays,
-        digests: list[str],
-    ) -> Self:
-        """Return that of a graph that is being saved."""
-        return cls(
-            graph.method,
-            graph.hops,
-            {key: shard.sizes for key, shard in graph.node_shards.items()},
-            {key: shard.sizes for key, shard in graph.edge_shards.items()},
-            attributes,
-            {name: Array.of(value) for name, value in whole.items()},
-            {name: Array.of(value) for name, value in part.items()},
-            digests,
-        )
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that saved."""
+        return len(self.files)
 
-    def content(self) -> dict[str, Any]:
-        """Return what a manifest tells."""
+    @staticmethod
+    def content(
+        graph: PartitionedGraph, attributes: Mapping[str, Any], whole: Arrays, part: Arrays
+    ) -> dict[str, Any]:
+        """Return the content of the index for a graph."""
         return {
-            "method": self.method,
-            "hops": self.hops,
-            "node types": [[key, list(sizes)] for key, sizes in self.nodes.items()],
-            "edge types": [[key, list(sizes)] for key, sizes in self.edges.items()],
-            "attributes": self.attributes,
-            "arrays": {name: array.told() for name, array in self.part.items()},
-            "arrays of the graph": {name: array.told() for name, array in self.whole.items()},
-            "digests": self.digests,
+            "method": graph.method,
+            "hops": graph.hops,
+            "node types": [[k, list(shard.sizes)] for k, shard in graph.node_shards.items()],
+            "edge types": [[k, list(shard.sizes)] for k, shard in graph.edge_shards.items()],
+            "attributes": dict(attributes),
+            "arrays": {name: Array.of(value).told() for name, value in part.items()},
+            "arrays of the graph": {name: Array.of(value).told() for name, value in whole.items()},
         }
 
     @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return what a manifest tells, or raise ArgumentError if that is no partition."""
+    def open(cls, folder: Path) -> Self:
+        """Read the index of a folder, or raise ArgumentError if there is no saved partition."""
+        content, files = read_index(folder, KIND)
         try:
             found = cls(
                 str(content["method"]),
@@ -137,40 +121,57 @@ class Outline:
                 dict(content["attributes"]),
                 {name: Array.read(a) for name, a in content["arrays of the graph"].items()},
                 {name: Array.read(array) for name, array in content["arrays"].items()},
-                [*map(str, content["digests"])],
+                folder,
+                dict(sorted(files.items(), key=lambda item: (len(item[0]), item[0]))),
             )
             found._check()
         except (ArgumentError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"the partition is damaged, or was not saved by varcomm: {error}"
+                f"{folder}: the partition is damaged, or was not saved by varcomm: {error}"
             ) from error
         return found
 
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Check the sizes of all files and the digests of every P-th, or raise ArgumentError."""
+        verify_files(self.folder, self.files, rank, ranks)
+
+    def read_whole(self) -> Arrays:
+        """Return the tensors of the graph, or raise ArgumentError if they do not match."""
+        file = self._file(0)
+        found = {
+            name: file.tensor(f"{WHOLE}{name}").full(array.dtype)
+            for name, array in self.whole.items()
+        }
+        _check_kinds(found, self.whole)
+        return found
+
+    def read_part(self, rank: int) -> Arrays:
+        """Return the tensors of a part, or raise ArgumentError if they do not match."""
+        file = self._file(rank)
+        found = {name: file.tensor(name).full(array.dtype) for name, array in self.part.items()}
+        self._check_part(found, rank)
+        return found
+
+    def _file(self, rank: int) -> TensorFile:
+        return TensorFile(self.folder / list(self.files)[rank])
+
     def _check(self) -> None:
-        ranks = len(self.digests) - 1
+        ranks = self.ranks
         types = [*self.nodes.values(), *self.edges.values()]
         if self.hops < 1:
-            raise ValueError("hops must be a positive whole number")
+            raise ValueError("hops must be a positive int")
         if ranks < 1 or any(len(sizes) != ranks for sizes in types):
-            raise ValueError("sizes of all types, and digests, must be there for each rank")
+            raise ValueError("sizes of all types, and a file, are needed for each rank")
         for edge_type in self.edges:
             if not {*ends(edge_type)} <= self.nodes.keys():
-                raise ValueError(f"edges {edge_type} lead from or to nodes that are not there")
+                raise ValueError(f"edges {edge_type} have an unknown type of nodes")
         needed = {f"nodes {place}" for place in range(len(self.nodes))}
         for place in self._edges():
             needed |= {f"edges {place}", *(f"edges {place} {what}" for what in _OF_EDGES)}
         if missing := needed - self.part.keys():
             raise ValueError(f"there is no {min(missing)!r}")
 
-    def check_whole(self, whole: Arrays) -> None:
-        """Raise ArgumentError if what belongs to the graph as a whole is not what was told."""
-        _check_kinds(whole, self.whole)
-
-    def check_part(self, part: Arrays, rank: int) -> None:
-        """Raise ArgumentError if what a rank saved is not what was told.
-
-        An edge that leads to no node, say, or rows that are more or fewer.
-        """
+    def _check_part(self, part: Arrays, rank: int) -> None:
         _check_kinds(part, self.part, besides={f"edges {p} edge_index" for p in self._edges()})
         for place, sizes in enumerate(self.nodes.values()):
             _check_rows(part, f"nodes {place}", sizes, rank)
@@ -187,7 +188,7 @@ class Outline:
                 and _is_within(ids, source.total)
                 and _is_within(numbers, source.total)
             ):
-                raise ArgumentError(f"{name!r} of rank {rank} lead to nodes that are not there")
+                raise ArgumentError(f"{name!r} of rank {rank} have ends that are no nodes")
 
     def _edges(self) -> range:
         return range(len(self.edges))
@@ -199,20 +200,22 @@ def _check_kinds(
     for name, array in told.items():
         found = Array.of(arrays[name])
         if found != array and not (name in besides and found.dtype == array.dtype):
-            raise ArgumentError(f"{name!r} is of {found}, in place of {array}")
+            raise ArgumentError(f"{name!r} is {found}; the index has {array}")
 
 
 def _check_rows(part: Arrays, name: str, sizes: ShardSizes, rank: int) -> None:
     ids = part[name]
     if not (_is_within(ids, sizes.total) and bool((ids.diff() > 0).all())):
-        raise ArgumentError(f"ids of {name!r} of rank {rank} do not ascend below {sizes.total}")
+        raise ArgumentError(f"ids of {name!r} of rank {rank} must ascend below {sizes.total}")
     for key, rows in part.items():
         if (key == name or key.startswith(f"{name}.")) and len(rows) != sizes[rank]:
-            raise ArgumentError(f"{key!r} of rank {rank} has {len(rows)} rows of {sizes[rank]}")
+            raise ArgumentError(
+                f"{key!r} of rank {rank} has {len(rows)} rows; the index has {sizes[rank]}"
+            )
 
 
 def _is_within(index: torch.Tensor, count: int) -> bool:
-    """Return whether a tensor of one dimension has numbers from 0 on, below `count`."""
+    """Return whether a tensor has one dimension and ints in 0 ... count - 1."""
     if index.dtype != torch.int64 or index.dim() != 1:
         return False
     return not len(index) or (int(index.min()) >= 0 and int(index.max()) < count)

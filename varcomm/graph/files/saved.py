@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, at_home, 
 from varcomm.graph.building.hops import deepened
 from varcomm.graph.building.tables import ends
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.files.archive import read_manifest
-from varcomm.graph.files.contents import read_part, read_whole
 from varcomm.graph.files.outline import Arrays, Outline
 from varcomm.graph.files.staging import Staging, part_of
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree, share
+from varcomm.transport.agreement import agree, agree_and_share, on_all_ranks, share
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["load", "save"]
@@ -40,22 +39,19 @@ def save(graph: PartitionedGraph, folder: str | os.PathLike[str]) -> None:
     def collect() -> tuple[Staging, Arrays]:
         return Staging.of(folder, graph.attributes), dict(part_of(graph, numbers))
 
-    staging, part = agree(what, collect, group)
-
-    def prepare() -> None:
-        if group.rank == 0:
-            staging.begin()
+    (staging, part), tokens = agree_and_share(what, collect, lambda one: one[0].token, group)
+    staging = replace(staging, token=tokens[0])
 
     def finish() -> None:
         if group.rank == 0:
             staging.finish(graph, part, digests)
 
     try:
-        agree(what, prepare, group)
         digests = share(what, lambda: staging.write(group.rank, part), group)
         agree(what, finish, group)
-    except VarcommError:
-        if group.rank == 0:
+    except VarcommError as error:
+        # if a rank has exited, another one may be about to finish, and the files must stay
+        if on_all_ranks(error):
             staging.discard()
         raise
 
@@ -63,20 +59,23 @@ def save(graph: PartitionedGraph, folder: str | os.PathLike[str]) -> None:
 def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
     """Read a saved partition; collective. See :meth:`PartitionedGraph.load`."""
     ranks, what = resolve(group), "PartitionedGraph.load"
-    content = agree(what, lambda: read_manifest(Path(folder)), ranks)
-    if len(set(share(what, lambda: repr(content), ranks))) > 1:
+
+    def find() -> Outline:
+        found = Outline.open(Path(folder))
+        found.verify(ranks.rank, ranks.size)
+        return found
+
+    outline, files = agree_and_share(what, find, lambda one: dict(one.files), ranks)
+    if any(other != files[0] for other in files):
         raise DisagreementError(f"{what}: ranks find different graphs in {folder}.")
-    outline = agree(what, lambda: Outline.read(content), ranks)
-    saved = len(outline.digests) - 1
 
     def read() -> tuple[Arrays, list[Arrays]]:
-        whole = read_whole(Path(folder), outline)
-        mine = range(ranks.rank, saved, ranks.size)
-        return whole, [read_part(Path(folder), outline, rank) for rank in mine]
+        mine = range(ranks.rank, outline.ranks, ranks.size)
+        return outline.read_whole(), [outline.read_part(rank) for rank in mine]
 
     whole, parts = agree(what, read, ranks)
     attributes = outline.attributes | whole
-    if saved == ranks.size:
+    if outline.ranks == ranks.size:
         graph = _as_saved(outline, parts[0], attributes, ranks)
     else:
         graph = _dealt_anew(outline, parts, attributes, ranks)

@@ -1,152 +1,112 @@
-"""What each rank writes of a partitioned graph, and the folder that takes its place when whole."""
+"""The save of a partitioned graph: the tensors of each rank, and the folder they go to."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.files.archive import (
-    MANIFEST,
-    as_json,
-    digest_of,
-    is_manifest,
-    write_arrays,
-    write_manifest,
-)
-from varcomm.graph.files.outline import Arrays, Outline
+from varcomm.graph.files.outline import KIND, WHOLE, Arrays, Outline
 from varcomm.graph.partitioned_graph import EdgeType, PartitionedGraph
+from varcomm.sharding.files import FolderSave, is_index, is_save_name, new_token
 
-__all__ = ["WHOLE", "Staging", "check_place", "part_file", "part_of"]
-
-WHOLE = "graph.npz"
-
-_OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(WHOLE)}|part-\d{{5,}}\.npz")
-
-
-def part_file(rank: int) -> str:
-    """Return the name of what belongs to a rank."""
-    return f"part-{rank:05}.npz"
+__all__ = ["Staging", "check_place", "part_of"]
 
 
 @dataclass(frozen=True)
 class Staging:
-    """A folder that is written beside the place it is for.
+    """One save of a partitioned graph.
 
     Attributes
     ----------
     target : Path
-        Its place.
     whole : dict of str to torch.Tensor
-        What belongs to the graph as a whole.
-    told : dict
-        The same, that is no tensors.
+        Tensors of the graph.
+    plain : dict
+        Its other attributes.
+    token : str
+        The same on all ranks.
     """
 
     target: Path
     whole: Arrays
-    told: dict[str, Any]
+    plain: dict[str, Any]
+    token: str = field(default_factory=new_token)
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], attributes: Mapping[str, Any]) -> Self:
-        """Return that of a graph with these attributes, or raise ArgumentError; nothing is written.
-
-        See :func:`check_place` for which folders are taken.
-        """
+        """Return the save of a graph with these attributes; see :func:`check_place`."""
         target = check_place(folder)
-        whole, told = {}, {}
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                whole[name] = value
-            else:
-                told[name] = as_json(name, value)
-        return cls(target, whole, told)
-
-    @property
-    def folder(self) -> Path:
-        """Where it is while it is written."""
-        return _beside(self.target)
+        whole = {name: v for name, v in attributes.items() if isinstance(v, torch.Tensor)}
+        plain = {name: _as_json(name, v) for name, v in attributes.items() if name not in whole}
+        return cls(target, whole, plain)
 
     def begin(self) -> None:
-        """Make the folder, for one process to call."""
-        self.discard()
-        self.folder.mkdir(parents=True)
-        write_arrays(self.folder / WHOLE, self.whole)
+        """Make the folder; for one process to call."""
+        self.target.mkdir(parents=True, exist_ok=True)
 
     def write(self, rank: int, part: Arrays) -> str:
-        """Write what belongs to a rank, and return its digest."""
-        write_arrays(self.folder / part_file(rank), part)
-        return digest_of(part)
+        """Write the tensors of a rank; return the SHA-256 of its file."""
+        of_graph = {f"{WHOLE}{name}": value for name, value in self.whole.items()}
+        return self._save().write(rank, {**part, **(of_graph if rank == 0 else {})})
 
     def finish(self, graph: PartitionedGraph, part: Arrays, digests: Sequence[str]) -> None:
-        """Put the folder in its place; an earlier one there is lost only then.
-
-        Of `graph`, and of the `part` of rank 0, is taken what all ranks have alike.
-        """
-        all_digests = [digest_of(self.whole), *digests]
-        outline = Outline.of(graph, self.told, self.whole, part, all_digests)
-        write_manifest(self.folder, outline.content())
-        if not self.target.exists():
-            self.folder.rename(self.target)
-            return
-        earlier = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
-        self.target.rename(earlier / self.target.name)
-        self.folder.rename(self.target)
-        shutil.rmtree(earlier, ignore_errors=True)
+        """Replace the index; for one process to call, with the part of rank 0."""
+        self._save().commit(Outline.content(graph, self.plain, self.whole, part), digests)
 
     def discard(self) -> None:
-        """Remove what has been written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the files of a failed save."""
+        if not self._save().is_committed():
+            self._save().discard()
+            with suppress(OSError):  # there is an earlier save
+                self.target.rmdir()
+
+    def _save(self) -> FolderSave:
+        return FolderSave(self.target, KIND, self.token)
 
 
 def check_place(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder that a path leads to if a partition can be saved there.
+    """Return the resolved folder if a partition can be saved there.
 
-    A saved partition that is there already would be replaced; anything else that is there, or in
-    it, raises ArgumentError. So does what stands where the files are collected, unless it is what
-    a killed process has left of a save.
+    Raises
+    ------
+    ArgumentError
+        If it is a file, or a folder with other content than a saved partition.
     """
     target = Path(folder).resolve()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        if not is_manifest(target / MANIFEST):
-            raise ArgumentError(f"{folder} exists and is no saved partition; choose another.")
-        if others := _others(target):
-            raise ArgumentError(
-                f"{folder} has {others[0]} besides the partition that would be replaced. Move it, "
-                "or choose another folder."
-            )
-    staging = _beside(target)
-    if staging.exists() and not (staging.is_dir() and not _others(staging)):
-        raise ArgumentError(
-            f"{staging} is in the way: files are collected there before they take their place. "
-            "Move it, or choose another folder."
-        )
+    if not target.exists() or (target.is_dir() and is_index(target / f"{KIND}.json", KIND)):
+        return target
+    # a killed save leaves files without an index
+    if not target.is_dir() or any(not is_save_name(path.name, KIND) for path in target.iterdir()):
+        raise ArgumentError(f"{folder} exists and is no saved partition; choose another.")
     return target
 
 
-def _beside(target: Path) -> Path:
-    return target.with_name(target.name + ".saving")
-
-
-def _others(folder: Path) -> list[str]:
-    """Return the names in a folder that no saved partition has."""
-    return sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
+def _as_json(name: str, value: Any) -> Any:
+    try:
+        if json.loads(json.dumps(value, allow_nan=False)) == value:
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(
+        f"{name} cannot be saved: its type is {type(value).__name__}. Use tensors, numbers, texts, "
+        "lists of them, or dicts by text."
+    )
 
 
 def part_of(
     graph: PartitionedGraph, numbers: Mapping[EdgeType, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a rank writes: owned rows alone, and of the halo what these edges come from.
+    """Yield the tensors that a rank writes: owned rows, and the halo nodes of owned edges.
 
-    `numbers` are those of the halo's nodes, counted rank after rank, by type of edges.
+    `numbers` has, by edge type, the numbers of halo nodes when nodes are counted rank by rank.
     """
     for place, nodes in enumerate(graph.node_shards.values()):
         yield f"nodes {place}", nodes.owned_ids
@@ -170,6 +130,6 @@ def _rows(
     for name, value in attributes.items():
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
-                f"{name} cannot be saved: it is of {type(value).__name__}. Make it a tensor."
+                f"{name} cannot be saved: its type is {type(value).__name__}. Make it a tensor."
             )
         yield f"{prefix}.{name}", value[:count]

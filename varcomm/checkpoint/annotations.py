@@ -1,4 +1,4 @@
-"""What a state says of values that are neither equal on all ranks nor parts of one tensor."""
+"""Annotations of values that are neither identical on all ranks nor boxes of one tensor."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ __all__ = ["PerRank", "Rows"]
 
 @dataclass(eq=False)
 class Rows:
-    r"""Rows of a larger tensor, by their numbers in it: the field of a partitioned graph's nodes.
+    r"""Rows of a larger tensor by their ids, such as a field on the nodes of a partitioned graph.
 
-    They are saved as the whole, in its own order, so that who loads them may have other rows.
+    A checkpoint holds the full tensor in the order of ids, so that ranks with other rows load it.
 
     Attributes
     ----------
     tensor : torch.Tensor
-        Shape (n, \*F): this rank's rows. Loading overwrites them.
+        Shape (n, \*F): the rank's rows. Loading overwrites them.
     ids : torch.Tensor
-        Shape (n,), integers: which rows of the whole they are, ``graph.owned_ids`` say; any order,
-        and none on ranks that have nothing. When saved, every row is on one rank; when loaded, it
-        may be on several or on none.
+        Shape (n,), integers in any order, such as ``graph.owned_ids``. A save needs every row on
+        exactly one rank. A load accepts rows on several ranks or on none.
     total : int
-        N, the rows of the whole.
+        N, the rows of the full tensor.
 
     Examples
     --------
@@ -47,16 +46,16 @@ class Rows:
 
 @dataclass(eq=False)
 class PerRank:
-    """What each rank has of its own, such as a generator of random numbers.
+    """A value of each rank's own, such as a generator of random numbers.
 
-    Each rank loads what the rank of its number has saved. Where more ranks load than have saved,
-    the others keep what they have: nobody has drawn from their streams, and to give them those of
-    another rank would make two ranks draw alike. Where fewer load, what is left over is not read.
+    Rank r loads the value that rank r saved. If more ranks load than saved, the additional ranks
+    keep their values, so that no two ranks draw the same random numbers. If fewer ranks load, the
+    remaining values are not read.
 
     Attributes
     ----------
     value : object
-        Whatever else a state may have; a plain value is exchanged by loading.
+        Any value of a state. Loading replaces a plain value.
 
     Examples
     --------

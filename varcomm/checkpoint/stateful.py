@@ -1,7 +1,7 @@
-"""Objects that hold state: what of it is saved, where it is loaded to, and how they take it.
+"""Objects with state: the tree that is saved, the targets of a load, and how they take it.
 
-Modules and optimizers name their tensors and know which are parts of what; generators have one;
-any other object has ``state_dict`` and ``load_state_dict``.
+Modules and optimizers name their tensors; a generator has one tensor; any other object has
+``state_dict`` and ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from varcomm.checkpoint.boxes import is_whole, wrapped
-from varcomm.checkpoint.kinds import PerRank
-from varcomm.checkpoint.nested import Keys, at, joined, prefix_hint
+from varcomm.checkpoint.annotations import PerRank
+from varcomm.checkpoint.paths import Keys, at, joined, prefix_hint
+from varcomm.checkpoint.shards import is_whole, wrapped
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Sharded, shard_spec
 from varcomm.sharding.optimizer_state import (
@@ -28,69 +27,72 @@ from varcomm.sharding.optimizer_state import (
     optimizer_state_for,
 )
 
-__all__ = ["Early", "Holder", "Modules", "holder_of", "modules_in"]
+__all__ = ["Early", "Holder", "Modules", "holder_of", "is_stateful", "modules_in"]
 
-# The modules in a state, by where they are.
+# The modules of a state by their paths.
 Modules = Mapping[Keys, torch.nn.Module]
+
+# The last name of a module's extra state in its state_dict.
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass
 class Early:
-    """Targets that are no part of what an object holds, and that it may refuse when it gets them.
-
-    They are loaded first, so that nothing has been overwritten then.
-    """
+    """Targets that an object may refuse; they are loaded before any tensor is overwritten."""
 
     value: Any
 
 
 class Holder(ABC):
-    """An object that holds state; made anew for each save and each load."""
+    """An object with state, wrapped for one save or one load."""
 
     @abstractmethod
     def tree(self) -> Any:
         """Return its state: nested dicts and lists of tensors and plain values."""
 
+    @abstractmethod
     def targets(self, saved: Any) -> Any:
-        """Return the tensors to be loaded into, and plain values in the places of such.
-
-        `saved` is what was saved, with tensors on the meta device in the places of tensors.
-        """
-        return self.tree()
+        """Return the tree to load into; `saved` is the saved tree, with tensors on meta."""
 
     @abstractmethod
     def take(self, tree: Any, early: bool) -> None:
-        """Take targets: once those that are Early, or refuse them, and again when all are there."""
+        """Take loaded targets: the Early ones first, or refuse them; the others at the end."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value is an object with state."""
+    if isinstance(value, torch.nn.Module | torch.Generator):
+        return True
+    return callable(getattr(value, "state_dict", None)) and (
+        callable(getattr(value, "state_dict_for", None))
+        or callable(getattr(value, "load_state_dict", None))
+    )
 
 
 def holder_of(value: Any, modules: Modules) -> Holder | None:
-    """Return how the state of an object is told, or None if it is no such object."""
+    """Return the Holder of an object with state, or None."""
+    if not is_stateful(value):
+        return None
     if isinstance(value, torch.nn.Module):
         return _Module(value)
     if isinstance(value, torch.Generator):
         return _Generator(value)
-    if callable(getattr(value, "state_dict", None)):
-        if callable(getattr(value, "state_dict_for", None)):
-            return _Shaped(value)
-        if isinstance(value, torch.optim.Optimizer):
-            return _Optimizer(value, modules)
-        if callable(getattr(value, "load_state_dict", None)):
-            return _Object(value)
-    return None
+    if callable(getattr(value, "state_dict_for", None)):
+        return _Shaped(value)
+    return _Optimizer(value, modules) if isinstance(value, torch.optim.Optimizer) else _Any(value)
 
 
 def modules_in(state: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
-    """Return the modules in a nested state, by where they are."""
+    """Return the modules of a nested state by their paths."""
     if isinstance(state, torch.nn.Module):
         return {path: state}
     if isinstance(state, PerRank):
         return modules_in(state.value, path)
+    items: list[tuple[Any, Any]] = []
     if isinstance(state, Mapping):
         items = list(state.items())
     elif isinstance(state, list):
-        items = list(enumerate(state))
-    else:
-        return {}
+        items = [((number,), value) for number, value in enumerate(state)]
     return {
         where: module
         for name, value in items
@@ -100,27 +102,24 @@ def modules_in(state: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
 
 @dataclass(frozen=True)
 class _Module(Holder):
-    """A module: parameters and buffers as `state_dict` names them, marked ones as parts.
-
-    What else it tells, its extra state or copies that hooks have made, only it can put back.
-    """
+    """A module: its parameters and buffers in place; extra state and copies made by hooks early."""
 
     module: torch.nn.Module
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        # the parameters themselves, since copies of them would have lost their marks
+        # the parameters themselves: copies lose their marks
         found = dict(self.module.state_dict(keep_vars=True))
         if lazy := [name for name, value in found.items() if is_lazy(value)]:
             raise ArgumentError(
                 f"{lazy[0]!r} of a {type(self.module).__name__} has no shape yet. Run the module "
-                "once before."
+                "once first."
             )
         return found
 
     @cached_property
     def _in_place(self) -> set[str]:
-        state = self._state  # first: fully_shard exchanges parameters when it is asked for it
+        state = self._state  # first: fully_shard replaces parameters in state_dict()
         held = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         return {name for name, value in state.items() if id(value) in held}
 
@@ -133,8 +132,8 @@ class _Module(Holder):
     def targets(self, saved: Any) -> dict[str, Any]:
         def copy(name: str, own: Any) -> Any:
             value = at(saved, (name,), own)
-            # extra state may be of any length; of anything else the module has the shape
-            same = isinstance(own, torch.Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+            # only extra state may change its shape
+            same = isinstance(own, torch.Tensor) and not name.endswith(_EXTRA_STATE)
             return _copied(own if same else value, own)
 
         return {
@@ -143,7 +142,7 @@ class _Module(Holder):
         }
 
     def take(self, tree: Any, early: bool) -> None:
-        # where there is both, twice: hooks may make something of the parameters
+        # a module with both kinds takes them twice: hooks may derive tensors from parameters
         if len(self._in_place) == (len(tree) if early else 0):
             return
         told = {name: item.value for name, item in tree.items() if isinstance(item, Early)}
@@ -152,7 +151,7 @@ class _Module(Holder):
 
 @dataclass(frozen=True)
 class _Optimizer(Holder):
-    """An optimizer of torch's, whose states go by the names of the parameters."""
+    """An optimizer of torch's; its states have the names of parameters."""
 
     optimizer: torch.optim.Optimizer
     modules: Modules
@@ -163,12 +162,11 @@ class _Optimizer(Holder):
     def targets(self, saved: Any) -> dict[str, Any]:
         parts, names = self._parts()
         if not isinstance(at(saved, ("param_groups",)), list):
-            raise ArgumentError("what was saved is not the state of an optimizer.")
+            raise ArgumentError("the saved value is not the state of an optimizer.")
         if "masters" in saved:
             raise ArgumentError(
-                "what was saved has masters, wider than the parameters, to which its states "
-                "belong, and a plain optimizer has none. Load it into a ShardedGradients with "
-                "fp32_masters=False, and save that."
+                "the saved optimizer has fp32 masters of the parameters, and a plain optimizer "
+                "has none. Load it into a ShardedGradients with fp32_masters=False, and save that."
             )
         groups = [list(group.get("params", [])) for group in saved["param_groups"]]
         if groups != names:
@@ -193,8 +191,8 @@ class _Optimizer(Holder):
                 if param not in named:
                     raise ArgumentError(
                         f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is "
-                        "of no module of the state. States of optimizers are saved by the names "
-                        "of parameters: put the module there too."
+                        "in no module of the state. Optimizers are saved by the names of "
+                        "parameters: add the module to the state."
                     )
         names = [[named[param] for param in group["params"]] for group in groups]
         parts = {
@@ -205,13 +203,13 @@ class _Optimizer(Holder):
         return parts, names
 
     def _check_kind(self) -> None:
-        """Raise ArgumentError if states lie elsewhere than where torch's optimizers have them."""
+        """Raise ArgumentError if an optimizer keeps states elsewhere than torch's optimizers."""
         kind = type(self.optimizer)
         advice = (
-            "What this optimizer has cannot be saved by the names of parameters. To share states "
-            "out over ranks, varcomm.data_parallel.ShardedGradients can; otherwise put an object "
-            "into the state whose state_dict and load_state_dict call those of the optimizer, "
-            "within PerRank where each rank has its own."
+            "Its states cannot be saved by the names of parameters. To shard states over ranks, "
+            "use varcomm.data_parallel.ShardedGradients; otherwise save an object whose "
+            "state_dict and load_state_dict call those of the optimizer, inside PerRank if each "
+            "rank has its own."
         )
         for method in ("state_dict", "load_state_dict"):
             if getattr(kind, method) is not getattr(torch.optim.Optimizer, method):
@@ -219,12 +217,12 @@ class _Optimizer(Holder):
         params = {param for group in self.optimizer.param_groups for param in group["params"]}
         if others := [key for key in self.optimizer.state if key not in params]:
             raise ArgumentError(
-                f"the states of {kind.__name__} have a key {_short(others[0])}, which is none of "
-                f"the parameters in its groups. {advice}"
+                f"the states of {kind.__name__} have a key {_short(others[0])}, which is not a "
+                f"parameter of its groups. {advice}"
             )
 
     def _names(self) -> dict[torch.Tensor, str]:
-        """Return what parameters are called, and in which module where there are several."""
+        """Return the names of parameters, with the path of the module if there are several."""
         left = {param for group in self.optimizer.param_groups for param in group["params"]}
         found: dict[Keys, dict[torch.nn.Parameter, str]] = {}
         for path, module in self.modules.items():
@@ -245,7 +243,7 @@ def _wrap_like(param: torch.Tensor) -> Any:
 
 
 def _filled(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of groups as they are saved; where they are tensors, to be loaded."""
+    """Return the saved options of groups; those that are tensors as targets."""
 
     def target(value: Any, own: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(own, torch.Tensor):
@@ -281,8 +279,8 @@ class _Generator(Holder):
 
 
 @dataclass(frozen=True)
-class _Object(Holder):
-    """An object that is given again what its `state_dict` has told, whatever that has been."""
+class _Any(Holder):
+    """An object whose `load_state_dict` gets the saved tree."""
 
     held: Any
 
@@ -299,7 +297,7 @@ class _Object(Holder):
 
 @dataclass(frozen=True)
 class _Shaped(Holder):
-    """An object that makes, of what was saved, what it wants to be loaded into."""
+    """An object that makes the tree to load into from the saved tree."""
 
     held: Any
 
@@ -315,11 +313,11 @@ class _Shaped(Holder):
 
 
 def _copied(saved: Any, own: Any) -> Any:
-    """Return what was saved, with tensors to load into: those that are parts are the object's."""
+    """Return the saved tree with tensors to load into; sharded ones are the object's own."""
     if isinstance(saved, Mapping):
         return {name: _copied(value, at(own, (name,))) for name, value in saved.items()}
     if isinstance(saved, list):
-        return [_copied(value, at(own, (number,))) for number, value in enumerate(saved)]
+        return [_copied(value, at(own, ((number,),))) for number, value in enumerate(saved)]
     if not isinstance(saved, torch.Tensor):
         return saved
     if isinstance(own, torch.Tensor) and not is_whole(own):

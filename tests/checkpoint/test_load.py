@@ -1,4 +1,4 @@
-"""What is told before anything is loaded: names, parts of states, targets, those that refuse."""
+"""Checks before anything is loaded: names, parts of states, targets, objects that refuse."""
 
 import re
 
@@ -9,12 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from varcomm import ArgumentError
-from varcomm.checkpoint import Rows, load, read, save
+from varcomm.checkpoint import PerRank, Rows, load, read, save
+from varcomm.sharding import Sharded, ShardSpec
 
 
 def other_names(rank, folder):
     """Each rank loads other parts; what one of them lacks, all are told."""
-    parts = {f"stage {n}": {"u": torch.ones(1), "v": torch.ones(2)} for n in range(2)}
+    parts = {f"stage {n}": {"u": torch.ones(1), "v": torch.ones(2)} for n in range(3)}
     save({"a": torch.ones(1), **parts}, folder)
     mine, x = f"stage {rank}", torch.zeros(1)
     state = {mine: {"u": x, "v": torch.zeros(2)}} if rank else {mine: {"u": x}}
@@ -29,7 +30,7 @@ def other_names(rank, folder):
 
 
 def test_ranks_that_load_other_parts(worlds, tmp_path):
-    assert worlds.run(2, other_names, tmp_path) == [True, True]
+    assert worlds.run(3, other_names, tmp_path) == [True] * 3
 
 
 def test_names_with_dots(tmp_path):
@@ -53,7 +54,7 @@ def test_names_that_differ_by_a_wrapper(tmp_path):
     outer = nn.Module()
     outer.module = model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hint = "Names differ by 'module.' or '_orig_mod.', which DistributedDataParallel and"
+    hint = "Names differ by 'module.' or '_orig_mod.'"
     save({"model": outer, "optimizer": optimizer}, tmp_path)
     assert wrapped_in(tmp_path, {"model": model}, hint)
     assert wrapped_in(tmp_path, {"optimizer": optimizer, "model": model}, hint)
@@ -73,32 +74,30 @@ def in_inference_mode(*shape):
 
 
 TARGETS = {
-    "expanded": (lambda: torch.zeros(1, 2).expand(3, 2), "'b' is an expanded tensor, several"),
-    "inference": (lambda: in_inference_mode(3, 2), "'b' was made in inference mode"),
-    "meta": (lambda: torch.zeros(3, 2, device="meta"), "'b' is on the meta device"),
-    "rows": (
-        lambda: Rows(torch.zeros(1, 2).expand(3, 2), torch.arange(3), 3),
-        "'b' is an expanded tensor",
-    ),
+    "expanded": lambda: torch.zeros(1, 2).expand(3, 2),
+    "inference mode": lambda: in_inference_mode(3, 2),
+    "meta": lambda: torch.zeros(3, 2, device="meta"),
+    "expanded tensor": lambda: Rows(torch.zeros(1, 2).expand(3, 2), torch.arange(3), 3),
 }
 
 
-def no_target(rank, folder, what):
-    make, message = TARGETS[what]
-    state = {"a": torch.zeros(2), "b": torch.zeros(3, 2), "s": 0}
-    save({**state, "a": torch.ones(2), "s": 1}, folder)
-    if what == "rows":
-        state["b"] = Rows(torch.zeros(3, 2), torch.arange(3), 3)
-    if rank == 1:
-        state["b"] = make()
-    with pytest.raises(ArgumentError, match=rf"refused on rank 1 of 2: {message}"):
-        load(state, folder)
-    return not state["a"].any() and state["s"] == 0
+def no_target(rank, folder):
+    save({"a": torch.ones(2), "b": torch.zeros(3, 2), "s": 1}, folder)
+    for word, make in TARGETS.items():
+        state = {"a": torch.zeros(2), "b": torch.zeros(3, 2), "s": 0}
+        if word == "expanded tensor":
+            state["b"] = Rows(torch.zeros(3, 2), torch.arange(3), 3)
+        if rank == 1:
+            state["b"] = make()
+        with pytest.raises(ArgumentError, match=rf"refused on rank 1 of 3: 'b' .*{word}"):
+            load(state, folder)
+        assert not state["a"].any()
+        assert state["s"] == 0
+    return True
 
 
-@pytest.mark.parametrize("what", TARGETS)
-def test_targets_that_cannot_be_overwritten(worlds, tmp_path, what):
-    assert worlds.run(2, no_target, tmp_path, what) == [True, True]
+def test_targets_that_cannot_be_overwritten(worlds, tmp_path):
+    assert worlds.run(3, no_target, tmp_path) == [True] * 3
 
 
 def uneven(rank, folder):
@@ -109,7 +108,7 @@ def uneven(rank, folder):
         own, mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,)
     )
     save({"good": 1}, folder / "there")
-    said = r"'n' tells that of a tensor of shape \(5,\) this rank has boxes of shapes \[\(2,\)\]"
+    said = r"'n', a tensor of shape \(5,\), declares boxes of shapes \[\(2,\)\]"
     with pytest.raises(ArgumentError, match=said):
         save({"n": tensor}, folder / "there")
     save({"n": torch.zeros(5)}, folder / "even")
@@ -158,7 +157,7 @@ def who_refuses(rank, folder):
     first.value = last.value = 0
     other = Version(1 if rank == 1 else 2, 0.0)
     state = {"x": torch.zeros(2), "first": first, "module": other, "last": last, "s": 0}
-    said = r"refused on rank 1 of 2: 'module' refuses what was saved of it: made for version 1"
+    said = r"refused on rank 1 of 3: 'module' refuses its saved state: made for version 1"
     with pytest.raises(ArgumentError, match=said):
         load(state, folder)
     assert not other.weight.any()
@@ -170,24 +169,70 @@ def who_refuses(rank, folder):
 
 
 def test_a_module_refuses_before_tensors_are_overwritten(worlds, tmp_path):
-    assert worlds.run(2, who_refuses, tmp_path) == [([4, 4], 5, 1)] * 2
+    assert worlds.run(3, who_refuses, tmp_path) == [([4, 4], 5, 1)] * 3
 
 
-def test_states_that_have_themselves_in_them(tmp_path):
-    state = {"a": 1}
-    state["inner"] = [state]
-    with pytest.raises(ArgumentError, match="the state has itself in it, or is nested too deep"):
-        save(state, tmp_path)
+def other_model(rank, folder):
+    spec = ShardSpec.of([2, 1, 0])
+    w = Sharded.of(torch.ones(spec.local, 4), spec)
+    save({"net": {"w": w, "b": torch.ones(3), "s": 5, "same": torch.ones(2)}, "x": 1}, folder)
+    own = torch.zeros(2)
+    spec = ShardSpec.of([1, 1, 0])
+    net = {"w": Sharded.of(torch.zeros(spec.local, 4), spec), "b": torch.zeros(3).double()}
+    net |= {"same": own, "new": torch.zeros(1), **{f"n{number}": 0 for number in range(7)}}
+    with pytest.raises(ArgumentError) as caught:
+        load({"net": net}, folder)
+    assert not own.any()
+    return str(caught.value)
 
 
-def test_ragged_tensors(tmp_path):
-    ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
-    with pytest.raises(ArgumentError, match="'x' is not a dense tensor with values: it is a nest"):
-        save({"x": ragged}, tmp_path)
+def test_a_checkpoint_of_another_model(worlds, tmp_path):
+    (said,) = set(worlds.run(3, other_model, tmp_path))
+    for words in (
+        "8 keys are missing in the checkpoint: 'net.new', 'net.n0', 'net.n1', 'net.n2', 'net.n3', ",
+        "1 of its keys are not in the state: 'net.s'",
+        "2 have another shape or dtype: 'net.w' is saved as (3, 4), torch.float32 and is (2, 4), ",
+        "'net.b' is saved as (3,), torch.float32 and is (3,), torch.float64 here",
+    ):
+        assert words in said
 
 
-def test_ints_that_are_too_large(tmp_path):
-    with pytest.raises(ArgumentError, match=r"'x' is of int and could not .* ints below 2\*\*2000"):
-        save({"x": 10**5000}, tmp_path)
-    save({"x": -(2**1999)}, tmp_path)
-    assert read(tmp_path) == {"x": -(2**1999)}
+def test_kinds_that_do_not_fit(tmp_path):
+    x = torch.zeros(2)
+    for saved, state, word in (
+        ({"x": x}, {"x": 5}, "'x' is saved as tensors and is a plain value"),
+        ({"x": 5}, {"x": x}, r"'x' is saved as a plain value and is \(2,\)"),
+        ({"x": x}, {"y": x}, "1 keys are missing in the checkpoint: 'y'"),
+        ({"x": x}, {"x": PerRank(x)}, "missing in the checkpoint: 'x.0'"),
+        ({"x": x}, {"y": nn.Linear(1, 1)}, "in the checkpoint: 'y'"),
+        ({"x": {}}, {"x": {"y": 5}}, "missing in the checkpoint: 'x.y'"),
+        ({"x": {"y": 5}}, {"x": {}}, "not in the state: 'x.y'"),
+        ({}, {"x": x}, "1 keys are missing in the checkpoint: 'x'"),
+        ({"x": nn.Linear(2, 1)}, {"x": nn.Linear(2, 1, device="meta")}, "'x.weight' is on the me"),
+    ):
+        save(saved, tmp_path)
+        with pytest.raises(ArgumentError, match=word):
+            load(state, tmp_path)
+    assert not x.any()
+
+
+class Choosy:
+    def state_dict(self):
+        return {"number": 5, "inner": [torch.ones(2), {}]}
+
+    def load_state_dict(self, state):
+        assert state == {"number": 5, "inner": [state["inner"][0], {}]}
+        raise ValueError("not this one")
+
+
+def choosy(rank, folder):
+    x = torch.ones(2)
+    save({"a": x, "b": Choosy()}, folder)
+    x.zero_()
+    with pytest.raises(ArgumentError, match=r"'b' refuses .*not this one"):
+        load({"a": x, "b": Choosy()}, folder)
+    return not x.any()
+
+
+def test_an_object_refuses_before_tensors_are_overwritten(worlds, tmp_path):
+    assert worlds.run(3, choosy, tmp_path) == [True] * 3

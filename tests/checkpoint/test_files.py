@@ -1,0 +1,205 @@
+"""Files that were cut, altered, lost or written to do harm: an error by name, nothing is loaded."""
+
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from varcomm import ArgumentError, DisagreementError
+from varcomm.checkpoint import load, read, save
+from varcomm.sharding import Sharded, ShardSpec
+
+SIZES = [2, 0, 3]
+INDEX = "checkpoint.json"
+
+
+def state_of(rank, value):
+    spec = ShardSpec.of(SIZES)
+    own = torch.full((SIZES[rank], 4), float(value))
+    return {"w": Sharded.of(own, spec), "b": torch.full((3,), float(value)), "step": value}
+
+
+def saved(rank, folder):
+    save(state_of(rank, 1), folder)
+
+
+def data_of(folder):
+    return sorted(folder.rglob("rank-*.safetensors"))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-2])  # also of an index, which ends in a newline
+
+
+def longer(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def device(path):
+    path.unlink()
+    path.symlink_to("/dev/null")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+HARM = {cut: "bytes", longer: "bytes", flipped: "SHA-256", os.remove: "missing"}
+HARM |= {device: "not a regular file", pipe: "not a regular file"}
+
+
+def refused(rank, folder, harmed):
+    """Loading is refused on every rank with one message, and nothing is touched."""
+    found = []
+    for name, how in harmed:
+        state = state_of(rank, 7)
+        with pytest.raises(ArgumentError, match=how) as caught:
+            load(state, folder / name)
+        assert state["step"] == 7
+        assert state["b"].eq(7).all()
+        assert all(bool((box.tensor == 7).all()) for box in state["w"].boxes)
+        found.append(str(caught.value))
+    return found
+
+
+def copied(folder, to):
+    for path in (folder / INDEX, *data_of(folder)):
+        target = to / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    return to
+
+
+def test_harmed_files(worlds, tmp_path):
+    worlds.run(3, saved, tmp_path / "whole")
+    harmed, names = [], []
+    for which in (0, -1):
+        for harm, how in HARM.items():
+            number = str(len(harmed))
+            path = data_of(copied(tmp_path / "whole", tmp_path / number))[which]
+            harm(path)
+            harmed.append((number, how))
+            names.append(path.name)
+    for harm in (cut, flipped, os.remove, device):
+        number = str(len(harmed))
+        harm(copied(tmp_path / "whole", tmp_path / number) / INDEX)
+        harmed.append((number, INDEX))
+        names.append(INDEX)
+    found = worlds.run(3, refused, tmp_path, harmed)
+    assert found == [found[0]] * 3
+    for said, name, (number, how) in zip(found[0], names, harmed, strict=True):
+        assert name in said
+        with pytest.raises(ArgumentError, match=how):
+            read(tmp_path / number)
+
+
+def test_a_file_in_the_place_of_another(worlds, tmp_path):
+    worlds.run(3, saved, tmp_path)
+    one, *_, other = data_of(tmp_path)
+    one.write_bytes(other.read_bytes())
+    with pytest.raises(ArgumentError, match=one.name):
+        read(tmp_path)
+
+
+def two_folders(rank, folder):
+    with pytest.raises(DisagreementError, match=r"ranks \[1, 2\] find another checkpoint"):
+        load({"x": torch.zeros(3)}, folder / str(min(rank, 1)))
+    return True
+
+
+def test_ranks_that_find_different_checkpoints(worlds, tmp_path):
+    for name in ("0", "1"):
+        save({"x": torch.zeros(3)}, tmp_path / name)
+    assert worlds.run(3, two_folders, tmp_path) == [True] * 3
+
+
+def resigned(folder, change):
+    """Change the index, and sign it."""
+    index = json.loads((folder / INDEX).read_text())
+    index.pop("digest")
+    change(index)
+    text = json.dumps(index, sort_keys=True).encode()
+    index["digest"] = hashlib.sha256(text).hexdigest()
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def entry(change):
+    return lambda index: index["entries"]["w"].update(change)
+
+
+def elsewhere(name):
+    def change(index):
+        (entry,) = index["files"].values()
+        index["files"] = {name: entry}
+
+    return change
+
+
+HOSTILE = {
+    "another version": lambda index: index.update(version=3),
+    "another format": lambda index: index.update(format="varcomm graph"),
+    "a parent folder": elsewhere("../../etc/passwd"),
+    "an absolute path": elsewhere("/etc/passwd"),
+    "a path through the save": lambda i: elsewhere(f"{i['save']}/../x.safetensors")(i),
+    "another save": lambda i: i.update(save="checkpoint-" + "0" * 16),
+    "no save": lambda index: index.pop("save"),
+    "files in a list": lambda index: index.update(files=[1]),
+    "no entries": lambda index: index.pop("entries"),
+    "entries in a list": lambda index: index.update(entries=[]),
+    "a larger shape": entry({"shape": [1 << 40, 4]}),
+    "a negative shape": entry({"shape": [-5, -4]}),
+    "an endless shape": entry({"shape": [0, 1 << 80], "boxes": []}),
+    "a text as shape": entry({"shape": "54"}),
+    "another dtype": entry({"dtype": "int32"}),
+    "a wider dtype": entry({"dtype": "float64"}),
+    "no dtype": entry({"dtype": "load"}),
+    "no box": entry({"boxes": []}),
+    "a box twice": lambda i: i["entries"]["w"]["boxes"].append(i["entries"]["w"]["boxes"][0]),
+    "a box outside": entry({"boxes": [[0, [1, 0], [5, 4]]]}),
+    "boxes not in the file": entry({"boxes": [[0, [0, 0], [2, 4]], [0, [2, 0], [3, 4]]]}),
+    "a file that is not there": entry({"boxes": [[7, [0, 0], [5, 4]]]}),
+    "another path": entry({"path": ["x"]}),
+    "a path through a value": lambda i: i["entries"].update(
+        {"step.a": {"path": ["step", "a"], "value": 1}}
+    ),
+    "no value": lambda i: i["entries"].update({"y": {"path": ["y"]}}),
+    "an unknown tag": lambda i: i["entries"].update({"y": {"path": ["y"], "value": {"!f": 1}}}),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_index(tmp_path, what):
+    save({"w": torch.ones(5, 4), "step": 7}, tmp_path)
+    resigned(tmp_path, lambda index: None)
+    assert read(tmp_path)["step"] == 7
+    resigned(tmp_path, HOSTILE[what])
+    state = {"w": torch.zeros(5, 4), "step": 0}
+    with pytest.raises(ArgumentError):
+        load(state, tmp_path)
+    assert state["step"] == 0
+    assert not state["w"].any()
+    with pytest.raises(ArgumentError):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4), torch.ones(3).double(), torch.ones(3, 1)])
+def test_a_hostile_file(tmp_path, tensor):
+    """A file of another content than the index has, with the right digest."""
+    save({"w": torch.ones(3)}, tmp_path)
+    (path,) = data_of(tmp_path)
+    save_file({"w": tensor}, path)
+    content = path.read_bytes()
+    signed = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    resigned(tmp_path, lambda index: index["files"].update(dict.fromkeys(index["files"], signed)))
+    with pytest.raises(ArgumentError, match="'w' is torch"):
+        read(tmp_path)

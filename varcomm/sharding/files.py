@@ -1,0 +1,377 @@
+"""Folders of safetensors files with one JSON index, written so that a crash leaves them whole.
+
+A save writes its files into a new subfolder. Then one rename replaces the index, which names these
+files with their sizes and SHA-256. Then the subfolder of the earlier save is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from varcomm.errors import ArgumentError
+
+__all__ = [
+    "Files",
+    "FolderSave",
+    "StoredTensor",
+    "TensorFile",
+    "check_cover",
+    "check_is_file",
+    "is_index",
+    "is_save_name",
+    "new_token",
+    "read_index",
+    "verify_files",
+    "write_tensors",
+]
+
+# Size and SHA-256 of each file, by its path in the folder.
+Files = Mapping[str, tuple[int, str]]
+
+_VERSION = 2
+_AGAIN = "Use another copy; nothing has been loaded."
+
+
+def new_token() -> str:
+    """Return 16 random hexadecimal digits, the name of a save."""
+    return os.urandom(8).hex()
+
+
+class FolderSave:
+    """One save into a folder that may hold an earlier one.
+
+    Parameters
+    ----------
+    folder : Path
+        Absolute path of the folder.
+    kind : str
+        The index is ``<kind>.json``, and files are ``<kind>-<token>/rank-00000.safetensors``.
+    token : str
+        The same on all ranks: one :func:`new_token`.
+    """
+
+    def __init__(self, folder: Path, kind: str, token: str) -> None:
+        self.folder, self.kind, self.name = folder, kind, f"{kind}-{token}"
+        self.index = folder / f"{kind}.json"
+        self._coming = folder / f".{self.name}.json"
+
+    def write(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Write and sync the file of `rank`; return its SHA-256, or "" if there are no tensors."""
+        if not tensors:
+            return ""
+        path = self.folder / self._file(rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, tensors)
+        return _sha256(path)
+
+    def commit(self, content: Mapping[str, Any], digests: Sequence[str]) -> None:
+        """Make the files of all ranks the content of the folder; for one rank to call.
+
+        `digests` are the results of :meth:`write` in rank order. If this raises,
+        :meth:`is_committed` returns whether the new index is in place.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for name, digest in ((self._file(rank), one) for rank, one in enumerate(digests) if one):
+            path = self.folder / name
+            if not path.is_file():
+                raise ArgumentError(
+                    f"{name}, which another rank has written, is not in {self.folder}. All ranks "
+                    "must write to one folder: on several machines, use a shared file system."
+                )
+            files[name] = {"bytes": path.stat().st_size, "sha256": digest}
+        index = {
+            "format": f"varcomm {self.kind}",
+            "version": _VERSION,
+            "save": self.name,
+            **content,
+            "files": files,
+        }
+        with self._coming.open("x") as file:
+            file.write(json.dumps({**index, "digest": _digest(index)}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if files:
+            _sync(self.folder / self.name)
+        _sync(self.folder)
+        os.replace(self._coming, self.index)
+        _sync(self.folder)
+        _sync(self.folder.parent)
+        self._sweep()
+
+    def is_committed(self) -> bool:
+        """Return whether the index in the folder is that of this save."""
+        try:
+            return f'"save": "{self.name}"'.encode() in self.index.read_bytes()[:200]
+        except OSError:
+            return False
+
+    def discard(self) -> None:
+        """Remove the files of this save, which has failed on all ranks."""
+        shutil.rmtree(self.folder / self.name, ignore_errors=True)
+        with suppress(OSError):
+            self._coming.unlink()
+
+    def _file(self, rank: int) -> str:
+        return f"{self.name}/rank-{rank:05}.safetensors"
+
+    def _sweep(self) -> None:
+        for path in self.folder.iterdir():
+            # files that cannot be removed use space and do no harm; the next save tries again
+            if path.name == self.name or not is_save_name(path.name, self.kind):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def is_save_name(name: str, kind: str) -> bool:
+    """Return whether a name is that of the subfolder of a save, or of an index to come."""
+    return bool(re.fullmatch(rf"{kind}-[0-9a-f]{{16}}|\.{kind}-[0-9a-f]{{16}}\.json", name))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file and sync it; complex tensors as pairs of real numbers."""
+    stored: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().resolve_conj().resolve_neg()
+        value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
+        # the package refuses tensors that share memory
+        place = value.untyped_storage().data_ptr()
+        stored[name] = value.clone() if place in storages else value
+        storages.add(place)
+    try:
+        save_file(stored, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path.name} cannot be written: {error}") from error
+
+
+def check_is_file(path: Path) -> None:
+    """Raise OSError unless a path leads to a regular file: a pipe or a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is not a regular file")
+
+
+def is_index(path: Path, kind: str) -> bool:
+    """Return whether a file begins as an index does; the rest may be damaged."""
+    start = json.dumps({"format": f"varcomm {kind}"}).removesuffix("}")
+    try:
+        check_is_file(path)
+        with path.open() as file:
+            return file.read(len(start)) == start
+    except (OSError, ValueError):
+        return False
+
+
+def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
+    """Return the content of an index and its files.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no index, or if it is damaged, of another version, or names files outside the
+        folder of its save.
+    """
+    path = folder / f"{kind}.json"
+    try:
+        check_is_file(path)
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
+        raise ArgumentError(f"{missing}: nothing is saved there.") from error
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path} is damaged: {error}. {_AGAIN}") from error
+    if not isinstance(content, dict) or content.get("format") != f"varcomm {kind}":
+        raise ArgumentError(f"{path} is not the index of a saved {kind}.")
+    if content.get("version") != _VERSION:
+        raise ArgumentError(
+            f"{path} has version {content.get('version')}; this varcomm reads version {_VERSION}."
+        )
+    if content.pop("digest", None) != _digest(content):
+        raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")
+    save, files = str(content.pop("save", "")), content.pop("files", None)
+    try:
+        found = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{path} is damaged: {error!r} in its files. {_AGAIN}") from error
+    for name in found:
+        within, _, file = name.partition("/")
+        named = re.fullmatch(r"rank-\d{5,}\.safetensors", file)
+        if not named or within != save or not is_save_name(save, kind):
+            raise ArgumentError(f"{path} names {name!r}, which is not a file of its save.")
+    return content, found
+
+
+def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> None:
+    """Compare the sizes of all files, and the SHA-256 of every P-th file, with the index.
+
+    Raises
+    ------
+    ArgumentError
+        If a file is missing or has changed.
+    """
+    for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
+        path = folder / name
+        try:
+            check_is_file(path)
+            found = path.stat().st_size
+        except FileNotFoundError as error:
+            raise ArgumentError(f"{path} is missing. {_AGAIN}") from error
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
+        if found != size:
+            raise ArgumentError(f"{path} has {found} bytes; {size} were written. {_AGAIN}")
+        if number % ranks == rank and _sha256(path) != sha256:
+            raise ArgumentError(
+                f"{path} has been altered: its SHA-256 is not that of the written file. {_AGAIN}"
+            )
+
+
+class StoredTensor:
+    """One tensor of a file, of which any box can be read."""
+
+    def __init__(self, path: Path, name: str, part: Any) -> None:
+        self._part, self._where = part, f"{path}: {name!r}"
+        self.shape: tuple[int, ...] = tuple(part.get_shape())
+        self.dtype: torch.dtype = part[tuple(slice(0, 0) for _ in self.shape)].dtype
+
+    def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Raise ArgumentError unless the tensor has this dtype and shape."""
+        if dtype.is_complex and not self.dtype.is_complex:
+            stored = (torch.empty(0, dtype=dtype).real.dtype, (*shape, 2))
+        else:
+            stored = (dtype, tuple(shape))
+        if (self.dtype, self.shape) != stored:
+            raise ArgumentError(
+                f"{self._where} is {self.dtype} of shape {self.shape}; the index has {dtype} of "
+                f"shape {tuple(shape)}."
+            )
+
+    def read(
+        self, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """Return a box; only its part of the file is read."""
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        value: torch.Tensor = self._part[box]
+        return value if value.dtype == dtype else torch.view_as_complex(value)
+
+    def full(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of the whole tensor, or raise ArgumentError if it has another dtype."""
+        is_pair = dtype.is_complex and not self.dtype.is_complex
+        shape = self.shape[:-1] if is_pair else self.shape
+        self.check(dtype, shape)
+        return self.read(dtype, (0,) * len(shape), shape).clone()
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory.
+
+    Raises
+    ------
+    ArgumentError
+        If the file is missing or is no whole safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            check_is_file(path)
+            self._file = safe_open(path, framework="pt", device="cpu")
+            self.names: list[str] = list(self._file.keys())
+        except FileNotFoundError as error:
+            raise ArgumentError(f"{path} is missing. {_AGAIN}") from error
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
+        except SafetensorError as error:
+            raise ArgumentError(f"{path} is damaged: {error}. {_AGAIN}") from error
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor of the file, or raise ArgumentError."""
+        try:
+            return StoredTensor(self.path, name, self._file.get_slice(name))
+        except SafetensorError as error:
+            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
+
+
+def check_cover(
+    key: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> None:
+    """Raise ArgumentError unless boxes, each as offsets and sizes, cover a tensor exactly once."""
+    fix = "Boxes of all ranks must cover a tensor, each element once."
+    for offsets, sizes in boxes:
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            o >= 0 and n >= 0 and o + n <= whole
+            for o, n, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            raise ArgumentError(
+                f"{key!r}: a box of shape {tuple(sizes)} at {tuple(offsets)} is not inside a "
+                f"tensor of shape {tuple(shape)}."
+            )
+    volume, total = sum(map(_volume, (sizes for _, sizes in boxes))), _volume(shape)
+    if volume != total:
+        raise ArgumentError(
+            f"the boxes of {key!r} have {volume} elements, and the tensor of shape {tuple(shape)} "
+            f"has {total}: there are gaps or overlaps. {fix}"
+        )
+    filled = [box for box in boxes if _volume(box[1])]
+    if not shape or not filled:
+        return
+    # along the dimension with most starts few boxes stand side by side
+    along = max(range(len(shape)), key=lambda dim: len({offsets[dim] for offsets, _ in filled}))
+    filled.sort(key=lambda box: box[0][along])
+    for number, (offsets, sizes) in enumerate(filled):
+        for others, lengths in filled[number + 1 :]:
+            if others[along] >= offsets[along] + sizes[along]:
+                break
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(offsets, sizes, others, lengths, strict=True)
+            ):
+                raise ArgumentError(
+                    f"{key!r}: boxes at {tuple(offsets)} and {tuple(others)} overlap. {fix}"
+                )
+
+
+def _volume(sizes: Sequence[int]) -> int:
+    volume = 1
+    for size in sizes:
+        volume *= size
+    return volume
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
