@@ -14,7 +14,7 @@ import varcomm
 from tests.checkpoint.test_crash import ROOT
 from varcomm import ArgumentError, CommunicationError, DisagreementError, GroupError
 from varcomm.checkpoint import PerRank, Rows, load, read, save, writer
-from varcomm.data_parallel import replicate
+from varcomm.data_parallel import sum_gradients
 from varcomm.sharding import Sharded, ShardSpec
 
 
@@ -45,7 +45,8 @@ def during(rank, folder):
     """Tensors are changed, and collectives are run, before anything is written."""
     spec = ShardSpec.of([1, 0, 4])
     own = torch.full((spec.local, 2), float(rank))
-    model = replicate(torch.nn.Linear(2, 2))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
     ids = torch.arange(rank, 7, 3)
     state = {"w": Sharded.of(own, spec), "model": model, "u": Rows(ids * 1.0, ids, 7), "log": [1]}
     weight = model.weight.detach().clone()
@@ -56,6 +57,7 @@ def during(rank, folder):
         state["log"].append(2)
         for _ in range(20):  # while the thread waits to agree with the others
             model(torch.ones(1, 2)).sum().backward()
+            sum_gradients(model)
             total = varcomm.all_reduce(torch.ones(3))
         with torch.no_grad():
             model.weight.zero_()

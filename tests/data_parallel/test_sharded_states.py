@@ -10,7 +10,7 @@ from torch import nn
 from tests.data_parallel.cases import DOUBLE, square
 from tests.data_parallel.sharded_cases import sizes_of
 from varcomm import ArgumentError
-from varcomm.data_parallel.sharded import ShardedGradients
+from varcomm.data_parallel import ShardedGradients
 from varcomm.sharding import Sharded
 from varcomm.sharding.optimizer_state import Part, load_optimizer_state, optimizer_state_for
 

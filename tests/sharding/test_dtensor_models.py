@@ -130,11 +130,13 @@ def batch():
     return drawn(PLACES.total, sum(SAMPLES), 3, seed=2), drawn(7, sum(SAMPLES), 2, seed=3)
 
 
-def stepped(model, x, y):
+def stepped(model, x, y, summed=()):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(STEPS):
         optimizer.zero_grad()
         (model(x) - y).square().sum().backward()
+        for part, group in summed:
+            vc.data_parallel.sum_gradients(part, group)
         optimizer.step()
 
 
@@ -227,8 +229,6 @@ def sharded(model, mesh, wrap_ours):
     parts = [model.before.up, model.before.down, model.after.up, model.after.down]
     if wrap_ours:
         parts += [model.ours, model]
-    else:
-        vc.data_parallel.replicate(model.ours, data)
     for part in parts:
         fully_shard(part, mesh=data)
         part.set_gradient_divide_factor(1.0)
@@ -259,12 +259,15 @@ def tensor_parallel_on_ranks(rank, wrap_ours):
     check_close(failures, "output", found, own(expected))
     (expected - y).square().sum().backward()
     (found - own(y)).square().sum().backward()
+    summed = [] if wrap_ours else [(model.ours, mesh["data"])]
+    for part, group in summed:
+        vc.data_parallel.sum_gradients(part, group)
     check_close(failures, "gradient of the input", mine.grad, own(everything.grad))
     for name, value in model.named_parameters():
         got = whole_of(name, value.grad, mesh)
         check_close(failures, f"gradient of {name}", got, alone.get_parameter(name).grad)
     stepped(alone, x, y)
-    stepped(model, own(x), own(y))
+    stepped(model, own(x), own(y), summed)
     for name, value in model.named_parameters():
         got = whole_of(name, value, mesh)
         check_close(failures, name, got.detach(), alone.get_parameter(name).detach())
