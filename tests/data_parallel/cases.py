@@ -1,8 +1,5 @@
 """Modules, and the part of the loss that each rank computes; the whole is the sum over ranks."""
 
-import dataclasses
-from typing import NamedTuple
-
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
@@ -51,30 +48,6 @@ class Branches(nn.Module):
         if branch == 2:
             return x.new_zeros(0, 2)
         return self.branches[branch](x + 1)
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: object
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    value: torch.Tensor
-    name: str
-
-
-class Nested(nn.Module):
-    """Returns tensors in containers; on rank 0 they depend on nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2).double()
-
-    def forward(self, x, *, alone):
-        y = x.new_zeros(len(x), 2) if alone else self.layer(x)
-        record = Record(y + 1, "record")
-        return {"pair": Pair(y, [record, None]), "index": torch.arange(2), "same": (y, y)}
 
 
 class Checkpointed(nn.Module):
@@ -130,14 +103,6 @@ def square(y):
     return y.square().sum()
 
 
-def on_nested(model, rank, ranks):
-    out = model(rows(rank, ranks), alone=rank == 0 and ranks > 1)
-    record, none = out["pair"].right
-    assert (record.name, none, out["index"].tolist()) == ("record", None, [0, 1])
-    assert out["same"][0] is out["same"][1]
-    return square(record.value) if rank % 2 else square(out["same"][1])
-
-
 def two_forwards(model, rank, ranks):
     x = rows(rank, ranks)
     return square(model(x) * model(x + 1))
@@ -169,7 +134,6 @@ def on_energy_and_forces(model, rank, ranks):
 CASES = {
     "layers": (Layers, lambda model, *place: square(model(rows(*place)))),
     "branches": (Branches, lambda model, rank, ranks: square(model(rows(2, 3), rank % 3))),
-    "containers": (Nested, on_nested),
     "two forwards": (Layers, two_forwards),
     "checkpoints": (lambda: Checkpointed(False), lambda m, *place: square(m(rows(*place)))),
     "reentrant": (

@@ -23,14 +23,8 @@ class BucketSum:
     ranks: ``2 (P - 1) / P`` of the bytes of `flat`. Up to 16 KiB, one round takes less time. The
     caller begins the second round, because an asynchronous :func:`varcomm.all_reduce` cannot.
 
-    Parameters
-    ----------
-    flat : torch.Tensor
-        Shape (N,), the same on all ranks. It must not change before the sum is complete.
-    group : Group
-        Ranks that take part. All make the same calls in the same order.
-    use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once.
+    `flat`, of shape (N,) on all ranks, must not change before the sum is complete. All ranks make
+    the same calls in the same order.
     """
 
     def __init__(self, flat: torch.Tensor, group: Group, use_fp32: bool = True) -> None:

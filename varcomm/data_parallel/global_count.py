@@ -94,15 +94,9 @@ def described(reduce: object, where: str = "") -> str:
 
 
 class CountSum:
-    """Sum of a :class:`GlobalCount` over ranks, in flight; it resets the count.
+    """Sum of a :class:`GlobalCount` over ranks; it resets the count.
 
-    Parameters
-    ----------
-    count : GlobalCount
-    group : Group
-        Ranks that take part.
-    begin : bool
-        Communicate now, rather than in :meth:`wait`.
+    It communicates at once, or in :meth:`wait` if `begin` is False.
     """
 
     def __init__(self, count: GlobalCount, group: Group, begin: bool = True) -> None:

@@ -25,15 +25,9 @@ _CONTAINERS = {
 
 
 class Gathering:
-    """Gathers all buckets after a step.
+    """Gathers of all buckets after a step, in the opposite order of backward.
 
-    Parameters
-    ----------
-    shards : sequence of Shard
-        In the order of backward; they are gathered in the opposite order.
-    traffic : Traffic
-    module : torch.nn.Module, optional
-        Gathers overlap its forward: modules in it wait for the parameters that they use.
+    With a `module` they overlap its forward: modules in it wait for the parameters that they use.
     """
 
     def __init__(

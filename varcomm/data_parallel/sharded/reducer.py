@@ -57,15 +57,7 @@ class Reducer:
     :meth:`finish` brings all ranks to the end of one round, so nothing depends on the end of
     backward.
 
-    Parameters
-    ----------
-    names, parameters : sequence
-        In the order of their indices.
-    shards : sequence of Shard
-        In the order in which backward fills them.
-    group : Group
-    traffic : Traffic
-    scaling : Scaling
+    `names` and `parameters` are in the order of their indices, `shards` in that of backward.
     """
 
     def __init__(

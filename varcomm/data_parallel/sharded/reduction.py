@@ -61,17 +61,8 @@ class Reduction:
     Each rank receives its piece, and a 1 or 0 for each parameter in the piece: whether the sender
     has used the parameter.
 
-    Parameters
-    ----------
-    split : Split
-        Of the bucket.
-    group : Group
-        Ranks that take part.
-    gradients : mapping
-        From index to gradient, dense; parameters without one count as zeros.
-    example : torch.Tensor
-        Of the dtype and device of the gradients.
-    scaling : Scaling
+    `gradients` are dense, by index; parameters without one count as zeros. `example` has their
+    dtype and device.
     """
 
     def __init__(

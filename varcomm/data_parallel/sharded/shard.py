@@ -43,16 +43,7 @@ class Piece:
 
 
 class Shard:
-    """A bucket on one rank.
-
-    Parameters
-    ----------
-    split : Split
-        Of the bucket.
-    parameters : mapping
-        From index to parameter; they become views of one row.
-    rank : int
-    """
+    """A bucket on one rank; its parameters, by index, become views of one row."""
 
     def __init__(
         self, split: Split, parameters: Mapping[int, torch.nn.Parameter], rank: int

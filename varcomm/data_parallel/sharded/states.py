@@ -24,16 +24,7 @@ __all__ = ["States"]
 
 
 class States:
-    """The states of the optimizer of this rank's pieces.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-    given : Given
-    shards : sequence of Shard
-    whole : bool
-        Whether parameters have one owner.
-    """
+    """States of the optimizer of this rank's pieces; `whole` if parameters have one owner."""
 
     def __init__(
         self,
