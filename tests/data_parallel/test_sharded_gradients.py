@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import varcomm
@@ -366,7 +367,19 @@ def with_grad(rank):
     return of_weight.tolist(), [p.value.grad for p in own.pieces.values()], calls
 
 
+def in_ddp(rank):
+    """DistributedDataParallel around the model, later, finds no gradient to average."""
+    model, twin = twins(lambda: nn.Linear(3, 2).double())
+    own = ShardedGradients(model, plain, reduce="sum")
+    ddp = DistributedDataParallel(model, process_group=dist.new_group())
+    for _ in range(2):
+        square(ddp(rows(rank + 1, 3))).backward()
+        sum(square(twin(rows(r + 1, 3))) for r in range(2)).backward()
+        assert_gradients(own, twin)
+
+
 def test_other_ways_to_gradients(worlds):
+    worlds.run(2, in_ddp)
     assert worlds.run(2, sparse) == [3, 5]
     assert worlds.run(2, without_module) == [2, 0]
     assert worlds.run(2, with_grad) == [([[float(r)] * 2], [None], []) for r in range(2)]

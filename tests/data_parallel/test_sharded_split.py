@@ -65,7 +65,7 @@ def check(shapes, sizes, pieces):
 
 
 def test_every_element_has_one_owner(worlds):
-    @settings(max_examples=3)
+    @settings(max_examples=3, deadline=None)
     @given(st.lists(models(), min_size=1, max_size=12))
     def run(drawn):
         results = worlds.run(RANKS, owned, drawn)

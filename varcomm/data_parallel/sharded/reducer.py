@@ -52,8 +52,8 @@ class Reducer:
     """Takes gradients from parameters, and adds their sums over ranks to the shards.
 
     Rounds over all buckets follow each other: the next bucket of a round starts as soon as each of
-    its parameters has a gradient, and all that was in their ``grad`` goes with the sum. Ranks may
-    be in different rounds: the total is the same, because each gradient is in one sum.
+    its parameters has a gradient. Ranks may be in different rounds: the total is the same, because
+    each gradient is in one sum.
     :meth:`finish` brings all ranks to the end of one round, so nothing depends on the end of
     backward.
 
@@ -74,6 +74,7 @@ class Reducer:
         self.syncing = True
         self._side = SideStream(shards[0].row.device)
         self._bucket_of = {i: n for n, shard in enumerate(shards) for i in shard.split.members}
+        self._held: dict[int, torch.Tensor] = {}  # gradients whose sums have not started
         self._in_flight: deque[tuple[Shard, Reduction]] = deque()
         self._begin()
         # parameters keep their hooks, and must not keep this
@@ -115,6 +116,7 @@ class Reducer:
                 f"the gradient of parameter {self._names[index]!r} is of {parameter.grad.dtype}, "
                 f"and not of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
             )
+        self._hold(index)
         # inside debug() nothing overlaps: ranks compare calls in the order of their programs
         if not self.syncing or self._traffic.lane is None or debugging():
             return
@@ -124,18 +126,22 @@ class Reducer:
         while self._missing[self._started % len(self._shards)] == 0:
             self._start()
 
+    def _hold(self, index: int) -> None:
+        """Take a gradient, so that no other hook of the parameter sums it as well."""
+        parameter = self._parameters[index]
+        if parameter.grad is not None:
+            gradient, before = dense(parameter.grad), self._held.get(index)
+            self._held[index] = gradient if before is None else before + gradient
+            parameter.grad = None
+
     def _refuse(self, reason: str) -> None:
         with checking(NAME, self._group()) as where:
             raise ArgumentError(where + reason)
 
     def _start(self) -> None:
         place = self._started % len(self._shards)
-        shard, gradients = self._shards[place], {}
-        for index in shard.split.members:
-            gradient = self._parameters[index].grad
-            if gradient is not None:
-                gradients[index] = dense(gradient)
-                self._parameters[index].grad = gradient = None
+        shard, held = self._shards[place], self._held
+        gradients = {i: held.pop(i) for i in shard.split.members if i in held}
         example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
         self._traffic.note(1)
         with self._side.after_current():
@@ -158,13 +164,16 @@ class Reducer:
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
+        self._held.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
     def needed_rounds(self) -> int:
         """Return the rounds that bring all gradients of this rank to the shards."""
+        for index in range(len(self._parameters)):
+            self._hold(index)  # one that was not computed by backward
         rounds, place = divmod(self._started, len(self._shards))
-        left = {self._bucket_of[i] for i, p in enumerate(self._parameters) if p.grad is not None}
+        left = {self._bucket_of[index] for index in self._held}
         return rounds + (place > 0 or bool(left)) + any(bucket < place for bucket in left)
 
     def finish(self, rounds: int) -> None:

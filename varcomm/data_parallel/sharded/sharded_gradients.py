@@ -250,7 +250,7 @@ class ShardedGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no sums in the backwards inside: gradients add up in ``grad`` of the parameters.
+        """Start no sums in the backwards inside: gradients add up on each rank.
 
         They are part of the next sum, so several micro-batches send the bytes of one.
         """
@@ -394,8 +394,8 @@ class ShardedGradients:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the pieces, and all that have not been summed; collective.
 
-        The optimizer's own ``zero_grad`` drops only the former, ``model.zero_grad()`` only
-        gradients on this rank whose sums have not started.
+        The optimizer's own ``zero_grad`` drops only the former, and ``model.zero_grad()`` drops
+        nothing: parameters have no ``grad`` after backward.
         """
         self._reduce("zero_grad", drop=True)
         for shard in self._shards:
