@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -65,7 +65,7 @@ def check(shapes, sizes, pieces):
 
 
 def test_every_element_has_one_owner(worlds):
-    @settings(max_examples=3, deadline=None)
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(models(), min_size=1, max_size=12))
     def run(drawn):
         results = worlds.run(RANKS, owned, drawn)

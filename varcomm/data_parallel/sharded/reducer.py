@@ -27,8 +27,8 @@ NAME = "ShardedGradients"
 class Traffic:
     """Group on which messages of shards travel, and their number in flight.
 
-    On a lane of its own, calls that start during backward keep one order on all ranks, whatever the
-    model exchanges meanwhile. Without a lane nothing may start during backward.
+    On a lane of its own, calls that start during backward have the same order on all ranks, beside
+    the exchanges of the model. Without a lane nothing may start during backward.
     """
 
     def __init__(self, group: Group, lane: Lane | None) -> None:
