@@ -245,7 +245,7 @@ class ShardedGradients:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of :attr:`optimizer`, whose options may be changed, identically on all ranks."""
+        """The groups of :attr:`optimizer`; change their options identically on all ranks."""
         return self.optimizer.param_groups
 
     @contextmanager
