@@ -23,7 +23,7 @@ from varcomm.models import MeshGraphNet
 def prepare(graph, width, blocks):
     torch.manual_seed(0)
     model = MeshGraphNet(6, 3, 1, hidden_channels=width, num_blocks=blocks)
-    model = vc.data_parallel.replicate(vc.graph.distribute(model, graph))
+    model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters())
     x, edge_attr = torch.rand(graph.num_owned, 6), torch.rand(graph.num_edges, 3)
     y = torch.rand(graph.num_owned, 1)
@@ -32,6 +32,7 @@ def prepare(graph, width, blocks):
         optimizer.zero_grad()
         prediction = model(x, graph.edge_index, edge_attr)
         graph.mean(mse_loss(prediction, y, reduction="none")).backward()
+        vc.data_parallel.sum_gradients(model)
         optimizer.step()
 
     return step

@@ -217,6 +217,6 @@ plt.show()
 #   rank, it is the other rank that came late.
 #
 # Partitioned graphs have this built in: ``vc.graph.message_passing`` computes interior edges while
-# halos travel (:doc:`/graphs`), and ``replicate`` sums gradients during backward
+# halos travel (:doc:`/graphs`), and ``ShardedGradients`` sums gradients during backward
 # (:doc:`/gradients`). Read next: :doc:`/sharp_bits`, then :doc:`from a laptop to a cluster
 # </generated/tutorials/09_cluster>`.

@@ -42,7 +42,6 @@ class Training:
             *channels, hidden_channels=options.hidden, num_blocks=options.blocks
         ).to(graph.x.dtype)
         vc.graph.distribute(self.model, graph)
-        vc.data_parallel.replicate(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=1e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min((step + 1) / 20, 1.0) * 0.98 ** (step / 10)
@@ -79,6 +78,7 @@ class Training:
         loss = loss + 0.1 * graph.mean((prediction - self.mean).square())
         self.optimizer.zero_grad()
         loss.backward()
+        vc.data_parallel.sum_gradients(self.model)
         self.optimizer.step()
         self.schedule.step()
         self.mean.lerp_(prediction.detach(), 0.1)

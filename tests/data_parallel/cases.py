@@ -1,9 +1,7 @@
 """Modules, and the part of the loss that each rank computes; the whole is the sum over ranks."""
 
-import dataclasses
-from typing import NamedTuple
-
 import torch
+import torch_geometric.nn as pyg
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,30 +50,6 @@ class Branches(nn.Module):
         return self.branches[branch](x + 1)
 
 
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: object
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    value: torch.Tensor
-    name: str
-
-
-class Nested(nn.Module):
-    """Returns tensors in containers; on rank 0 they depend on nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2).double()
-
-    def forward(self, x, *, alone):
-        y = x.new_zeros(len(x), 2) if alone else self.layer(x)
-        record = Record(y + 1, "record")
-        return {"pair": Pair(y, [record, None]), "index": torch.arange(2), "same": (y, y)}
-
-
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
@@ -119,16 +93,14 @@ class Types(nn.Module):
         return (x * self.a * self.b).sum(-1) * (self.c * self.d).sum()
 
 
+def backward(loss):
+    """Run backward, unless the loss depends on no parameter, as it may on some ranks."""
+    if loss.requires_grad:
+        loss.backward()
+
+
 def square(y):
     return y.square().sum()
-
-
-def on_nested(model, rank, ranks):
-    out = model(rows(rank, ranks), alone=rank == 0 and ranks > 1)
-    record, none = out["pair"].right
-    assert (record.name, none, out["index"].tolist()) == ("record", None, [0, 1])
-    assert out["same"][0] is out["same"][1]
-    return square(record.value) if rank % 2 else square(out["same"][1])
 
 
 def two_forwards(model, rank, ranks):
@@ -162,7 +134,6 @@ def on_energy_and_forces(model, rank, ranks):
 CASES = {
     "layers": (Layers, lambda model, *place: square(model(rows(*place)))),
     "branches": (Branches, lambda model, rank, ranks: square(model(rows(2, 3), rank % 3))),
-    "containers": (Nested, on_nested),
     "two forwards": (Layers, two_forwards),
     "checkpoints": (lambda: Checkpointed(False), lambda m, *place: square(m(rows(*place)))),
     "reentrant": (
@@ -183,3 +154,97 @@ CASES = {
     "energy and forces": (Energy, on_energy_and_forces),
     "dtypes": (Types, lambda m, *place: m(rows(*place)).abs().square().sum()),
 }
+
+
+class Look(torch.autograd.Function):
+    """Identity, whose backward calls something."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call()
+        return gradient, None
+
+
+class Looking(nn.Module):
+    """Two layers; between their backwards it notes what ranks have exchanged."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.calls, self.seen = [], []
+
+    def forward(self, x):
+        h = Look.apply(self.first(x), lambda: self.seen.append([c.name for c in self.calls]))
+        return self.last(h)
+
+
+class Exchanging(nn.Module):
+    """Ranks exchange between layers, of which a rank uses those that its number says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(5)).double()
+
+    def forward(self, x, rank, exchange):
+        x = x.requires_grad_()  # on all ranks, or not all would exchange gradients
+        for number, layer in enumerate(self.layers):
+            x = (layer(x) if (number + rank) % 3 else x).tanh()
+            x = x + exchange(x)
+        return x
+
+
+class Graphs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = pyg.SAGEConv(4, 6), pyg.SAGEConv(6, 2)
+        self.double()
+
+    def forward(self, x, edge_index):
+        return self.last(self.first(x, edge_index).tanh(), edge_index)
+
+
+class Failing(torch.autograd.Function):
+    """Identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("out of memory, say")
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+
+    def forward(self, x, fails_before=None):
+        for number, layer in enumerate(self.layers):
+            x = layer(Failing.apply(x) if number == fails_before else x)
+        return x
+
+
+def seeded(make, seed=11):
+    torch.manual_seed(seed)
+    return make()
+
+
+def assert_same_gradients(model, twin, tolerance=1e-12):
+    """Compare also which parameters have a gradient; in memory it lies as the parameter does."""
+    for (name, own), one in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (own.grad is None) == (one.grad is None), name
+        if own.grad is not None:
+            torch.testing.assert_close(own.grad, one.grad, rtol=tolerance, atol=tolerance)
+            assert strides(own.grad) == strides(own), name
+
+
+def strides(x):
+    """Return those that matter."""
+    return [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.data_parallel.cases import DOUBLE
-from varcomm.data_parallel.sharded import ShardedGradients
+from varcomm.data_parallel import ShardedGradients
 
 
 class Net(nn.Module):
@@ -91,6 +91,7 @@ def assert_equal(model, twin, tolerance):
 
 def assert_gradients(own, twin, tolerance=1e-12):
     """Compare what this rank has with the gradients of one process; return how much that is."""
+    own.reduce()
     one = dict(twin.named_parameters())
     for name, piece in own.pieces.items():
         gradient, whole = piece.value.grad, one[name].grad

@@ -1,19 +1,24 @@
-"""What each rank gets of the gradients is what one process has there."""
+"""Gradients of pieces: those of one process, however ranks come to them."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import varcomm
-from tests.data_parallel.cases import CASES, Layers, rows, square
+from tests.data_parallel.cases import CASES, DOUBLE, Fragile, Layers, backward, rows, square
 from tests.data_parallel.sharded_cases import assert_gradients, plain, twins
-from varcomm import ArgumentError
-from varcomm.data_parallel import GlobalCount
-from varcomm.data_parallel.sharded import ShardedGradients
+from tests.worlds import WORLDS
+from varcomm import ArgumentError, DisagreementError
+from varcomm.data_parallel import GlobalCount, ShardedGradients
+
+CUTS = ((1, "whole-parameters"), (150, "balanced"), (2**20, "balanced"))
 
 
 def as_alone(rank, ranks, name, bucket_bytes, sizes, debug=False):
@@ -21,26 +26,33 @@ def as_alone(rank, ranks, name, bucket_bytes, sizes, debug=False):
     make, loss = CASES[name]
     model, twin = twins(make)
     own = ShardedGradients(model, plain, sizes=sizes, reduce="sum", bucket_bytes=bucket_bytes)
-    with varcomm.debug() if debug else nullcontext():
-        for _ in range(2):
-            loss(model, rank, ranks).backward()
-            sum(loss(twin, r, ranks) for r in range(ranks)).backward()
-            elements = assert_gradients(own, twin)
+    for _ in range(2):
+        with varcomm.debug() if debug else nullcontext():
+            backward(loss(model, rank, ranks))
+            own.reduce()
+        sum(loss(twin, r, ranks) for r in range(ranks)).backward()
+        elements = assert_gradients(own, twin)
     assert all(parameter.grad is None for parameter in model.parameters())
+    own.close()
     return elements, sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(worlds, ranks, name):
+def all_cases(rank, ranks):
+    return {
+        (name, *cut): as_alone(rank, ranks, name, *cut)
+        for place, name in enumerate(CASES)
+        for cut in (CUTS if ranks == 2 else [CUTS[place % 3], CUTS[(place + 1) % 3]])
+    }
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_as_in_one_process(worlds, ranks):
     """Checkpoints, forces, containers, dtypes; on ranks that use nothing, too."""
-    for bucket_bytes, sizes in ((1, "whole-parameters"), (150, "balanced"), (2**20, "balanced")):
-        if ranks in (2, 3) or bucket_bytes == 150:
-            results = worlds.run(ranks, as_alone, ranks, name, bucket_bytes, sizes)
-            owned, totals = zip(*results, strict=True)
-            assert sum(owned) == totals[0] > 0
-            if sizes == "balanced":
-                assert max(owned) - min(owned) <= 1
+    results = worlds.run(ranks, all_cases, ranks)
+    for (name, _, sizes), (_, total) in results[0].items():
+        owned = [r[key][0] for r in results for key in r if key[0] == name and key[2] == sizes]
+        assert sum(owned) % total == 0 < total
+        assert sizes != "balanced" or max(owned) - min(owned) <= 1
 
 
 @pytest.mark.parametrize("name", ["layers", "branches"])
@@ -54,107 +66,146 @@ def without_elements(rank):
     model = nn.ParameterList([torch.zeros(0), torch.ones(3), torch.zeros(0, 2)])
     model.append(nn.Parameter(torch.zeros(0).double()))
     given = list(model.named_parameters())
-    own = ShardedGradients(given, plain, sizes=[1, 2], reduce="sum", bucket_bytes=8)
+    own = ShardedGradients(given, plain, sizes=[1, 0, 2], reduce="sum", bucket_bytes=8)
     sum(p.sum() for p in model).backward()
     own.step()
-    return [p.grad for p in model], {n: p.value.grad.tolist() for n, p in own.pieces.items()}
+    return {n: p.value.grad.tolist() for n, p in own.pieces.items()}
 
 
 def test_parameters_without_elements(worlds):
-    """Each is on one rank, with a gradient."""
-    none, empty = [None] * 4, {"0": [], "2": [], "3": []}
-    first, second = {"1": [2.0], **empty}, {"1": [2.0, 2.0]}
-    assert worlds.run(2, without_elements) == [(none, first), (none, second)]
+    """Each is on one rank, with a gradient; a rank may own nothing."""
+    first = {"1": [3.0], "0": [], "2": [], "3": []}
+    assert worlds.run(3, without_elements) == [first, {}, {"1": [3.0, 3.0]}]
 
 
-def more_ranks_than_elements(rank):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    own = ShardedGradients(model, plain, sizes=[0, 0, 1])
-    model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    own.step()
-    return len(own.pieces), model.weight.item()
+ORDERS = {
+    (True, True): 4.0,  # and not 6, as if a sum were summed again
+    (False, True): 4.0,
+    (False, False, True, True): 8.0,
+    (True, False, True, False): 8.0,
+    (False,): 2.0,
+}
 
 
-def test_more_ranks_than_elements(worlds):
-    assert [n for n, _ in worlds.run(3, more_ranks_than_elements)] == [0, 0, 1]
-    assert {round(w, 6) for _, w in worlds.run(3, more_ranks_than_elements)} == {0.98}
-
-
-def micro_batches(rank, orders):
-    """Backwards with slope 1 on each of two ranks: summed at once, or left for the next."""
+def micro_batches(rank, debug):
+    """Backwards with slope 1 on each of two ranks: sent at once, or left for the next."""
     found = []
-    for order in orders:
+    for order in ORDERS:
         model = nn.Linear(1, 1, bias=False)
         own = ShardedGradients(model, plain, sizes=[1, 0], reduce="sum")
         for syncs in order:
             with nullcontext() if syncs else own.no_sync():
                 model(torch.ones(1, 1)).sum().backward()
-        left = model.weight.grad
-        grads = [piece.value.grad for piece in own.pieces.values()]
-        found.append((left and left.item(), [g if g is None else g.item() for g in grads]))
+        with varcomm.debug() if debug else nullcontext():
+            own.reduce()
+        assert model.weight.grad is None
+        found.append([piece.value.grad.item() for piece in own.pieces.values()])
     return found
 
 
-ORDERS = {
-    (True, True): (None, 4.0),  # and not 6, as where what has been summed is summed again
-    (False, True): (None, 4.0),
-    (False, False, True, True): (None, 8.0),
-    (True, False, True, False): (1.0, 6.0),
-    (False,): (1.0, None),
-}
-
-
 def test_orders_of_micro_batches(worlds):
-    first, second = worlds.run(2, micro_batches, list(ORDERS))
-    assert first == [(left, [summed]) for left, summed in ORDERS.values()]
-    assert second == [(left, []) for left, _ in ORDERS.values()]
+    for debug in (False, True):
+        summed = [[total] for total in ORDERS.values()]
+        assert worlds.run(2, micro_batches, debug) == [summed, [[]] * len(ORDERS)]
 
 
-def left_over(rank):
-    """What one backward has used in no_sync, and the next has not, is summed with it."""
-    model, twin = twins(lambda: nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 2)]).double())
-    own = ShardedGradients(model.named_parameters(), plain, reduce="sum", bucket_bytes=1)
-    x = torch.ones(1, 2).double()
-    with own.no_sync():
-        square(model[1](model[0](x) * rank)).backward()
-    square(model[0](x)).backward()
-    for r in range(2):
-        square(twin[1](twin[0](x) * r)).backward()
-        square(twin[0](x)).backward()
-    assert_gradients(own, twin)
-    with own.no_sync():
-        square(model[0](x)).backward()
+def backwards_of_their_own(rank, ranks):
+    """Each rank runs as many backwards as its number, each of another part of the model."""
+    model, twin = twins(Layers)
+    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=60)
+    parts = (
+        lambda m, r: square(m(rows(r + 1, ranks + 1))),
+        lambda m, r: square(m.first(rows(1, 2))) * r,
+        lambda m, r: square(m.shared(m.unused(torch.ones(2, 5, dtype=DOUBLE)))) + m.scale,
+    )
+    for step in range(2):
+        for number in range(rank):
+            with own.no_sync() if (number + step) % 3 == 1 else nullcontext():
+                parts[number % 3](model, rank).backward()
+        for r in range(ranks):
+            for number in range(r):
+                parts[number % 3](twin, r).backward()
+        elements = assert_gradients(own, twin)
+    return elements
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_ranks_run_backwards_of_their_own(worlds, ranks):
+    assert sum(worlds.run(ranks, backwards_of_their_own, ranks)) > 0
+
+
+class Late(nn.Module):
+    """A layer is used both in a reentrant checkpoint and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        return self.layer(checkpoint(self.layer, x, use_reentrant=True))
+
+
+def late(rank):
+    model, twin = twins(Late)
+    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1)
+    for part in (model, twin, twin):
+        square(part(torch.ones(1, 3, dtype=DOUBLE, requires_grad=True))).backward()
+    return assert_gradients(own, twin)
+
+
+def test_a_parameter_inside_and_beside_a_reentrant_checkpoint(worlds):
+    assert worlds.run(2, late) == [6, 6]
+
+
+def dropped(rank, ranks, how):
+    """A batch that ranks skip together leaves nothing, however far its sums have come."""
+    model, twin = twins(Fragile)
+    count = GlobalCount()
+    own = ShardedGradients(model, plain, reduce=count, bucket_bytes=1)
+    x = rows(rank + 1, ranks + 1).requires_grad_()
+    count.add(1000)
+    if how == "failed":  # rank 0 fails when all sums but one are begun, the others earlier
+        with pytest.raises(ValueError, match="out of memory, say"):
+            square(model(x, 1 if rank == 0 else 2)).backward()
+    elif how == "no_sync":
+        with own.no_sync():
+            square(model(x)).backward()
+    elif rank == 1:
+        square(model(x)).backward()
     own.zero_grad()
-    empty = [piece.value.grad for piece in own.pieces.values()], model[0].weight.grad
-    square(model[0](x)).backward()
-    twin.zero_grad()
-    (2 * square(twin[0](x))).backward()
-    assert_gradients(own, twin)
-    return all(x is None for x in empty[0]) and empty[1] is None
+    count.add(len(x))
+    square(model(x)).backward()
+    total = sum(r + 1 for r in range(ranks))
+    (sum(square(twin(rows(r + 1, ranks + 1))) for r in range(ranks)) / total).backward()
+    elements = assert_gradients(own, twin)
+    count.add(1)
+    own.zero_grad(set_to_none=False)  # drops no count: there is no other gradient
+    square(model(x * 0)).backward()
+    own.reduce()
+    assert all(piece.value.grad is not None for piece in own.pieces.values())
+    return elements
 
 
-def test_gradients_of_no_sync_are_summed_with_the_next_or_dropped(worlds):
-    assert worlds.run(2, left_over) == [True, True]
+@pytest.mark.parametrize("how", ["failed", "no_sync", "one rank"])
+def test_a_skipped_batch_leaves_nothing(worlds, how):
+    assert sum(worlds.run(3, dropped, 3, how)) == 36
 
 
-def zeroed(rank, by):
-    model = nn.Linear(2, 2)
-    own = ShardedGradients(model, plain, reduce="sum")
-    for _ in range(2):
-        {"own": own.zero_grad, "inner": own.optimizer.zero_grad}[by]()
-        own.zero_grad(set_to_none=False) if by == "own" else None
-        model(torch.ones(1, 2)).sum().backward()
-    own_grads = [piece.value.grad.unique().tolist() for piece in own.pieces.values()]
-    own.zero_grad(set_to_none=False)
-    return own_grads, [piece.value.grad.any().item() for piece in own.pieces.values()]
+def inner(rank, set_to_none):
+    """The optimizer's own zero_grad drops what has been summed."""
+    model, _ = twins(lambda: nn.Linear(1, 1, bias=False))
+    own = ShardedGradients(model, plain, sizes=[1, 0], reduce="sum", cpu_offload=True)
+    model(torch.full((1, 1), 100.0)).sum().backward()
+    own.reduce()
+    own.optimizer.zero_grad(set_to_none)
+    model(torch.ones(1, 1)).sum().backward()
+    own.reduce()
+    return [piece.value.grad.item() for piece in own.pieces.values()]
 
 
-@pytest.mark.parametrize("by", ["own", "inner"])
-def test_zero_grad(worlds, by):
-    for summed, left in worlds.run(2, zeroed, by):
-        assert {x for values in summed for x in values} == {2.0}
-        assert not any(left)
+def test_the_inner_optimizer_drops_gradients(worlds):
+    for set_to_none in (True, False):
+        assert worlds.run(2, inner, set_to_none) == [[2.0], []]
 
 
 def reduced(rank, reduce, factor, dtype, in_fp32):
@@ -169,19 +220,31 @@ def reduced(rank, reduce, factor, dtype, in_fp32):
         fp32_masters=False,
     )
     model(torch.full((1, 1), 3.0 * (rank + 1), dtype=dtype)).sum().backward()
-    return [piece.value.grad.tolist() for piece in own.pieces.values()]
+    own.reduce()
+    own.close()
+    return [x for piece in own.pieces.values() for x in piece.value.grad.tolist()]
 
 
-@pytest.mark.parametrize("in_fp32", [True, False])
-@pytest.mark.parametrize("factor", [None, 1, 4, 3.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mean_and_sum(worlds, factor, dtype, in_fp32):
-    for reduce, each in (("mean", 6.0), ("sum", 18.0)):
-        first, second, third = worlds.run(3, reduced, reduce, factor, dtype, in_fp32)
-        assert second == []
+def all_reduced(rank):
+    return [
+        (dtype, each, reduced(rank, reduce, factor, dtype, in_fp32))
+        for dtype, in_fp32 in (
+            (torch.float32, True),
+            (torch.bfloat16, True),
+            (torch.bfloat16, False),
+        )
+        for factor in (None, 1, 4, 3.0)
+        for reduce, each in (("mean", 6.0), ("sum", 18.0))
+    ]
+
+
+def test_mean_and_sum(worlds):
+    for first, second, third in zip(*worlds.run(3, all_reduced), strict=True):
+        dtype, each, values = first
         # thirds are not exact, and bfloat16 has 8 bits
         bound = 1e-6 if dtype == torch.float32 else 2**-7
-        assert torch.tensor([*first[0], *third[0]]).allclose(torch.tensor(each), rtol=bound)
+        assert torch.tensor(values + third[2]).allclose(torch.tensor(each), rtol=bound)
+        assert second[2] == []
 
 
 class Slope(nn.Module):
@@ -205,12 +268,13 @@ def counted(rank, dtype, bucket_bytes):
             model(1).backward()
         counts.add(rank)
         model(rank).backward()
+        own.reduce()
     return [piece.value.grad.abs().tolist() for piece in own.pieces.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex128])
 def test_mean_over_a_global_count(worlds, dtype):
-    """More rows than float16 has numbers for: what is counted is exact in any dtype."""
+    """More rows than float16 has numbers for: counts are exact in any dtype."""
     for bucket_bytes in (1, 2**20):
         first, second, third = worlds.run(3, counted, dtype, bucket_bytes)
         values = torch.tensor([x for part in (*first, *third) for x in part])
@@ -223,14 +287,17 @@ def nothing_counted(rank, forgets):
     model = nn.Linear(1, 1)
     counts = GlobalCount()
     own = ShardedGradients(model, plain, sizes=[2, 0], reduce=counts)
+    own.step()  # nothing to sum, and nothing to divide
     if not (forgets and rank):
         counts.add(1 if forgets else 0)
+    model(torch.ones(1, 1)).sum().backward()
     said = "on 1 of 2 ranks GlobalCount.add was not" if forgets else "all ranks have counted 0 rows"
-    with pytest.raises(ArgumentError, match=f"^ShardedGradients on rank {rank} of 2: {said}"):
-        model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ArgumentError, match=said):
+        own.reduce()
     nothing = all(piece.value.grad is None for piece in own.pieces.values())
     counts.add(2)
     model(torch.ones(1, 1)).sum().backward()
+    own.reduce()
     return nothing, [piece.value.grad.item() for piece in own.pieces.values()]
 
 
@@ -243,29 +310,27 @@ def test_a_mean_over_nothing_is_refused_on_all_ranks(worlds, forgets):
 
 
 def in_any_order(rank, in_debug):
-    """Ranks come to two of them in opposite orders, with one count for both."""
-    count = GlobalCount()
+    """Ranks come to two of them in opposite orders."""
     modules = [twins(lambda: nn.Linear(3, 3).double()) for _ in range(2)]
     named = [list(model.named_parameters()) for model, _ in modules]
-    owns = [ShardedGradients(given, plain, reduce=count, bucket_bytes=1) for given in named]
+    owns = [ShardedGradients(given, plain, reduce="sum", bucket_bytes=1) for given in named]
     x = torch.ones(1, 3).double()
     first, last = [model for model, _ in modules][:: 1 if rank else -1]
-    count.add(rank + 1)
     with varcomm.debug() if in_debug else nullcontext():
-        # nobody reaches all of both, so that sums are left for the end
         square(last(first.weight.sum(0)) @ x[0]).backward()
+        for own in owns:
+            own.reduce()
     a, b = (twin for _, twin in modules)
-    ((square(b(a.weight.sum(0)) @ x[0]) + square(a(b.weight.sum(0)) @ x[0])) / 3).backward()
+    (square(b(a.weight.sum(0)) @ x[0]) + square(a(b.weight.sum(0)) @ x[0])).backward()
     return sum(assert_gradients(own, twin) for own, (_, twin) in zip(owns, modules, strict=True))
 
 
 @pytest.mark.parametrize("in_debug", [False, True])
-def test_two_of_them_in_another_order_on_another_rank(worlds, in_debug):
+def test_two_to_which_ranks_come_in_other_orders(worlds, in_debug):
     assert sum(worlds.run(2, in_any_order, in_debug)) == 24
 
 
 def sparse(rank):
-    """Rank 1 uses no row; the gradient of no_sync is sparse as well."""
     model, twin = twins(lambda: nn.EmbeddingBag(4, 2, mode="sum", sparse=True))
     own = ShardedGradients(model, plain, sizes=[3, 5], reduce="sum")
     parts = [torch.tensor([[1, 1, 3]]), torch.zeros(0, 3, dtype=torch.int64)]
@@ -278,12 +343,50 @@ def sparse(rank):
     return assert_gradients(own, twin)
 
 
-def test_sparse_gradients_become_dense(worlds):
+def without_module(rank):
+    model, twin = twins(lambda: nn.Linear(3, 2).double())
+    own = ShardedGradients(list(model.parameters()), plain, sizes=[8, 0])
+    assert set(own.pieces) <= {"0.0", "0.1"}
+    if not rank:
+        square(model(rows(1, 2))).backward()
+    (square(twin(rows(1, 2))) / 2).backward()
+    own.step()
+    torch.optim.SGD(twin.parameters(), lr=0.01).step()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-12, atol=1e-12)
+    return len(own.pieces)
+
+
+def with_grad(rank):
+    """torch.autograd.grad sums nothing, and leaves nothing behind."""
+    model = nn.Linear(2, 1, bias=False)
+    own = ShardedGradients(model, plain)
+    x = torch.ones(1, 2, requires_grad=True)
+    with varcomm.trace() as calls:
+        _, of_weight = torch.autograd.grad(model(x).sum() * rank, (x, model.weight))
+        own.reduce()
+    return of_weight.tolist(), [p.value.grad for p in own.pieces.values()], calls
+
+
+def in_ddp(rank):
+    """DistributedDataParallel around the model, later, finds no gradient to average."""
+    model, twin = twins(lambda: nn.Linear(3, 2).double())
+    own = ShardedGradients(model, plain, reduce="sum")
+    ddp = DistributedDataParallel(model, process_group=dist.new_group())
+    for _ in range(2):
+        square(ddp(rows(rank + 1, 3))).backward()
+        sum(square(twin(rows(r + 1, 3))) for r in range(2)).backward()
+        assert_gradients(own, twin)
+
+
+def test_other_ways_to_gradients(worlds):
+    worlds.run(2, in_ddp)
     assert worlds.run(2, sparse) == [3, 5]
+    assert worlds.run(2, without_module) == [2, 0]
+    assert worlds.run(2, with_grad) == [([[float(r)] * 2], [None], []) for r in range(2)]
 
 
 def in_a_part(rank):
-    """Ranks 1 and 2 of three, which are 0 and 1 in their group; there is no lane for them."""
+    """Ranks 1 and 2 of three, which are 0 and 1 in their group."""
     group = dist.new_group([1, 2])
     elements = None
     if rank:
@@ -306,31 +409,49 @@ def test_subgroup_without_rank_0(worlds):
     assert abs(first - second) <= 1
 
 
-def without_module(rank):
-    model, twin = twins(lambda: nn.Linear(3, 2).double())
-    own = ShardedGradients(list(model.parameters()), plain, sizes=[8, 0])
-    assert set(own.pieces) <= {"0.0", "0.1"}
-    square(model(rows(rank, 2) + 1) + 0 * model.weight.sum()).backward()
-    (sum(square(twin(rows(r, 2) + 1)) for r in range(2)) / 2).backward()
+def frozen_later(rank):
+    """A parameter that is frozen after forward gets nothing, and is not stepped."""
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain, reduce="sum")
+    loss = model(torch.ones(1, 2)).sum()
+    model.bias.requires_grad_(False)
+    bias = model.bias.tolist()
+    loss.backward()
+    model(torch.ones(1, 2)).sum().backward()
     own.step()
-    torch.optim.SGD(twin.parameters(), lr=0.01).step()
-    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-12, atol=1e-12)
-    return len(own.pieces)
+    grads = {name: piece.value.grad for name, piece in own.pieces.items()}
+    assert grads.get("bias") is None
+    return model.bias.tolist() == bias, grads["weight"].unique().tolist()
 
 
-def test_parameters_without_a_module(worlds):
-    assert worlds.run(2, without_module) == [2, 0]
+def test_parameters_that_are_frozen_later(worlds):
+    assert worlds.run(2, frozen_later) == [(True, [4.0])] * 2
 
 
-def with_grad(rank):
-    """torch.autograd.grad sums nothing, and leaves nothing behind."""
-    model = nn.Linear(2, 1, bias=False)
-    own = ShardedGradients(model, plain)
-    x = torch.ones(1, 2, requires_grad=True)
-    with varcomm.trace() as calls:
-        _, of_weight = torch.autograd.grad(model(x).sum() * rank, (x, model.weight))
-    return of_weight.tolist(), [p.value.grad for p in own.pieces.values()], calls
+def with_graph(rank, debug):
+    """create_graph is refused where it is asked for; in debug() on all ranks."""
+    model = nn.Linear(2, 2)
+    own = ShardedGradients(model, plain, reduce="sum")
+    loss = model(torch.ones(1, 2)).sum()
+    with varcomm.debug() if debug else nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, once per process
+        if rank == 1:
+            error = DisagreementError if debug else ArgumentError
+            with pytest.raises(error, match=r"backward.create_graph=True. would need derivatives"):
+                loss.backward(create_graph=True)
+        else:
+            loss.backward()
+            if debug:
+                with pytest.raises(DisagreementError, match=r"rank 1: .*create_graph=True"):
+                    own.reduce()
+    for parameter in model.parameters():
+        parameter.grad = None
+    own.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    own.reduce()
+    return {x for p in own.pieces.values() for x in p.value.grad.flatten().tolist()}
 
 
-def test_autograd_grad_is_each_ranks_own(worlds):
-    assert worlds.run(2, with_grad) == [([[float(r)] * 2], [None], []) for r in range(2)]
+@pytest.mark.parametrize("debug", [False, True])
+def test_create_graph_is_refused(worlds, debug):
+    assert worlds.run(2, with_graph, debug) == [{2.0}] * 2

@@ -8,7 +8,8 @@ from torch import nn
 
 import varcomm
 from tests.data_parallel.sharded_cases import twins
-from varcomm.data_parallel.sharded import ShardedGradients
+from tests.worlds import WORLDS
+from varcomm.data_parallel import ShardedGradients
 
 BF16 = torch.bfloat16
 
@@ -41,6 +42,7 @@ def within_bounds(rank, ranks):
             model, lambda groups: torch.optim.SGD(groups, 0.1), fp32_reduce_scatter=in_fp32
         )
         model(data(0, rank)).square().sum().backward()
+        own.reduce()
         names = [name for name, _ in twin.named_parameters()]
         of_ranks = dict(zip(names, gradients_of(twin, 0, ranks), strict=True))
         errors = []
@@ -54,7 +56,7 @@ def within_bounds(rank, ranks):
     return worst
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_sums_in_fp32_are_within_the_bound(worlds, ranks):
     results = worlds.run(ranks, within_bounds, ranks)
     assert max(in_fp32 for in_fp32, _ in results) <= 1
@@ -94,7 +96,7 @@ def trained(rank, ranks):
     return all(same), exact, sum(call.sent for call in calls)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_with_masters_is_that_of_one_process_bit_for_bit(worlds, ranks):
     """And twenty steps send two bytes a number, in both directions, as what is summed in fp32."""
     results = worlds.run(ranks, trained, ranks)
@@ -150,6 +152,25 @@ def test_masters_take_over_what_is_written_into_parameters(worlds):
     first, second = worlds.run(2, loaded)
     assert first == [[1 - 3 * 2**-10]]
     assert second == [[3 - 2**-10]]
+
+
+def clamped(rank):
+    """By way of .data, of which torch keeps no account."""
+    model = nn.Linear(3, 2).to(BF16)
+    own = ShardedGradients(model, lambda groups: torch.optim.SGD(groups, lr=0.5))
+    model(torch.ones(1, 3, dtype=BF16)).sum().backward()
+    own.step()
+    own.zero_grad()
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.125, 0.125)
+    before = [p.tolist() for p in model.parameters()]
+    model(torch.zeros(1, 3, dtype=BF16)).mul(0).sum().backward()
+    own.step()
+    return before == [p.tolist() for p in model.parameters()], model.weight.abs().max().item()
+
+
+def test_masters_take_over_what_is_written_by_way_of_data(worlds):
+    assert worlds.run(2, clamped) == [(True, 0.125)] * 2
 
 
 def on_the_cpu(rank):

@@ -1,4 +1,4 @@
-"""What ShardedGradients is made of: the same on all ranks, or the same error on all."""
+"""Arguments of ShardedGradients: the same on all ranks, or the same error on all."""
 
 import numpy as np
 import pytest
@@ -8,10 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.data_parallel.sharded_cases import plain
 from varcomm import ArgumentError, DisagreementError, GroupError
-from varcomm.data_parallel import replicate
-from varcomm.data_parallel.sharded import ShardedGradients
-
-KEEP = []
+from varcomm.data_parallel import ShardedGradients
 
 
 def linear(dtype=torch.float32):
@@ -65,12 +62,6 @@ def frozen():
     return linear().requires_grad_(False)
 
 
-def taken():
-    model = linear()
-    KEEP.append(model.weight)
-    return model
-
-
 def twice():
     model = linear()
     return [{"params": [model.weight]}, {"params": [model.bias, model.weight]}]
@@ -118,99 +109,124 @@ def not_in_module():
     return {"params": [linear().weight], "module": linear()}
 
 
-# what rank 1 passes, and what all are told of it
-REFUSED = {
-    "lazy": (lazy, "parameter 'weight' is not initialised yet. Call the model once before."),
-    "devices": (
-        on_meta,
-        "parameters are on several devices, cpu and meta: parameter 'more' is on the second.",
-    ),
-    "sparse": (sparse, "parameter 'more' must be dense; got torch.sparse_coo of torch.float32."),
-    "dtensor": (dtensor, "parameter 'more' must be this rank's own; got "),
-    "inference": (in_inference_mode, "buffer 'more' was made in inference mode, and cannot"),
-    "expanded": (expanded, "buffer 'more' is an expanded view, and cannot be written to."),
-    "frozen": (frozen, "no parameter is trained: all 2 are frozen."),
-    "nothing": (list, "no parameter is trained: there are none."),
-    "a tensor": (
-        lambda: torch.ones(2),
-        "params must be a Module, or an iterable of parameters, of",
-    ),
-    "a number": (lambda: 3, "params must be a Module, or an iterable of parameters, of (name, "),
-    "a string in it": (lambda: ["weight"], "params must hold parameters; '0.0' is str. Pass "),
-    "computed": (
-        lambda: [linear().weight * 2],
-        "params must hold parameters; '0.0' is a computed tensor. Pass the model, or ",
-    ),
-    "twice": (twice, "parameter '1.1' is given twice, first as '0.0'."),
-    "two names": (two_names, "two parameters have the name 'a'."),
-    "no params": (no_params, 'params holds dicts, and each must have its parameters under "par'),
-    "a set": (a_set, "params is a set, whose order differs between ranks. Pass a list, in the "),
-    "a set in it": (a_set_in_it, '"params" of group 0 is a set, whose order differs between ranks'),
-    "two views": (
-        two_views,
-        "parameter '0.weight' and parameter '1.weight' share memory, and would not when the first",
-    ),
-    "a buffer's": (
-        view_of_a_parameter,
-        "parameter 'weight' and buffer 'more' share memory, and would not when the first of them",
-    ),
-    "a gradient": (with_gradient, "parameter 'weight' has a gradient already, which nobody has "),
-    "a module": (
-        lambda: {"params": linear(), "module": "model"},
-        "module must be a torch.nn.Module; got str.",
-    ),
-    "two modules": (elsewhere, "params is a Module, and module is another one."),
-    "not in module": (not_in_module, "parameter '0.0' is not in the module."),
-    "ddp": (
-        lambda: DistributedDataParallel(linear(), process_group=alone()),
-        "DistributedDataParallel communicates gradients itself. Pass the module within.",
-    ),
+def wrapped():
+    return DistributedDataParallel(linear(), process_group=ALONE[0])
+
+
+ALONE = []
+
+# parameters of rank 1, and words of the message on both
+PARAMETERS = {
+    "lazy": (lazy, "parameter 'weight' is not initialised"),
+    "devices": (on_meta, "several devices, cpu and meta: parameter 'more'"),
+    "sparse": (sparse, "parameter 'more' must be dense"),
+    "dtensor": (dtensor, "parameter 'more' must be this rank's own"),
+    "inference": (in_inference_mode, "buffer 'more' was made in inference mode"),
+    "expanded": (expanded, "buffer 'more' is an expanded view"),
+    "frozen": (frozen, "no parameter is trained: all 2 are frozen"),
+    "nothing": (list, "no parameter is trained: there are none"),
+    "a tensor": (lambda: torch.ones(2), "params must be"),
+    "a number": (lambda: 3, "params must be"),
+    "a string in it": (lambda: ["weight"], "params must hold parameters; '0.0' is str"),
+    "computed": (lambda: [linear().weight * 2], "params must hold parameters; '0.0' is a computed"),
+    "twice": (twice, "parameter '1.1' is given twice, first as '0.0'"),
+    "two names": (two_names, "two parameters have the name 'a'"),
+    "no params": (no_params, "params holds dicts"),
+    "a set": (a_set, "params is a set"),
+    "a set in it": (a_set_in_it, '"params" of group 0 is a set'),
+    "two views": (two_views, "parameter '0.weight' and parameter '1.weight' share memory"),
+    "a buffer's": (view_of_a_parameter, "parameter 'weight' and buffer 'more' share memory"),
+    "a gradient": (with_gradient, "parameter 'weight' has a gradient already"),
+    "a module": (lambda: {"params": linear(), "module": "model"}, "module must be"),
+    "two modules": (elsewhere, "params is a Module, and module is another"),
+    "not in module": (not_in_module, "parameter '0.0' is not in the module"),
+    "ddp": (wrapped, "DistributedDataParallel"),
 }
 
-
-def alone():
-    return KEEP[torch.distributed.get_rank()]
-
-
-def refused(rank, what):
-    if not KEEP:
-        KEEP.extend(torch.distributed.new_group([r]) for r in range(2))
-    made = REFUSED[what][0]() if rank == 1 else linear()
-    arguments = made if isinstance(made, dict) else {"params": made}
-    with pytest.raises(ArgumentError) as caught:
-        ShardedGradients(optimizer_factory=plain, **arguments)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_parameters_that_are_refused_on_one_rank_are_refused_on_all(worlds, what):
-    told = worlds.run(2, refused, what)
-    start = f"data_parallel.ShardedGradients: refused on rank 1 of 2: {REFUSED[what][1]}"
-    assert [text[: len(start)] for text in told] == [start] * 2
-
-
-# what rank 1 asks for
+# arguments of rank 1
 ARGUMENTS = {
-    "sum": (
-        {"sizes": [3, 4]},
-        "sizes sum to 7 ([3, 4]), but the parameters that are trained have ",
-    ),
-    "length": ({"sizes": [8]}, "sizes must have one entry a rank, 2; got 1: [8]."),
-    "negative": ({"sizes": [9, -1]}, "sizes must not be negative; got [9, -1]."),
-    "kind": ({"sizes": "even"}, 'sizes must be "balanced", "whole-parameters" or a list of ints'),
-    "number": ({"sizes": 8}, "sizes must be a list or tuple of ints, one a rank; got 8."),
-    "reduce": ({"reduce": "max"}, 'reduce must be "sum", "mean" or a data_parallel.GlobalCount; '),
-    "factor": (
-        {"gradient_predivide_factor": 0},
-        "gradient_predivide_factor must be a positive number; got 0.",
-    ),
-    "bucket": ({"bucket_bytes": 0}, "bucket_bytes must be an integer of at least 1; got 0."),
-    "flag": ({"cpu_offload": 1}, "cpu_offload must be True or False; got 1."),
+    "sum": ({"sizes": [3, 4]}, "sizes sum to 7"),
+    "length": ({"sizes": [8]}, "sizes must have"),
+    "negative": ({"sizes": [9, -1]}, "sizes must not be negative"),
+    "kind": ({"sizes": "even"}, "sizes must be"),
+    "number": ({"sizes": 8}, "sizes must be"),
+    "reduce": ({"reduce": "max"}, "reduce must be"),
+    "factor": ({"gradient_predivide_factor": 0}, "gradient_predivide_factor must be"),
+    "bucket": ({"bucket_bytes": 0}, "bucket_bytes must be"),
+    "flag": ({"cpu_offload": 1}, "cpu_offload must be"),
     "overlap": (
         {"overlap_forward": True, "params": list(linear().parameters())},
-        "overlap_forward=True needs the module whose forward waits for its parameters.",
+        "overlap_forward=True needs the module",
     ),
 }
+
+
+def raising(groups):
+    raise RuntimeError("no memory, say")
+
+
+def with_foreign(groups):
+    return torch.optim.SGD([*groups, {"params": [nn.Parameter(torch.ones(2))]}], lr=0.1)
+
+
+# factories of rank 1; a matrix optimizer is refused on the ranks that own a part of a matrix
+FACTORIES = {
+    "foreign": (with_foreign, "the optimizer must have the groups"),
+    "lacking": (
+        lambda groups: torch.optim.SGD(groups[0]["params"][:1], lr=0.1),
+        "the optimizer must have the groups",
+    ),
+    "groups": (
+        lambda groups: torch.optim.SGD([{"params": [p]} for p in groups[0]["params"]], lr=0.1),
+        "the optimizer must have the groups",
+    ),
+    "none": (lambda groups: None, "optimizer_factory must return"),
+    "not callable": (3, "optimizer_factory must be callable"),
+    "raising": (raising, "no memory, say"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS needs"),
+    "Adafactor": (torch.optim.Adafactor, "Adafactor needs"),
+    "Muon": (torch.optim.Muon, "Muon"),
+}
+
+
+def refused(rank):
+    """Every error is the same on both ranks, and leaves nothing behind."""
+    ALONE[:] = [torch.distributed.new_group([r]) for r in range(2)][rank:]
+    told = {}
+    calls = {what: (make, {}) for what, (make, _) in PARAMETERS.items()}
+    calls |= {what: (linear, options) for what, (options, _) in ARGUMENTS.items()}
+    calls |= {
+        what: (linear, {"optimizer_factory": make, "sizes": [1, 7]})
+        for what, (make, _) in FACTORIES.items()
+    }
+    for what, (make, options) in calls.items():
+        made = make() if rank == 1 else linear()
+        arguments = {
+            "optimizer_factory": plain,
+            **(made if isinstance(made, dict) else {"params": made}),
+        }
+        if rank == 1:
+            arguments |= options
+        elif "sizes" in options and what in FACTORIES:
+            arguments["sizes"] = options["sizes"]
+        with pytest.raises(ArgumentError) as caught:
+            ShardedGradients(**arguments)
+        told[what] = str(caught.value)
+    model = linear()
+    own = ShardedGradients(model, plain, reduce="sum")
+    model(torch.ones(1, 3)).sum().backward()
+    own.reduce()
+    return told, sum(piece.value.grad.sum().item() for piece in own.pieces.values())
+
+
+def test_wrong_arguments_of_one_rank_are_refused_on_all(worlds):
+    (first, some), (second, others) = worlds.run(2, refused)
+    for what, (_, words) in {**PARAMETERS, **ARGUMENTS, **FACTORIES}.items():
+        assert first[what] == second[what], what
+        assert first[what].startswith("data_parallel.ShardedGradients"), what
+        assert "refused on rank 1 of 2" in first[what], what
+        assert words in first[what], what
+    assert some + others == 16.0
 
 
 def sizes_in_other_types(rank):
@@ -228,38 +244,24 @@ def test_sizes_are_any_integers_that_can_be_read_once(worlds):
     assert worlds.run(2, owned_by) == [[3] * 4, [5] * 4]
 
 
-def asked(rank, what):
-    arguments = {"params": linear(), **(ARGUMENTS[what][0] if rank == 1 else {})}
-    with pytest.raises(ArgumentError) as caught:
-        ShardedGradients(optimizer_factory=plain, **arguments)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ARGUMENTS)
-def test_arguments_that_are_wrong_on_one_rank_are_refused_on_all(worlds, what):
-    told = worlds.run(2, asked, what)
-    start = f"data_parallel.ShardedGradients: refused on rank 1 of 2: {ARGUMENTS[what][1]}"
-    assert [text[: len(start)] for text in told] == [start] * 2
-
-
 # what rank 1 has otherwise
 DIFFERENT = {
-    "shape": ({"params": lambda: nn.Linear(4, 2)}, "parameters and buffers: for 'weight', rank 0 "),
-    "frozen": ({"params": lambda: partly()}, "parameters and buffers: for 'bias', rank 0 has a "),
-    "sizes": ({"sizes": [7, 1]}, "arguments: for 'sizes', rank 0 has [2, 6]; rank 1 has [7, 1]."),
-    "reduce": ({"reduce": "sum"}, "arguments: for 'reduce', rank 0 has 'mean'; rank 1 has 'sum'."),
-    "bucket": ({"bucket_bytes": 8}, "arguments: for 'bucket_bytes', rank 0 has 26214400; rank 1 "),
+    "shape": ({"params": lambda: nn.Linear(4, 2)}, "parameters and buffers: for 'weight'"),
+    "frozen": ({"params": lambda: partly()}, "parameters and buffers: for 'bias'"),
+    "sizes": ({"sizes": [7, 1]}, "arguments: for 'sizes'"),
+    "reduce": ({"reduce": "sum"}, "arguments: for 'reduce'"),
+    "bucket": ({"bucket_bytes": 8}, "arguments: for 'bucket_bytes'"),
     "groups": (
         {"params": lambda: [{"params": [p]} for p in linear().parameters()]},
-        "parameters and buffers: for 'weight', rank 0 has a trained parameter of ",
+        "parameters and buffers: for 'weight'",
     ),
     "kind": (
         {"optimizer_factory": lambda groups: torch.optim.AdamW(groups, lr=0.01)},
-        "the optimizer: for 'kind', rank 0 has SGD; rank 1 has AdamW.",
+        "the optimizer: for 'kind'",
     ),
     "lr": (
         {"optimizer_factory": lambda groups: torch.optim.SGD(groups, lr=0.02)},
-        "the optimizer: for 'lr of group 0', rank 0 has 0.01; rank 1 has 0.02.",
+        "the optimizer: for 'lr of group 0'",
     ),
 }
 
@@ -270,46 +272,43 @@ def partly():
     return model
 
 
-def different(rank, what):
-    arguments = {"params": linear, "optimizer_factory": plain, "sizes": [2, 6]}
-    if rank == 1:
-        arguments |= DIFFERENT[what][0]
-    arguments["params"] = arguments["params"]()
-    if what in ("shape", "frozen", "groups"):
-        del arguments["sizes"]
-    with pytest.raises(DisagreementError) as caught:
-        ShardedGradients(**arguments)
-    return str(caught.value)
+def different(rank):
+    told = {}
+    for what, (options, _) in DIFFERENT.items():
+        arguments = {"params": linear, "optimizer_factory": plain, "sizes": [2, 6]}
+        if rank == 1:
+            arguments |= options
+        arguments["params"] = arguments["params"]()
+        if what in ("shape", "frozen", "groups"):
+            del arguments["sizes"]
+        with pytest.raises(DisagreementError) as caught:
+            ShardedGradients(**arguments)
+        told[what] = str(caught.value)
+    return told
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_differ_are_told_so(worlds, what):
-    told = worlds.run(2, different, what)
-    start = f"data_parallel.ShardedGradients: ranks disagree on {DIFFERENT[what][1]}"
-    assert [text[: len(start)] for text in told] == [start] * 2
+def test_ranks_that_differ_are_told_so(worlds):
+    for told in worlds.run(2, different):
+        for what, (_, words) in DIFFERENT.items():
+            assert f"ranks disagree on {words}" in told[what]
 
 
-def others(rank):
-    """Who else sums gradients, and may not."""
-    model = replicate(nn.Linear(1, 1))
-    with pytest.raises(ArgumentError, match="parameter 'weight' is replicated: its gradients woul"):
-        ShardedGradients(model, plain)
+def one_after_the_other(rank):
     model = nn.Linear(1, 1)
     own = ShardedGradients(model, plain, reduce="sum")
-    said = "parameter 'weight' belongs to another ShardedGradients. Call its close"
-    with pytest.raises(ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match="parameter 'weight' belongs to another Sharded"):
         ShardedGradients(model, plain)
     own.close()
-    said = f"^ShardedGradients.step on rank {rank} of 2: close.. was called before."
-    with pytest.raises(ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=r"close.. was called before"):
         own.step()
     model(torch.ones(1, 1)).sum().backward()
     alone = model.weight.grad.item()
-    with pytest.raises(ArgumentError, match="parameter 'weight' has a gradient already, which nob"):
+    with pytest.raises(ArgumentError, match="parameter 'weight' has a gradient already"):
         ShardedGradients(model, plain)
     model.zero_grad(set_to_none=False)
     again = ShardedGradients(model, plain, reduce="sum")
     model(torch.ones(1, 1)).sum().backward()
+    again.reduce()
     summed = [piece.value.grad.item() for piece in again.pieces.values()]
     del again
     model(torch.ones(1, 1)).sum().backward()
@@ -317,7 +316,7 @@ def others(rank):
 
 
 def test_one_after_the_other(worlds):
-    assert worlds.run(2, others) == [(1.0, [2.0], 1.0)] * 2
+    assert worlds.run(2, one_after_the_other) == [(1.0, [2.0], 1.0)] * 2
 
 
 def equal(rank):
@@ -348,7 +347,6 @@ def all_of_the_module(rank):
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
-    replicate(model[2])
     own = ShardedGradients(model[3].parameters(), plain, module=model[3])
     model[3](torch.ones(1, 2)).sum().backward()
     own.step()
@@ -382,16 +380,11 @@ def test_what_is_left_out_is_compared(worlds):
 
 def nowhere(rank):
     model = nn.Linear(3, 2, device="meta") if rank else linear()
-    with pytest.raises(GroupError) as caught:
+    with pytest.raises(GroupError, match=r"refused on rank 1 of 2: .* the tensor is on meta"):
         ShardedGradients(model, plain)
-    return str(caught.value)
 
 
 def test_parameters_where_the_group_has_no_engine(worlds):
-    start = "data_parallel.ShardedGradients: refused on rank 1 of 2: rank 1 of 2: the tensor is on "
-    assert all(text.startswith(start + "meta") for text in worlds.run(2, nowhere))
-
-
-def test_without_ranks():
+    worlds.run(2, nowhere)
     with pytest.raises(GroupError, match=r"torch\.distributed is not initialised"):
         ShardedGradients(linear(), plain)

@@ -1,88 +1,81 @@
-"""Who owns what: exact sums, no element twice or left out, no more than its share."""
+"""Owners of elements: exact sums, no element twice or left out, no more than the share."""
 
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from tests.data_parallel.sharded_cases import plain
 from varcomm import ShardSizes
-from varcomm.data_parallel.sharded.split import WHOLE, Split, apportion, owners, splits
+from varcomm.data_parallel import ShardedGradients
 
-LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
+RANKS = 3
 
 
 @st.composite
-def shares(draw):
-    """Lengths of rows, and sizes of ranks that have the same sum."""
-    lengths = draw(LENGTHS)
-    total = sum(lengths)
-    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=0, max_size=6)))
-    bounds = [0, *cuts, total]
-    return lengths, [b - a for a, b in pairwise(bounds)]
-
-
-@given(shares())
-def test_shares_of_rows_add_up_to_the_sizes(drawn):
-    lengths, sizes = drawn
-    found = apportion(lengths, sizes)
-    assert [sum(row) for row in found] == lengths
-    assert [sum(column) for column in zip(*found, strict=True)] == sizes
-    total = max(sum(lengths), 1)
-    left = list(sizes)
-    for length, row in zip(lengths, found, strict=True):
-        # never more than one element off what is in proportion to what is left
-        assert all(abs(part - length * n / total) < 1 for part, n in zip(row, left, strict=True))
-        left = [n - part for n, part in zip(left, row, strict=True)]
-        total = max(total - length, 1)
-
-
-def test_what_has_no_elements_is_on_one_rank():
-    split = Split.of([3, 2, 1, 0], [0, 4, 0, 0], [1, 3, 0])
-    assert [[segment.index for segment in own] for own in split.segments] == [[3, 2, 1, 0], [2], []]
-    assert [[len(segment) for segment in own] for own in split.segments] == [[0, 1, 0, 0], [3], []]
-
-
-def test_the_rest_does_not_go_to_the_last_rank():
-    """14 // 8 is 1, and the last would get 7."""
-    assert apportion([14], ShardSizes.balanced(14, 8)) == [(2, 2, 2, 2, 2, 2, 1, 1)]
-    assert sorted(apportion([1] * 8, [1] * 8)) == sorted(
-        tuple(int(i == r) for i in range(8)) for r in range(8)
+def models(draw):
+    """Shapes and dtypes of parameters, sizes of pieces, and bytes of a bucket."""
+    shapes = draw(
+        st.lists(
+            st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=6
+        )
     )
+    total = sum(rows * columns for rows, columns, _ in shapes)
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=RANKS - 1, max_size=RANKS - 1)))
+    listed = [b - a for a, b in pairwise([0, *cuts, total])]
+    sizes = draw(st.sampled_from(["balanced", "whole-parameters", listed]))
+    return shapes, sizes, draw(st.integers(1, 400))
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), min_size=1),
-    st.integers(1, 6),
-    st.integers(1, 400),
-    st.booleans(),
-)
-def test_every_element_has_one_owner(shapes, ranks, bucket_bytes, whole):
-    values = [
-        torch.zeros(rows, columns, dtype=torch.float64 if wide else torch.bfloat16)
-        for rows, columns, wide in shapes
-    ]
-    found = splits(values, WHOLE if whole else "balanced", ranks, bucket_bytes)
-    counts = [torch.zeros(value.numel(), dtype=torch.int64) for value in values]
-    for split in found:
-        assert len({values[index].dtype for index in split.members}) == 1
-        for size, segments in zip(split.sizes, split.segments, strict=True):
-            assert size == sum(map(len, segments))
-            for segment in segments:
-                counts[segment.index][segment.start : segment.stop] += 1
-                assert not whole or len(segment) == values[segment.index].numel()
-    assert sorted(i for split in found for i in split.members) == list(range(len(values)))
+def owned(rank, drawn):
+    """Of each model, the pieces of this rank by name."""
+    found = []
+    for shapes, sizes, bucket_bytes in drawn:
+        model = nn.ParameterList(
+            torch.zeros(rows, columns, dtype=torch.float64 if wide else torch.bfloat16)
+            for rows, columns, wide in shapes
+        )
+        own = ShardedGradients(model, plain, sizes=sizes, bucket_bytes=bucket_bytes)
+        found.append({name: (p.start, p.stop) for name, p in own.pieces.items()})
+        own.close()
+    return found
+
+
+def check(shapes, sizes, pieces):
+    numbers = [rows * columns for rows, columns, _ in shapes]
+    counts = [torch.zeros(number, dtype=torch.int64) for number in numbers]
+    homes = [0] * len(numbers)
+    for own in pieces:
+        for name, (start, stop) in own.items():
+            counts[int(name)][start:stop] += 1
+            homes[int(name)] += 1
+            assert sizes != "whole-parameters" or stop - start == numbers[int(name)]
     assert all(bool((count == 1).all()) for count in counts)
-    if not whole:
-        owned = [sum(split.sizes[rank] for split in found) for rank in range(ranks)]
-        assert max(owned) - min(owned) <= 1
+    # optimizers have states of parameters without elements too, which one rank keeps
+    assert all(home == 1 for home, number in zip(homes, numbers, strict=True) if not number)
+    load = [sum(stop - start for start, stop in own.values()) for own in pieces]
+    if sizes == "balanced":
+        assert tuple(load) == tuple(ShardSizes.balanced(sum(numbers), RANKS))
+    elif sizes == "whole-parameters":  # Graham's bound
+        assert max(load) <= sum(numbers) / RANKS + (1 - 1 / RANKS) * max(numbers)
+    else:
+        assert load == sizes
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 6))
-def test_whole_parameters_are_shared_out_evenly(numbers, ranks):
-    """By Graham's bound, on what cannot be undercut: the mean, the largest, two of the largest."""
-    owner = owners(numbers, ranks)
-    load = [sum(n for n, o in zip(numbers, owner, strict=True) if o == r) for r in range(ranks)]
-    # a rank that got its last when it had least has no more than the mean and that one
-    assert max(load) <= sum(numbers) / ranks + (1 - 1 / ranks) * max(numbers)
-    assert sum(load) == sum(numbers)
+def test_every_element_has_one_owner(worlds):
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(models(), min_size=1, max_size=12))
+    def run(drawn):
+        results = worlds.run(RANKS, owned, drawn)
+        for (shapes, sizes, _), *pieces in zip(drawn, *results, strict=True):
+            check(shapes, sizes, pieces)
+
+    run()
+
+
+def test_the_rest_does_not_go_to_the_last_rank(worlds):
+    """14 // 3 is 4, and the last would get 6."""
+    (first,), (second,), (last,) = worlds.run(RANKS, owned, [([(2, 7, True)], "balanced", 400)])
+    assert (first, second, last) == ({"0": (0, 5)}, {"0": (5, 10)}, {"0": (10, 14)})

@@ -19,7 +19,7 @@ H100 = vc.simulate.MACHINES["h100-ndr"]
 def prepare(graph):
     torch.manual_seed(0)
     model = MeshGraphNet(2, 2, 1, hidden_channels=8, num_blocks=2)
-    model = vc.data_parallel.replicate(vc.graph.distribute(model, graph))
+    model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters())
     x, edge_attr = torch.ones(graph.num_owned, 2), torch.ones(graph.num_edges, 2)
 
@@ -27,6 +27,7 @@ def prepare(graph):
         optimizer.zero_grad()
         prediction = model(x, graph.edge_index, edge_attr)
         graph.mean(mse_loss(prediction, x[:, :1], reduction="none")).backward()
+        vc.data_parallel.sum_gradients(model)
         optimizer.step()
 
     return step
@@ -144,9 +145,14 @@ def one_way():
 
 
 def prepare_layer(graph):
-    model = vc.data_parallel.replicate(vc.graph.distribute(SAGEConv(4, 4), graph))
+    model = vc.graph.distribute(SAGEConv(4, 4), graph)
     x = graph.x.clone().requires_grad_()
-    return lambda: graph.sum(model(x, graph.edge_index)).backward()
+
+    def step():
+        graph.sum(model(x, graph.edge_index)).backward()
+        vc.data_parallel.sum_gradients(model)
+
+    return step
 
 
 @pytest.mark.parametrize("ranks", [None, [0, 2], [3]])
@@ -177,12 +183,13 @@ def both_types():
 
 def prepare_types(graph):
     convs = {key: SAGEConv((4, 4), 4) for key in graph.edge_types}
-    model = vc.data_parallel.replicate(vc.graph.distribute(HeteroConv(convs), graph))
+    model = vc.graph.distribute(HeteroConv(convs), graph)
     x = {key: value.clone().requires_grad_() for key, value in graph.x_dict.items()}
 
     def step():
         out = model(x, graph.edge_index_dict)
         sum(graph[key].sum(value) for key, value in out.items()).backward()
+        vc.data_parallel.sum_gradients(model)
 
     return step
 

@@ -57,13 +57,14 @@ def trained(graph, kind):
     else:
         model = GATConv(8, 2)
         features = (graph.x, graph.edge_index)
-    model = vc.data_parallel.replicate(vc.graph.distribute(model, graph))
+    model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step():
         optimizer.zero_grad()
         loss = graph.mean(mse_loss(model(*features), graph.y, reduction="none"))
         loss.backward()
+        vc.data_parallel.sum_gradients(model)
         optimizer.step()
 
     step()

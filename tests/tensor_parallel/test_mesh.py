@@ -33,7 +33,6 @@ def trained(rank):
     tensor, place = mesh["tensor"], mesh["data"].get_local_rank()
     one, model = made(True), made(True)
     parallelize(model, PLAN, group=tensor)
-    varcomm.data_parallel.replicate(model, mesh["data"])
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (one, model)]
     failures = Failures()
     for step in range(3):
@@ -47,6 +46,7 @@ def trained(rank):
         losses = vocab_parallel_cross_entropy(logits, ids.roll(1, 0), group=tensor)
         loss = losses.sum() / whole.numel()  # of all replicas
         loss.backward()
+        varcomm.data_parallel.sum_gradients(model, mesh["data"])
         norm = clip_grad_norm_(model, 0.1, group=tensor)
         expected = functional.cross_entropy(one(whole).flatten(0, 1), whole.roll(1, 0).flatten())
         expected.backward()

@@ -170,14 +170,14 @@ def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
     """Return what prepares a training step of the model on a rank's part of a graph."""
     from torch.nn.functional import mse_loss
 
-    from varcomm.data_parallel import replicate
+    from varcomm.data_parallel import sum_gradients
     from varcomm.graph import distribute
     from varcomm.models import MeshGraphNet
 
     def prepare(graph: Any) -> Callable[[], None]:
         torch.manual_seed(0)
         model = MeshGraphNet(6, 3, 1, hidden_channels=width, num_blocks=blocks)
-        model = replicate(distribute(model, graph))
+        model = distribute(model, graph)
         optimizer = torch.optim.Adam(model.parameters())
         x, edge_attr = torch.rand(graph.num_owned, 6), torch.rand(graph.num_edges, 3)
         y = torch.rand(graph.num_owned, 1)
@@ -186,6 +186,7 @@ def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
             optimizer.zero_grad()
             prediction = model(x, graph.edge_index, edge_attr)
             graph.mean(mse_loss(prediction, y, reduction="none")).backward()
+            sum_gradients(model)
             optimizer.step()
 
         return step

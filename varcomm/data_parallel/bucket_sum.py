@@ -1,4 +1,4 @@
-"""The sum of a flat tensor over ranks, under way in the background, in two rounds."""
+"""Sum of a flat tensor over ranks, in two rounds of messages."""
 
 from __future__ import annotations
 
@@ -17,33 +17,25 @@ __all__ = ["BucketSum"]
 
 
 class BucketSum:
-    """A sum that is begun now; the same on all ranks, bit for bit.
+    """A sum in flight; the same on all ranks, bit for bit.
 
-    Each rank sums a piece of ``1 / P`` in rank order, divides it, and then sends it to the others.
-    An asynchronous :func:`varcomm.all_reduce` cannot do so, since nobody would begin its second
-    round, and takes ``P - 1`` times the bytes in place of ``2 (P - 1) / P``; here the caller begins
-    it. On two ranks that is the same, but each adds half as much. Up to 16 KiB one round is less
-    time. By what it is divided need not be known before the second round.
+    Each rank sums a piece of ``1 / P`` in rank order, divides the piece, and sends it to the other
+    ranks: ``2 (P - 1) / P`` of the bytes of `flat`. Up to 16 KiB, one round takes less time. The
+    caller begins the second round, because an asynchronous :func:`varcomm.all_reduce` cannot.
 
-    Parameters
-    ----------
-    flat : torch.Tensor
-        Shape (N,), the same on all ranks. It must not change before the sum is there.
-    group : Group
-        The ranks that sum. All make the same calls in the same order.
-    use_fp32 : bool
-        Sum and divide floats narrower than 4 bytes in fp32, and round once.
+    `flat`, of shape (N,) on all ranks, must not change before the sum is complete. All ranks make
+    the same calls in the same order.
     """
 
     def __init__(self, flat: torch.Tensor, group: Group, use_fp32: bool = True) -> None:
         self._group, self._use_fp32 = group, use_fp32
         self._pieces: ShardSizes | None = None
         ranks, self._numbers = group.size, flat.numel()
-        self._mine = range(self._numbers)
+        self._own = range(self._numbers)
         if ranks > 1 and flat.nbytes > SMALL:
             self._pieces = ShardSizes.balanced(self._numbers, ranks)
-            self._mine = self._pieces.range(group.rank)
-        counts = [len(self._mine)] * ranks
+            self._own = self._pieces.range(group.rank)
+        counts = [len(self._own)] * ranks
         name = "all_reduce" if self._pieces is None else "reduce_scatter_v"
         self._compare(name, flat)
         self._explained = explained(name, group)
@@ -52,18 +44,18 @@ class BucketSum:
                 works, parts = packing.all_gather(name, group, flat, counts)
             else:
                 works, parts = packing.exchange(name, group, flat, self._pieces, counts)
-        self._pending = Pending(works, lambda: parts.view(ranks, len(self._mine)))
+        self._pending = Pending(works, lambda: parts.view(ranks, len(self._own)))
 
     def begin_second_round(self, divisor: int = 1, undivided: int = 0) -> None:
-        """Wait for this rank's piece and begin to send it, where there are pieces.
+        """Wait for this rank's piece, and begin to send its sum.
 
-        The sum is divided by `divisor`, but for its last `undivided` numbers.
+        The sum is divided by `divisor`, except its last `undivided` numbers.
         """
         with self._explained:
             parts = self._pending.wait()
         total = accumulated(parts, self._use_fp32)
         if divisor != 1:
-            total[: max(0, self._numbers - undivided - self._mine.start)] /= divisor
+            total[: max(0, self._numbers - undivided - self._own.start)] /= divisor
         total = total.to(parts.dtype)
         if self._pieces is None:
             self._pending = Pending([], lambda: total)
@@ -79,11 +71,6 @@ class BucketSum:
         """Return the sum; after :meth:`begin_second_round`."""
         with self._explained:
             return self._pending.wait()
-
-    def give_up(self) -> None:
-        """Wait for what has been begun, and begin nothing; in place of the second round."""
-        with self._explained:
-            self._pending.wait()
 
     def _compare(self, name: str, values: torch.Tensor) -> None:
         if debugging():

@@ -1,17 +1,20 @@
-"""Sum the gradients of replicated parameters over ranks, in one message a dtype."""
+"""Sum the gradients of replicated parameters over ranks, in buckets, after backward."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from varcomm.data_parallel.taken import check_not_taken
-from varcomm.data_parallel.watching import replicas_of
+from varcomm.data_parallel.bucket_sum import BucketSum
+from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype
+from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
+from varcomm.data_parallel.owner import is_owned
 from varcomm.errors import ArgumentError
-from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
+from varcomm.sizes import at_least
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
@@ -19,35 +22,49 @@ __all__ = ["sum_gradients"]
 
 
 def sum_gradients(
-    parameters: torch.nn.Module | Iterable[torch.nn.Parameter], group: GroupLike = None
+    parameters: torch.nn.Module | Iterable[torch.nn.Parameter],
+    group: GroupLike = None,
+    *,
+    reduce: Reduce = "sum",
+    use_fp32: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Replace each parameter's ``grad`` by its sum over ranks; call once a step, after backward.
+    """Replace each parameter's ``grad`` by its sum over ranks; call once per step, after backward.
 
-    Every rank has the same parameters and has computed a part of the loss; the gradient of the loss
-    is the sum of the ranks' gradients. Micro-batches are accumulated first: a second call would sum
-    what has been summed.
+    Every rank has the same parameters and computes a part of the loss; the gradient of the loss is
+    the sum of the ranks' gradients. Micro-batches are accumulated first: a second call would sum
+    sums. A parameter that no rank has used keeps no gradient, as in one process.
 
     Parameters
     ----------
     parameters : Module or iterable of Parameter
         The same on every rank, in the same order. Those with ``requires_grad=False`` are left
-        alone; one without a ``grad`` on this rank counts as zeros, and gets the sum.
+        alone. A parameter without ``grad`` on this rank counts as zeros, and gets the sum.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
+    reduce : "sum", "mean" or GlobalCount
+        Divide the sum by nothing, by the number of ranks, or by the rows that all ranks have
+        counted since the last call.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once.
+    bucket_bytes : int
+        Size of a message.
 
     Raises
     ------
     ArgumentError
-        If a gradient is sparse, `parameters` is a tensor, or :func:`replicate` or a
-        ``ShardedGradients`` sums them already.
+        If a gradient is sparse or of another dtype than its parameter's gradients, if `parameters`
+        is a tensor or belongs to a ``ShardedGradients``, or if another argument is wrong. On every
+        rank, if a rank has counted nothing, or all have counted 0.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters.
+        Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters, other
+        values of parameters, or other arguments.
 
     Notes
     -----
-    Communication: one :func:`varcomm.all_reduce` for each dtype and device among the parameters.
-    Floats narrower than 4 bytes are summed in fp32 and rounded once. The sums are the same on all
-    ranks, bit for bit, so replicated parameters stay equal.
+    Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
+    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds 16 bytes to each peer. Sums
+    are in rank order, and the same on all ranks bit for bit, so replicated parameters stay equal.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 
@@ -65,59 +82,93 @@ def sum_gradients(
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
     ranks = resolve(group)
-    with checking("sum_gradients", ranks) as where:
-        if isinstance(parameters, torch.Tensor):  # an iterable of its rows, which have no gradient
-            raise ArgumentError(
-                f"{where}parameters must be a Module or an iterable of Parameter; got a tensor. "
-                "Put it into a list."
-            )
-        given = list(parameters)
-        for value in given:
-            if not isinstance(value, torch.Tensor) or not value.is_leaf:
-                computed = isinstance(value, torch.Tensor)
-                raise ArgumentError(
-                    f"{where}parameters must be a Module or an iterable of Parameter; it holds a "
-                    f"{'computed tensor' if computed else type(value).__name__}. Pass the model, "
-                    "or model.parameters()."
-                )
-        trained = [parameter for parameter in given if parameter.requires_grad]
-        for number, parameter in enumerate(trained):
-            what = f"{where}parameter {number}, of shape {tuple(parameter.shape)},"
-            check_not_taken(parameter, what)
-            replicas = replicas_of(parameter)
-            if any(replica.unsummed.any() for replica in replicas):
-                raise ArgumentError(
-                    f"{where}replicate has yet to sum what backwards in no_sync have brought to "
-                    f"the module of parameter {number}, of shape {tuple(parameter.shape)}: the "
-                    "next backward() outside of no_sync does. Leave this call out."
-                )
-            if replicas:
-                raise ArgumentError(
-                    f"{where}replicate has summed the gradient of parameter {number}, of shape "
-                    f"{tuple(parameter.shape)}, in backward already. Leave this call out."
-                )
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise ArgumentError(
-                    f"{where}the gradient of parameter {number}, of shape "
-                    f"{tuple(parameter.shape)}, is sparse. Use sparse=False, or densify it."
-                )
+    with checking("sum_gradients", ranks, use_fp32=use_fp32) as where:
+        size = at_least(1, bucket_bytes, "bucket_bytes")
+        how = {"reduce": described(reduce, where), "bucket_bytes": size}
+        trained = _checked(parameters, where)
     if debugging():
         shapes = [list(parameter.shape) for parameter in trained]
-        compare(ranks, {"operation": "sum_gradients", "shapes of parameters": shapes})
-    # autograd may have made views of what came in the gradients of two parameters
+        call = {"operation": "sum_gradients", "shapes of parameters": shapes, **how}
+        values = [repr(digest(parameter)) for parameter in trained]
+        compare(ranks, {**call, "values of parameters": values})
+    divisor = ranks.size if reduce == "mean" else 1
+    if isinstance(reduce, GlobalCount):
+        divisor = CountSum(reduce, ranks).wait(where)
+    # autograd may have made views of one tensor the gradients of two parameters
     places = Counter(p.grad.data_ptr() for p in set(trained) if p.grad is not None)
-    buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for parameter in trained:
-        buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    shared = {place for place, number in places.items() if number > 1}
     with torch.no_grad():
-        for bucket in buckets.values():
-            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
-            parts = all_reduce(flat, group=group).split([p.numel() for p in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                if parameter.grad is None or places[parameter.grad.data_ptr()] > 1:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part.view(parameter.shape))
+        before: tuple[list[torch.nn.Parameter], BucketSum] | None = None
+        for members in cut(trained, range(len(trained)), size):
+            bucket = [trained[index] for index in members]
+            begun = BucketSum(_flat(bucket), ranks, use_fp32)
+            if before is not None:  # while the next one travels
+                _deliver(*before, divisor, shared)
+            before = bucket, begun
+        if before is not None:
+            _deliver(*before, divisor, shared)
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch.nn.Parameter]:
+    if isinstance(parameters, torch.Tensor):  # an iterable of its rows, which have no gradient
+        raise ArgumentError(
+            f"{where}parameters must be a Module or an iterable of Parameter; got a tensor. Put it "
+            "into a list."
+        )
+    given = list(parameters)
+    for value in given:
+        if not isinstance(value, torch.Tensor) or not value.is_leaf:
+            computed = isinstance(value, torch.Tensor)
+            raise ArgumentError(
+                f"{where}parameters must be a Module or an iterable of Parameter; it holds a "
+                f"{'computed tensor' if computed else type(value).__name__}. Pass the model, or "
+                "model.parameters()."
+            )
+    trained = [parameter for parameter in given if parameter.requires_grad]
+    for number, parameter in enumerate(trained):
+        what = f"parameter {number}, of shape {tuple(parameter.shape)},"
+        if is_owned(parameter):
+            raise ArgumentError(
+                f"{where}{what} belongs to a ShardedGradients, which sums its gradients. Use one "
+                "of the two, or call its close() first."
+            )
+        if parameter.grad is None:
+            continue
+        if parameter.grad.layout != torch.strided:
+            raise ArgumentError(
+                f"{where}the gradient of {what} is sparse. Use sparse=False, or densify it."
+            )
+        if parameter.grad.dtype != gradient_dtype(parameter):
+            raise ArgumentError(
+                f"{where}the gradient of {what} is of {parameter.grad.dtype}, and not of "
+                f"{gradient_dtype(parameter)}. Set its grad_dtype before backward."
+            )
+    return trained
+
+
+def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Return all gradients in a row, and a flag per parameter: 1 if this rank has used it."""
+    parts = [
+        torch.zeros_like(p, dtype=gradient_dtype(p)).reshape(-1)
+        if p.grad is None
+        else p.grad.reshape(-1)
+        for p in bucket
+    ]
+    flags = torch.tensor([p.grad is not None for p in bucket], dtype=parts[0].dtype)
+    return torch.cat([*parts, flags.to(parts[0].device)])
+
+
+def _deliver(
+    bucket: Sequence[torch.nn.Parameter], total: BucketSum, divisor: int, shared: set[int]
+) -> None:
+    """Wait for a sum, and write it into the gradients."""
+    total.begin_second_round(divisor, undivided=len(bucket))
+    *parts, flags = total.wait().split([*(p.numel() for p in bucket), len(bucket)])
+    everywhere = all(p.grad is not None for p in bucket)  # then a GPU need not be waited for
+    used = [True] * len(bucket) if everywhere else flags.ne(0).tolist()
+    for parameter, part, is_used in zip(bucket, parts, used, strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None or parameter.grad.data_ptr() in shared:
+            parameter.grad = torch.empty_like(parameter, dtype=part.dtype)
+        parameter.grad.copy_(part.view(parameter.shape))

@@ -1,17 +1,18 @@
-"""A communication hook by which ``DistributedDataParallel`` sums gradients rather than average."""
+"""Communication hook by which ``DistributedDataParallel`` sums gradients in place of averaging."""
 
 # Without "from __future__ import annotations": torch compares the hook's annotations with types.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
-from varcomm.data_parallel.leaf import accumulator, notes
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
@@ -20,62 +21,53 @@ from varcomm.transport.lane import weakly
 
 __all__ = ["sum_hook"]
 
-_MARK = "varcomm.sum_hook"
-
-# Of the backward in which each is used, by autograd's number for it.
-_totals: weakref.WeakKeyDictionary[GlobalCount, tuple[int, CountSum]] = weakref.WeakKeyDictionary()
-
 
 def sum_hook(
     state: GroupLike | tuple[GroupLike, Reduce], bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over ranks, for ``DistributedDataParallel``.
 
-    ``ddp.register_comm_hook(group, sum_hook)`` makes it leave the sum over ranks in each ``grad``,
-    where it would leave the average: the gradient of a loss of which each rank computes a part.
-    ``ddp.register_comm_hook((group, count), sum_hook)`` divides the sum by what a
-    :class:`GlobalCount` has counted, and ``(group, "mean")`` by the number of ranks.
+    ``ddp.register_comm_hook(group, sum_hook)`` leaves the sum over ranks in each ``grad``, in place
+    of the average: the gradient of a loss of which each rank computes a part.
+    ``ddp.register_comm_hook((group, count), sum_hook)`` divides the sum by the rows of a
+    :class:`GlobalCount`, and ``(group, "mean")`` by the number of ranks.
 
     Parameters
     ----------
-    state : ProcessGroup, DeviceMesh or None, or a pair of that and what `reduce` is in `replicate`
-        The ranks of the ``DistributedDataParallel``, None for the whole world; alone it is a sum.
-        It has to be the group that was given there, which is not told to hooks, so nobody can
-        check it.
+    state : ProcessGroup, DeviceMesh or None, or a pair of that and "sum", "mean" or a GlobalCount
+        The ranks of the ``DistributedDataParallel``; None is the whole world. The group must be the
+        one that was given there, which hooks cannot check.
     bucket : torch.distributed.GradBucket
-        What ``DistributedDataParallel`` passes.
+        Passed by ``DistributedDataParallel``.
 
     Returns
     -------
     torch.futures.Future
-        Of the sum, in the shape and dtype of the bucket; done when backward ends.
+        Of the sum, in the shape and dtype of the bucket; done in the hook of the last bucket.
 
     Raises
     ------
     ArgumentError
-        In backward, if a parameter has a gradient that has been summed before and is not zero, if
-        `state` is something else, as :class:`GlobalCount` says where too little was counted, or if
-        two ``DistributedDataParallel`` in it have the same count.
-        ``DistributedDataParallel`` cannot be used after an error in backward.
+        In backward, if a parameter has a gradient that was summed before and is not zero, if
+        `state` is something else, if a rank has counted nothing or all have counted 0, or if two
+        ``DistributedDataParallel`` share a count. ``DistributedDataParallel`` cannot be used after
+        an error in backward.
 
     Notes
     -----
-    Gradients of micro-batches are accumulated inside of ``ddp.no_sync()``, in all backwards but the
-    last one, and ``zero_grad()`` comes before the next: ``DistributedDataParallel`` passes what is
-    in ``grad``, and a part that has been summed would be summed again. So it is refused.
-    :func:`replicate` sums what each backward adds, and has no such rule. Nor are counts dropped by
-    ``zero_grad()`` here: what was added since the last sum belongs to the next. Each
-    ``DistributedDataParallel`` needs a :class:`GlobalCount` of its own, which nothing else divides
-    by.
+    Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
+    next: ``DistributedDataParallel`` passes all of ``grad``, and a part that has been summed would
+    be summed again.
 
     A model that communicates by itself (:func:`varcomm.graph.distribute`, before it is wrapped)
-    should have a group to itself: pass ``dist.new_group()`` both to ``DistributedDataParallel`` and
-    here. With ``find_unused_parameters=True``, ranks come to their buckets at other places of their
-    backward, and on one group calls must come in the same order.
+    should have a group to itself: pass ``dist.new_group()`` to ``DistributedDataParallel`` and
+    here. If such a model leaves out parameters on some ranks (``find_unused_parameters=True``), use
+    :func:`sum_gradients`: a rank may complete its buckets while others wait for its part of an
+    exchange.
 
-    Communication: as in :func:`replicate`, begun when the bucket is full; the second round, where
-    there is one, at the end of backward. Floats narrower than 4 bytes travel narrow and are summed
-    in fp32. The sums are in rank order, the same on all ranks bit for bit.
+    Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second round
+    begins with the last bucket. Floats narrower than 4 bytes travel narrow and are summed in fp32.
+    Sums are in rank order, the same on all ranks bit for bit.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 
@@ -102,70 +94,109 @@ def sum_hook(
         raise ArgumentError(
             f"sum_hook: state must be a group or a pair (group, reduce); got {state!r}. {error}"
         ) from error
-    task = torch._C._current_graph_task_id()
+    sums = _of_group.setdefault(ranks.process_group, _Sums())
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
-        taken = _totals.get(reduce) if isinstance(reduce, GlobalCount) else None
-        if bucket.index() == 0 and taken is not None and taken[0] == task != -1:
-            raise ArgumentError(
-                f"{where}two DistributedDataParallel in one backward have the same GlobalCount, of "
-                "which the first has taken what was counted. Give each its own."
-            )
+        if bucket.index() == 0:
+            sums.begin(bucket.parameters()[0], reduce, ranks, where)
     for parameter in bucket.parameters():
-        _watch(parameter, ranks)
+        sums.watch(parameter, ranks)
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
-
-    @torch.no_grad()
-    def begin() -> BucketSum:
-        if isinstance(reduce, GlobalCount) and bucket.index() == 0:  # which comes first
-            _totals[reduce] = task, CountSum(reduce.take(), [ranks])
-        return BucketSum(values, ranks)
-
+    job = _Job(values, ranks, reduce, torch.futures.Future(devices=on))
     # comparing blocks, and ranks may be at other places of their backward
-    begun = None if debugging() else begin()
+    if not debugging():
+        job.start()
+    sums.jobs.append(job)
+    if bucket.is_last():
+        sums.finish(where)
+    return job.future
+
+
+@dataclass
+class _Job:
+    values: torch.Tensor
+    group: Group
+    reduce: Reduce
+    future: torch.futures.Future[torch.Tensor]
+    total: BucketSum | None = None
 
     @torch.no_grad()
-    def finish() -> None:
-        total, divisor = begun or begin(), ranks.size if reduce == "mean" else 1
+    def start(self) -> BucketSum:
+        if self.total is None:
+            self.total = BucketSum(self.values, self.group)
+        return self.total
+
+
+@dataclass
+class _Sums:
+    """Sums over one group in the backward that runs, and the parameters that were summed."""
+
+    jobs: list[_Job] = field(default_factory=list)
+    counts: dict[GlobalCount, CountSum] = field(default_factory=dict)
+    firsts: list[torch.Tensor] = field(default_factory=list)
+    watched: dict[int, "_Watch"] = field(default_factory=dict)
+
+    def begin(self, first: torch.Tensor, reduce: Reduce, group: Group, where: str) -> None:
+        """Begin the sums of one DistributedDataParallel."""
+        if any(other is first for other in self.firsts):
+            self.clear()  # an earlier backward has failed
+        self.firsts.append(first)
         if isinstance(reduce, GlobalCount):
-            divisor = _totals[reduce][1].wait(where)
-        total.begin_second_round(divisor)
-        future.set_result(total.wait())
+            if reduce in self.counts:
+                raise ArgumentError(
+                    f"{where}two DistributedDataParallel in one backward have the same "
+                    "GlobalCount, of which the first has taken the rows. Give each its own."
+                )
+            self.counts[reduce] = CountSum(reduce, group, not debugging())
 
-    if torch._C._current_autograd_node() is None:
-        finish()  # backward has ended (static_graph): DDP waits first
-    else:
-        # before DistributedDataParallel's own callback, which waits for the futures
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
-    return future
+    @torch.no_grad()
+    def finish(self, where: str) -> None:
+        """Complete all sums that have begun."""
+        try:
+            totals = {count: total.wait(where) for count, total in self.counts.items()}
+            begun = [job.start() for job in self.jobs]
+            for job, total in zip(self.jobs, begun, strict=True):
+                divisor = job.group.size if job.reduce == "mean" else 1
+                if isinstance(job.reduce, GlobalCount):
+                    divisor = totals[job.reduce]
+                total.begin_second_round(divisor)
+            for job, total in zip(self.jobs, begun, strict=True):
+                job.future.set_result(total.wait())
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        self.jobs, self.counts, self.firsts = [], {}, []
+
+    def watch(self, parameter: torch.Tensor, group: Group) -> None:
+        """Note that a gradient is summed now, and refuse to sum it again."""
+        watch = self.watched.get(id(parameter))
+        if watch is None or watch.parameter() is not parameter:
+            watch = self.watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(group))
+            parameter.register_hook(partial(_check_fresh, watch))
+        watch.summed = True
 
 
-def _watch(parameter: torch.Tensor, group: Group) -> None:
-    """Note that the gradient of a parameter is summed now, and refuse to do so twice."""
-    node = accumulator(parameter)
-    if _MARK not in notes(node):
-        # at the node, which DistributedDataParallel keeps
-        state: dict[str, bool] = {}
-        notes(node)[_MARK] = state
-        node.register_prehook(partial(_check_fresh, weakref.ref(parameter), weakly(group), state))
-    notes(node)[_MARK]["summed"] = True
+@dataclass
+class _Watch:
+    parameter: weakref.ref[torch.Tensor]
+    group: Callable[[], Group]
+    summed: bool = False
 
 
-def _check_fresh(
-    me: weakref.ref[torch.Tensor],
-    group: Callable[[], Group],
-    state: dict[str, bool],
-    _: object,
-) -> None:
+def _check_fresh(watch: _Watch, _: torch.Tensor) -> None:
     """Raise if backward is about to add to a gradient that has been summed."""
-    parameter = me()
-    summed, state["summed"] = state["summed"], False
+    parameter, summed = watch.parameter(), watch.summed
+    watch.summed = False
     if summed and parameter is not None and parameter.grad is not None and parameter.grad.any():
-        with checking("sum_hook", group()) as where:
+        with checking("sum_hook", watch.group()) as where:
             raise ArgumentError(
                 f"{where}the gradient of a parameter of shape {tuple(parameter.shape)} has been "
-                "summed over ranks, and what this backward adds to it would sum it again. Call "
-                "zero_grad() before; run all micro-batches but the last in ddp.no_sync()."
+                "summed over ranks, and this backward would sum it again. Call zero_grad() before; "
+                "run all micro-batches but the last in ddp.no_sync()."
             )
+
+
+# The hook gets no object that lives as long as a group, but the group itself.
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sums] = weakref.WeakKeyDictionary()

@@ -213,8 +213,10 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     >>> parts = vc.simulate.partition(Data(x=torch.ones(64, 8), edge_index=ring), 16, "block")
     >>> def prepare(graph):
     ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
-    ...     model = vc.data_parallel.replicate(model)
-    ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
+    ...     def step():
+    ...         graph.sum(model(graph.x, graph.edge_index)).backward()
+    ...         vc.data_parallel.sum_gradients(model)
+    ...     return step
     >>> step = vc.simulate.step(prepare, parts, ranks=[0, 1])
     >>> step.sent.max(), max(step.fit.error.values()) < 1e-9
     (tensor(8612., dtype=torch.float64), True)

@@ -78,9 +78,11 @@ def count(step: Callable[[], object]) -> Work:
     --------
     >>> import torch, varcomm as vc
     >>> with vc.simulate.world(64):
-    ...     layer = vc.data_parallel.replicate(torch.nn.Linear(1000, 1000))
-    ...     x = torch.ones(10, 1000)
-    ...     work = vc.simulate.count(lambda: layer(x).sum().backward())
+    ...     layer, x = torch.nn.Linear(1000, 1000), torch.ones(10, 1000)
+    ...     def step():
+    ...         layer(x).sum().backward()
+    ...         vc.data_parallel.sum_gradients(layer)
+    ...     work = vc.simulate.count(step)
     >>> work.flops, work.calls.total.messages_sent
     (40000000, 126)
     """

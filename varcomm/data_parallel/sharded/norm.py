@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has pieces."""
+"""Norm of gradients of which each rank has pieces."""
 
 from __future__ import annotations
 
@@ -35,16 +35,8 @@ def clip_(
 ) -> torch.Tensor:
     """Scale gradients so that the norm of those of all ranks is at most `max_norm`; return it.
 
-    Parameters
-    ----------
-    gradients : sequence of (str, torch.Tensor or None)
-        Those of this rank's pieces, each with the name of its parameter.
-    specs : mapping
-        How each parameter is sharded besides, by name; of all, on whatever rank.
-    max_norm, norm_type, error_if_nonfinite
-        As of :func:`torch.nn.utils.clip_grad_norm_`.
-    group : Group
-        The ranks that have pieces.
+    `gradients` are those of this rank's pieces, by name of parameter; `specs` say how each
+    parameter of any rank is sharded besides.
     """
     with checking(_WHAT, group, error_if_nonfinite=error_if_nonfinite) as where:
         most = _checked(max_norm, "max_norm", where, zero=True)
@@ -71,7 +63,7 @@ def _total_norm(
     group: Group,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Return the norm of all gradients of the model, as one vector; a scalar of float64."""
+    """Return the norm of all gradients of the model as one vector; a scalar of float64."""
     over = {name: None if spec is None else spec.group for name, spec in specs.items()}
     kinds = dict.fromkeys([None, *over.values()])
     norms: dict[Group | None, list[torch.Tensor]] = {kind: [] for kind in kinds}
@@ -96,7 +88,6 @@ def _total_norm(
 
 
 def _checked(value: object, name: str, where: str, zero: bool = False) -> float:
-    """Return `value` if it is a positive number; or 0, if `zero` is allowed."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and not isnan(value)
     if not number or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
         kind = "not negative" if zero else "positive"

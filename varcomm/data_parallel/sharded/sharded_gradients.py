@@ -2,164 +2,142 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from varcomm.data_parallel.global_count import Reduce
-from varcomm.data_parallel.sharded.arrivals import NAME
+from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
+from varcomm.data_parallel.global_count import Reduce, checked_total
 from varcomm.data_parallel.sharded.gathering import Gathering
-from varcomm.data_parallel.sharded.guards import AfterForward, Guard, OnlyWithinStep
-from varcomm.data_parallel.sharded.inner_optimizer import Factory, Held, options
-from varcomm.data_parallel.sharded.making import make
+from varcomm.data_parallel.sharded.inner_optimizer import Factory, held, made, options
+from varcomm.data_parallel.sharded.inputs import Given, Settings, read
 from varcomm.data_parallel.sharded.norm import clip_
-from varcomm.data_parallel.sharded.settings import Settings
-from varcomm.data_parallel.sharded.shard import Piece
+from varcomm.data_parallel.sharded.reducer import NAME, Reducer, Traffic
+from varcomm.data_parallel.sharded.shard import Piece, Shard
+from varcomm.data_parallel.sharded.split import splits
 from varcomm.data_parallel.sharded.states import States
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops import packing
+from varcomm.ops.broadcast import broadcast
+from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
-from varcomm.transport.agreement import agree, compare, debugging
+from varcomm.transport.agreement import agree, agree_and_share, debugging
+from varcomm.transport.engine import wait_for
+from varcomm.transport.engines import peers_answer
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.lane import free_lanes, take_lane, weakly
 
 __all__ = ["ShardedGradients"]
 
+_SET_UP = f"data_parallel.{NAME}"
+
 
 class ShardedGradients:
-    """An optimizer of which each rank runs a part: its piece of the parameters, and their states.
+    """Optimizer of which each rank runs a part: its pieces of the parameters, and their states.
 
-    Every rank has the whole model. Backward sums the gradients over ranks, and leaves each rank
-    those of its own piece; :meth:`step` updates the piece and gathers the pieces of all. So
-    gradients, states and fp32 masters take ``n`` elements a rank rather than all ``N``, and both
-    together send no more than an all-reduce of gradients would. Pieces may be of any sizes.
+    Every rank has all parameters. Gradients are summed over ranks onto the ranks that own their
+    pieces; :meth:`step` updates the pieces and gathers them on all ranks. Gradients, states and
+    fp32 masters take ``n`` elements per rank in place of ``N``, and the bytes are those of an
+    all-reduce of gradients. Pieces may be of any sizes.
 
-    Collective: every rank makes it of a model with the same parameters, and all raise if one has
-    to. Parameters and buffers get the values of rank 0; later on, statistics of batch norms are
-    each rank's own. Parameters become contiguous views of one row a bucket; they stay the same
-    objects.
+    Collective: every rank makes it of a model with the same parameters, and all raise if one does.
+    Parameters and buffers get the values of rank 0; later, statistics of batch norms are each
+    rank's own. Parameters become contiguous views of one row per bucket, and stay the same objects.
 
     Parameters
     ----------
     params : Module or iterable
         A Module; or an iterable of parameters, of ``(name, parameter)``, or of dicts with
-        ``"params"`` and options, as torch's optimizers take them; no sets. Those that are frozen
-        are only made equal. Shared ones count once. Without a module or names, states are saved by
-        numbers, ``"group.place"``, which no other optimizer knows.
+        ``"params"`` and options, as torch's optimizers take them; no sets. Frozen parameters are
+        only made equal. Without a module or names, states are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
-        Is called as ``optimizer_factory(groups)`` and makes the optimizer of this rank's pieces:
+        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces:
         ``lambda groups: torch.optim.AdamW(groups, lr=1e-3)``. The groups are those of `params`,
-        with the pieces in place of parameters, and may be empty on a rank. Updates of an element
-        must depend on nothing else in its parameter, unless `sizes` is ``"whole-parameters"``.
+        with pieces in place of parameters, and may be empty. The update of an element must not
+        depend on the rest of its parameter, unless `sizes` is ``"whole-parameters"``.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int
-        How many elements each rank owns. ``"balanced"``: as many as any other. A list: one int a
-        rank, zeros allowed, that sum to the number of trained elements; more where there is more
-        memory. Of each bucket a rank gets its share, so that every message is spread over all.
-        ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
-        shape, as Muon needs it.
+        Elements per rank. A list has one int per rank, zeros allowed, that sum to the number of
+        trained elements. Every bucket is spread over all ranks. ``"whole-parameters"``: each
+        parameter has one owner, whose optimizer gets it in its own shape, as Muon needs it.
     module : torch.nn.Module, optional
-        The module in which the parameters are, where `params` is not that module itself. All that
-        it has is made equal, but for what others sum, who have made that equal. A backward from its
-        output takes part in the sums on every rank, even if the loss reaches no parameter there;
-        other backwards are an error outside of :meth:`no_sync`. Without it, each must reach one on
-        every rank, and those of reentrant checkpoints sum by themselves.
+        The module of the parameters, if `params` is not that module. All its other parameters and
+        buffers are made equal.
     reduce : "mean", "sum" or GlobalCount
-        ``"mean"`` divides by the number of ranks; ``"sum"`` does not; a
-        :class:`varcomm.data_parallel.GlobalCount` divides by what all ranks have counted since the
-        last sum.
+        ``"mean"`` divides by the number of ranks; a :class:`varcomm.data_parallel.GlobalCount`
+        divides by the rows that all ranks have counted since the last sum.
     fp32_reduce_scatter : bool
-        Sum and divide gradients narrower than 4 bytes in fp32. They travel narrow, and the
-        receiver casts them: the numbers are those of a cast before, at half the bytes. If False,
-        they are divided before they are sent, in their own dtype, to which the sum (in fp32) is
-        rounded before it is divided by the rest. Wider ones keep their dtype.
+        Sum and divide gradients narrower than 4 bytes in fp32; they travel narrow. If False, they
+        are divided in their own dtype, to which the sum is rounded before.
     gradient_predivide_factor : float, optional
-        What each rank's part is divided by before it is added; the sum is divided by the rest. By
-        default a power of two near ``sqrt(P)`` for a mean, else 1.
+        Divisor of each part before parts are added; the sum is divided by the rest. By default a
+        power of two near ``sqrt(P)`` for a mean, else 1.
     fp32_masters : bool
-        Let the optimizer work on fp32 copies of the pieces of parameters narrower than 4 bytes,
-        which are rounded for the model after each step. What is written into the model's
-        parameters between steps, by whatever way, is taken over: a step compares all ``n``.
+        Let the optimizer update fp32 copies of the pieces of parameters narrower than 4 bytes.
+        Values written into the model's parameters between steps are copied to the masters.
     cpu_offload : bool
-        Keep gradients, masters and states of the pieces on the CPU. Gradients move there through
-        pinned memory beside backward, which waits for them at its end.
+        Keep gradients, masters and states of the pieces on the CPU.
     overlap_forward : bool
-        Let :meth:`step` return while pieces are being gathered; each module in `module` waits in
-        its forward for the parameters that it holds itself, modules of torch.nn for all in them.
-        Until then it is an error to use a parameter otherwise; :meth:`wait` waits for all, and so
-        does ``state_dict()`` of a module.
+        Let :meth:`step` return while pieces are gathered. Each module in `module` waits in its
+        forward for its own parameters, modules of torch.nn for all in them. Until then parameters
+        are NaN to any other reader, and must not be written; :meth:`wait` and ``state_dict()`` of a
+        module wait for all.
     bucket_bytes : int
-        Gradients travel in messages of about so many bytes.
+        Size of a message of gradients.
 
     Attributes
     ----------
     optimizer : torch.optim.Optimizer
-        What the factory has made. Learning rate schedulers take it, and its hooks may be used; its
-        ``step`` may not.
+        The result of the factory, for learning rate schedulers and hooks; its ``step`` raises.
 
     Raises
     ------
     ArgumentError
-        On every rank, if `params` holds no trained parameter, or one that is lazy, sparse, sharded
-        as a DTensor, on another device than the others, replicated by
-        :func:`varcomm.data_parallel.replicate` or in another ShardedGradients; if one shares
-        memory with another parameter or buffer, or has a gradient; if `sizes` do not fit; if a
-        group of the optimizer holds other tensors than it was given; if another argument is wrong.
-        In backward, on the rank where it happens, for ``create_graph=True``, for gradients that
-        require a gradient, for hooks after accumulation, and for parameters that have been moved;
-        inside :func:`varcomm.debug` on all. On every rank at the end of backward, if all have
-        counted 0.
+        On every rank: if `params` holds no trained parameter, or one that is lazy, sparse, a
+        DTensor, on another device than the others, in another ShardedGradients, or has a gradient;
+        if a parameter shares memory with another tensor; if the optimizer holds other tensors than
+        its groups; if another argument is wrong. In backward, on its rank, for
+        ``create_graph=True`` and gradients of another dtype.
     DisagreementError
-        On every rank, if parameters, arguments or options of the optimizer differ. After a backward
-        that has failed.
+        On every rank, if parameters, arguments or options of the optimizer differ, or if ranks call
+        different methods.
     GroupError
-        If this rank is not in `group`; on every rank, if a parameter is where the group has no
-        engine.
+        If this rank is not in `group`, or parameters are on a device without an engine.
 
     Notes
     -----
-    Every rank calls ``backward()`` equally often. Each one that is not within :meth:`no_sync` sums
-    what it brings, and adds it to the gradients of the pieces, which :meth:`zero_grad` drops:
-    micro-batches accumulate there. Their storage is all that gradients take between backward and
-    step; the ``grad`` of a parameter stays None. What no rank has used keeps no gradient, as in one
-    process.
+    :meth:`step`, :meth:`reduce`, :meth:`clip_grad_norm_` and :meth:`zero_grad` are collective; each
+    begins with a message of about 1 KiB per rank in which ranks agree. Backwards are not: ranks may
+    run different numbers of them, or none, and any of them may leave out parameters. During
+    backward, a bucket is packed, freed and sent on an auxiliary group as soon as its gradients and
+    all buckets before it are complete, from the last parameters to the first. The first of the
+    collective methods sums the rest. Inside :func:`varcomm.debug`, sums start there.
 
-    A batch is skipped on all ranks or on none. A backward that fails after it has come to the
-    module (or the first parameter) is noticed on its rank, which raises from then on, while others
-    wait. One that fails before, in the loss, is not noticed where its error is caught, nor is one
-    that a rank leaves out, in :func:`varcomm.debug` neither: the others wait for the next one of
-    that rank, and sum it with theirs.
+    Each backward outside :meth:`no_sync` may send all buckets; several backwards before a step add
+    up exactly. Register no hooks with ``register_post_accumulate_grad_hook`` that read gradients.
+    A backward that fails leaves the gradients that it has computed; :meth:`zero_grad` drops them.
 
-    Buckets are filled from the last parameters to the first. As soon as the gradients of one are
-    there, and of all before it, they are packed, freed, and sent while backward goes on, on a group
-    of its own; where there can be none, and inside :func:`varcomm.debug`, when backward is done.
-    What was sent is freed when it has arrived.
+    Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
+    gradients' dtype, and one value for each parameter in each peer's piece of a bucket; it receives
+    ``(P - 1) n``, and a value for each parameter in its own piece from each peer. :meth:`step`
+    sends ``(P - 1) n`` elements of the parameters' dtype and receives ``N - n``. Sums are in rank
+    order, the same at every run, and parameters are equal on all ranks bit for bit.
 
-    Communication: of ``N`` elements this rank owns ``n``. A backward sends ``N - n`` elements of
-    the gradients' dtype, and one value for each parameter in each peer's piece of a bucket; it
-    receives ``(P - 1) n``, and a value for each parameter in its own from each peer. A GlobalCount
-    adds 16 bytes to each peer. :meth:`step` sends ``(P - 1) n`` elements of the parameters' dtype
-    and receives ``N - n``. Nothing is padded. Sums are in rank order, the same at every run, and
-    parameters are equal on all ranks bit for bit.
-
-    Accuracy: sums in fp32 of gradients ``g_r`` that are narrow are within ``(P + 1) 2**-24 sum_r
-    |g_r|`` of the exact sum, divided.
-
-    Sharding of optimizer states is that of ZeRO, of gradients its second stage [1]_.
+    Accuracy: sums in fp32 of narrow gradients ``g_r`` are within ``(P + 1) 2**-24 sum_r |g_r|`` of
+    the exact sum, divided. The method is ZeRO's second stage (Rajbhandari et al., SC20).
 
     In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
     ranks.
 
-    References
-    ----------
-    .. [1] S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, ZeRO: memory optimizations toward training
-       trillion parameter models, SC20, 2020, https://arxiv.org/abs/1910.02054
-
     Examples
     --------
     >>> import torch, varcomm
-    >>> from varcomm.data_parallel.sharded import ShardedGradients
+    >>> from varcomm.data_parallel import ShardedGradients
     >>> def fn(rank):
     ...     model = torch.nn.Linear(2, 3, bias=False)
     ...     torch.nn.init.ones_(model.weight)
@@ -167,6 +145,7 @@ class ShardedGradients:
     ...         model, lambda groups: torch.optim.SGD(groups, lr=0.5), sizes=[4, 2]
     ...     )
     ...     model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    ...     optimizer.reduce()
     ...     own = optimizer.pieces["weight"]
     ...     optimizer.step()
     ...     return (own.start, own.stop), own.value.grad.tolist(), model.weight.tolist()[0]
@@ -190,7 +169,7 @@ class ShardedGradients:
         fp32_masters: bool = True,
         cpu_offload: bool = False,
         overlap_forward: bool = False,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         ranks = resolve(group)
         asked = Settings(
@@ -204,57 +183,179 @@ class ShardedGradients:
             bucket_bytes,
         )
         with torch.no_grad():
-            made = make(params, optimizer_factory, ranks, module, asked)
-        self._given, self._shards, self._pieces = made.given, made.shards, made.pieces
-        self._arrivals = arrivals = made.arrivals
-        whole = made.given.module
-        overlapped = whole if overlap_forward else None
-        self._gathering = Gathering(made.shards, arrivals.traffic, overlapped)
-        self.optimizer = made.optimizer
-        self._guard = Guard(made.given, arrivals, self._gathering, Held(self.optimizer))
-        self._within_step = OnlyWithinStep()
-        self.optimizer.register_step_pre_hook(self._within_step)
-        self._states = States(self.optimizer, made.given, made.shards, made.settings.whole)
-        if whole is not None:
-            hook = AfterForward(made.given, arrivals)
-            arrivals.on_close(whole.register_forward_hook(hook, with_kwargs=True).remove)
+            self._set_up(params, optimizer_factory, ranks, module, asked)
+
+    def _set_up(
+        self, params: object, factory: Factory, group: Group, module: object, asked: Settings
+    ) -> None:
+        """Agree, make parameters equal, and cut them into pieces; collective."""
+
+        def begin() -> tuple[Settings, Given, list[Shard]]:
+            given = read(params, module)
+            checked = asked.checked(given.module, group.size)
+            given.check(group)
+            values = list(given.parameters.values())
+            found = splits(values, checked.sizes, group.size, checked.bucket_bytes)
+            return checked, given, [Shard(s, dict(enumerate(values)), group.rank) for s in found]
+
+        def tell(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
+            words = {"arguments": begun[0].describe(), **begun[1].describe()}
+            return {"words": words, "free lanes": free_lanes(group)}
+
+        (settings, given, shards), told = agree_and_share(_SET_UP, begin, tell, group)
+        _compare(_SET_UP, [rank["words"] for rank in told])
+        with explained(NAME, group):
+            for shard in shards:
+                wait_for(packing.broadcast("broadcast", group, shard.row, 0))
+        _broadcast([value for _, value in given.written()], group, settings.bucket_bytes)
+        names = list(given.parameters)
+        for shard in shards:
+            shard.cut_pieces(names, settings.whole, *settings.of_pieces(shard.row))
+        self._pieces = {piece.name: piece for shard in shards for piece in shard.pieces}
+        self.optimizer, same = agree_and_share(
+            f"{_SET_UP}: optimizer_factory",
+            lambda: made(factory, given, self._pieces, settings.whole),
+            lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
+            group,
+        )
+        _compare(_SET_UP, same)
+        self._held = held(self.optimizer)
+        self._stepping = False
+        self.optimizer.register_step_pre_hook(_only_within(weakref.ref(self)))
+
+        self._given, self._shards, self._closed = given, shards, False
+        self._group = weakly(group)
+        self._scaling, self._count = settings.scaling(group.size), settings.count
+        lane = take_lane(group, [rank["free lanes"] for rank in told])
+        traffic = Traffic(group, lane)
+        values = list(given.parameters.values())
+        self._reducer = Reducer(names, values, shards, group, traffic, self._scaling)
+        overlapped = given.module if settings.overlap_forward else None
+        self._gathering = Gathering(shards, traffic, overlapped)
+        self._states = States(self.optimizer, given, shards, settings.whole)
 
     @property
     def pieces(self) -> Mapping[str, Piece]:
-        """What this rank owns, by the name of the parameter of which it is a part.
+        """Pieces of this rank, by the names of their parameters.
 
-        ``pieces[name].value.grad`` is the reduced gradient, or None. Only those of which the rank
-        owns an element are here; and, on one rank each, parameters without elements.
+        ``pieces[name].value.grad`` is the sum after :meth:`reduce`, or None. A parameter of which
+        this rank owns no element is absent; each parameter without elements is on one rank.
         """
-        self._guard.settle("pieces")
         return dict(self._pieces)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of :attr:`optimizer`, whose options may be changed, on all ranks alike."""
+        """The groups of :attr:`optimizer`; change their options identically on all ranks."""
         return self.optimizer.param_groups
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards leave their gradients, whole, in ``grad`` of the parameters.
+        """Start no sums in the backwards inside: gradients add up on each rank.
 
-        The next backward outside adds its own to them, and what is summed is both. All ranks do so
-        for the same backwards.
+        They are part of the next sum, so several micro-batches send the bytes of one.
         """
-        self._guard.check("no_sync")
-        before, self._arrivals.summing = self._arrivals.summing, False
+        before, self._reducer.syncing = self._reducer.syncing, False
         try:
             yield
         finally:
-            self._arrivals.summing = before
+            self._reducer.syncing = before
 
     def wait(self) -> None:
         """Wait until the parameters have their new values, with ``overlap_forward=True``."""
         self._gathering.wait()
 
+    def reduce(self) -> None:
+        """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
+
+        :meth:`step` and :meth:`clip_grad_norm_` do this first; call it to read the pieces'
+        gradients.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if on one of them this was closed, parameters have been moved, converted
+            or unfrozen, or the optimizer has other groups; with a GlobalCount, if a rank has
+            counted nothing, or all have counted 0. In the latter cases the gradients are dropped.
+        DisagreementError
+            On every rank, if ranks call different methods.
+        """
+        self._reduce("reduce")
+
+    @torch.no_grad()
+    def _reduce(self, what: str, drop: bool = False) -> None:
+        """Agree on the method, and bring the gradients of all ranks to the pieces, or drop them."""
+        reducer, count = self._reducer, self._count
+
+        def ready() -> dict[str, Any]:
+            self._check()
+            had = reducer.needed_rounds() > 0
+            if drop:
+                reducer.drop_unstarted()
+            same: dict[str, Mapping[str, object]] = {}
+            if debugging():
+                frozen = [n for n, p in self._given.parameters.items() if not p.requires_grad]
+                optimizer = options(self.optimizer) if what == "step" else {}
+                same = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
+            local = None if count is None else count.local()
+            return {"rounds": reducer.needed_rounds(), "had": had, "count": local, "same": same}
+
+        if not self._closed:
+            self.wait()
+        name, group = f"{NAME}.{what}", self._group()
+        _, told = agree_and_share(name, ready, lambda words: words, group)
+        if all(words["same"] for words in told):
+            _compare(name, [words["same"] for words in told])
+        reducer.finish(max(words["rounds"] for words in told))
+        divisor, wrong = self._scaling.divisor, None
+        if count is not None and any(words["had"] for words in told):
+            count.reset()
+            try:
+                rows, added = map(sum, zip(*(words["count"] for words in told), strict=True))
+                divisor = float(checked_total(rows, added, group.size, f"{name} on {group}: "))
+            except ArgumentError as error:
+                if not drop:
+                    wrong = error
+        rest = None if drop or divisor is None else divisor / self._scaling.before
+        for shard in self._shards:
+            shard.settle(rest)
+        if wrong is not None:
+            raise wrong
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ArgumentError("close() was called before. Make another one, on all ranks.")
+        for name, parameter in self._given.frozen.items():
+            if parameter.requires_grad:
+                raise ArgumentError(
+                    f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
+                    "close() and make another, on all ranks."
+                )
+        names = list(self._given.parameters)
+        indices = (shard.moved() for shard in self._shards)
+        moved = next((names[index] for index in indices if index is not None), None)
+        if moved is None and self._given.module is not None:
+            now = {id(parameter) for parameter in self._given.module.parameters()}
+            own = self._given.parameters.items()
+            moved = next((name for name, p in own if id(p) not in now), None)
+        if moved is not None:
+            raise ArgumentError(
+                f"parameter {moved!r} has been moved, converted or replaced since {NAME} was made, "
+                "or filled before wait(). Move and convert the model before, or call close() and "
+                "make another, on all ranks."
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if held(self.optimizer) != self._held:
+            raise ArgumentError(
+                "the optimizer has other groups or tensors than it was made with, as by "
+                "add_param_group(), and their gradients would not be summed. Make another, on all "
+                "ranks, of all parameters."
+            )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's pieces, and gather those of all ranks; collective.
+        """Sum the gradients, update this rank's pieces, and gather those of all; collective.
 
         Parameters
         ----------
@@ -263,42 +364,40 @@ class ShardedGradients:
 
         Returns
         -------
-        What `closure` returns, or None.
+        object
+            The result of `closure`, or None.
 
         Raises
         ------
-        ArgumentError
-            If parameters have been moved, converted or unfrozen since this was made, the optimizer
-            has other groups, or gradients of ``no_sync`` have not been summed.
-        DisagreementError
-            After a failed backward. Inside :func:`varcomm.debug`, on every rank, if the options of
-            the optimizer differ.
+        ArgumentError, DisagreementError
+            On every rank, as of :meth:`reduce`. Inside :func:`varcomm.debug`, if the options of the
+            optimizer differ.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._guard.settle("step")
-        self._guard.check_summed("step")
+        self._reduce("step")
         for shard in self._shards:
             shard.take_over()
-        self._within_step.stepping = True
+        self._stepping = True
         try:
             if debugging():
-                compare(self._group(), {"operation": f"{NAME}.step", **options(self.optimizer)})
                 agree(f"{NAME}.step", self.optimizer.step, self._group())
             else:
                 self.optimizer.step()
         finally:
-            self._within_step.stepping = False
+            self._stepping = False
         self._gathering.start()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the pieces, and those that ``no_sync`` has left in parameters.
+        """Drop the gradients of the pieces, and all that have not been summed; collective.
 
-        ``model.zero_grad()`` drops only the latter.
+        The optimizer's own ``zero_grad`` drops only the former, and ``model.zero_grad()`` drops
+        nothing: parameters have no ``grad`` after backward.
         """
+        self._reduce("zero_grad", drop=True)
         for shard in self._shards:
             shard.drop_gradients(set_to_none)
 
@@ -307,10 +406,9 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
-        As :func:`torch.nn.utils.clip_grad_norm_` does for the whole model in one process; here that
-        would find no gradient in the parameters, and clip nothing.
-        Parameters that are sharded besides, over the other axis of a mesh, count with all their
-        shards; then all ranks of the mesh make this call. One number of each rank is gathered.
+        :func:`torch.nn.utils.clip_grad_norm_` would find no gradients in the parameters. Parameters
+        that are sharded over the other axis of a mesh count with all their shards; then all ranks
+        of the mesh make this call.
 
         Parameters
         ----------
@@ -318,7 +416,7 @@ class ShardedGradients:
         norm_type : float
             The order ``p > 0``; ``inf`` is the largest absolute value.
         error_if_nonfinite : bool
-            Raise torch's RuntimeError, on every rank, where the norm is NaN or infinite.
+            Raise torch's RuntimeError, on every rank, if the norm is NaN or infinite.
 
         Returns
         -------
@@ -328,11 +426,11 @@ class ShardedGradients:
         Raises
         ------
         ArgumentError
-            If `max_norm` or `norm_type` is no number, or too small.
+            If `max_norm` or `norm_type` is not a number, or too small; and as of :meth:`reduce`.
         DisagreementError
             Inside :func:`varcomm.debug`, on every rank, if they differ.
         """
-        self._guard.settle("clip_grad_norm_")
+        self._reduce("clip_grad_norm_")
         return clip_(
             [(piece.name, piece.value.grad) for piece in self._pieces.values()],
             {name: shard_spec(parameter) for name, parameter in self._given.parameters.items()},
@@ -343,55 +441,104 @@ class ShardedGradients:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the optimizer by the names of parameters, whatever its pieces.
+        """Return the states of the optimizer by the names of parameters.
 
         Returns
         -------
         dict
             ``"state"`` and ``"param_groups"``, as of any other optimizer whose states are kept by
-            name, and ``"masters"``, by name, where the optimizer works on others than the
-            parameters. Tensors like a parameter are :class:`varcomm.sharding.Sharded`, of its whole
-            shape, with this rank's elements: for ``varcomm.checkpoint``, which loads them on any
-            number of ranks and for other `sizes`. They are the optimizer's own, not copies.
+            name, and ``"masters"``, by name, if the optimizer updates masters. Tensors like a
+            parameter are :class:`varcomm.sharding.Sharded`, with this rank's elements: for
+            ``varcomm.checkpoint``, which loads them on any number of ranks and for other `sizes`.
+            They are the optimizer's own, not copies.
         """
-        self._guard.check_groups("state_dict")
+        self._refuse_if("state_dict", self._check_groups)
         return self._states.get()
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what to load a saved state into, where the optimizer has made none of its own yet.
+        """Return tensors to load a saved state into, if the optimizer has no state yet.
 
-        `saved` has the structure of what :meth:`state_dict` returned, with any tensors.
+        `saved` has the structure of the result of :meth:`state_dict`, with any tensors.
         """
-        self._guard.check_groups("state_dict_for")
+        self._refuse_if("state_dict_for", self._check_groups)
         return self._states.get_for(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned for the same pieces; collective.
+        """Load the result of :meth:`state_dict` for the same pieces; collective.
 
-        For other pieces, and on other numbers of ranks, :func:`varcomm.checkpoint.load` loads it.
+        For other pieces, and on other numbers of ranks, use :func:`varcomm.checkpoint.load`.
 
         Raises
         ------
         ArgumentError
-            On every rank, if it is no such state, or one of other groups, names or pieces. Then
-            nothing is changed.
+            On every rank, if `state` is of other groups, names or pieces. Then nothing is changed.
         """
-        self._guard.settle("load_state_dict")
-        agree(f"{NAME}.load_state_dict", lambda: self._states.check(state), self._group())
+        self.wait()
+
+        def check() -> None:
+            self._check()
+            self._states.check(state)
+
+        agree(f"{NAME}.load_state_dict", check, self._group())
         self._states.load(state)
 
     def close(self) -> None:
-        """Sum no gradients any more, and leave the parameters to another that is made then."""
+        """Leave the parameters to another optimizer. Gradients in flight are lost."""
         self._gathering.close()
-        self._arrivals.close()
-        self._guard.closed = True
+        self._reducer.close()
+        self._closed = True
+
+    def _refuse_if(self, what: str, check: Callable[[], None]) -> None:
+        with checking(f"{NAME}.{what}", self._group()) as where:
+            try:
+                check()
+            except ArgumentError as error:
+                raise ArgumentError(f"{where}{error}") from None
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _step_supports_amp_scaling(self) -> NoReturn:
         raise ArgumentError(
             f"{NAME}: a GradScaler looks for infinities in this rank's gradients alone, and ranks "
             "would scale and skip differently. Train in bfloat16, or scale the loss by a constant."
         )
 
-    def _group(self) -> Group:
-        return self._arrivals.group()
+
+def _only_within(me: weakref.ref[ShardedGradients]) -> Callable[..., None]:
+    """Return a hook that raises if the inner optimizer steps by itself."""
+
+    def check(*_: Any) -> None:
+        own = me()
+        if own is not None and not own._stepping:
+            raise ArgumentError(
+                f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call "
+                f"step() of the {NAME}."
+            )
+
+    return check
+
+
+def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
+    """Raise on every rank, if the words of ranks differ; without communication."""
+    for word in given[0]:
+        for rank, own in enumerate(given):
+            for name in dict.fromkeys([*given[0][word], *own[word]]):
+                here, there = given[0][word].get(name, "none"), own[word].get(name, "none")
+                if here != there:
+                    raise DisagreementError(
+                        f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
+                        f"{rank} has {there}."
+                    )
+
+
+def _broadcast(values: Iterable[torch.Tensor], group: Group, bucket_bytes: int) -> None:
+    """Overwrite tensors by those of rank 0, in buckets; collective."""
+    given = [value.detach() for value in values]
+    # a simulated rank 0 has these values
+    from_here = group.rank == 0 or not peers_answer(group)
+    for members in cut(given, range(len(given)), bucket_bytes):
+        own = [given[index] for index in members]
+        flat = torch.cat([value.reshape(-1) for value in own]) if from_here else None
+        flat = broadcast(flat, group=group.process_group)
+        if not from_here:
+            for value, part in zip(own, flat.split([v.numel() for v in own]), strict=True):
+                value.copy_(part.view(value.shape))

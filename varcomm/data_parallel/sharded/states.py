@@ -1,4 +1,4 @@
-"""States of the optimizers of all ranks by the names of parameters, to be saved and loaded."""
+"""States of the optimizers of all ranks by names of parameters, to be saved and loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from varcomm.data_parallel.sharded.given import Given
+from varcomm.data_parallel.sharded.inputs import Given
 from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
@@ -24,16 +24,7 @@ __all__ = ["States"]
 
 
 class States:
-    """The states of the optimizer of this rank's pieces.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-    given : Given
-    shards : sequence of Shard
-    whole : bool
-        Whether parameters have one owner.
-    """
+    """States of the optimizer of this rank's pieces; `whole` if parameters have one owner."""
 
     def __init__(
         self,
@@ -46,7 +37,7 @@ class States:
         self._names = [names for names, _ in given.groups]
         self._dtypes = {name: value.dtype for name, value in given.parameters.items()}
         names = list(given.parameters)
-        # of which the optimizers of all ranks work on masters
+        # parameters with masters, on any rank
         self._kept = {names[i] for s in shards if s.has_masters for i in s.split.members}
         self._parts: dict[torch.Tensor, Part] = {
             piece.value: _part_of(piece, whole, shard_spec(given.parameters[piece.name]))
@@ -55,14 +46,14 @@ class States:
         }
 
     def get(self) -> dict[str, Any]:
-        """Return what there is."""
+        """Return the states, and the masters."""
         found = optimizer_state(self._optimizer, self._parts, self._names)
         return found | ({"masters": self._masters()} if self._kept else {})
 
     def get_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what to load `saved` into.
+        """Return tensors to load `saved` into.
 
-        Of masters that were saved and are none here nothing is read: the model has them, rounded.
+        Saved masters without a master here are not read: the model has them, rounded.
         """
         found = optimizer_state_for(self._optimizer, self._parts, self._names, saved)
         there, own = saved.get("masters", {}), self._masters()
@@ -95,7 +86,7 @@ class States:
                 )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what was got, or made, and loaded into."""
+        """Use the result of `get`, or of `get_for` after loading."""
         states = dict(state["state"])
         for value, part in self._otherwise(state):
             if part.name in states:
@@ -115,10 +106,7 @@ class States:
                 piece.value.detach().copy_(local.view(piece.value.shape))
 
     def _otherwise(self, saved: Mapping[str, Any]) -> list[tuple[torch.Tensor, Part]]:
-        """Return the pieces that were of another dtype when they were saved.
-
-        They had masters then and have none now, or the other way round.
-        """
+        """Return the pieces saved with masters that have none now, or the other way round."""
         dtypes = {name: value.dtype for name, value in saved.get("masters", {}).items()}
         return [
             (value, part)
@@ -137,7 +125,7 @@ class States:
 
 
 def _is_like(one: object, value: torch.Tensor) -> bool:
-    """Tell whether a state is one number for each of a piece's."""
+    """Return whether a state has one number for each of a piece's."""
     if not isinstance(one, torch.Tensor) or not one.is_floating_point():
         return False
     return isinstance(one, Sharded) or one.shape == value.shape
@@ -151,7 +139,6 @@ def _converted(one: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tenso
 
 
 def _part_of(piece: Piece, whole: bool, spec: ShardSpec | None) -> Part:
-    """Return how a tensor like a piece belongs to the whole."""
 
     def wrap(value: torch.Tensor) -> torch.Tensor:
         if not piece.shape:
