@@ -1,4 +1,4 @@
-"""Text from a decoder, one token after the other; the same from all ranks that share its layers."""
+"""Text generation: one token after the other, identical on all ranks."""
 
 from collections.abc import Sequence
 from math import inf
@@ -17,10 +17,10 @@ from varcomm.transport.agreement import compare
 class Decoder(Protocol):
     """What a text can be drawn from, such as :class:`varcomm.models.GPT`."""
 
-    head: Any  # an nn.Linear, or what ``parallelize`` made of it
+    head: Any  # an nn.Linear, or its parallel replacement
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Return what the head looks at: (S, *F, H), or this rank's part of the sequence."""
+        """Return the input of the head: (S, *F, H), or this rank's part of the sequence."""
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def generate(
     steps : int
         Tokens to be added.
     temperature : float
-        What logits are divided by before a token is drawn; at 0 the likeliest is taken.
+        Divides the logits before a token is drawn; 0 chooses the most likely token.
     generator : torch.Generator, optional
         Of the draws, by default torch's own. Sharded, that of the group's first rank counts.
     context : int, optional
@@ -109,7 +109,7 @@ def generate(
 def _longest(
     head: Any, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
 ) -> int:
-    """Return how many tokens the model will look at together, if it can be done."""
+    """Return the number of tokens in the longest input of the model, after checks."""
     made, seen = exact_int(steps), 1 if context is None else exact_int(context)
     counted = made is not None and made >= 0 and seen is not None and seen >= 1
     if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):
@@ -147,7 +147,7 @@ def _last_logits(model: Decoder, ids: Tensor) -> Tensor:
     if head.sequence_sizes is None:
         logits = head(model.hidden(ids)[last:])
     else:
-        # to the length that ranks share; what follows the last place is not looked at
+        # to the length that ranks share; the model ignores tokens after the last place
         sizes, rank = ShardSizes(head.sequence_sizes), head.group.rank
         behind = ids.new_zeros(sizes.total - len(ids), *ids.shape[1:])
         own, owner = model.hidden(torch.cat([ids, behind])), sizes.owner(last)
