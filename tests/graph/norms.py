@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from tests.graph.batches import GRAPHS, derivatives
-from varcomm.graph.over_nodes.norms import global_norm
+from varcomm.graph.nn.norms import global_norm
 
 C = 4
 

@@ -4,7 +4,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.utils import scatter, softmax
 
-from varcomm.graph.over_nodes import pooling
+from varcomm.graph.nn import pooling
 from varcomm.graph.reductions import replicated
 
 

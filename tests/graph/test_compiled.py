@@ -12,7 +12,6 @@ from tests.graph.graphs import split_by, wild
 from varcomm.data_parallel import sum_gradients
 from varcomm.errors import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.graph.running.when_run import PLACES
 from varcomm.models.mesh_graph_net import MeshGraphNet
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -207,24 +206,3 @@ def in_parts(rank):
 
 def test_halos_of_hops_and_types_of_edges_break_the_graph(worlds):
     assert min(worlds.run(2, in_parts, timeout=300)) > 0
-
-
-class Told:
-    """A place, of which only the check of edges is asked."""
-
-    def __init__(self):
-        self.edges = []
-
-    def check_one_of(self, edge_index, which):
-        self.edges.append((edge_index.tolist(), which))
-
-
-def test_check_of_edges_passes_opcheck():
-    place, operator = Told(), torch.ops.varcomm.check_edges.default
-    number = PLACES.give(place)
-    told = torch.library.opcheck(operator, (torch.tensor([[0, 1], [1, 0]]), number, 3))
-    assert set(told.values()) == {"SUCCESS"}
-    assert set(map(str, place.edges)) == {str(([[0, 1], [1, 0]], 3))}
-    del place
-    with pytest.raises(ArgumentError, match="the model of a compiled graph exists no longer"):
-        operator(torch.tensor([[0], [1]]), number, 0)

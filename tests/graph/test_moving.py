@@ -7,7 +7,7 @@ from torch_geometric import nn as pyg
 
 from tests.graph.graphs import wild
 from varcomm.graph import distribute, partition
-from varcomm.graph.running.rebind import Rebinding
+from varcomm.graph.adapt.rebind import Rebinding
 from varcomm.ops.extent import counts_in, extent_of
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

@@ -14,8 +14,8 @@ from tests.graph.graphs import split_by, wild
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError
 from varcomm.graph import distribute, global_add_pool, global_max_pool, partition
-from varcomm.graph.over_nodes.norms import global_norm
-from varcomm.graph.over_nodes.readouts import global_readout
+from varcomm.graph.nn.norms import global_norm
+from varcomm.graph.nn.readouts import global_readout
 from varcomm.transport import agree
 
 IDLE = "a rank owns nothing"

@@ -8,7 +8,7 @@ from tests.graph.batches import FIRST, SECOND, assert_same, partitions, whole
 from tests.graph.graphs import WORLDS
 from tests.graph.norms import KINDS, NORMS, applied, buffers, made, names, on
 from tests.ops.comparing import Failures, assert_none
-from varcomm.graph.over_nodes.norms import GLOBAL_NORMS
+from varcomm.graph.nn.norms import GLOBAL_NORMS
 
 
 def check(rank, kind):

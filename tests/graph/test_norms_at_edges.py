@@ -15,7 +15,7 @@ from tests.graph.norms import KINDS, NORMS, C, buffers, made, names, on
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import partition
-from varcomm.graph.over_nodes.norms import global_norm, is_global_norm
+from varcomm.graph.nn.norms import global_norm, is_global_norm
 
 
 def ids_to_data(nodes):

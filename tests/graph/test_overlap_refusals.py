@@ -10,7 +10,7 @@ import varcomm
 from tests.graph.graphs import wild
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import PartitionedGraph, edge_update, message_passing, partition
-from varcomm.graph.running.layers import EXACT_AGGREGATIONS
+from varcomm.graph.adapt.layers import EXACT_AGGREGATIONS
 
 
 def difference(x_i, x_j, *edge_values):

@@ -12,7 +12,7 @@ from tests.graph.pools import POOLS, PYG, loss_of, loss_on, twice
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import partition
-from varcomm.graph.over_nodes import pooling
+from varcomm.graph.nn import pooling
 from varcomm.graph.reductions import replicated
 
 FEATURES = ((), (4,), (2, 3))

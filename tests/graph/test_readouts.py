@@ -14,8 +14,8 @@ from tests.graph.graphs import WORLDS
 from tests.graph.pools import curved
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError
-from varcomm.graph.over_nodes.norms import global_norm
-from varcomm.graph.over_nodes.readouts import GLOBAL_READOUTS, global_readout, is_global_readout
+from varcomm.graph.nn.norms import global_norm
+from varcomm.graph.nn.readouts import GLOBAL_READOUTS, global_readout, is_global_readout
 from varcomm.graph.reductions import replicated
 
 C = 4

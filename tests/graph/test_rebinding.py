@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 from torch_geometric.nn import global_add_pool, global_mean_pool
 
 from varcomm import ArgumentError
-from varcomm.graph.running.named import Names
-from varcomm.graph.running.rebind import Rebinding, release
+from varcomm.graph.adapt.named import Names
+from varcomm.graph.adapt.rebind import Rebinding, release
 
 
 def whole():

@@ -9,7 +9,7 @@ from tests.graph.batches import FIRST, SECOND, partitions, whole
 from tests.graph.graphs import WORLDS
 from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph.over_nodes.pooling import global_add_pool
+from varcomm.graph.nn.pooling import global_add_pool
 from varcomm.graph.reductions import replicated
 
 

@@ -10,7 +10,7 @@ import varcomm
 from tests.graph.graphs import WORLDS, split_by
 from tests.graph.layers import example
 from varcomm.graph import distribute, partition
-from varcomm.graph.running.turned import Turned, turned
+from varcomm.graph.adapt.reversed_edges import Turned, turned
 
 HEADER = 3 * 8  # bytes for each other rank
 

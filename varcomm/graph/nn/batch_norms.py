@@ -12,7 +12,7 @@ import torch
 from torch_geometric.nn import norm
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.over_nodes.batches import (
+from varcomm.graph.nn.batches import (
     Batch,
     accumulated,
     batch_of,
@@ -20,7 +20,7 @@ from varcomm.graph.over_nodes.batches import (
     check_ids,
     result_dtype,
 )
-from varcomm.graph.over_nodes.rows import Rows, check_rows
+from varcomm.graph.nn.rows import Rows, check_rows
 from varcomm.ops.operator import checking
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""Which layers and aggregations of PyG are exact on a part of a graph, and why others are not."""
+"""Tables of PyG's layers and aggregations: exact on a sharded graph, or refused with a reason."""
 
 from __future__ import annotations
 
 __all__ = ["EXACT", "EXACT_AGGREGATIONS", "REFUSED"]
 
-# Each of them is tested against one process. What is to be known about some of them stands beside.
+# Each of them is tested against one process; remarks for the page stand beside.
 EXACT = {
     "AGNNConv": "",
     "APPNP": "",
@@ -18,8 +18,7 @@ EXACT = {
     "EGConv": "",
     "EdgeConv": "",
     "FAConv": "",
-    "FastRGCNConv": "for features; `RGCNConv` takes numbers of nodes",
-    "FeaStConv": "",
+    "FastRGCNConv": "for features; `RGCNConv` takes ids of nodes",
     "FiLMConv": "",
     "GATConv": "",
     "GATv2Conv": "",
@@ -37,11 +36,9 @@ EXACT = {
     "HEATConv": "",
     "HGTConv": "",
     "HeteroConv": "",
-    "HypergraphConv": "a rank owns hyperedges, as targets of edges from nodes",
     "LEConv": "",
     "LGConv": "",
     "MFConv": "",
-    "MeshCNNConv": "four edges into each node, one after the other; PyG makes its messages in fp32",
     "MessagePassing": "own subclasses: values reach edges by `propagate` and `edge_updater`",
     "MixHopConv": "",
     "NNConv": "",
@@ -59,13 +56,14 @@ EXACT = {
     "SSGConv": "",
     "SignedConv": "",
     "SimpleConv": "",
-    "SuperGATConv": "its loss of attention, for which it draws edges, is refused",
+    "SuperGATConv": "its loss of attention, which samples edges, is refused",
     "TAGConv": "",
     "TransformerConv": "",
     "WLConvContinuous": "",
 }
 
 _COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
+_OWN_CODE = "it needs code of its own on a sharded graph, and none of PyG's models uses it"
 _NEIGHBOURS = "it looks for neighbours among the nodes that it is given, which are this rank's only"
 
 REFUSED = {
@@ -73,19 +71,20 @@ REFUSED = {
     "CuGraphRGCNConv": _COMPILED,
     "CuGraphSAGEConv": _COMPILED,
     "DynamicEdgeConv": _NEIGHBOURS,
+    "FeaStConv": _OWN_CODE,
     "FusedGATConv": _COMPILED,
     "GravNetConv": _NEIGHBOURS,
+    "HypergraphConv": _OWN_CODE,
+    "MeshCNNConv": _OWN_CODE,
     "PANConv": _COMPILED,
     "SplineConv": _COMPILED,
-    "WLConv": (
-        "it numbers colours in the order in which it meets them, and every rank would meet others"
-    ),
+    "WLConv": "it numbers colours in the order of its nodes, and every rank has other nodes",
     "XConv": _NEIGHBOURS,
 }
 
-# Each of them is tested against one process, and on a rank without edges, on which others of PyG
-# fail. Others pad all neighbourhoods to the largest one, which is another one on each rank, or
-# depend on the order of edges.
+# Each of them is tested against one process, and on a rank without edges, where PyG's other
+# aggregations fail. Others pad all neighbourhoods to the largest one of the rank, or depend on the
+# order of edges.
 EXACT_AGGREGATIONS = frozenset(
     {
         "AttentionalAggregation",

@@ -1,4 +1,4 @@
-"""``distribute``: let a model of PyTorch Geometric run on a partitioned graph, unchanged."""
+"""``distribute``: let a model of PyTorch Geometric run on a partitioned graph."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.over_nodes.norms import global_norm, is_global_norm
-from varcomm.graph.over_nodes.readouts import global_readout
+from varcomm.graph.adapt.block import exchange_once
+from varcomm.graph.adapt.layers import FUNCTIONS, check_deep, check_exact, functions_in
+from varcomm.graph.adapt.propagate import attach
+from varcomm.graph.adapt.rebind import Rebinding
+from varcomm.graph.adapt.shard_context import ShardContext, add_edge_type_context
+from varcomm.graph.nn.norms import global_norm, is_global_norm
+from varcomm.graph.nn.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.running.block import enclose
-from varcomm.graph.running.layers import FUNCTIONS, check_deep, check_exact, functions_at
-from varcomm.graph.running.place import Place
-from varcomm.graph.running.propagate import attach
-from varcomm.graph.running.rebind import Rebinding
-from varcomm.graph.running.told import listen
 from varcomm.ops.digest import differing, digest
 from varcomm.transport.agreement import share
 
@@ -25,30 +24,28 @@ __all__ = ["distribute"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-# Where a module keeps its place.
-_AT = "_place_of_varcomm"
+# The attribute of a module that holds its context.
+_CONTEXT = "_varcomm_shard_context"
 
 
 def distribute(model: Model, graph: PartitionedGraph) -> Model:
     """Let every message-passing layer of a model exchange halos before it propagates.
 
-    Collective: every rank calls it with the same model, and all raise if one has to.
+    Collective: every rank calls it with the same model, and either all ranks raise or none.
 
-    The model then takes the local part, ``model(graph.x, graph.edge_index, ...)``, or
-    ``model(graph.x_dict, graph.edge_index_dict, ...)``, and gives the owned rows of what it gives
-    for the whole graph in one process; so do its derivatives of any order. Nothing in the model
-    changes but how its layers propagate and count degrees; its ``state_dict`` stays as it is.
-    Calling this again moves it to another graph, say one for validation.
+    The model then runs on the local part, ``model(graph.x, graph.edge_index, ...)`` or
+    ``model(graph.x_dict, graph.edge_index_dict, ...)``, and returns the owned rows of its result
+    for the full graph in one process, with derivatives of any order. Its ``state_dict`` stays as it
+    is. A second call moves the model to another graph, such as one for validation.
 
     Parameters
     ----------
     model : torch.nn.Module
         Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``, in which
         values of nodes reach edges as arguments of ``propagate`` and ``edge_updater``. The same
-        parameters and buffers on every rank; of lazy ones, what there is so far is compared, so
-        seed the ranks alike.
+        parameters and buffers on every rank; lazy ones need the same seed.
     graph : PartitionedGraph
-        What it will run on.
+        The graph that the model will run on.
 
     Returns
     -------
@@ -58,38 +55,34 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Raises
     ------
     ArgumentError
-        On every rank, if a module of PyTorch or PyG is known not to be exact, or not known to be:
-        the message says why. On this rank, before any communication, if `graph` is none.
+        On every rank, with the reason, if a module of PyTorch or PyG is not known to be exact. On
+        this rank, before any communication, if `graph` is no PartitionedGraph.
     DisagreementError
-        On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or what
-        layers of torch and PyG were told: aggregations, sizes, options. Modules of one's own are
-        not compared.
+        On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or the
+        settings of layers of torch and PyG: aggregations, sizes, options.
 
     Notes
     -----
-    A layer's own ``propagate`` gets what is about to be propagated. Values that a message reads at
-    its source become pairs: owned rows and halo for sources, owned rows for targets. As all edges
-    into owned nodes are local, any aggregation over them is exact.
+    Values that a message reads at its source become pairs: owned rows and halo for sources, owned
+    rows for targets. All edges into owned nodes are local, so any aggregation over them is exact.
+    In ``DirGNNConv`` reversed edges go to the owners of their sources.
 
-    For ``flow="target_to_source"``, and in ``DirGNNConv``, edges go to the owners of their sources,
-    and values of edges with them. Functions of PyG that need the whole graph, such as ``gcn_norm``,
-    are exchanged for exact ones wherever methods of a module reach them: by a name in their module
-    of Python, through ``nn.`` or ``super()``, by an attribute. Such a module's class is exchanged
-    for one of the same name; no other module is touched.
+    Functions of PyG that need the full graph, such as ``gcn_norm``, are replaced wherever methods
+    of a module reach them: by a name in their Python module, through ``nn.`` or ``super()``, by an
+    attribute. The class of such a module is exchanged for one of the same name; no other module
+    changes.
 
-    What cannot be seen is code of one's own that reaches other nodes by itself: degrees of sources
-    or ``x[edge_index[0]]`` in a ``forward``, a mean over nodes. Such values go through
-    ``propagate``, as ``degree_j``, say.
+    Code that reaches other nodes by itself cannot be seen: degrees of sources or
+    ``x[edge_index[0]]`` in a ``forward``, a mean over nodes. Pass such values through
+    ``propagate``, for example as ``degree_j``.
 
-    Edges may be left out (dropout of edges) and self loops added. Edges that are not in the graph
-    are refused when the model runs. Each rank draws for dropout from its own random numbers.
+    Edges may be left out (dropout of edges) and self loops added; other edges are refused when the
+    model runs. Each rank draws dropout from its own random numbers.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
-    that messages read at their source; none for what they read at their target. The adjoint
-    exchange in backward. Against the direction of edges also 24 bytes to each rank, 16 for each
-    edge that goes to another rank unless the edges are the same as before, and its values.
+    that messages read at their source; the adjoint exchange in backward.
 
-    In one process: `model` as it is, on the whole graph.
+    In one process: `model` as it is, on the full graph.
 
     Examples
     --------
@@ -122,43 +115,48 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
         raise DisagreementError(
             f"{what}: ranks {others} have other parameters or buffers than rank 0, or layers with "
             f"other settings; they differ in {', '.join(names[:3])}{more}. Make the same model on "
-            "all; seed the ranks alike before, or broadcast what one rank has."
+            "all ranks: set the same seed before, or broadcast the model of one rank."
         )
-    place = _place(model, graph)
-    if place.rebind is None or not place.rebind.is_current():
-        place.rebind = Rebinding(functions_at(place))
+    context = _context_of(model, graph)
+    if context.rebinding is None or not context.rebinding.is_current():
+        context.rebinding = Rebinding(functions_in(context))
     for module in model.modules():
-        vars(module)[_AT] = place
-        place.modules.add(module)
-        place.rebind(module)
-        listen(module, place)
+        vars(module)[_CONTEXT] = context
+        context.modules.add(module)
+        context.rebinding(module)
+        add_edge_type_context(module, context)
         if isinstance(module, MessagePassing):
-            attach(module, place)
-            _forget(module)
+            attach(module, context)
+            _drop_cache(module)
         elif is_global_norm(module):
             vars(module)["forward"] = global_norm(module, graph)
     for readout in _readouts(model):
         vars(readout)["forward"] = global_readout(readout, graph)
-    enclose(model, place)
+    exchange_once(model, context)
     return model
 
 
-def _place(model: torch.nn.Module, graph: PartitionedGraph) -> Place:
-    """Return the place where this model is, and nothing else, moved to the graph; or a new one.
+def _context_of(model: torch.nn.Module, graph: PartitionedGraph) -> ShardContext:
+    """Return the context of this model and nothing else, moved to the graph; or a new one.
 
-    At the same place, what torch.compile has made of the model stays valid.
+    Compiled code of the model stays valid in the same context.
     """
     modules = set(model.modules())
-    known = {vars(module).get(_AT) for module in modules}
-    place = known.pop()
-    if not isinstance(place, Place) or known or place.is_shared or not modules >= {*place.modules}:
-        return Place(graph)
-    place.move(graph)
-    return place
+    known = {vars(module).get(_CONTEXT) for module in modules}
+    context = known.pop()
+    if (
+        not isinstance(context, ShardContext)
+        or known
+        or context.is_shared
+        or not modules >= {*context.modules}
+    ):
+        return ShardContext(graph)
+    context.move(graph)
+    return context
 
 
 def _readouts(model: torch.nn.Module) -> list[Aggregation]:
-    """Return the aggregations that a model calls itself: those over all nodes."""
+    """Return the aggregations that a model calls itself, over all nodes."""
     inner = {
         part
         for module in model.modules()
@@ -169,10 +167,10 @@ def _readouts(model: torch.nn.Module) -> list[Aggregation]:
 
 
 def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, object]:
-    """Return, by its name, a digest of all that must be the same on all ranks, if it will do."""
+    """Check the model; return digests, by name, of everything that must be equal on all ranks."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    # under all its names: what is fine inside of a layer may be used outside of it too
+    # under all names: a module that is exact inside of a layer may be used outside of it too
     rebind = Rebinding(FUNCTIONS)
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)
@@ -183,7 +181,7 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))
         own |= dict(module.named_buffers(name, recurse=False))
-        # where some are not initialised yet, the others may be whatever was in memory
+        # beside uninitialised ones, the others may be uninitialised memory
         lazy = any(torch.nn.parameter.is_lazy(value) for value in own.values())
         for key, value in own.items():
             state[key] = "uninitialised" if lazy else (value.requires_grad, digest(value))
@@ -194,9 +192,9 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
 
 
 def _settings(module: torch.nn.Module) -> str:
-    """Return what torch or PyG was told of a layer of theirs: sizes, aggregations, options."""
+    """Return the settings of a layer of torch or PyG: sizes, aggregations, options."""
     if not type(module).__module__.startswith(("torch.nn.modules.", "torch_geometric.nn.")):
-        return ""  # one's own may hold what belongs to a rank
+        return ""  # own classes may hold values of this rank
     return ", ".join(
         f"{name}={value!r}"
         for name, value in sorted(vars(module).items())
@@ -205,8 +203,8 @@ def _settings(module: torch.nn.Module) -> str:
     )
 
 
-def _forget(layer: MessagePassing) -> None:
-    """Drop what a layer of PyG with ``cached=True`` has kept of another graph."""
+def _drop_cache(layer: MessagePassing) -> None:
+    """Drop the values of another graph that a layer with ``cached=True`` keeps."""
     for name in ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"):
         if name in vars(layer):
             setattr(layer, name, None)

@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.over_nodes.rows import Rows, check_rows
+from varcomm.graph.nn.rows import Rows, check_rows
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checked_tensor

@@ -1,8 +1,8 @@
-"""What stands before ``forward`` of a model on a graph with halos of several hops.
+"""One halo exchange for all layers of a model, on a graph with halos of several hops.
 
-One exchange fetches what all its layers need of other ranks. They then run on owned nodes and halo
-alike, without communication: nodes of the halo are computed on every rank that has copies of them,
-each layer is right for one hop less than the one before, and the last one for owned nodes.
+The layers then run on owned nodes and halo, without communication: nodes of the halo are computed
+on every rank with copies of them. Each layer is right for one hop less than the layer before, and
+the last one for owned nodes.
 """
 
 from __future__ import annotations
@@ -15,41 +15,36 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.place import Place
+from varcomm.graph.adapt.shard_context import ShardContext, unwrap_forward
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 
-__all__ = ["enclose"]
+__all__ = ["exchange_once"]
 
 Signature = tuple[Any, ...]
 
 
-def enclose(model: torch.nn.Module, place: Place) -> None:
-    """Let a model exchange halos when it is called, if those are of several hops."""
-    own = vars(model).get("forward")
-    if isinstance(own, _Block):
-        del vars(model)["forward"]
-        own = own.own
-    if place.graph.hops > 1:
-        own = _Block(model, place, own)
-    if own is not None:
-        vars(model)["forward"] = own
+def exchange_once(model: torch.nn.Module, context: ShardContext) -> None:
+    """Let a model exchange halos when it is called, if the graph's halos are of several hops."""
+    own = unwrap_forward(model, _Block)
+    if context.graph.hops > 1:
+        vars(model)["forward"] = _Block(model, context, own)
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """From owned rows to owned rows; `own` is what the instance had in place of its class's."""
+    """A ``forward`` from owned rows to owned rows; `own` is the instance's former one."""
 
     model: torch.nn.Module
-    place: Place
+    context: ShardContext
     own: Callable[..., Any] | None
-    # by how a call looks, which of its tensors have a row for each node
+    # by the types of a call's tensors, which of these have a row for each node
     _of_nodes: dict[Signature, tuple[bool, ...]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._with_halos((args, kwargs))
-        with self.place.counting():
+        with self.context.counting():
             if self.own is not None:
                 out = self.own(*args, **kwargs)
             else:
@@ -58,13 +53,13 @@ class _Block:
 
     @kept_from_compilation
     def _with_halos(self, given: Any) -> Any:
-        edges = self.place.graph.edges
+        edges = self.context.graph.edges
         leaves, spec = tree_flatten(given)
         is_edges = [
-            isinstance(leaf, torch.Tensor) and self.place.known(leaf) is not None for leaf in leaves
+            isinstance(leaf, torch.Tensor) and self.context.known(leaf) is not None for leaf in leaves
         ]
         of_nodes = self._agreed(leaves, ("in", str(spec)), edges.num_sources, is_edges)
-        with checking("a block of layers", self.place.group) as where:
+        with checking("a block of layers", self.context.group) as where:
             for leaf, flag in zip(leaves, of_nodes, strict=True):
                 if flag and leaf.shape[0] != edges.num_sources:
                     raise ArgumentError(
@@ -76,7 +71,7 @@ class _Block:
 
     @kept_from_compilation
     def _owned(self, out: Any) -> Any:
-        edges = self.place.graph.edges
+        edges = self.context.graph.edges
         leaves, spec = tree_flatten(out)
         rows = edges.num_sources + edges.num_halo
         of_nodes = self._agreed(leaves, ("out", str(spec)), rows, [False] * len(leaves))
@@ -86,9 +81,9 @@ class _Block:
     def _agreed(
         self, leaves: Sequence[Any], what: Signature, rows: int, excepted: Sequence[bool]
     ) -> tuple[bool, ...]:
-        """Return which of these have a row for each node, on all ranks; they ask once.
+        """Return which of these have a row for each node on all ranks; asked once per signature.
 
-        On one rank a tensor may have as many rows by chance.
+        On a single rank a tensor may have as many rows by chance.
         """
         kinds = tuple(
             (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
@@ -100,6 +95,6 @@ class _Block:
                 isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows and not no
                 for leaf, no in zip(leaves, excepted, strict=True)
             ]
-            told = share("a block of layers", lambda: fits, self.place.group)
-            self._of_nodes[key] = tuple(map(all, zip(*told, strict=True)))
+            shared = share("a block of layers", lambda: fits, self.context.group)
+            self._of_nodes[key] = tuple(map(all, zip(*shared, strict=True)))
         return self._of_nodes[key]

@@ -14,10 +14,10 @@ import torch
 from torch_geometric.nn import aggr
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.over_nodes.batches import Batch, accumulated, check_ids, largest
-from varcomm.graph.over_nodes.extremes import extreme, product
-from varcomm.graph.over_nodes.pooling import softmax_over
-from varcomm.graph.over_nodes.rows import Where, check_rows, node_rows
+from varcomm.graph.nn.batches import Batch, accumulated, check_ids, largest
+from varcomm.graph.nn.extremes import extreme, product
+from varcomm.graph.nn.pooling import softmax_over
+from varcomm.graph.nn.rows import Where, check_rows, node_rows
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 

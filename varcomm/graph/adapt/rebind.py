@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.named import (
+from varcomm.graph.adapt.named import (
     Names,
     content,
     functions_in,

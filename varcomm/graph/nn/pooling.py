@@ -22,9 +22,9 @@ import torch
 from torch_geometric import nn as pyg
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.over_nodes.batches import Batch, accumulated, batch_of
-from varcomm.graph.over_nodes.extremes import extreme, extreme_value, first_maximum
-from varcomm.graph.over_nodes.rows import Where, check_rows, node_rows
+from varcomm.graph.nn.batches import Batch, accumulated, batch_of
+from varcomm.graph.nn.extremes import extreme, extreme_value, first_maximum
+from varcomm.graph.nn.rows import Where, check_rows, node_rows
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking

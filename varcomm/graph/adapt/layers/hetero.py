@@ -1,4 +1,4 @@
-"""``HANConv`` and ``HGTConv``, which look at all nodes of a type, or at all types at once."""
+"""Replaced functions of ``HANConv`` and ``HGTConv``, which look at all nodes or types at once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from zlib import crc32
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.edges import Edges, EdgeSet
-from varcomm.graph.running.place import Place
+from varcomm.graph.adapt.shard_context import ShardContext
+from varcomm.graph.edge_shard import LocalEdges
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 
-__all__ = ["han_group_at", "hgt_edges_at"]
+__all__ = ["han_group_in", "hgt_edges_in"]
 
 
-def han_group_at(place: Place) -> Callable[..., Any]:
+def han_group_in(context: ShardContext) -> Callable[..., Any]:
     """Return the ``group`` of ``HANConv``, whose attention is a mean over all nodes of a type.
 
     Communication: an all-reduce of a row of features for each type of edges, and one for counts.
@@ -34,7 +34,7 @@ def han_group_at(place: Place) -> Callable[..., Any]:
         out = torch.stack(xs)
         parts = torch.tanh(k_lin(out)).sum(1)
         count = torch.full_like(parts[:1], out.shape[1])
-        total = all_reduce(torch.cat([parts, count]), group=place.group.process_group)
+        total = all_reduce(torch.cat([parts, count]), group=context.group.process_group)
         if out.shape[-1] == 0 or not bool((total[-1] > 0).any()):
             return out.view(0, out.shape[-1]), None
         score = (q * (total[:-1] / total[-1].detach())).sum(-1)
@@ -44,7 +44,7 @@ def han_group_at(place: Place) -> Callable[..., Any]:
     return group
 
 
-def hgt_edges_at(place: Place) -> Callable[..., Any]:
+def hgt_edges_in(context: ShardContext) -> Callable[..., Any]:
     """Return ``construct_bipartite_edge_index``, with which ``HGTConv`` makes one graph of all.
 
     Its sources are the sources of all types of edges, one type after the other, and its targets the
@@ -59,18 +59,18 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
         edge_attr_dict: Any = None,
         num_nodes: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with checking("HGTConv", place.group) as where:
-            if not place.graph.node_shards.keys() >= dst_offset_dict.keys():
+        with checking("HGTConv", context.group) as where:
+            if not context.graph.node_shards.keys() >= dst_offset_dict.keys():
                 raise ArgumentError(
                     f"{where}it has nodes of types {', '.join(dst_offset_dict)}, and the graph is "
-                    f"of {place.graph.node_types}. Partition a HeteroData."
+                    f"of {context.graph.node_types}. Partition a HeteroData."
                 )
-            sets = [place.checked(edge_index_dict[kind], where) for kind in src_offset_dict]
+            sets = [context.checked(edge_index_dict[kind], where) for kind in src_offset_dict]
         offsets = tuple(src_offset_dict.values())
         which = (offsets, *(edges.plan for edges in sets))
-        if which not in place.joined:
-            place.joined[which] = _all_in_one(sets, offsets)
-        plan, numbers = place.joined[which]
+        if which not in context.joined:
+            context.joined[which] = _all_in_one(sets, offsets)
+        plan, numbers = context.joined[which]
         parts, attributes = [], []
         for edge_type, number in zip(src_offset_dict, numbers, strict=True):
             source, target = edge_index_dict[edge_type]
@@ -79,19 +79,19 @@ def hgt_edges_at(place: Place) -> Callable[..., Any]:
                 name = "__".join(edge_type)
                 value = edge_attr_dict[name if name in edge_attr_dict else edge_type]
                 attributes.append(value.expand(len(source), -1))
-        targets = sum(place.graph[node_type].num_owned for node_type in dst_offset_dict)
-        edges = Edges(torch.cat(parts, dim=1), plan, targets)
-        place.claim(edges.edge_index, edges)
+        targets = sum(context.graph[node_type].num_owned for node_type in dst_offset_dict)
+        edges = LocalEdges(torch.cat(parts, dim=1), plan, targets)
+        context.claim(edges.edge_index, edges)
         return edges.edge_index, torch.cat(attributes) if attributes else None
 
     return construct_bipartite_edge_index
 
 
 def _all_in_one(
-    sets: list[EdgeSet], offsets: tuple[int, ...]
+    sets: list[LocalEdges], offsets: tuple[int, ...]
 ) -> tuple[ExchangePlan, list[torch.Tensor]]:
     """Return a plan for the sources of all edges, and for each set how its sources are numbered."""
-    group = sets[0].group
+    group = sets[0].plan.group
     device = sets[0].edge_index.device
     rows = sum(edges.num_sources for edges in sets)
     sent = [edges.plan.send_index.split(list(edges.plan.send_counts)) for edges in sets]

@@ -26,21 +26,21 @@ import torch
 from torch_geometric.nn import norm
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.over_nodes.batch_norms import (
+from varcomm.graph.nn.batch_norms import (
     batch_norm,
     diff_group_norm,
     hetero_batch_norm,
     instance_norm,
     pyg_batch_norm,
 )
-from varcomm.graph.over_nodes.batches import (
+from varcomm.graph.nn.batches import (
     Batch,
     accumulated,
     batch_of,
     check_floats,
     result_dtype,
 )
-from varcomm.graph.over_nodes.rows import Rows, Where, rows_of_any_kind
+from varcomm.graph.nn.rows import Rows, Where, rows_of_any_kind
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 

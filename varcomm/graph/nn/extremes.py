@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch_geometric.utils import scatter
 
-from varcomm.graph.over_nodes.batches import Batch, accumulated
+from varcomm.graph.nn.batches import Batch, accumulated
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.reduction import pieces

@@ -1,4 +1,4 @@
-"""``GPSConv``: attention between all nodes of a graph that is split over ranks."""
+"""Attention of ``GPSConv`` between all nodes of a sharded graph."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from torch.nn.functional import dropout
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.running.place import Place
+from varcomm.graph.adapt.shard_context import ShardContext
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.operator import checking
 
-__all__ = ["gps_forward_at"]
+__all__ = ["gps_forward_in"]
 
 
-def gps_forward_at(place: Place) -> Callable[..., Any]:
-    """Return ``GPSConv.forward`` for the nodes of a graph at a place.
+def gps_forward_in(context: ShardContext) -> Callable[..., Any]:
+    """Return ``GPSConv.forward`` for the nodes of a graph at a context.
 
-    The queries are of this rank's nodes, keys and values of all. So no rank computes what another
-    does, but each gets the features of all nodes.
+    Queries are this rank's nodes, keys and values all nodes: no work is done twice, but every rank
+    receives the features of all nodes.
 
-    Communication: every rank sends its rows to all others; their gradients come back.
+    Communication: every rank sends its rows to all others; their gradients return.
     """
 
     def attention(
         self: Any, x: torch.Tensor, batch: torch.Tensor | None, where: str
     ) -> torch.Tensor:
-        sizes, pg = tuple(place.graph.node_sizes), place.group.process_group
-        if len(x) != sizes[place.group.rank]:
+        sizes, pg = tuple(context.graph.node_sizes), context.group.process_group
+        if len(x) != sizes[context.group.rank]:
             raise ArgumentError(
-                f"{where}x has {len(x)} rows, but this rank owns {sizes[place.group.rank]} nodes."
+                f"{where}x has {len(x)} rows, but this rank owns {sizes[context.group.rank]} nodes."
             )
         everyone = all_gather_v(x, sizes, group=pg)
         others = None
@@ -56,7 +56,7 @@ def gps_forward_at(place: Place) -> Callable[..., Any]:
         if self.conv is not None:
             h = dropout(self.conv(x, edge_index, **kwargs), self.dropout, self.training)
             parts.append(normalised(self.norm1, h + x))
-        with checking("GPSConv", place.group) as where:
+        with checking("GPSConv", context.group) as where:
             h = attention(self, x, batch, where)
         h = dropout(h, self.dropout, self.training)
         parts.append(normalised(self.norm2, h + x))

@@ -12,8 +12,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.running.edges import Counts
-from varcomm.graph.running.layers import EXACT_AGGREGATIONS
+from varcomm.graph.adapt.layers import EXACT_AGGREGATIONS
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 
@@ -106,7 +105,7 @@ def message_passing(
     messages = _messages("graph.message_passing", edges, message, ends, edge_values)
     target = edges.edge_index[1].index_select(0, _order(edges))
     # PyG is not typed
-    return aggregate(messages, target, dim_size=Counts.of(edges).targets, dim=0)  # type: ignore[no-any-return]
+    return aggregate(messages, target, dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
 
 
 def edge_update(
@@ -175,7 +174,7 @@ def _messages(
     x_i = target.index_select(0, i.index_select(0, outer))
     values = [value.index_select(0, outer) for value in edge_values]
     begun.after(first)
-    x_j = begun.wait().index_select(0, j.index_select(0, outer) - Counts.of(edges).sources)
+    x_j = begun.wait().index_select(0, j.index_select(0, outer) - edges.layer_counts()[0])
     last = message(x_i, x_j, *values)
     _check_messages(name, edges, last, len(outer), first)
     if first.dim() == 1:
@@ -222,8 +221,8 @@ def _checked(
         )
     source, target = x if isinstance(x, tuple | list) else (x, x)
     names = ("x", "x") if target is source else ("x of sources", "x of targets")
-    counts = Counts.of(edges)
-    nodes = (counts.sources, counts.targets)
+    sources, _, targets = edges.layer_counts()
+    nodes = (sources, targets)
     for name, value, rows in zip(names, (source, target), nodes, strict=True):
         _check_rows(name, value, rows, "nodes", edges, where)
     for number, value in enumerate(edge_values):
