@@ -5,7 +5,8 @@ import torch
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.graphs import WORLDS, grid, split_by, wild
+from tests.graph.graphs import grid, split_by, wild
+from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.graph import partition
 

@@ -1,7 +1,6 @@
 """Edges that are not those of the graph which a model is distributed on."""
 
 import re
-import weakref
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ import torch_geometric.nn as pyg
 from torch_geometric.data import Data
 
 from tests.graph.graphs import grid, wild
+from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.graph.local_edges import LocalEdges
 
 AGAIN = "call distribute(model, graph) again."
 
@@ -89,56 +88,51 @@ def test_edges_that_are_not_in_the_graph(worlds):
     assert worlds.run(2, edges_of_ones_own) == [True] * 2
 
 
-EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])  # 3 owned nodes, 2 of the halo
+EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])
+LOOPS = torch.arange(3).expand(2, -1)
+
+# other edges than those of the graph, and whether they are accepted
+GIVEN = {
+    "a copy": (EDGES.clone(), True),
+    "two of them": (EDGES[:, [4, 0]], True),
+    "none": (EDGES[:, :0], True),
+    "int32": (EDGES.int(), True),
+    "loops behind": (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], LOOPS], 1), True),
+    "loops in front": (torch.cat([LOOPS, EDGES], 1), True),
+    "twice": (torch.cat([EDGES, EDGES], 1), True),
+    "loops alone": (torch.tensor([[1, 1], [1, 1]]), True),
+    "reversed": (EDGES.flip(0), False),
+    "another": (torch.tensor([[0], [2]]), False),
+    "another behind": (torch.cat([EDGES, torch.tensor([[4], [0]])], 1), False),
+    "another for a loop": (
+        torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[4], [0]])], 1),
+        False,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("edges", "expected"),
-    [
-        (EDGES.clone(), True),
-        (EDGES[:, [4, 0]], True),
-        (EDGES[:, :0], True),
-        (EDGES.int(), True),
-        (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[0, 1, 2]] * 2)], 1), True),
-        (torch.cat([torch.tensor([[0, 1, 2]] * 2), EDGES], 1), True),
-        (torch.cat([EDGES, EDGES], 1), True),
-        (torch.tensor([[1, 1], [1, 1]]), True),
-        (EDGES.flip(0).clamp(max=2), False),
-        (torch.tensor([[0], [2]]), False),
-        (torch.cat([EDGES, torch.tensor([[4], [0]])], 1), False),
-        (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[4], [0]])], 1), False),
-    ],
-)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_included(edges, expected, mode):
-    known = LocalEdges(EDGES, 5)
-    with mode():
-        given = edges.clone()
-        for _ in range(2):
-            assert known.include(given) == expected
+def some_edges(rank):
+    failures = Failures()
+    graph = partition(Data(x=torch.ones(5, 4), edge_index=EDGES), method="block")
+    layer = distribute(pyg.SAGEConv(4, 4), graph)
+    for name, (edges, accepted) in GIVEN.items():
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode(), failures.named(name, mode.__name__):
+                given = edges.clone()
+                for _ in range(2):
+                    try:
+                        layer(graph.x, given)
+                    except ArgumentError:
+                        assert not accepted
+                    else:
+                        assert accepted
+    given = EDGES[:, [4, 0]]
+    layer(graph.x, given)
+    given[1, 0] = 4  # a tensor is looked at again once it was written to
+    with failures.named("written to"), pytest.raises(ArgumentError, match="not in the graph"):
+        layer(graph.x, given)
+    return failures
 
 
-def test_without_edges_only_self_loops_are_included():
-    known = LocalEdges(EDGES[:, :0], 3)
-    assert known.include(torch.tensor([[1], [1]]))
-    assert not known.include(torch.tensor([[1], [2]]))
-
-
-def test_a_tensor_is_looked_at_once_until_it_is_written_to(monkeypatch):
-    known, given = LocalEdges(EDGES, 5), EDGES[:, [4, 0]]
-    assert known.include(given)
-    monkeypatch.setattr(known, "_found", None)  # to search again would be an error
-    assert known.include(given)
-    monkeypatch.undo()
-    given[0, 0] = 2
-    assert not known.include(given)
-    gone = weakref.ref(given)
-    del given
-    assert gone() is None
-
-
-def test_added_self_loops_cost_no_search(monkeypatch):
-    known = LocalEdges(EDGES, 5)
-    monkeypatch.setattr(known, "_found", None)
-    straight = EDGES[:, EDGES[0] != EDGES[1]]
-    assert known.include(torch.cat([straight, torch.arange(3).expand(2, -1)], 1))
+def test_edges_that_are_accepted(worlds):
+    assert_none(worlds.run(1, some_edges))

@@ -2,20 +2,20 @@
 
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.batches import FIRST, GRAPHS, NODES, SECOND, partitions, whole
-from tests.graph.graphs import WORLDS
-from tests.graph.pools import POOLS, PYG, loss_of, loss_on, twice
+from tests.graph.pools import POOLS, loss_of, loss_on, twice
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import partition
-from varcomm.graph.nn import pooling
-from varcomm.graph.reductions import replicated
+from varcomm import graph as pooling
+from varcomm.graph import distribute, partition, replicated
 
-FEATURES = ((), (4,), (2, 3))
+FEATURES = ((), (2, 3))
 
 
 def givens(features):
@@ -25,12 +25,17 @@ def givens(features):
     for x in (given.x, tied):
         yield x, None, None
         yield x, given.batch, None
-        yield x, given.batch, GRAPHS
         yield x, given.batch * 150, 700  # more than goes in a single round
 
 
-def check(rank, name):
+def check(rank):
     failures, seen = Failures(), []
+    for name in POOLS:
+        check_pool(failures, seen, name)
+    return failures, seen
+
+
+def check_pool(failures, seen, name):
     pool, alone = POOLS[name]
     for features in FEATURES:
         for number, (x, batch, size) in enumerate(givens(features)):
@@ -39,32 +44,30 @@ def check(rank, name):
                 ids = graph.owned_ids
                 own = (batch if batch is None else batch[ids], graph, size)
                 got = twice(pool, x[ids], own, loss_on(graph, name), graph.sum)
-                with failures.named(features, number, graph.method):
+                with failures.named(name, features, number, graph.method):
                     rows = ids if name == "softmax" else slice(None)
                     torch.testing.assert_close(got[0], expected[0][rows], **FIRST)
                     torch.testing.assert_close(got[1], expected[1][ids], **FIRST)
                     torch.testing.assert_close(got[2], expected[2][ids], **SECOND)
-                seen.append(got[0])
-    return failures, seen
+                if name != "softmax":
+                    seen.append(got[0])
 
 
-@pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_as_in_one_process(worlds, ranks, name):
-    results = worlds.run(ranks, check, name)
+def test_as_in_one_process(worlds, ranks):
+    results = worlds.run(ranks, check)
     assert_none([failures for failures, _ in results])
-    if name != "softmax":
-        first, *others = (seen for _, seen in results)
-        for other in others:
-            assert all(map(torch.equal, first, other)), "ranks differ"
+    first, *others = (seen for _, seen in results)
+    for other in others:
+        assert all(map(torch.equal, first, other)), "ranks differ"
 
 
-def check_halo(rank, name):
+def check_halo(rank):
     """Rows of the halo do not count; softmax gives them what their originals have."""
     failures, given = Failures(), whole(4)
-    pool, alone = POOLS[name]
-    for graph in partitions():
-        ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    graph = partitions()[0]
+    ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    for name, (pool, alone) in POOLS.items():
         for batch in (None, given.batch):
             expected = alone(given.x, batch)
             expected = expected[ids] if name == "softmax" else expected
@@ -73,20 +76,18 @@ def check_halo(rank, name):
             if batch is not None and name != "softmax":
                 got.append(pool(given.x[ids], batch[graph.owned_ids], graph))
             for result in got:
-                with failures.named(graph.method):
+                with failures.named(name):
                     torch.testing.assert_close(result, expected, **FIRST)
     return failures
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_rows_of_the_halo(worlds, name):
-    assert_none(worlds.run(3, check_halo, name))
+def test_rows_of_the_halo(worlds):
+    assert_none(worlds.run(3, check_halo))
 
 
-def check_unlike(rank, name):
+def check_unlike(rank):
     """Each rank has a loss of its own, linear on rank 0; what arrives at all results is summed."""
     failures, given, ranks = Failures(), whole(4), torch.distributed.get_world_size()
-    pool, alone = POOLS[name]
 
     def of_rank(rank):
         return (lambda out: 2 * out.sum()) if rank == 0 else (lambda out: (rank * out**3).sum())
@@ -94,38 +95,39 @@ def check_unlike(rank, name):
     def of_all(out):
         return sum(of_rank(rank)(out) for rank in range(ranks))
 
-    for batch in (None, given.batch):
-        expected = twice(alone, given.x, (batch,), of_all, torch.sum)
-        for graph in partitions():
-            ids = graph.owned_ids
+    graph = partitions()[1]
+    ids = graph.owned_ids
+    for name in POOLS.keys() - {"softmax"}:
+        pool, alone = POOLS[name]
+        for batch in (None, given.batch):
+            expected = twice(alone, given.x, (batch,), of_all, torch.sum)
             own = (batch if batch is None else batch[ids], graph)
             got = twice(pool, given.x[ids], own, of_rank(rank), torch.sum)
-            with failures.named(graph.method):
+            with failures.named(name):
                 torch.testing.assert_close(got[1], expected[1][ids], **FIRST)
                 torch.testing.assert_close(got[2], expected[2][ids], **SECOND)
     return failures
 
 
-@pytest.mark.parametrize("name", sorted(POOLS.keys() - {"softmax"}))
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exact_adjoints(worlds, ranks, name):
-    assert_none(worlds.run(ranks, check_unlike, name))
+def test_exact_adjoints(worlds):
+    assert_none(worlds.run(3, check_unlike))
 
 
-def check_operator(rank, name):
+def check_operators(rank):
     """Any number of derivatives, and forward mode, against finite differences."""
     graph = partitions()[1]
     given = whole(2).rows(graph.owned_ids)
-    pool, _ = POOLS[name]
-    varcomm.testing.gradcheck(lambda x: pool(x, given.batch, graph), given.x, fast_mode=True)
-    varcomm.testing.gradgradcheck(
-        lambda x: pool(x.sin(), given.batch, graph) ** 2, given.x, fast_mode=True
-    )
+    for pool, _ in POOLS.values():
+        check_operator(lambda x, pool=pool: pool(x, given.batch, graph), given.x)
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_against_finite_differences(worlds, name):
-    assert worlds.run(3, check_operator, name) == [None] * 3
+def check_operator(pool, x):
+    varcomm.testing.gradcheck(pool, x, fast_mode=True)
+    varcomm.testing.gradgradcheck(lambda x: pool(x.sin()) ** 2, x, fast_mode=True)
+
+
+def test_against_finite_differences(worlds):
+    assert worlds.run(3, check_operators) == [None] * 3
 
 
 class Classifier(nn.Module):
@@ -233,9 +235,8 @@ def check_all_the_same(rank):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_nodes_that_are_all_the_same(worlds, ranks):
-    assert_none(worlds.run(ranks, check_all_the_same))
+def test_nodes_that_are_all_the_same(worlds):
+    assert_none(worlds.run(3, check_all_the_same))
 
 
 def check_not_finite(rank):
@@ -267,61 +268,72 @@ def test_values_that_are_not_finite(worlds):
     assert_none(worlds.run(3, check_not_finite))
 
 
-def received(rank, name, size):
+def received(rank):
     graph = partitions()[0]
+    return [received_of(graph, name, size) for name, size, *_ in SENT]
+
+
+def received_of(graph, name, size):
     given = whole(4).rows(graph.owned_ids)
     with varcomm.trace() as calls:
         POOLS[name][0](given.x, None if size is None else given.batch, graph, size)
     return sum(call.received for call in calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "single", "pieces"),
-    [
-        ("add", 6, 8 * 24, 0),
-        ("add", 1500, 0, 2 * 8 * 6000),
-        ("mean", None, 8 * 4, 0),
-        ("mean", 6, 8 * (24 + 6), 0),
-        ("max", None, (8 + 8) * 4, 0),
-        ("max", 6, (8 + 4) * 24, 0),
-        ("max", 1500, 0, (8 + 4 + 8) * 6000),
-        ("min", 6, (8 + 4) * 24, 0),
-        ("softmax", 6, 2 * 8 * 24, 0),
-    ],
-)
-def test_no_more_is_sent_than_is_said(worlds, name, size, single, pieces):
-    """In a single round from each other rank; or by pieces of a third, from two others."""
-    assert worlds.run(3, received, name, size) == [2 * single + 2 * pieces // 3] * 3
+# a pool, the number of graphs, bytes in a single round, and bytes by pieces of a third
+SENT = [
+    ("add", 6, 8 * 24, 0),
+    ("add", 1500, 0, 2 * 8 * 6000),
+    ("mean", None, 8 * 4, 0),
+    ("mean", 6, 8 * (24 + 6), 0),
+    ("max", None, (8 + 8) * 4, 0),
+    ("max", 6, (8 + 4) * 24, 0),
+    ("max", 1500, 0, (8 + 4 + 8) * 6000),
+    ("min", 6, (8 + 4) * 24, 0),
+    ("softmax", 6, 2 * 8 * 24, 0),
+]
 
 
-def bound(rank):
-    """Called as PyG's own, with the dimensions that PyG has."""
+def test_no_more_is_sent_than_is_said(worlds):
+    expected = [2 * single + 2 * pieces // 3 for _, _, single, pieces in SENT]
+    assert worlds.run(3, received) == [expected] * 3
+
+
+class Pools(nn.Module):
+    """PyG's own, with their arguments and dimensions."""
+
+    def forward(self, x, batch, size=None):
+        return [
+            gnn.global_add_pool(x, batch, size=size),
+            gnn.global_mean_pool(x, batch=batch, size=size),
+            gnn.global_max_pool(x, batch, size),
+        ]
+
+
+def as_in_pyg(rank):
     failures, given = Failures(), whole(4)
     cube = torch.stack([given.x, given.x.cos()])  # a batch of two values on the same nodes
-    for graph in partitions():
-        ids, pools = graph.owned_ids, pooling.pools_for(graph)
-        assert tuple(pools) == PYG
-        for theirs, ours in pools.items():
-            for x in (given.x[:, 0], given.x, cube):
-                own = x[:, ids] if x.dim() == 3 else x[ids]
-                with failures.named(theirs.__name__, x.dim()):
-                    torch.testing.assert_close(ours(own, None), theirs(x, None), **FIRST)
-                    got, expected = ours(own, given.batch[ids]), theirs(x, given.batch)
-                    torch.testing.assert_close(got, expected, **FIRST)
-                    got = ours(own, batch=given.batch[ids], size=GRAPHS)
-                    torch.testing.assert_close(got, theirs(x, given.batch, GRAPHS), **FIRST)
+    alone, graph = Pools(), partitions()[1]
+    ids, model = graph.owned_ids, distribute(Pools(), graph)
+    for x in (given.x[:, 0], given.x, cube):
+        own = x[:, ids] if x.dim() == 3 else x[ids]
+        with failures.named(x.dim()):
+            torch.testing.assert_close(model(own, None), alone(x, None), **FIRST)
+            for size in (None, GRAPHS):
+                got = model(own, given.batch[ids], size)
+                torch.testing.assert_close(got, alone(x, given.batch, size), **FIRST)
     return failures
 
 
 def test_functions_of_pyg_are_replaced_as_they_are(worlds):
-    assert_none(worlds.run(3, bound))
+    assert_none(worlds.run(3, as_in_pyg))
 
 
 def no_nodes(rank):
     data = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=0)
     graph = partition(data, method="block")
     x, batch = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(ArgumentError, match="there are no nodes, of which one could be"):
+    with pytest.raises(ArgumentError, match="there are no nodes"):
         pooling.global_max_pool(x, None, graph)
     empty = [pool(x, batch, graph, 2) for pool, _ in POOLS.values()]
     return [value.tolist() for value in empty], pooling.global_mean_pool(x, None, graph)
@@ -341,33 +353,34 @@ X = torch.ones(3, 2)
 ZEROS = torch.zeros(3, dtype=torch.int64)
 
 
-def refuse(rank, name, given, message):
-    graph = partition(three_nodes_each(2), method="block")
-    pool = {"softmax": "global_softmax"}.get(name, f"global_{name}_pool")
-    with pytest.raises(ArgumentError, match=f"^{pool} on rank {rank} of 2: .*{message}"):
-        POOLS[name][0](*given[:2], graph, *given[2:])
+# a pool, x, batch and size, and the name of the wrong one
+REFUSED = [
+    ("add", (X[:2], None), "x must have one row"),
+    ("add", ([1.0], None), "x must be a torch.Tensor"),
+    ("add", (X > 0, None), "x must be of numbers"),
+    ("max", (X.to(torch.complex64), None), "x must be of numbers that have an order"),
+    ("min", (X > 0, ZEROS), "x must be of numbers that have an order"),
+    ("mean", (X, ZEROS[:2]), "batch must be"),
+    ("mean", (X, ZEROS.int()), "batch must be"),
+    ("add", (X, [0, 0, 0]), "batch must be a torch.Tensor"),
+    ("add", (X, ZEROS - 1), "numbers in batch"),
+    ("add", (X, ZEROS + 2, 2), "numbers in batch"),
+    ("add", (X, ZEROS, True), "number of graphs"),
+    ("softmax", (X.long(), None), "x must be of floats"),
+    ("softmax", (X[:1], None), "x must have one row"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("add", (X[:2], None), "x must have one row for each of the 3 owned nodes"),
-        ("add", ([1.0], None), "x must be a torch.Tensor; got list"),
-        ("add", (X > 0, None), "x must be of numbers; got torch.bool"),
-        ("max", (X.to(torch.complex64), None), "x must be of numbers that have an order; got"),
-        ("min", (X > 0, ZEROS), "x must be of numbers that have an order; got torch.bool"),
-        ("mean", (X, ZEROS[:2]), r"batch must be of torch.int64, .* got torch.int64 of shape \(2,"),
-        ("mean", (X, ZEROS.int()), "batch must be of torch.int64, .* got torch.int32"),
-        ("add", (X, [0, 0, 0]), "batch must be a torch.Tensor; got list"),
-        ("add", (X, ZEROS - 1), "numbers in batch must be at least 0; got -1 to -1"),
-        ("add", (X, ZEROS + 2, 2), "at least 0 and below 2; got 2 to 2"),
-        ("add", (X, ZEROS, True), "the number of graphs must be an int of at least 0; got True"),
-        ("softmax", (X.long(), None), "x must be of floats; got torch.int64"),
-        ("softmax", (X[:1], None), "x must have one row for each of the 3 owned nodes"),
-    ],
-)
-def test_refusals(worlds, name, given, message):
-    assert worlds.run(2, refuse, name, given, message) == [None] * 2
+def refused(rank):
+    graph = partition(three_nodes_each(3), method="block")
+    for name, given, message in REFUSED:
+        pool = {"softmax": "global_softmax"}.get(name, f"global_{name}_pool")
+        with pytest.raises(ArgumentError, match=f"^{pool} on rank {rank} of 3: .*{message}"):
+            POOLS[name][0](*given[:2], graph, *given[2:])
+
+
+def test_refusals(worlds):
+    assert worlds.run(3, refused) == [None] * 3
 
 
 def one_is_wrong(rank):

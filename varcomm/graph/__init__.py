@@ -9,6 +9,8 @@ except ModuleNotFoundError as error:
         'varcomm.graph needs PyTorch Geometric: pip install "varcomm[graph]"'
     ) from error
 
+from varcomm.graph.adapt.distribute import distribute
+from varcomm.graph.adapt.overlap import edge_update, message_passing
 from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
@@ -27,8 +29,6 @@ from varcomm.graph.partitioners.assign import assign
 from varcomm.graph.partitioners.assign_sharded import assign_sharded
 from varcomm.graph.reductions import replicated
 from varcomm.graph.report import Report
-from varcomm.graph.adapt.distribute import distribute
-from varcomm.graph.adapt.overlap import edge_update, message_passing
 from varcomm.graph.shard import NodeShard
 
 __all__ = [

@@ -56,7 +56,8 @@ class _Block:
         edges = self.context.graph.edges
         leaves, spec = tree_flatten(given)
         is_edges = [
-            isinstance(leaf, torch.Tensor) and self.context.known(leaf) is not None for leaf in leaves
+            isinstance(leaf, torch.Tensor) and self.context.known(leaf) is not None
+            for leaf in leaves
         ]
         of_nodes = self._agreed(leaves, ("in", str(spec)), edges.num_sources, is_edges)
         with checking("a block of layers", self.context.group) as where:

@@ -10,9 +10,9 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.resolver import aggregation_resolver
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.adapt.layers import EXACT_AGGREGATIONS
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.adapt.layers import EXACT_AGGREGATIONS
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 
@@ -29,12 +29,11 @@ def message_passing(
     *edge_values: torch.Tensor,
     aggr: str | Sequence[str] | Aggregation = "sum",
 ) -> torch.Tensor:
-    """Compute a message on each edge, and aggregate them at each node that this rank owns.
+    """Compute a message on each edge, and aggregate them at each owned node.
 
-    The halo is exchanged meanwhile: it is begun first, then come the messages of the edges whose
-    source is on this rank, ``graph.interior``, then the halo is waited for, and the messages of
-    ``graph.boundary`` follow. In backward it is the same: the gradients of the halo travel while
-    the messages of interior edges are differentiated.
+    The halo exchange overlaps with the messages of ``graph.interior``, the edges whose source is on
+    this rank; the messages of ``graph.boundary`` follow. In backward likewise. Compiled code
+    exchanges first.
 
     Parameters
     ----------
@@ -42,45 +41,36 @@ def message_passing(
         A graph with one type of edges, or the edges of one type, ``graph["author", "writes",
         "paper"]``; with halos of one hop.
     message : callable
-        ``message(x_i, x_j, *edge_values)`` gives the messages of some edges, (e, *G), from the rows
-        of `x` at their targets, (e, *F), and at their sources, (e, *F), and their edge values, such
-        as an MLP of all three side by side. It is called twice, so an edge's message must not
-        depend on other edges. Without any edges it must still give zero rows.
+        ``message(x_i, x_j, *edge_values)`` returns the messages of some edges, (e, *G), from the
+        rows of `x` at their targets and sources, (e, *F), and their edge values. It is called
+        twice, so an edge's message must not depend on other edges; for no edges, it returns zero
+        rows.
     x : torch.Tensor or pair of torch.Tensor
-        A value of each owned node, (n, *F); or a pair as in PyG, for sources and for targets. Of a
-        pair only the first travels.
+        A value of each owned node, (n, *F); or a pair as in PyG, for sources and for targets, of
+        which the first travels.
     *edge_values : torch.Tensor
         Values of edges in the order of ``graph.edge_index``, (E, *H), such as ``graph.edge_attr``.
     aggr : str, sequence of str, or torch_geometric.nn.aggr.Aggregation
-        How messages are aggregated, as in a layer of PyG: sum, mean, max, min, mul, std, var,
-        softmax, ...; several of them side by side; or a module with the same parameters on all
-        ranks.
+        The aggregation, as in a layer of PyG: a name, several names side by side, or a module with
+        the same parameters on all ranks.
 
     Returns
     -------
     torch.Tensor
-        What arrives at each owned node, (n, *G). It is what one process gives, to the rounding of
-        sums and of matrix products, whose last bit depends on how many rows they have.
+        (n, *G), equal to one process to the rounding of sums and of matrix products.
 
     Raises
     ------
     ArgumentError
-        Before any communication, if an argument does not fit on this rank. If `message` returns
-        something else than a row for each edge, after it has been called.
+        On this rank, before any communication, if an argument does not fit; after a call of
+        `message`, if its result does not have one row per edge.
 
     Notes
     -----
-    Communication: one exchange of `x`, or of the first of a pair, to those who have copies of its
-    rows; in backward, its adjoint.
+    Communication: one exchange of `x`, or of the first of a pair; in backward, its adjoint. Values
+    of nodes that are computed before the exchange are computed once per node, not once per edge.
 
-    Values of other dtypes cannot travel in the same message; several values of one dtype can, as
-    ``torch.cat([a, b], dim=1)``. What is computed from `x` at the nodes before it travels is
-    computed once a node in place of once an edge.
-
-    What overlaps with the exchange is the share of interior edges. On an engine that needs the
-    processor for its own work, as Gloo does, there is little to gain where all cores compute.
-
-    Dropout in `message` draws the mask of each edge, in another order than a layer of PyG would.
+    Dropout in `message` draws the masks of edges in another order than a layer of PyG.
 
     In one process: `aggr` of ``message(x[edge_index[1]], x[edge_index[0]], *edge_values)``, at
     ``edge_index[1]``.
@@ -116,29 +106,22 @@ def edge_update(
 ) -> torch.Tensor:
     """Compute a value on each edge, interior ones while the halo travels.
 
-    This is :func:`message_passing` without its aggregation, for networks that keep what they have
-    computed at the edges.
+    This is :func:`message_passing` without its aggregation, for networks that keep values of edges.
 
     Parameters
     ----------
     graph, update, x, *edge_values
-        As in :func:`message_passing`, where `update` is called `message`.
+        As in :func:`message_passing`, with its errors; `update` is called `message` there.
 
     Returns
     -------
     torch.Tensor
         The value of each edge in the order of ``graph.edge_index``, (E, *G).
 
-    Raises
-    ------
-    ArgumentError
-        As in :func:`message_passing`.
-
     Notes
     -----
-    Communication: as :func:`message_passing`.
-
-    In one process: ``update(x[edge_index[1]], x[edge_index[0]], *edge_values)``.
+    Communication: as :func:`message_passing`. In one process:
+    ``update(x[edge_index[1]], x[edge_index[0]], *edge_values)``.
 
     Examples
     --------
@@ -166,20 +149,18 @@ def _messages(
     (source, target), (j, i) = ends, edges.edge_index
     begun = edges.plan.start(source)
     inner, outer = edges.interior, edges.boundary
-    x_j = begun.meanwhile(source).index_select(0, j.index_select(0, inner))
+    x_j = source.index_select(0, j.index_select(0, inner))
     x_i = target.index_select(0, i.index_select(0, inner))
     first = message(x_i, x_j, *(value.index_select(0, inner) for value in edge_values))
     _check_messages(name, edges, first, len(inner))
-    # All that does not need the halo comes before it is waited for, here and so in backward.
+    # Everything that does not need the halo comes before wait(): backward overlaps likewise.
     x_i = target.index_select(0, i.index_select(0, outer))
     values = [value.index_select(0, outer) for value in edge_values]
-    begun.after(first)
     x_j = begun.wait().index_select(0, j.index_select(0, outer) - edges.layer_counts()[0])
     last = message(x_i, x_j, *values)
     _check_messages(name, edges, last, len(outer), first)
     if first.dim() == 1:
-        # The derivative of torch.cat by an empty tensor of one dimension is one that depends on
-        # nothing: of all ranks, this one would leave out what is behind it in a second derivative.
+        # torch.cat drops an empty tensor of one dimension from the autograd graph
         return torch.cat([first.unsqueeze(1), last.unsqueeze(1)]).squeeze(1)
     return torch.cat([first, last])
 
@@ -212,7 +193,7 @@ def _checked(
     if edges.hops > 1:
         raise ArgumentError(
             f"{where}the graph has halos of {edges.hops} hops, which are exchanged once for as "
-            "many layers; nothing is left to overlap with. Partition it with hops=1."
+            "many layers; there is no exchange to overlap with. Partition it with hops=1."
         )
     if isinstance(x, tuple | list) and len(x) != 2:
         raise ArgumentError(
@@ -272,12 +253,12 @@ def _check_messages(
             )
 
 
-# What PyG makes of names of aggregations.
+# Aggregations that PyG made of names: constants to torch.compile.
 _made: dict[str | tuple[Any, ...], Aggregation] = {}
 
 
 def _aggregation(aggr: Any, where: str) -> Aggregation:
-    """Return the module that `aggr` stands for, if it is exact on a part of the graph."""
+    """Return the module that `aggr` stands for, if it is exact on a sharded graph."""
     if isinstance(aggr, Aggregation):
         module = aggr
     else:
@@ -298,7 +279,7 @@ def _aggregation(aggr: Any, where: str) -> Aggregation:
 
 
 def _refusal(name: Any) -> str:
-    """Let PyG make what a name, or several, stand for; return why it cannot, if it cannot."""
+    """Let PyG make the aggregation of a name, or several; return the error, if any."""
     try:
         if not isinstance(name, str | tuple):
             raise TypeError(f"{type(name).__name__} is none of these")
@@ -309,14 +290,11 @@ def _refusal(name: Any) -> str:
 
 
 def _inexact(kind: type[Aggregation]) -> str | None:
-    """Return how PyG calls the aggregation that a class is of, unless that is exact, or one's own.
-
-    An aggregation of one's own derives from PyG's base class and nothing else there.
-    """
+    """Return PyG's name of a class that is neither exact nor an own subclass of Aggregation."""
     known = next(c for c in kind.__mro__ if c.__module__.startswith("torch_geometric."))
     own = known is Aggregation and kind is not Aggregation
     return None if own or known.__name__ in EXACT_AGGREGATIONS else known.__name__
 
 
-# torch.compiler.assume_constant_result, but for importing the compiler into every program
+# torch.compiler.assume_constant_result, without the import of the compiler into every program
 vars(_refusal)["_dynamo_marked_constant"] = vars(_inexact)["_dynamo_marked_constant"] = True

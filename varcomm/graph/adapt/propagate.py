@@ -112,7 +112,9 @@ class _WithHalos:
                 pair.given = value
         # torch.compile accepts plain tuples
         plain = {name: tuple(pair) for name, pair in pairs.items()}
-        values = values | plain | {name: pairs[name] for name in self.reads.in_update & pairs.keys()}
+        values = (
+            values | plain | {name: pairs[name] for name in self.reads.in_update & pairs.keys()}
+        )
         own: Callable[..., Any] = getattr(type(self.layer), self.method)
         out = own(self.layer, edge_index, size=(sources + halo, targets), **values)
         return _kept_in_graph(out, values.values())

@@ -1,55 +1,50 @@
-"""Give the methods of a module other functions than those that their code names.
+"""Replacement of functions that the methods of a module reach.
 
-A layer that calls ``gcn_norm`` means that of the whole graph. For one layer on ranks, and for
-nobody else, that name has to mean another function. So its class is exchanged for one made for this
-layer, in which methods that reach such a function run the same code with other globals; as
-``torch.nn.utils.parametrize`` exchanges classes. Nothing changes in modules of Python.
+A layer that calls ``gcn_norm`` means that of the full graph. In one distributed layer that name has
+to mean another function, and nowhere else. The layer's class is exchanged for one made for it, as
+``torch.nn.utils.parametrize`` does: methods that reach such a function run the same code with other
+globals. Python modules do not change.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType, new_class
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, new_class
 from typing import Any
 
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.named import (
-    Names,
-    content,
-    functions_in,
-    held,
-    is_opaque,
-    lookups,
-    members,
-    named,
-    scope_of,
-)
 
 __all__ = ["Rebinding", "release"]
 
-# Where a module keeps the attributes that it had, and those that it has got for them.
+# The attribute of a module that holds its replaced attributes, and those in their place.
 _BEFORE = "_before_rebinding"
-
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) | {_BEFORE}
+
+# Code of these packages, and of Python itself, is not searched.
+_OPAQUE = frozenset({"torch", "varcomm", "numpy"})
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
 class Rebinding:
-    """From some functions to those that stand for them, in methods of modules.
+    """A mapping from functions to their replacements in the methods of modules.
 
     A method reaches a function by a global name, its own or that of a function which it calls so;
-    by a module, ``nn.global_add_pool``; by a default argument or an enclosed variable; or by an
-    attribute of the instance that holds the function. Other globals keep the values that they have
-    when the module is rebound.
+    by a Python module, ``nn.global_add_pool``; by a default argument or an enclosed variable; or by
+    an attribute of the instance that holds the function. Other globals keep the values that they
+    have when the module is rebound.
 
     Parameters
     ----------
     ours : mapping
-        From functions of Python to what stands for them. A method may be one, as its class holds
-        it; a function must stand for it.
+        Functions, or methods as their classes hold them, and functions in their place.
     """
 
     def __init__(self, ours: Mapping[Any, Callable[..., Any]]) -> None:
@@ -62,7 +57,7 @@ class Rebinding:
         self._seen: list[tuple[Callable[[], Mapping[str, Any]], dict[str, Any]]] = []
 
     def is_current(self) -> bool:
-        """Return whether all names that have been looked at still mean what they meant then."""
+        """Return whether all names that were looked up still have the same values."""
         return all(
             len(now := look()) == len(then) and all(now.get(k, self) is v for k, v in then.items())
             for look, then in self._seen
@@ -72,10 +67,7 @@ class Rebinding:
         self._seen.append((look, dict(look())))
 
     def check(self, module: torch.nn.Module, what: str) -> None:
-        """Raise ArgumentError if code of a module's class reaches a function as none can rebind.
-
-        `what` names the module.
-        """
+        """Raise ArgumentError if a module, named `what`, reaches a function in a way not listed."""
         where = f"cannot distribute {what}: "
         kind = _original(module)
         if kind in self._passed:
@@ -88,31 +80,28 @@ class Rebinding:
         ours = {one.__name__ for one in self._ours if one.__qualname__ == one.__name__}
         affected = {owner: self._affected(owner) for owner in _classes(kind)}
         by_name = {owner.__name__: owner for owner in affected}
-        for function in functions_in([[*vars(owner).values()] for owner in affected]):
-            for one in lookups(function.__code__):
-                name = one.name
-                if (one.opname == "IMPORT_FROM" and name in ours) or (
-                    one.opname == "IMPORT_NAME" and self._leads_to_ours(name, function)
+        for function in _functions_in([[*vars(owner).values()] for owner in affected], set()):
+            for opname, name, then in _Names.of(function.__code__).lookups:
+                if (opname == "IMPORT_FROM" and name in ours) or (
+                    opname == "IMPORT_NAME" and self._leads_to_ours(name, function)
                 ):
                     raise ArgumentError(
                         f"{where}{function.__qualname__} imports {name} when it runs, and would "
                         "get that of one process. Import it at the top of the file."
                     )
-                if one.opname not in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_DEREF"):
-                    continue
-                owner = function.__globals__.get(name, by_name.get(name))
-                if isinstance(owner, type) and one.then in affected.get(owner, ()):
-                    raise ArgumentError(
-                        f"{where}{function.__qualname__} calls {name}.{one.then} by its "
-                        "class, and would get that of one process. Call super()."
-                    )
+                if opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_DEREF"):
+                    owner = function.__globals__.get(name, by_name.get(name))
+                    if isinstance(owner, type) and then in affected.get(owner, ()):
+                        raise ArgumentError(
+                            f"{where}{function.__qualname__} calls {name}.{then} by its "
+                            "class, and would get that of one process. Call super()."
+                        )
         self._passed.add(kind)
 
     def _leads_to_ours(self, imported: str, function: FunctionType) -> bool:
-        """Return whether a function that imports a module names one of ours by its attributes."""
         modules = [sys.modules.get(imported), sys.modules.get(imported.partition(".")[0])]
-        attributes = Names.of(function.__code__).of_attributes
-        return any(one in self._ours for one in held(modules, attributes, set()))
+        attributes = _Names.of(function.__code__).of_attributes
+        return any(one in self._ours for one in _held(modules, attributes, set()))
 
     def __call__(self, module: torch.nn.Module) -> None:
         """Rebind the methods of a module, and the functions that its attributes hold."""
@@ -131,7 +120,7 @@ class Rebinding:
             vars(module)[_BEFORE] = before
 
     def _exchanged(self, kind: type) -> type:
-        """Return a class like `kind` in which methods are rebound; itself, if none needs to be."""
+        """Return a class like `kind` with rebound methods; itself, if no method is affected."""
         for owner in _classes(kind):
             self._look(functools.partial(vars, owner))
         parts = {
@@ -139,7 +128,7 @@ class Rebinding:
             for owner in _classes(kind)
         }
         own = parts.pop(kind, {})
-        # each stands before the class that it is of, in the order in which super() asks them
+        # each base precedes the class that it is of, in the order of super()
         bases = [_derived(owner, (owner,), part) for owner, part in parts.items() if part]
         if not own and not bases:
             return kind
@@ -149,10 +138,10 @@ class Rebinding:
         return [name for name, member in vars(owner).items() if self._affects(member)]
 
     def _affects(self, value: Any) -> bool:
-        return any(map(self._reaches, functions_in(value)))
+        return any(map(self._reaches, _functions_in(value, set())))
 
     def _reaches(self, function: FunctionType) -> bool:
-        """Return whether it is one of ours, or its code, or that of what it names, names one."""
+        """Return whether a function is one of ours, or names one, directly or by others."""
         if function not in self._reaching:
             seen, todo, found = {function}, [function], False
             containers: set[int] = set()
@@ -160,15 +149,14 @@ class Rebinding:
                 one = todo.pop()
                 found = one in self._ours or self._reaching.get(one, False)
                 if not found:
-                    more = set(named(one, containers)) - seen
+                    more = set(_named(one, containers)) - seen
                     seen |= more
                     todo += more
-            # what is named by one that reaches nothing reaches nothing either
             self._reaching |= {function: True} if found else dict.fromkeys(seen, False)
         return self._reaching[function]
 
     def _value(self, value: Any) -> Any:
-        """Return what stands for a value that is, or holds, a function."""
+        """Return the replacement of a value that is, or holds, a function."""
         if not self._affects(value):
             return value
         if isinstance(value, FunctionType):
@@ -180,17 +168,16 @@ class Rebinding:
         if isinstance(value, staticmethod | classmethod):
             return type(value)(self._value(value.__func__))
         if isinstance(value, property):
-            fget, fset, fdel = map(self._value, (value.fget, value.fset, value.fdel))
-            return property(fget, fset, fdel, value.__doc__)
+            return property(*map(self._value, (value.fget, value.fset, value.fdel)), value.__doc__)
         if isinstance(value, dict):
             return {key: self._value(item) for key, item in value.items()}
         return type(value)(map(self._value, value))
 
     def _rebuild(self, function: FunctionType) -> FunctionType:
-        """Return a function of the same code, with other globals where ours stand for them."""
+        """Return a function of the same code, with other globals."""
         if function in self._rebuilt:
             return self._rebuilt[function]
-        scope, names = self._scope(function), Names.of(function.__code__)
+        scope, names = self._scope(function), _Names.of(function.__code__)
         cells = None
         if function.__closure__ is not None:
             cells = tuple(self._cell(cell, names.of_attributes) for cell in function.__closure__)
@@ -200,7 +187,7 @@ class Rebinding:
         self._rebuilt[function] = new  # before its globals: they may name it
         new.__kwdefaults__ = self._value(function.__kwdefaults__)
         functools.update_wrapper(new, function)
-        for name in names.of_globals & scope_of(function).keys():
+        for name in names.of_globals & _searched(function.__globals__).keys():
             value = function.__globals__[name]
             if isinstance(value, ModuleType):
                 scope[name] = self._module(value, scope[name], names.of_attributes)
@@ -209,22 +196,22 @@ class Rebinding:
         return new
 
     def _scope(self, function: FunctionType) -> dict[str, Any]:
-        """Return the globals of all rebuilt functions of the same module of Python."""
+        """Return the globals of all rebuilt functions of one Python module."""
         own = function.__globals__
-        if scope_of(function) is not own:
+        if _searched(own) is not own:
             return own
         if id(own) not in self._scopes:
             self._look(lambda: own)
-            # by its name torch.compile would find the module, and there what ours stand for
+            # by its name torch.compile would find the module, and in it the original functions
             self._scopes[id(own)] = {key: own[key] for key in own if key != "__name__"}
         scope = self._scopes[id(own)]
-        if "__name__" in Names.of(function.__code__).of_globals:
+        if "__name__" in _Names.of(function.__code__).of_globals:
             scope["__name__"] = own["__name__"]
         return scope
 
     def _cell(self, cell: CellType, wanted: frozenset[str]) -> CellType:
-        value = content(cell)
-        self._look(lambda: {"": content(cell)})
+        value = _content(cell)
+        self._look(lambda: {"": _content(cell)})
         if isinstance(value, ModuleType):
             new = self._module(value, value, wanted)
         else:
@@ -238,14 +225,13 @@ class Rebinding:
         wanted: frozenset[str],
         within: tuple[ModuleType, ...] = (),
     ) -> ModuleType:
-        """Return a copy of a module of Python in which ours stand under these names.
+        """Return a copy of a Python module in which our functions stand under the wanted names.
 
-        `made` is the copy that there is already, or the module itself; `within`, through which
-        modules it was reached.
+        `made` is the copy so far, or the module itself; `within`, the modules on the way to it.
         """
         new, within = {}, (*within, module)
-        self._look(lambda: dict(members(module, wanted)))
-        for name, value in members(module, wanted):
+        self._look(lambda: _members(module, wanted))
+        for name, value in _members(module, wanted).items():
             if not isinstance(value, ModuleType):
                 new[name] = self._value(value)
             elif value not in within:
@@ -259,7 +245,7 @@ class Rebinding:
 
 
 def release(module: torch.nn.Module) -> None:
-    """Undo what a :class:`Rebinding` has done to a module."""
+    """Undo a :class:`Rebinding` of a module."""
     for name, (old, new) in vars(module).pop(_BEFORE, {}).items():
         if vars(module).get(name) is new:
             vars(module)[name] = old
@@ -272,13 +258,115 @@ def _original(module: torch.nn.Module) -> type:
 
 
 def _derived(kind: type, bases: tuple[type, ...], own: dict[str, Any]) -> type:
-    """Return a class that goes by the name of another."""
+    """Return a class with the name of another."""
     like = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return new_class(kind.__name__, bases, {}, lambda body: body.update(like | own))
 
 
 def _classes(kind: type) -> Iterator[type]:
-    """Yield the classes of a module whose code is looked at."""
+    """Yield the classes of a module whose code is searched."""
     for owner in kind.__mro__:
-        if owner is not object and not is_opaque(owner.__module__):
+        if owner is not object and not _is_opaque(owner.__module__):
             yield owner
+
+
+def _is_opaque(name: str | None) -> bool:
+    return (name or "").partition(".")[0] in _OPAQUE
+
+
+def _searched(scope: dict[str, Any]) -> dict[str, Any]:
+    """Return the globals of a module, or none if it is opaque or of Python itself."""
+    spec = scope.get("__spec__")
+    name, origin = getattr(spec, "name", ""), getattr(spec, "origin", None) or ""
+    of_python = name.partition(".")[0] in sys.stdlib_module_names and (
+        origin in ("built-in", "frozen") or origin.startswith(_PYTHON)
+    )
+    return {} if of_python or _is_opaque(scope.get("__name__")) else scope
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names in the code of a function, and in the functions that it defines.
+
+    Attributes
+    ----------
+    of_globals : frozenset of str
+        Names looked up in the function's Python module.
+    of_attributes : frozenset of str
+        Names looked up elsewhere.
+    lookups : tuple
+        Look-ups in their order: operation, name, and the argument of the next instruction.
+    """
+
+    of_globals: frozenset[str]
+    of_attributes: frozenset[str]
+    lookups: tuple[tuple[str, str, Any], ...]
+
+    @staticmethod
+    @functools.cache  # disassembly is most of the time that distribute takes
+    def of(code: CodeType) -> _Names:
+        """Return the names in a code."""
+        from_globals = {"LOAD_GLOBAL", "LOAD_NAME"}
+        by_name = from_globals | {"LOAD_ATTR", "LOAD_DEREF", "IMPORT_NAME", "IMPORT_FROM"}
+        own = [
+            (one.opname, one.argval, two.argval)
+            for one, two in pairwise(dis.get_instructions(code))
+            if one.opname in by_name
+        ]
+        inner = [_Names.of(one) for one in code.co_consts if isinstance(one, CodeType)]
+        lookups = (*own, *chain.from_iterable(one.lookups for one in inner))
+        loaded = frozenset(name for opname, name, _ in lookups if opname in from_globals)
+        every = frozenset(code.co_names).union(*(one.of_attributes for one in inner))
+        return _Names(loaded, every - loaded, lookups)
+
+
+def _members(module: ModuleType, wanted: frozenset[str]) -> dict[str, Any]:
+    scope = _searched(vars(module))
+    return {name: scope[name] for name in wanted & scope.keys()}
+
+
+def _content(cell: CellType) -> Any:
+    """Return the value of a closure's cell; None if it is not set yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _functions_in(value: Any, seen: set[int]) -> Iterator[FunctionType]:
+    """Yield the functions that a value is or holds; `seen` has ids of searched containers."""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, FunctionType):
+            yield one
+        elif isinstance(one, MethodType | staticmethod | classmethod):
+            todo.append(one.__func__)
+        elif isinstance(one, functools.partial):
+            todo.append(one.func)
+        elif isinstance(one, property):
+            todo += (one.fdel, one.fset, one.fget)
+        elif type(one) in (list, tuple, dict) and id(one) not in seen:
+            seen.add(id(one))
+            todo += reversed([*one.values()] if type(one) is dict else one)
+
+
+def _held(values: list[Any], wanted: frozenset[str], seen: set[int]) -> Iterator[FunctionType]:
+    """Yield the functions that values hold, and Python modules under the wanted names."""
+    todo, modules = [*values], set[int]()
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, ModuleType):
+            yield from _functions_in(value, seen)
+        elif id(value) not in modules:
+            modules.add(id(value))
+            todo += _members(value, wanted).values()
+
+
+def _named(function: FunctionType, seen: set[int]) -> Iterator[FunctionType]:
+    """Yield the functions that a function names."""
+    names, scope = _Names.of(function.__code__), _searched(function.__globals__)
+    values = [scope[name] for name in names.of_globals if name in scope]
+    values += [_content(cell) for cell in function.__closure__ or ()]
+    values += [function.__defaults__, function.__kwdefaults__]
+    yield from _held(values, names.of_attributes, seen)

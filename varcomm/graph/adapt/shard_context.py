@@ -23,7 +23,7 @@ from varcomm.ops.operator import checking
 from varcomm.sizes import holds_integers
 from varcomm.transport.group import Group
 
-__all__ = ["ShardContext", "add_edge_type_context", "unwrap_forward", "untransformed"]
+__all__ = ["ShardContext", "add_edge_type_context", "untransformed", "unwrap_forward"]
 
 _AGAIN = "If the model is to run on another graph, call distribute(model, graph) again."
 

@@ -1,1 +1,1 @@
-"""What looks at the nodes of all ranks: normalisations, pools and readouts."""
+"""Normalisations, pools and readouts over the nodes of all ranks."""

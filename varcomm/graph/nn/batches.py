@@ -1,4 +1,4 @@
-"""Graphs of a batch whose nodes are spread over ranks: sums over the nodes of each of them."""
+"""Graphs of a batch whose nodes are spread over ranks: sums over the nodes of each graph."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Which graph each given row is of, where owned rows come first.
+    """The graph of each row of a call, owned rows first.
 
     Attributes
     ----------
     rows : Rows
-        The nodes, or edges, that they are of.
+        The nodes, or edges, of all ranks.
     index : torch.Tensor or None
-        The graph of each row, int64 of shape (rows,); None where all rows are of one graph.
+        The graph of each row, int64 of shape (rows,); None if all rows are of one graph.
     size : int
-        How many graphs there are on all ranks together, G.
+        Number of graphs on all ranks together, G.
     """
 
     rows: Rows
@@ -47,15 +47,15 @@ class Batch:
 
     def owned(self) -> Batch:
         """Return the same for the owned rows alone."""
-        if self.index is None or len(self.index) == self.rows.num_owned:
+        if self.index is None:
             return self
         return Batch(self.rows, self.index[: self.rows.num_owned], self.size)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum (rows, *F) over the owned nodes of each graph, on all ranks: (G, *F) on every rank.
 
-        Floats narrower than 4 bytes are summed, sent and returned in fp32. The adjoint is exact:
-        gradients of all ranks are summed.
+        Floats narrower than 4 bytes are summed, sent and returned in fp32. The adjoint sums the
+        gradients of all ranks.
         """
         return self.all_reduce(self.local_sum(values))
 
@@ -75,7 +75,7 @@ class Batch:
 
     @cached_property
     def counts(self) -> torch.Tensor:
-        """Nodes of each graph, int64 of shape (G,); 8 bytes a graph, none where all are of one."""
+        """Nodes of each graph, int64 of shape (G,); 8 bytes per graph, none for one graph."""
         if self.index is None:
             return self.rows.owned_ids.new_full((1,), self.rows.total)
         own = self.index[: self.rows.num_owned]
@@ -87,24 +87,14 @@ class Batch:
         return total / self.counts.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
 
     def at_nodes(self, values: torch.Tensor) -> torch.Tensor:
-        """Give each row what its graph has: from (G, *F) to (rows, *F), or what broadcasts so."""
+        """Return the value of its graph for each row: from (G, *F) to (rows, *F) or (1, *F)."""
         return values if self.index is None else values.index_select(0, self.index)
 
 
 def batch_of(
-    name: str,
-    rows: Rows,
-    x: torch.Tensor,
-    index: torch.Tensor | None,
-    size: int | None,
+    name: str, rows: Rows, x: torch.Tensor, index: torch.Tensor | None, size: int | None
 ) -> Batch:
-    """Check the rows and the batch vector of a call; where `size` is None, ask all ranks for it.
-
-    Raises
-    ------
-    ArgumentError
-        Before any communication, if they do not fit on this rank.
-    """
+    """Check rows and batch vector of a call on this rank; if `size` is None, ask all ranks."""
     with checking(name, rows.group) as where:
         check_rows(x, rows, where)
         if index is None:
@@ -116,25 +106,25 @@ def batch_of(
 
 
 def largest(number: int, rows: Rows, device: torch.device) -> int:
-    """Return the largest of all ranks' numbers; 8 bytes a rank."""
+    """Return the largest of all ranks' numbers; 8 bytes per rank."""
     own = torch.tensor([number], device=device)
     pg = rows.group.process_group
     return int(all_gather_v(own, [1] * rows.group.size, group=pg).max())
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return in what dtype statistics of values of `dtype` are computed."""
+    """Return the dtype in which statistics of values of `dtype` are computed."""
     return accumulation_dtype(dtype, use_fp32=True)
 
 
 def result_dtype(*values: torch.Tensor | None) -> torch.dtype:
-    """Return the dtype that torch gives to what all of these are multiplied into."""
+    """Return the dtype of the product of all of these."""
     dtypes = [value.dtype for value in values if value is not None]
     return reduce(torch.promote_types, dtypes)
 
 
 def check_floats(x: torch.Tensor, dims: tuple[int, ...], where: str) -> None:
-    """Raise ArgumentError unless `x` is of floats, and has one of `dims` dimensions if any."""
+    """Raise ArgumentError unless `x` is of floats, and of one of `dims` dimensions if any."""
     checked_tensor(x, where, "x")
     if not x.is_floating_point() or (dims and x.dim() not in dims):
         shapes = {2: "(rows, C)", 3: "(rows, C, L)"}

@@ -1,4 +1,4 @@
-"""Maximum, minimum and product over the nodes of each graph of a batch, across ranks."""
+"""Maxima, minima and products over the nodes of each graph of a batch, across ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ Extreme = Literal["amax", "amin"]
 def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the extreme of (n, *F) in each graph: (G, *F); 0 for graphs without nodes.
 
-    The gradient goes to all nodes that have the extreme, in equal shares. Sent are G values and,
-    as 4 bytes each, how often they occur.
+    Nodes with the extreme share the gradient evenly. Each rank sends G values and 4-byte counts.
     """
     rows = _rows(x, batch)
     local = _local_extreme(how, x.detach(), rows, batch.size)
@@ -58,13 +57,13 @@ def extreme_value(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the maximum of (n, *F) over all nodes: (1, *F).
 
-    The gradient goes to the first node, in the order of the whole graph, that has it: so does that
-    of ``torch.max`` along a dimension. Sent are the values and, as 8 bytes each, numbers of nodes.
+    The first node with the maximum, in the order of the full graph, gets the gradient, as in
+    ``torch.max`` along a dimension. Each rank sends values and 8-byte ids of nodes.
     """
     nodes, shape = batch.rows.total, (1, *x.shape[1:])
-    # cat would leave out what is empty and has one dimension
+    # torch.cat drops an empty tensor of one dimension from the autograd graph
     x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-    # a last row, for ranks without nodes, that comes after all
+    # a last row, after all nodes, for ranks without nodes
     x = torch.cat([x, x.new_full((1, x.shape[1]), _beyond("amax", x.dtype))])
     ids = torch.cat([batch.rows.owned_ids, batch.rows.owned_ids.new_tensor([nodes])])
     ids = ids.unsqueeze(1).expand_as(x).masked_fill(~_equal(x, x.amax(0)), nodes)
@@ -90,29 +89,13 @@ def across_ranks(
 ) -> torch.Tensor:
     """Combine tensors of all ranks elementwise, on every rank.
 
-    Parameters
-    ----------
-    parts : sequence of torch.Tensor
-        Of one shape, the same on all ranks, and of any dtypes.
-    combine : callable
-        Takes each part as (P, elements) and gives (elements,), whichever elements these are.
-    group : Group
-        The ranks.
-
-    Returns
-    -------
-    torch.Tensor
-        Of the shape of the parts; the same on every rank, bit for bit.
-
-    Notes
-    -----
-    Communication, as of :func:`varcomm.all_reduce`: each rank combines a piece and sends it to the
-    others, so that a rank receives ``(P - 1) / P`` times the bytes of each part and of the result.
-    Where the first part has up to 16 KiB, and on two ranks, each combines all, in a single round:
-    ``P - 1`` times the bytes of each part.
-
-    Adjoint: that of `combine` between those of the two collectives; what arrives at the result is
+    `parts` are of one shape, the same on all ranks. `combine` maps each part as (P, elements) to
+    (elements,), for any elements. The result has the same bits on every rank; its gradients are
     summed over ranks.
+
+    Communication, as of :func:`varcomm.all_reduce`: each rank combines a piece and sends it to the
+    others, ``(P - 1) / P`` times the bytes of each part and of the result. If the first part has up
+    to 16 KiB, and on two ranks, each rank combines all in one round: ``P - 1`` times the bytes.
     """
     shape, pg = parts[0].shape, group.process_group
     flat = [part.reshape(-1) for part in parts]
@@ -132,20 +115,17 @@ def _local_extreme(how: Extreme, x: torch.Tensor, rows: torch.Tensor, size: int)
 
 
 def _exactly(value: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """Return `value`, of which `parts` is the sum but for rounding, with the derivatives of that.
-
-    The difference of numbers that close is exact. Infinities and NaN are the same in both.
-    """
+    """Return `value` with the derivatives of `parts`, which equal it except for rounding."""
     return parts + torch.where(value.isfinite(), value - parts, 0).detach()
 
 
 def _equal(values: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
-    """Tell which values are the extreme: NaN, if there is one, is."""
+    """Return which values are the extreme; NaN is, if there is one."""
     return (values == extreme) | (values != values)
 
 
 def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
-    """Return what no value is beyond: the extreme of nothing."""
+    """Return the extreme of no values."""
     if dtype.is_floating_point:
         return float("-inf") if how == "amax" else float("inf")
     return torch.iinfo(dtype).min if how == "amax" else torch.iinfo(dtype).max
@@ -153,9 +133,9 @@ def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
 
 @cache
 def _counts_start() -> bool:
-    """Tell whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from.
+    """Return whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from.
 
-    It does in torch 2.13, and what that 0 gets is lost.
+    It does in torch 2.13, and the share of that 0 is lost.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
@@ -165,12 +145,10 @@ def _counts_start() -> bool:
 
 
 def _rows(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the graph of each row."""
     if batch.index is None:
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     return batch.index
 
 
 def _index(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the graph of each value of `x`."""
     return rows.view(-1, *[1] * (x.dim() - 1)).expand_as(x)

@@ -1,11 +1,10 @@
-"""Pooling over the nodes of each graph of a batch, where graphs span ranks.
+"""Pools over the nodes of each graph of a batch; graphs may span ranks.
 
-Each function takes the rows of this rank's owned nodes and the number of the graph that each is in,
-in any order, and returns what all ranks together have for each graph, on every rank.
+Each function takes the rows of this rank's owned nodes and the graph of each row, in any order, and
+returns one row per graph, the same on every rank.
 
-They are exact operators, as the collectives are: each rank's result depends on the rows of every
-rank, so that what arrives at the results of all ranks in backward is summed. Where all ranks then
-compute the same loss, :func:`~varcomm.graph.reductions.replicated` makes it count once::
+The functions are exact operators, as the collectives are: their backward sums the gradients of all
+ranks. If all ranks then compute the same loss, :func:`~varcomm.graph.replicated` counts it once::
 
     pooled = global_mean_pool(x, graph.batch, graph)
     loss = replicated(F.cross_entropy(head(pooled), y), graph)
@@ -15,28 +14,21 @@ Floats narrower than 4 bytes are summed and sent in fp32, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from torch_geometric import nn as pyg
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.batches import Batch, accumulated, batch_of
+from varcomm.graph.nn.batches import Batch, accumulated, batch_of, check_floats
 from varcomm.graph.nn.extremes import extreme, extreme_value, first_maximum
 from varcomm.graph.nn.rows import Where, check_rows, node_rows
-from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = [
-    "POOL_FUNCTIONS",
     "global_add_pool",
     "global_max_pool",
     "global_mean_pool",
     "global_min_pool",
     "global_softmax",
-    "pools_for",
     "softmax_over",
 ]
 
@@ -56,32 +48,32 @@ def global_add_pool(
         Rows of the owned nodes, (n, *F), or of these and the halo, which does not count. Any dtype
         but bool; the same dtype and ``*F`` on every rank.
     batch : torch.Tensor or None
-        The number of the graph that each row is in, int64 of shape (n,), in any order; graphs may
-        have nodes on several ranks, or none. None: all nodes are one graph.
+        The graph of each row, int64 of shape (n,), in any order; graphs may have nodes on several
+        ranks, or none. None: all nodes are one graph.
     graph : PartitionedGraph, NodeShard or EdgeShard
-        Whose nodes they are; or these themselves, ``graph["paper"]``, or edges. Of a graph with
-        several types of nodes they are those of which there are as many on all ranks.
+        The graph of the nodes; or the nodes themselves, ``graph["paper"]``, or edges. In a graph of
+        several types, the type with as many rows as `x` on all ranks.
     size : int, optional
-        How many graphs there are, G, the same on every rank. If it is not given: one more than the
-        largest number in `batch` on any rank.
+        Number of graphs, G, the same on every rank; None is one more than the largest number in
+        `batch` on any rank.
 
     Returns
     -------
     torch.Tensor
-        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes.
+        (G, *F), the same bits on every rank; 0 for graphs without nodes.
 
     Raises
     ------
     ArgumentError
-        Before any communication, if `x`, `batch` or `size` do not fit on this rank. On every rank,
-        if `graph` has several types of nodes, and `x` fits to none of them or to more than one.
+        On this rank, before any communication, if `x`, `batch` or `size` do not fit. On every rank,
+        if `x` fits no type of nodes, or several.
 
     Notes
     -----
     Adjoint: gradients of all ranks are summed, and each node gets that of its graph.
 
-    Communication: :func:`varcomm.all_reduce` of the result, and 8 bytes a rank where `size` is
-    asked for. Of a graph with several types of nodes, ranks tell each other before which fit.
+    Communication: :func:`varcomm.all_reduce` of the result; 8 bytes per rank if `size` is None. In
+    a graph of several types, ranks first agree on the type.
 
     In one process: :func:`torch_geometric.nn.global_add_pool`.
 
@@ -109,27 +101,22 @@ def global_mean_pool(
     graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Average over the nodes of each graph; as :func:`global_add_pool`.
+    """Average over the nodes of each graph.
 
     Parameters
     ----------
     x, batch, graph, size
-        As of :func:`global_add_pool`.
+        As of :func:`global_add_pool`, with its errors.
 
     Returns
     -------
     torch.Tensor
-        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes. Without
-        `batch`, the mean of no nodes is NaN, as of torch.
-
-    Raises
-    ------
-    ArgumentError
-        As :func:`global_add_pool`.
+        (G, *F), the same bits on every rank; 0 for graphs without nodes. Without `batch`, the mean
+        of no nodes is NaN, as in torch.
 
     Notes
     -----
-    Communication: as :func:`global_add_pool`; with `batch`, 8 bytes a graph more, to count nodes.
+    Communication: as :func:`global_add_pool`; with `batch`, 8 bytes per graph to count nodes.
 
     In one process: :func:`torch_geometric.nn.global_mean_pool`.
 
@@ -156,35 +143,29 @@ def global_max_pool(
     graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Return the largest of each feature among the nodes of each graph.
+    """Return the maximum of each feature over the nodes of each graph.
 
     Parameters
     ----------
     x, batch, graph, size
-        As of :func:`global_add_pool`; no complex `x`, and some node, on any rank, where `batch` is
-        None.
+        As of :func:`global_add_pool`, with its errors; no complex `x`; if `batch` is None, some
+        rank must have a node.
 
     Returns
     -------
     torch.Tensor
-        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes.
-
-    Raises
-    ------
-    ArgumentError
-        As :func:`global_add_pool`.
+        (G, *F), the same bits on every rank; 0 for graphs without nodes.
 
     Notes
     -----
-    Where nodes have the same largest value, each gets an equal share of the gradient, on whichever
-    ranks they are; where `batch` is None, the first in the order of the whole graph gets it. This
-    is what PyG does; so is it that a largest value of 0 loses a share, to the 0 that torch starts
-    from.
+    Nodes with the same maximum share the gradient evenly, across ranks; if `batch` is None, the
+    first node in the order of the full graph gets it. A maximum of 0 loses a share to the 0 that
+    torch starts from. All this as in PyG.
 
-    Communication: values and how often they occur go to the ranks that compare a piece of them, and
-    values come back; in all ``(P - 1) / P`` times G F values, 4-byte counts, and G F values. Up to
-    16 KiB, and on two ranks, each compares all: ``P - 1`` times G F values and counts. In backward,
-    values alone, the other way. Where `batch` is None, 8-byte numbers in place of counts.
+    Communication: values and 4-byte counts (without `batch` 8-byte ids) go to the rank that
+    compares their piece, and values return: ``(P - 1) / P`` times G F of each. Up to 16 KiB, and on
+    two ranks, each rank compares all: ``P - 1`` times G F values and counts. In backward values
+    alone, the other way.
 
     In one process: :func:`torch_geometric.nn.global_max_pool`.
 
@@ -212,9 +193,9 @@ def global_min_pool(
     graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Return the smallest of each feature among the nodes of each graph.
+    """Return the minimum of each feature over the nodes of each graph.
 
-    As :func:`global_max_pool`, but for equal shares of the gradient where `batch` is None, too.
+    As :func:`global_max_pool`, with equal shares of the gradient also if `batch` is None.
 
     Parameters
     ----------
@@ -224,18 +205,11 @@ def global_min_pool(
     Returns
     -------
     torch.Tensor
-        (G, *F), the same on every rank bit for bit; 0 for graphs without nodes.
-
-    Raises
-    ------
-    ArgumentError
-        As :func:`global_add_pool`.
+        (G, *F), the same bits on every rank; 0 for graphs without nodes.
 
     Notes
     -----
-    Communication: as :func:`global_max_pool`.
-
-    In one process: the smallest of each feature among ``x[batch == g]``, for graph g.
+    In one process: the minimum of each feature among ``x[batch == g]``, for graph g.
 
     Examples
     --------
@@ -259,31 +233,26 @@ def global_softmax(
     graph: Where,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Normalise over the nodes of each graph, feature by feature: attention to read out by.
+    """Normalise each feature over the nodes of each graph: attention for a readout.
 
     Parameters
     ----------
     x : torch.Tensor
         Floats, (n, *F) or with the halo's rows, which are normalised and do not count.
     batch, graph, size
-        As for :func:`global_add_pool`; `batch` with as many rows as `x`.
+        As of :func:`global_add_pool`, with its errors; `batch` with as many rows as `x`.
 
     Returns
     -------
     torch.Tensor
         Rows as of `x`, which sum to 1 over the nodes of a graph on all ranks.
 
-    Raises
-    ------
-    ArgumentError
-        As :func:`global_add_pool`.
-
     Notes
     -----
-    ``exp(x - m) / sum(exp(x - m))``, where the largest value m of a graph is taken as a constant:
-    it does not change the result.
+    ``exp(x - m) / sum(exp(x - m))``, where the maximum m of a graph is taken as a constant: it does
+    not change the result.
 
-    Communication: largest values, G F, then :func:`varcomm.all_reduce` of G F sums.
+    Communication: maxima, G F, then :func:`varcomm.all_reduce` of G F sums.
 
     In one process: :func:`torch_geometric.utils.softmax` of `x` by `batch`.
 
@@ -301,53 +270,16 @@ def global_softmax(
     rows = node_rows("global_softmax", x, graph)
     with checking("global_softmax", rows.group) as where:
         check_rows(x, rows, where)
-        if not x.is_floating_point():
-            raise ArgumentError(f"{where}x must be of floats; got {x.dtype}.")
-    graphs = batch_of("global_softmax", rows, x, batch, size)
-    return softmax_over(x, graphs)
+        check_floats(x, (), where)
+    return softmax_over(x, batch_of("global_softmax", rows, x, batch, size))
 
 
 def softmax_over(x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    """Do what :func:`global_softmax` does, with what has been checked."""
+    """Return the softmax of checked rows over their graphs."""
     wide = x.to(accumulated(x.dtype))
     top = extreme_value("amax", wide[: graphs.rows.num_owned], graphs.owned())
     share = (wide - graphs.at_nodes(top)).exp()
     return (share / graphs.at_nodes(graphs.sum(share))).to(x.dtype)
-
-
-POOL_FUNCTIONS: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
-    pyg.global_add_pool: global_add_pool,
-    pyg.global_mean_pool: global_mean_pool,
-    pyg.global_max_pool: global_max_pool,
-}
-
-
-def pools_for(
-    graph: PartitionedGraph,
-) -> dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    """Return, for each function of PyG that pools over nodes, what to call in its place.
-
-    They take the same arguments, ``(x, batch, size=None)``. With more than two dimensions, nodes
-    are along the last but one, as in PyG.
-    """
-    return {theirs: _AsInPyG(ours, graph) for theirs, ours in POOL_FUNCTIONS.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class _AsInPyG:
-    """One of the functions above, for one graph."""
-
-    pool: Callable[..., torch.Tensor]
-    graph: Where
-
-    @kept_from_compilation
-    def __call__(
-        self, x: torch.Tensor, batch: torch.Tensor | None, size: int | None = None
-    ) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor) or x.dim() <= 2:
-            return self.pool(x, batch, self.graph, size)
-        out = self.pool(x.movedim(-2, 0), batch, self.graph, size)
-        return out[0] if batch is None else out.movedim(0, -2)
 
 
 def _pooled(
@@ -358,7 +290,7 @@ def _pooled(
     size: int | None,
     ordered: bool = False,
 ) -> tuple[torch.Tensor, Batch]:
-    """Check what a pool is given; return the owned rows, and which graph they are in."""
+    """Check the arguments of a pool; return the owned rows and their graphs."""
     rows = node_rows(name, x, graph)
     with checking(name, rows.group) as where:
         check_rows(x, rows, where)
@@ -366,9 +298,7 @@ def _pooled(
             kinds = "numbers that have an order" if ordered else "numbers"
             raise ArgumentError(f"{where}x must be of {kinds}; got {x.dtype}.")
         if ordered and batch is None and rows.total == 0:
-            raise ArgumentError(
-                f"{where}there are no {rows.name}, of which one could be the extreme."
-            )
+            raise ArgumentError(f"{where}there are no {rows.name}, and none could be the extreme.")
     own = x[: rows.num_owned]
     if isinstance(batch, torch.Tensor) and batch.shape == (rows.num_owned + rows.num_halo,):
         batch = batch[: rows.num_owned]

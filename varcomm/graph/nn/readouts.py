@@ -1,7 +1,7 @@
-"""Aggregations of PyG that read out all nodes of each graph, where graphs span ranks.
+"""Aggregations of PyG over all nodes of each graph; graphs may span ranks.
 
-Inside of a layer, an aggregation is over the edges into a node, all of which are local. A model
-that calls one itself, on nodes and a batch vector, means all nodes, on whatever ranks they are.
+Inside of a layer, an aggregation is over the edges into a node, which are local. A model that calls
+an aggregation itself, on nodes and a batch vector, means the nodes of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch_geometric.nn import aggr
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.batches import Batch, accumulated, check_ids, largest
+from varcomm.graph.nn.batches import Batch, accumulated, check_floats, check_ids, largest
 from varcomm.graph.nn.extremes import extreme, product
 from varcomm.graph.nn.pooling import softmax_over
 from varcomm.graph.nn.rows import Where, check_rows, node_rows
@@ -25,22 +25,21 @@ __all__ = ["GLOBAL_READOUTS", "global_readout", "is_global_readout"]
 
 
 def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torch.Tensor]:
-    """Return what stands for ``module.forward`` of an aggregation over all nodes.
+    """Return a ``forward`` of an aggregation over all nodes.
 
     Parameters
     ----------
     module : torch_geometric.nn.aggr.Aggregation
         Of :data:`GLOBAL_READOUTS`, or derived without a ``forward`` or ``reduce`` of its own.
     graph : PartitionedGraph, NodeShard or EdgeShard
-        Whose nodes it reads, as in :func:`~varcomm.graph.global_add_pool`.
+        The graph of the nodes, as in :func:`~varcomm.graph.global_add_pool`.
 
     Returns
     -------
     callable
-        Takes what ``module.forward`` takes, of this rank: rows of owned nodes along `dim`, or of
-        these and the halo, and `index` or `ptr` for as many. The result is of all ranks, on every
-        rank, with as many graphs as the rank that has most tells of. An exact operator, like
-        :func:`~varcomm.graph.global_add_pool`.
+        Takes the arguments of ``module.forward`` for this rank: rows of owned nodes along `dim`, or
+        of these and the halo, and `index` or `ptr` of as many. Returns the rows of all graphs on
+        every rank. An exact operator, as :func:`~varcomm.graph.global_add_pool`.
 
     Raises
     ------
@@ -49,8 +48,8 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
 
     Notes
     -----
-    Communication: 8 bytes a rank for the number of graphs; then, for each graph, the sums that the
-    aggregation is made of, or the extremes as :func:`~varcomm.graph.global_max_pool`.
+    Communication: 8 bytes per rank for the number of graphs; then, for each graph, the sums of the
+    aggregation, or extremes as :func:`~varcomm.graph.global_max_pool`.
 
     In one process: `module` itself.
 
@@ -78,10 +77,10 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
 
 
 def is_global_readout(module: torch.nn.Module) -> bool:
-    """Return whether :func:`global_readout` takes a module."""
+    """Return whether :func:`global_readout` accepts a module."""
     kind = _kind(module)
     if kind is aggr.MultiAggregation:
-        # ranks would drop different values of the same result
+        # ranks would drop different values of one result
         drops = any(
             isinstance(part, torch.nn.MultiheadAttention) and part.dropout > 0
             for part in module.children()
@@ -92,7 +91,7 @@ def is_global_readout(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _GlobalReadout:
-    """Stands for a module's ``forward``; copied with the module, as its methods are."""
+    """A ``forward`` that is copied with its module, as methods are."""
 
     module: aggr.Aggregation
     graph: Where
@@ -114,9 +113,8 @@ class _GlobalReadout:
         rows = node_rows(name, x, self.graph)
         with checking(name, rows.group) as where:
             check_rows(x, rows, where)
-            if not x.is_floating_point():
-                raise ArgumentError(f"{where}x must be of floats; got {x.dtype}.")
-            # what Aggregation gives, where a user does not, is of this rank
+            check_floats(x, (), where)
+            # PyG's Aggregation fills in a dim_size of this rank
             end = max(check_ids(index, dim_size, x, where, "index"), dim_size or 0)
         size = largest(end, rows, x.device)
         graphs = Batch(rows, index, size).owned()
@@ -124,7 +122,7 @@ class _GlobalReadout:
 
 
 def _kind(module: torch.nn.Module) -> type[aggr.Aggregation] | None:
-    """Return the class that a module is of, with its ``forward``, if it is among those known."""
+    """Return the known class whose ``forward`` a module has, or None."""
     of = type(module)
     if getattr(of, "reduce", None) is not aggr.Aggregation.reduce:
         return None
@@ -135,26 +133,6 @@ def _read(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Ten
     kind = _kind(module)
     assert kind is not None
     return _READOUTS[kind](module, x, graphs)
-
-
-def _sum(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    return graphs.sum(x).to(x.dtype)
-
-
-def _mean(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    return graphs.mean(x).to(x.dtype)
-
-
-def _max(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    return extreme("amax", x, graphs)
-
-
-def _min(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    return extreme("amin", x, graphs)
-
-
-def _mul(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    return product(x, graphs).to(x.dtype)
 
 
 def _var(module: aggr.VarAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
@@ -175,15 +153,15 @@ def _softmax(module: aggr.SoftmaxAggregation, x: torch.Tensor, graphs: Batch) ->
     t = module.t.view(-1, module.channels) if module.channels != 1 else module.t
     with torch.set_grad_enabled(torch.is_grad_enabled() and (module.learn or not module.semi_grad)):
         alpha = softmax_over(x * t, graphs)
-    return _sum(module, x * alpha, graphs)
+    return graphs.sum(x * alpha).to(x.dtype)
 
 
 def _power_mean(module: aggr.PowerMeanAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
     low, high, p = module.min_value, module.max_value, module.p
     if isinstance(p, int | float) and p == 1:
-        return _mean(module, x, graphs)
+        return graphs.mean(x).to(x.dtype)
     p = p.view(-1, module.channels) if module.channels != 1 else p
-    mean = _mean(module, x.clamp(low, high).pow(p), graphs)
+    mean = graphs.mean(x.clamp(low, high).pow(p)).to(x.dtype)
     return mean.clamp(low, high).pow(1.0 / p)
 
 
@@ -204,7 +182,8 @@ def _attentional(
         return x if other is None else other(x)
 
     gate = softmax_over(applied(module.gate_mlp, module.gate_nn), graphs)
-    return _sum(module, gate * applied(module.mlp, module.nn), graphs)
+    values = gate * applied(module.mlp, module.nn)
+    return graphs.sum(values).to(values.dtype)
 
 
 def _multi(module: aggr.MultiAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
@@ -213,11 +192,11 @@ def _multi(module: aggr.MultiAggregation, x: torch.Tensor, graphs: Batch) -> tor
 
 
 _READOUTS: dict[type[aggr.Aggregation], Callable[..., torch.Tensor]] = {
-    aggr.SumAggregation: _sum,
-    aggr.MeanAggregation: _mean,
-    aggr.MaxAggregation: _max,
-    aggr.MinAggregation: _min,
-    aggr.MulAggregation: _mul,
+    aggr.SumAggregation: lambda _, x, graphs: graphs.sum(x).to(x.dtype),
+    aggr.MeanAggregation: lambda _, x, graphs: graphs.mean(x).to(x.dtype),
+    aggr.MaxAggregation: lambda _, x, graphs: extreme("amax", x, graphs),
+    aggr.MinAggregation: lambda _, x, graphs: extreme("amin", x, graphs),
+    aggr.MulAggregation: lambda _, x, graphs: product(x, graphs).to(x.dtype),
     aggr.VarAggregation: _var,
     aggr.StdAggregation: _std,
     aggr.SoftmaxAggregation: _softmax,

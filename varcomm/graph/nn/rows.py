@@ -1,7 +1,7 @@
-"""Which rows a normalisation, a pool or a readout runs over: of nodes or edges, and of which type.
+"""Kinds of rows that a normalisation, a pool or a readout may run over: nodes or edges of a type.
 
-On one rank there may be as many nodes as edges, or as many of one type as of another; so ranks tell
-each other what fits, and all take the same.
+A single rank may have as many nodes as edges, or as many of one type as of another. So ranks agree
+on the kinds that fit on all of them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,15 @@ from varcomm.transport.group import Group
 
 __all__ = ["Rows", "Where", "check_rows", "node_rows", "rows_of_any_kind"]
 
-# A graph, of whose rows some are meant; or those that are.
+# A graph with rows of several kinds, or the rows themselves.
 Where: TypeAlias = PartitionedGraph | Shard
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows that are spread over ranks, each owned by one of them.
+    """Rows of one kind: the owned ones, and the number of halo rows behind them.
 
-    Attributes
-    ----------
-    shard : Shard
-        The nodes, or the edges, that this rank owns.
-    num_halo : int
-        How many of other ranks this one has as well, behind its own.
-    name : str
-        What they are called in messages.
-    key : str
-        What they are in code.
+    `name` stands for the rows in messages, `key` is their expression in code.
     """
 
     shard: Shard
@@ -49,7 +40,7 @@ class Rows:
 
     @property
     def group(self) -> Group:
-        """The ranks that the rows are split over."""
+        """The ranks that the rows are sharded over."""
         return self.shard.group
 
     @property
@@ -64,12 +55,12 @@ class Rows:
 
     @property
     def owned_ids(self) -> torch.Tensor:
-        """Numbers of the owned rows in the whole graph, ascending; int64."""
+        """Ids of the owned rows in the full graph, ascending; int64."""
         return self.shard.owned_ids
 
 
 def check_rows(x: torch.Tensor, rows: Rows, where: str) -> None:
-    """Raise ArgumentError unless `x` has a row for each owned one, or each with the halo's."""
+    """Raise ArgumentError unless `x` has a row for each owned one, or for these and the halo."""
     checked_tensor(x, where, "x")
     if not any(_fits(x, rows)):
         raise ArgumentError(where + _refusal(x, [rows]))
@@ -78,8 +69,8 @@ def check_rows(x: torch.Tensor, rows: Rows, where: str) -> None:
 def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
     """Return the nodes that `x` has rows of.
 
-    In a graph with several types of nodes it is collective, whenever it is called: all ranks raise
-    ArgumentError unless one type fits to `x` on all ranks. Else nothing is checked nor sent.
+    Collective in a graph with several types of nodes: all ranks raise ArgumentError unless exactly
+    one type fits `x` on all ranks. Otherwise nothing is checked.
     """
     found = _fitting(name, x, _nodes(where))
     if len(found) > 1:
@@ -94,8 +85,7 @@ def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
 def rows_of_any_kind(name: str, x: torch.Tensor, where: Where) -> Rows:
     """Return the nodes, or else the edges, that `x` has rows of; collective.
 
-    All ranks raise ArgumentError if none fit to `x` on all ranks. If several do, in a way that
-    makes no difference, they are the first of these: of as many rows on every rank.
+    All ranks raise ArgumentError if no kind fits `x` on all ranks, or several of different sizes.
     """
     found = _fitting(name, x, [*_nodes(where), *_edges(where)])
     if len({tuple(rows.shard.sizes) for rows in found}) > 1:
@@ -139,13 +129,13 @@ def _edges(where: Where) -> list[Rows]:
 
 
 def _fits(x: torch.Tensor, rows: Rows) -> tuple[bool, bool]:
-    """Tell whether `x` has a row for each owned one, and whether for each with the halo's."""
+    """Return whether `x` has a row for each owned one, and whether for these and the halo."""
     given = len(x) if x.dim() else -1
     return given == rows.num_owned, given == rows.num_owned + rows.num_halo
 
 
 def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
-    """Return the kinds of rows that `x` may have on all ranks: all without halos, or all with."""
+    """Return the kinds that fit `x` on all ranks: on all without halos, or on all with them."""
     if len(kinds) == 1:
         return [*kinds]
 
@@ -156,10 +146,10 @@ def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
             raise ArgumentError(_refusal(x, kinds))
         return fits
 
-    told = share(name, local, kinds[0].group)
+    shared = share(name, local, kinds[0].group)
     found = [
         rows
-        for rows, fits in zip(kinds, zip(*told, strict=True), strict=True)
+        for rows, fits in zip(kinds, zip(*shared, strict=True), strict=True)
         if any(map(all, zip(*fits, strict=True)))
     ]
     if not found:
@@ -169,7 +159,7 @@ def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
                 for rows, fit in zip(kinds, fits, strict=True)
                 if any(fit)
             )
-            for fits in told
+            for fits in shared
         ]
         other = next(rank for rank, names in enumerate(of) if names != of[0])
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""PyG's functions and methods that need the whole graph, and their replacements."""
+"""PyG's functions and methods that need the full graph, and their replacements."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch_geometric import nn as pyg
 from torch_geometric import utils
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.han_conv import group as han_group
 from torch_geometric.utils.hetero import construct_bipartite_edge_index
 
-from varcomm.graph.nn.pooling import POOL_FUNCTIONS, pools_for
 from varcomm.graph.adapt.layers import attention, degrees, hetero, methods, self_loops
 from varcomm.graph.adapt.shard_context import ShardContext
+from varcomm.graph.nn import pooling
+from varcomm.ops.autograd import kept_from_compilation
 
 __all__ = ["FUNCTIONS", "functions_in"]
 
@@ -22,10 +24,17 @@ Function = Callable[..., Any]
 
 
 def _pool_in(pool: Function, context: ShardContext) -> Function:
-    """Return one that asks for the graph when it is called: a model may be moved to another."""
+    """Return a pool with PyG's arguments over the nodes of a context's graph.
 
+    If `x` has more than two dimensions, nodes are along the last but one, as in PyG.
+    """
+
+    @kept_from_compilation
     def pooled(x: Any, batch: Any, size: int | None = None) -> Any:
-        return pools_for(context.graph)[pool](x, batch, size)
+        if not isinstance(x, torch.Tensor) or x.dim() <= 2:
+            return pool(x, batch, context.graph, size)
+        out = pool(x.movedim(-2, 0), batch, context.graph, size)
+        return out[0] if batch is None else out.movedim(0, -2)
 
     return pooled
 
@@ -45,10 +54,12 @@ FUNCTIONS: dict[Any, Callable[[ShardContext], Function]] = {
     pyg.SuperGATConv.get_attention_loss: methods.attention_loss_in,
     pyg.SuperGATConv.negative_sampling: methods.no_edges_in,
     pyg.SuperGATConv.positive_sampling: methods.no_edges_in,
-    **{pool: partial(_pool_in, pool) for pool in POOL_FUNCTIONS},
+    pyg.global_add_pool: partial(_pool_in, pooling.global_add_pool),
+    pyg.global_mean_pool: partial(_pool_in, pooling.global_mean_pool),
+    pyg.global_max_pool: partial(_pool_in, pooling.global_max_pool),
 }
 
 
 def functions_in(context: ShardContext) -> dict[Any, Function]:
-    """Return, for each function that needs the whole graph, one that is exact in a context."""
+    """Return, for each function that needs the full graph, one that is exact in a context."""
     return {original: make(context) for original, make in FUNCTIONS.items()}

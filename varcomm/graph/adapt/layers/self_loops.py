@@ -45,7 +45,9 @@ def remove_self_loops_in(context: ShardContext) -> Callable[..., Any]:
     return remove_self_loops
 
 
-def looped_nodes(context: ShardContext, edge_index: torch.Tensor, num_nodes: int | None) -> torch.Tensor:
+def looped_nodes(
+    context: ShardContext, edge_index: torch.Tensor, num_nodes: int | None
+) -> torch.Tensor:
     """Return the owned nodes that get a self loop, in local ids.
 
     All nodes; or, without a number of nodes, all up to the last one in the full graph that has an
