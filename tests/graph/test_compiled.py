@@ -246,3 +246,23 @@ def by_hand(rank):
 @slow
 def test_message_passing_by_hand(worlds):
     assert worlds.run(2, by_hand, timeout=300) == [(1, 0)] * 2
+
+
+def compiled_first(rank):
+    """Compiled before it is distributed, then moved; PyG runs no hooks under torch.compile."""
+    fresh()
+    data = wild()
+    torch.manual_seed(0)
+    model = pyg.GCN(4, 6, 2, 4).double()
+    expected = model(data.x, data.edge_index)
+    fast = torch.compile(model, backend="aot_eager")
+    for method in ("random", "block"):
+        graph = partition(data, method=method)
+        distribute(fast, graph)
+        out = fast(graph.x, graph.edge_index)
+        torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
+
+
+@slow
+def test_compiled_before_it_is_distributed(worlds):
+    assert worlds.run(2, compiled_first, timeout=300) == [None] * 2

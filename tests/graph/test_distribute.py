@@ -243,37 +243,6 @@ def test_forces_and_what_a_loss_of_forces_teaches(worlds, ranks):
     assert_none(worlds.run(ranks, check_forces, ["metis", nothing]))
 
 
-def exchanges(model, graph):
-    with varcomm.trace() as calls:
-        out = model(graph.x, graph.edge_index)
-    assert {call.name for call in calls} <= {"exchange"}
-    return len(calls), out.detach()
-
-
-def move_to_other_graphs(rank, name):
-    """Give how often a model exchanges, and how far it is from one process, graph by graph."""
-    model, data, smaller = made(name), wild(), wild(15)
-    graphs = [partition(data, method="block"), partition(data, method="random")]
-    graphs += [partition(smaller, method="random"), graphs[0], graphs[0]]
-    wholes = [data, data, smaller, data, data]
-    expected = [model(whole.x, whole.edge_index).detach() for whole in wholes]
-    counts = []
-    for graph, whole in zip(graphs, expected, strict=True):
-        assert distribute(model, graph) is model
-        count, out = exchanges(model, graph)
-        torch.testing.assert_close(out, whole[graph.owned_ids], **CLOSE)
-        counts.append(count)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("a layer of one's own", 3), ("a layer used twice", 2), ("GAT", 4)]
-)
-def test_distributing_again_moves_to_the_other_graph(worlds, name, count):
-    """GAT reads two values at the source, features and scores; everything else reads one."""
-    assert worlds.run(3, move_to_other_graphs, name) == [[count] * 5] * 3
-
-
 def saved(rank, name):
     model = made(name)
     before = list(model.state_dict())
@@ -290,39 +259,3 @@ def saved(rank, name):
 @pytest.mark.parametrize("name", ["a model of layers", "GCN"])
 def test_the_state_of_a_model_is_as_without_ranks(worlds, name):
     assert worlds.run(3, saved, name) == [(True, True)] * 3
-
-
-def compiled(rank, make, first):
-    """Compile before or after distribute; then move to another graph."""
-    data = wild()
-    torch.manual_seed(0)
-    model = make().double()
-    whole = data.x.clone().requires_grad_()
-    expected = model(whole, data.edge_index)
-    (gradient,) = torch.autograd.grad(expected.square().sum(), whole)
-    graphs = [partition(data, method="random"), partition(data, method="block")]
-    model = model if first == "distribute" else torch.compile(model, backend="aot_eager")
-    model = distribute(model, graphs[0])
-    fast = torch.compile(model, backend="aot_eager") if first == "distribute" else model
-    for graph in [graphs[0], *graphs]:
-        distribute(model, graph)
-        x = graph.x.clone().requires_grad_()
-        out = fast(x, graph.edge_index)
-        (part,) = torch.autograd.grad(out.square().sum(), x)
-        torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
-        torch.testing.assert_close(part, gradient[graph.owned_ids], **CLOSE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "make"),
-    [
-        ("distribute", lambda: pyg.GCN(4, 6, 2, 4)),
-        ("compile", lambda: pyg.GCN(4, 6, 2, 4)),
-        ("distribute", lambda: pyg.DirGNNConv(pyg.GCNConv(4, 4))),
-    ],
-    ids=["GCN", "GCN, compiled first", "DirGNNConv"],
-)
-def test_compiled(worlds, make, first):
-    """PyG runs none of its hooks under torch.compile; other layers are in test_compiled.py."""
-    assert worlds.run(2, compiled, make, first) == [None] * 2

@@ -7,7 +7,7 @@ from torch import nn
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.batches import FIRST, GRAPHS, NODES, SECOND, partitions, whole
+from tests.graph.batches import FIRST, GRAPHS, SECOND, partitions, whole
 from tests.graph.pools import POOLS, loss_of, loss_on, twice
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
@@ -130,61 +130,6 @@ def test_against_finite_differences(worlds):
     assert worlds.run(3, check_operators) == [None] * 3
 
 
-class Classifier(nn.Module):
-    """Layers before a pool and a head after it."""
-
-    def __init__(self, pool):
-        super().__init__()
-        self.pool = pool
-        self.before = nn.Linear(4, 5)
-        self.gate = nn.Linear(5, 1)
-        self.head = nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x, batch):
-        x = self.before(x).tanh()
-        weight = self.pool["softmax"](self.gate(x), batch)
-        attended = self.pool["add"](weight * x, batch)
-        return self.head(torch.cat([attended, self.pool["max"](x, batch)], dim=1))
-
-
-def pools_on(graph):
-    return {
-        name: lambda x, batch, own=own: own(x, batch, graph) for name, (own, _) in POOLS.items()
-    }
-
-
-def check_training(rank):
-    failures, given = Failures(), whole(4)
-    target = torch.tensor([0, 2, 1, 1, 0])
-    torch.manual_seed(0)
-    alone = Classifier({name: pool for name, (_, pool) in POOLS.items()}).double()
-    loss = nn.functional.cross_entropy(alone(given.x, given.batch), target)
-    loss.backward()
-    for graph in partitions():
-        together = Classifier(pools_on(graph)).double()
-        together.load_state_dict(alone.state_dict())
-        rows = given.rows(graph.owned_ids)
-        value = nn.functional.cross_entropy(together(rows.x, rows.batch), target)
-        with varcomm.debug():
-            value = replicated(value, graph)
-        value.backward()
-        varcomm.data_parallel.sum_gradients(together)
-        with failures.named(graph.method, "loss"):
-            torch.testing.assert_close(value, loss, **FIRST)
-        for key, parameter in alone.named_parameters():
-            with failures.named(graph.method, key):
-                torch.testing.assert_close(
-                    together.get_parameter(key).grad, parameter.grad, **FIRST
-                )
-    return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_loss_of_pooled_values_counts_once(worlds, ranks):
-    """Before the pool and after it."""
-    assert_none(worlds.run(ranks, check_training))
-
-
 def check_dtypes(rank):
     failures, given = Failures(), whole(4)
     graph = partitions()[0]
@@ -218,25 +163,6 @@ def check_dtypes(rank):
 
 def test_dtypes(worlds):
     assert_none(worlds.run(3, check_dtypes))
-
-
-def check_all_the_same(rank):
-    """However many share it, an extreme is the value, bit for bit."""
-    failures = Failures()
-    for dtype in (torch.float64, torch.float16):
-        x = torch.linspace(-3, 7, 40).to(dtype).expand(NODES, -1)
-        batch = torch.arange(NODES) % 2
-        for name in ("max", "min"):
-            for graph in partitions():
-                own, ids = x[graph.owned_ids], graph.owned_ids
-                got = POOLS[name][0](own, batch[ids], graph)
-                with failures.named(name, graph.method, dtype):
-                    assert torch.equal(got, x[:2])
-    return failures
-
-
-def test_nodes_that_are_all_the_same(worlds):
-    assert_none(worlds.run(3, check_all_the_same))
 
 
 def check_not_finite(rank):
