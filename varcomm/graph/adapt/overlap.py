@@ -120,8 +120,9 @@ def edge_update(
 
     Notes
     -----
-    Communication: as :func:`message_passing`. In one process:
-    ``update(x[edge_index[1]], x[edge_index[0]], *edge_values)``.
+    Communication: as :func:`message_passing`.
+
+    In one process: ``update(x[edge_index[1]], x[edge_index[0]], *edge_values)``.
 
     Examples
     --------

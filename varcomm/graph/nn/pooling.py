@@ -209,6 +209,8 @@ def global_min_pool(
 
     Notes
     -----
+    Communication: as :func:`global_max_pool`.
+
     In one process: the minimum of each feature among ``x[batch == g]``, for graph g.
 
     Examples
