@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.adapt.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 PAGE = Path(__file__).with_name("graph_layers.md")
 

@@ -10,7 +10,8 @@ from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.adapt.block import exchange_once
-from varcomm.graph.adapt.layers import FUNCTIONS, check_deep, check_exact, functions_in
+from varcomm.graph.adapt.layers.checks import check_deep, check_exact
+from varcomm.graph.adapt.layers.functions import FUNCTIONS, functions_in
 from varcomm.graph.adapt.propagate import attach
 from varcomm.graph.adapt.rebind import Rebinding
 from varcomm.graph.adapt.shard_context import ShardContext, add_edge_type_context

@@ -10,7 +10,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.resolver import aggregation_resolver
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.layers import EXACT_AGGREGATIONS
+from varcomm.graph.adapt.layers.exact import EXACT_AGGREGATIONS
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checked_tensor
