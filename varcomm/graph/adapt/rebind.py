@@ -168,7 +168,8 @@ class Rebinding:
         if isinstance(value, staticmethod | classmethod):
             return type(value)(self._value(value.__func__))
         if isinstance(value, property):
-            return property(*map(self._value, (value.fget, value.fset, value.fdel)), value.__doc__)
+            fget, fset, fdel = map(self._value, (value.fget, value.fset, value.fdel))
+            return property(fget, fset, fdel, value.__doc__)
         if isinstance(value, dict):
             return {key: self._value(item) for key, item in value.items()}
         return type(value)(map(self._value, value))
