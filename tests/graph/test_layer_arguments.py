@@ -53,7 +53,7 @@ def super_gat(rank):
 
 
 def test_super_gat_in_training(worlds):
-    assert worlds.run(2, super_gat) == [0] * 2
+    assert worlds.run(3, super_gat) == [0] * 3
 
 
 def refusals(rank):
@@ -109,7 +109,7 @@ def two_types(rank):
 
 
 def test_self_loops_in_a_graph_with_several_types(worlds):
-    assert worlds.run(2, two_types) == [None] * 2
+    assert worlds.run(3, two_types) == [None] * 3
 
 
 def by_functions(rank):

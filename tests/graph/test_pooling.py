@@ -97,7 +97,7 @@ def check_unlike(rank):
 
     graph = partitions()[1]
     ids = graph.owned_ids
-    for name in POOLS.keys() - {"softmax"}:
+    for name in ("add", "mean", "max", "min"):
         pool, alone = POOLS[name]
         for batch in (None, given.batch):
             expected = twice(alone, given.x, (batch,), of_all, torch.sum)
@@ -117,8 +117,8 @@ def check_operators(rank):
     """Any number of derivatives, and forward mode, against finite differences."""
     graph = partitions()[1]
     given = whole(2).rows(graph.owned_ids)
-    for pool, _ in POOLS.values():
-        check_operator(lambda x, pool=pool: pool(x, given.batch, graph), given.x)
+    for name in ("mean", "max", "softmax"):
+        check_operator(lambda x, pool=POOLS[name][0]: pool(x, given.batch, graph), given.x)
 
 
 def check_operator(pool, x):
@@ -126,6 +126,7 @@ def check_operator(pool, x):
     varcomm.testing.gradgradcheck(lambda x: pool(x.sin()) ** 2, x, fast_mode=True)
 
 
+@pytest.mark.slow
 def test_against_finite_differences(worlds):
     assert worlds.run(3, check_operators) == [None] * 3
 
@@ -266,7 +267,7 @@ def no_nodes(rank):
 
 
 def test_a_graph_without_nodes(worlds):
-    for results, mean in worlds.run(2, no_nodes):
+    for results, mean in worlds.run(3, no_nodes):
         assert results == [[[0.0, 0.0]] * 2] * 4 + [[]]
         assert mean.isnan().all()
 

@@ -209,7 +209,7 @@ def copies(rank):
 
 
 def test_copies_are_independent(worlds):
-    one, other = worlds.run(2, copies)[0]
+    one, other = worlds.run(3, copies)[0]
     assert one != other
 
 
