@@ -15,20 +15,8 @@ from varcomm.graph.nn.readouts import is_global_readout
 __all__ = ["check_deep", "check_exact"]
 
 # PyG's models that consist of their layers, which are checked one by one.
-_MADE_OF_LAYERS = frozenset(
-    {
-        "BasicGNN",
-        "DeepGCNLayer",
-        "EdgeCNN",
-        "GAT",
-        "GCN",
-        "GIN",
-        "GraphSAGE",
-        "JumpingKnowledge",
-        "MLP",
-        "PNA",
-    }
-)
+_MODELS = "BasicGNN DeepGCNLayer EdgeCNN GAT GCN GIN GraphSAGE JumpingKnowledge MLP PNA"
+_MADE_OF_LAYERS = frozenset(_MODELS.split())
 
 _OVER_ALL_NODES = (
     *(

@@ -4,62 +4,22 @@ from __future__ import annotations
 
 __all__ = ["EXACT", "EXACT_AGGREGATIONS", "REFUSED"]
 
-# Each of them is tested against one process; remarks for the page stand beside.
-EXACT = {
-    "AGNNConv": "",
-    "APPNP": "",
-    "ARMAConv": "",
-    "AntiSymmetricConv": "",
-    "CGConv": "",
-    "ChebConv": "",
-    "ClusterGCNConv": "",
-    "DNAConv": "",
-    "DirGNNConv": "",
-    "EGConv": "",
-    "EdgeConv": "",
-    "FAConv": "",
+_WITHOUT_REMARK = """
+    AGNNConv APPNP ARMAConv AntiSymmetricConv CGConv ChebConv ClusterGCNConv DNAConv DirGNNConv
+    EGConv EdgeConv FAConv FiLMConv GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv GINEConv
+    GMMConv GatedGraphConv GeneralConv GraphConv HANConv HEATConv HGTConv HeteroConv LEConv LGConv
+    MFConv MixHopConv NNConv PDNConv PNAConv PPFConv PointGNNConv PointNetConv PointTransformerConv
+    RGATConv ResGatedGraphConv SAGEConv SGConv SSGConv SignedConv SimpleConv TAGConv TransformerConv
+    WLConvContinuous
+"""
+
+# Each layer is tested against one process. The page of layers shows the remarks.
+EXACT = dict.fromkeys(_WITHOUT_REMARK.split(), "") | {
     "FastRGCNConv": "for features; `RGCNConv` takes ids of nodes",
-    "FiLMConv": "",
-    "GATConv": "",
-    "GATv2Conv": "",
-    "GCN2Conv": "",
-    "GCNConv": "",
-    "GENConv": "",
-    "GINConv": "",
-    "GINEConv": "",
-    "GMMConv": "",
     "GPSConv": 'for `attn_type="multihead"`: every rank gets the features of all nodes',
-    "GatedGraphConv": "",
-    "GeneralConv": "",
-    "GraphConv": "",
-    "HANConv": "",
-    "HEATConv": "",
-    "HGTConv": "",
-    "HeteroConv": "",
-    "LEConv": "",
-    "LGConv": "",
-    "MFConv": "",
     "MessagePassing": "own subclasses: values reach edges by `propagate` and `edge_updater`",
-    "MixHopConv": "",
-    "NNConv": "",
-    "PDNConv": "",
-    "PNAConv": "",
-    "PPFConv": "",
-    "PointGNNConv": "",
-    "PointNetConv": "",
-    "PointTransformerConv": "",
-    "RGATConv": "",
     "RGCNConv": "in place of `x=None`, give `x=graph.owned_ids`",
-    "ResGatedGraphConv": "",
-    "SAGEConv": "",
-    "SGConv": "",
-    "SSGConv": "",
-    "SignedConv": "",
-    "SimpleConv": "",
     "SuperGATConv": "its loss of attention, which samples edges, is refused",
-    "TAGConv": "",
-    "TransformerConv": "",
-    "WLConvContinuous": "",
 }
 
 _COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
@@ -85,22 +45,8 @@ REFUSED = {
 # Each of them is tested against one process, and on a rank without edges, where PyG's other
 # aggregations fail. Others pad all neighbourhoods to the largest one of the rank, or depend on the
 # order of edges.
-EXACT_AGGREGATIONS = frozenset(
-    {
-        "AttentionalAggregation",
-        "DeepSetsAggregation",
-        "DegreeScalerAggregation",
-        "FusedAggregation",
-        "MaxAggregation",
-        "MeanAggregation",
-        "MinAggregation",
-        "MulAggregation",
-        "MultiAggregation",
-        "PowerMeanAggregation",
-        "SoftmaxAggregation",
-        "StdAggregation",
-        "SumAggregation",
-        "VarAggregation",
-        "VariancePreservingAggregation",
-    }
-)
+_AGGREGATIONS = """
+    Attentional DeepSets DegreeScaler Fused Max Mean Min Mul Multi PowerMean Softmax Std Sum Var
+    VariancePreserving
+"""
+EXACT_AGGREGATIONS = frozenset(f"{name}Aggregation" for name in _AGGREGATIONS.split())
