@@ -20,20 +20,8 @@ __all__ = ["EdgeShard", "LocalEdges"]
 class LocalEdges:
     """Edges in local ids, with the plan that fills their halo.
 
-    Local ids of sources: ``0 ... n - 1`` are owned nodes, ``n ... n + h - 1`` the halo. Local ids
-    of targets are owned nodes. An :class:`EdgeShard` is the edges of one type of a graph; layers
-    derive others from these, such as all edges reversed.
-
-    Attributes
-    ----------
-    edge_index : torch.Tensor
-        Local ids, int64 of shape (2, E).
-    plan : ExchangePlan
-        ``plan(x)`` of the owned sources' rows returns the halo's rows.
-    num_targets : int
-        Owned nodes that edges may lead to.
-    counts : tuple of int, optional
-        The number of interior edges and of self loops.
+    Attributes are documented at :class:`EdgeShard`, the edges of one type of a graph. Layers derive
+    other edges from these, such as reversed ones.
     """
 
     edge_index: torch.Tensor = field(repr=False)
@@ -147,12 +135,9 @@ class LocalEdges:
 class EdgeShard(LocalEdges, Shard):
     """The edges of one type into nodes that this rank owns, and the halo of their sources.
 
-    Local ids of sources: ``0 ... n - 1`` are owned nodes of the source's type, ``n ... n + h - 1``
-    the halo, copies of other ranks' nodes from which these edges come, owner by owner. Local ids of
-    targets are those of owned nodes of the target's type.
-
-    With ``hops`` above one the graph also has edges into nodes of the halo. They stand behind the
-    owned ones in ``edge_index``, and so do their attributes.
+    Local ids of sources: ``0 ... n - 1`` are owned nodes, ``n ... n + h - 1`` the halo, copies of
+    other ranks' nodes from which these edges come, owner by owner. Targets are owned nodes. With
+    ``hops`` above one, edges into the halo, and their attributes, stand behind the owned ones.
 
     Attributes
     ----------

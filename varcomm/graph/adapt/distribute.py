@@ -64,21 +64,14 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
 
     Notes
     -----
-    Values that a message reads at its source become pairs: owned rows and halo for sources, owned
-    rows for targets. All edges into owned nodes are local, so any aggregation over them is exact.
-    In ``DirGNNConv`` reversed edges go to the owners of their sources.
-
+    Values that a message reads at its source become pairs of owned rows with halo and owned rows.
     Functions of PyG that need the full graph, such as ``gcn_norm``, are replaced wherever methods
-    of a module reach them: by a name in their Python module, through ``nn.`` or ``super()``, by an
-    attribute. The class of such a module is exchanged for one of the same name; no other module
-    changes.
+    of a module reach them; the class of such a module is exchanged for one of the same name.
 
     Code that reaches other nodes by itself cannot be seen: degrees of sources or
     ``x[edge_index[0]]`` in a ``forward``, a mean over nodes. Pass such values through
-    ``propagate``, for example as ``degree_j``.
-
-    Edges may be left out (dropout of edges) and self loops added; other edges are refused when the
-    model runs. Each rank draws dropout from its own random numbers.
+    ``propagate``, for example as ``degree_j``. Edges may be left out and self loops added; other
+    edges are refused when the model runs. Each rank draws its own dropout.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.
