@@ -207,7 +207,6 @@ def check_reached(rank):
         distribute(module, graph)
         twin = copy.deepcopy(module)
         with failures.named(kind.__name__):
-            assert isinstance(module, type(untouched))
             assert type(module).__name__ == type(untouched).__name__
             torch.testing.assert_close(module(graph.x), total)
             torch.testing.assert_close(twin(graph.x), total)
