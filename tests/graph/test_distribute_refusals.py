@@ -120,12 +120,10 @@ REFUSED = {
     "decomposed layers": (lambda: pyg.SAGEConv(4, 4, decomposed_layers=2), "decomposed_layers"),
     "an aggregation in and out of a layer": (ReadOutWithTheLayers, "readout (MeanAggregation)"),
     "attention between rows": (reads_out(nn.MultiheadAttention, 4, 2), "(MultiheadAttention)"),
-    "a transformer of torch": (reads_out(nn.TransformerEncoderLayer, 4, 2), "(TransformerEnc"),
     "DeepGraphInfomax": (
         lambda: pyg.DeepGraphInfomax(4, pyg.SAGEConv(4, 4), torch.mean, torch.flip),
         "(DeepGraphInfomax)",
     ),
-    "DimeNet": (lambda: pyg.DimeNet(8, 1, 1, 1, 7, 6), "(DimeNet)"),
     "MetaLayer": (lambda: pyg.MetaLayer(nn.Linear(4, 4)), "(MetaLayer)"),
     "a dense adjacency": (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
     "DistributedDataParallel": (

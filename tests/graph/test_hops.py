@@ -146,11 +146,9 @@ def refused(rank):
         data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
         for name, value in attributes.items():
             data[name] = value
-        with pytest.raises(
-            ArgumentError, match=f"graph.partition: refused on .*{message}"
-        ) as error:
+        with pytest.raises(ArgumentError, match=message) as one:
             partition(data, method="block", hops=hops)
-        told.append(str(error.value))
+        told.append(str(one.value))
     return told
 
 
