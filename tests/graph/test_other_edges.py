@@ -72,22 +72,6 @@ def test_a_layer_that_adds_self_loops_to_edges_of_another_graph(worlds):
         assert told.endswith(AGAIN)
 
 
-def edges_of_ones_own(rank):
-    """Neighbours that a forward finds by itself are among this rank's nodes only."""
-    graph = partition(wild(), method="block")
-    torch.manual_seed(0)
-    layer = distribute(pyg.EdgeConv(torch.nn.Linear(8, 4)).double(), graph)
-    nearest = torch.cdist(graph.x, graph.x).topk(3, largest=False).indices
-    edges = torch.stack([nearest.flatten(), torch.arange(graph.num_owned).repeat_interleave(3)])
-    with pytest.raises(ArgumentError, match="may be left out, and self loops added, but no others"):
-        layer(graph.x, edges)
-    return layer(graph.x, graph.edge_index).shape[0] == graph.num_owned
-
-
-def test_edges_that_are_not_in_the_graph(worlds):
-    assert worlds.run(3, edges_of_ones_own) == [True] * 3
-
-
 EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])
 LOOPS = torch.arange(3).expand(2, -1)
 
