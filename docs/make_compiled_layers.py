@@ -1,8 +1,8 @@
-"""Write ``compiled_layers.md``: which layers go into one graph of torch.compile.
+"""Write ``compiled_layers.md``: the table of layers under torch.compile.
 
-Run it from the root of the repository, after PyG, PyTorch or ``varcomm/graph/running`` have
-changed: ``python docs/make_compiled_layers.py``. It compiles each layer that the tests have, on two
-ranks, which takes minutes.
+Run it from the root of the repository, after PyG, PyTorch or ``varcomm/graph/adapt`` have changed:
+``python docs/make_compiled_layers.py``. It compiles each layer of the tests, on two ranks, which
+takes minutes.
 """
 
 import os
@@ -24,12 +24,12 @@ RANKS_MEET = "ranks meet, or look something up, outside of graphs"
 HEAD = """\
 # Layers under torch.compile
 
-Of `varcomm.graph.distribute(layer, graph)`, what `torch.compile(layer, fullgraph=True)` does: "one
-graph" where outputs and gradients are those without it, compared on two ranks in fp64 to 1e-12;
-else the graph breaks, for the reason given, and without `fullgraph=True` the layer runs in parts.
+The table lists the result of `torch.compile(layer, fullgraph=True)` for a distributed layer. "One
+graph": outputs and gradients equal the uncompiled layer, on two ranks in fp64 to 1e-12. Otherwise
+the graph breaks for the reason given, and without `fullgraph=True` the layer runs in parts.
 
-This page is made by `docs/make_compiled_layers.py`, which compiles each of them, with torch
-{torch} and the backend `aot_eager`.
+`docs/make_compiled_layers.py` writes this page: it compiles each layer with torch {torch} and the
+backend `aot_eager`.
 
 | layer, as the tests have it | |
 | --- | --- |

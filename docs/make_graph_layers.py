@@ -1,46 +1,47 @@
-"""Write ``graph_layers.md``: what becomes of each layer of PyG on a partitioned graph.
+"""Write ``graph_layers.md``: the table of PyG's layers on a partitioned graph.
 
 Run it from the root of the repository, after PyG or the lists in
-``varcomm/graph/running/layers/exact.py`` have changed: ``python docs/make_graph_layers.py``.
+``varcomm/graph/adapt/layers/exact.py`` have changed: ``python docs/make_graph_layers.py``.
 """
 
 from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 PAGE = Path(__file__).with_name("graph_layers.md")
 
 HEAD = """\
 # Layers of PyTorch Geometric on a partitioned graph
 
-`varcomm.graph.distribute(model, graph)` takes the layers that are called exact here. Outputs,
-gradients of inputs and of parameters, and second derivatives are those of one process, on any
-number of ranks: each layer is tested so in fp64, on a directed graph with self loops, multi-edges
-and isolated nodes, where one rank owns nothing. So are `flow="target_to_source"` and `cached=True`.
-Layers that are refused are refused when `distribute` is called, with the reason.
+`varcomm.graph.distribute(model, graph)` accepts the layers marked exact. Their outputs, gradients
+of inputs and parameters, and second derivatives equal one process, on any number of ranks. Each
+layer is tested in fp64, on a directed graph with self loops, multi-edges and isolated nodes, on
+three ranks of which one owns nothing. `cached=True` is exact too. `distribute` refuses the other
+layers, with the reason, and any layer with `flow="target_to_source"`: reverse the edges before you
+partition the graph, `data.edge_index.flip(0)`, and use the default flow.
 
-This page is made by `docs/make_graph_layers.py` from the lists that `distribute` itself goes by.
+`docs/make_graph_layers.py` writes this page from the lists that `distribute` uses.
 
-| layer | | to be known |
+| layer | | remarks |
 | --- | --- | --- |
 """
 
 TAIL = """
-Own subclasses of these layers, and of `MessagePassing`, are taken as well: functions of PyG that
+Own subclasses of these layers, and of `MessagePassing`, are accepted as well. Functions of PyG that
 look at degrees, at all nodes or at all edges (`gcn_norm`, `get_laplacian`, `add_self_loops` without
-a number of nodes) are exchanged wherever the code of a module reaches them. What cannot be seen is
-other code that looks past `propagate` by itself.
+a number of nodes) are replaced wherever the code of a module reaches them. Other code that looks
+past `propagate` by itself cannot be checked.
 
 ## Aggregations
 
-Exact as `aggr=` of a layer are
+These are exact as `aggr=` of a layer, and so are own subclasses of `Aggregation`:
 
 {aggregations}
 
-and own subclasses of `Aggregation`. Others pad all neighbourhoods to the largest one, which is
-another one on each rank, or depend on the order of edges; they are refused.
+Other aggregations are refused: they pad all neighbourhoods to the largest one of the rank, or
+depend on the order of edges.
 """
 
 

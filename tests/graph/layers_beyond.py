@@ -1,4 +1,4 @@
-"""Layers that look past ``propagate``, take several hops, or gather at the source of edges."""
+"""Layers that look past ``propagate``, or take several hops."""
 
 import torch
 from torch import nn
@@ -167,8 +167,6 @@ for separate in (True, False):
         lambda layer, g, e: layer(g.x, e, g.pseudo),
         "pseudo",
     )
-layer("FeaStConv", lambda: pyg.FeaStConv(NODE, 5, heads=3))
-layer("FeaStConv without loops", lambda: pyg.FeaStConv(NODE, 5, heads=2, add_self_loops=False))
 
 # several hops, and others
 layer("GatedGraphConv", lambda: pyg.GatedGraphConv(5, num_layers=3), "edge_weight")
@@ -195,21 +193,6 @@ for conv in (
     name = f"DirGNNConv of {type(conv()).__name__}"
     outer = "DirGNN" not in name[10:]
     layer(name, lambda c=conv, o=outer: pyg.DirGNNConv(c(), alpha=0.3, root_weight=o))
-layer("HypergraphConv", lambda: pyg.HypergraphConv(NODE, 5))
-other(
-    "HypergraphConv weights",
-    lambda: pyg.HypergraphConv(NODE, 5),
-    lambda layer, g, e: layer(g.x, e, g.pos3[:, 0].exp(), num_edges=len(g.x)),
-    "pos3",
-)
-for mode in ("node", "edge"):
-    other(
-        f"HypergraphConv attention of {mode}s",
-        lambda mode=mode: pyg.HypergraphConv(
-            NODE, 5, use_attention=True, attention_mode=mode, heads=2, concat=mode == "node"
-        ),
-        lambda layer, g, e: layer(g.x, e, None, g.x.sin(), num_edges=len(g.x)),
-    )
 layer("GPSConv", lambda: pyg.GPSConv(NODE, pyg.GCNConv(NODE, NODE), heads=2, norm=None))
 layer("GPSConv attention alone", lambda: pyg.GPSConv(NODE, None, norm=None, act="tanh"))
 other(
@@ -219,44 +202,3 @@ other(
     ),
     lambda layer, g, e: layer(g.x, e, (g.number > 13).long()),
 )
-
-# against the direction of edges
-BACK = {"flow": "target_to_source"}
-for name, make in {
-    "SAGEConv max": lambda: pyg.SAGEConv(NODE, 5, aggr="max", **BACK),
-    "GATConv": lambda: pyg.GATConv(NODE, 5, heads=2, **BACK),
-    "TransformerConv": lambda: pyg.TransformerConv(NODE, 5, **BACK),
-    "GINConv": lambda: pyg.GINConv(mlp(NODE, 5), **BACK),
-    "EdgeConv": lambda: pyg.EdgeConv(mlp(2 * NODE, 5), **BACK),
-    "EGConv": lambda: pyg.EGConv(NODE, 6, ["symnorm", "std"], 3, 2, **BACK),
-    "FeaStConv": lambda: pyg.FeaStConv(NODE, 5, **BACK),
-    "GENConv softmax": lambda: pyg.GENConv(NODE, 5, norm=None, **BACK),
-    "ClusterGCNConv": lambda: pyg.ClusterGCNConv(NODE, 5, diag_lambda=0.5, **BACK),
-    "MFConv": lambda: pyg.MFConv(NODE, 5, max_degree=3, **BACK),
-    "DirGNNConv": lambda: pyg.DirGNNConv(pyg.GCNConv(NODE, 5, **BACK)),
-    "SuperGATConv": lambda: pyg.SuperGATConv(NODE, 3, 2, **BACK),
-}.items():
-    layer(f"{name} backwards", make)
-for name, make in {
-    "GCNConv": lambda: pyg.GCNConv(NODE, 5, **BACK),
-    "GCNConv without loops": lambda: pyg.GCNConv(NODE, 5, add_self_loops=False, **BACK),
-    "TAGConv": lambda: pyg.TAGConv(NODE, 5, K=2, **BACK),
-    "ARMAConv": lambda: pyg.ARMAConv(NODE, 5, 2, 2, **BACK),
-    "ChebConv": lambda: pyg.ChebConv(NODE, 5, K=3, **BACK),
-    "GatedGraphConv": lambda: pyg.GatedGraphConv(5, num_layers=2, **BACK),
-    "LEConv": lambda: pyg.LEConv(NODE, 5, **BACK),
-    "WLConvContinuous": lambda: pyg.WLConvContinuous(**BACK),
-}.items():
-    layer(f"{name} backwards", make, "weight")
-for name, make in {
-    "GATv2Conv": lambda: pyg.GATv2Conv(NODE, 5, heads=2, edge_dim=EDGE, **BACK),
-    "GATConv edges": lambda: pyg.GATConv(NODE, 5, heads=2, edge_dim=EDGE, **BACK),
-    "NNConv": lambda: pyg.NNConv(NODE, 5, mlp(EDGE, NODE * 5), aggr="mean", **BACK),
-    "PDNConv": lambda: pyg.PDNConv(NODE, 5, EDGE, 6, **BACK),
-    "GeneralConv": lambda: pyg.GeneralConv(NODE, 5, EDGE, heads=2, attention=True, **BACK),
-    "CGConv": lambda: pyg.CGConv(NODE, EDGE, **BACK),
-}.items():
-    layer(f"{name} backwards", make, "edge_attr")
-layer("FiLMConv backwards", lambda: pyg.FiLMConv(NODE, 5, 3, **BACK), "edge_type")
-layer("RGCNConv backwards", lambda: pyg.RGCNConv(NODE, 5, 3, **BACK), "edge_type")
-layer("RGATConv backwards", lambda: rgat(**BACK), "edge_type")

@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from tests.graph.batches import GRAPHS, derivatives
-from varcomm.graph.over_nodes.norms import global_norm
+from varcomm.graph import global_norm
 
 C = 4
 
@@ -108,8 +108,6 @@ def buffers(module):
     return {key: value.detach().clone() for key, value in module.named_buffers()}
 
 
-def names(kind):
-    return [name for name in NORMS if type(NORMS[name].make()).__name__ == kind]
-
-
-KINDS = sorted({type(case.make()).__name__ for case in NORMS.values()})
+def names(*kinds):
+    """Return the cases of some classes."""
+    return [name for name in NORMS if type(NORMS[name].make()).__name__ in kinds]

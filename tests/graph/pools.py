@@ -1,11 +1,10 @@
 """Pools over the nodes of each graph, beside what PyG gives in one process."""
 
 import torch
-import torch_geometric.nn as pyg
 from torch_geometric.utils import scatter, softmax
 
-from varcomm.graph.over_nodes import pooling
-from varcomm.graph.reductions import replicated
+from varcomm import graph as pooling
+from varcomm.graph import replicated
 
 
 def scattered(reduce):
@@ -33,8 +32,6 @@ POOLS = {
     "min": (pooling.global_min_pool, scattered("min")),
     "softmax": (pooling.global_softmax, soft),
 }
-
-PYG = (pyg.global_add_pool, pyg.global_mean_pool, pyg.global_max_pool)
 
 
 def twice(pool, x, arguments, loss_of, total):

@@ -18,6 +18,8 @@ from varcomm.models import MeshGraphNet
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
+slow = pytest.mark.slow
+
 
 class Pooled(nn.Module):
     """Reads out graphs of a batch after two layers."""
@@ -89,23 +91,21 @@ def check(rank, name, hops, method):
         return weights[:3, : out.shape[1]] * (rank == 0) if pooled else weights[ids, : out.shape[1]]
 
     twin = distribute(copy.deepcopy(model), graph)
-    with varcomm.trace() as calls:
-        parts = outcome(twin, graph, extra, weight, varcomm.data_parallel.sum_gradients)
+    parts = outcome(twin, graph, extra, weight, varcomm.data_parallel.sum_gradients)
     for what, value in alone.items():
         rows = what in ("force", "input") or (what == "output" and not pooled)
         with failures.named(name, hops, what):
             torch.testing.assert_close(parts[what], value[ids] if rows else value, **CLOSE)
-    return failures, [call.name for call in calls][:2]
+    return failures
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_same_with_one_exchange_and_with_one_a_layer(worlds, ranks, name):
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
+def test_one_exchange_equals_one_per_layer(worlds, ranks, name):
     method = split_by("a rank owns nothing", 24, ranks)
     needed = MODELS[name][2]
-    for hops in (1, max(2, needed), needed + 2):
-        results = worlds.run(ranks, check, name, hops, method)
-        assert_none([failures for failures, _ in results])
+    for hops in (max(2, needed), needed + 2):
+        assert_none(worlds.run(ranks, check, name, hops, method))
 
 
 def exchanges(rank, hops):
@@ -118,8 +118,8 @@ def exchanges(rank, hops):
 
 
 def test_it_is_one_exchange(worlds):
-    assert worlds.run(2, exchanges, 1) == [["exchange"] * 3] * 2
-    assert worlds.run(2, exchanges, 3) == [["exchange"]] * 2
+    assert worlds.run(3, exchanges, 1) == [["exchange"] * 3] * 3
+    assert worlds.run(3, exchanges, 3) == [["exchange"]] * 3
 
 
 def in_two_blocks(rank):
@@ -166,11 +166,6 @@ WRONG = {
         "",
         "the model propagates more than 2 times, for which the halos of 2 hops do not suffice",
     ),
-    "edges the other way": (
-        lambda: pyg.SAGEConv(4, 4, flow="target_to_source"),
-        "",
-        "cannot distribute the model (SAGEConv): it needs more than the edges that lead to a node",
-    ),
     "degrees of sources": (lambda: nn.Sequential(pyg.ChebConv(4, 4, 2)), "", "0 (ChebConv): it"),
     "rows of the whole graph": (
         lambda: pyg.SAGEConv(4, 4).double(),
@@ -188,5 +183,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_use_is_an_error(worlds, name):
     make, kind, message = WRONG[name]
-    for told in worlds.run(2, message_of, make, kind):
+    for told in worlds.run(3, message_of, make, kind):
         assert re.search(re.escape(message), told)

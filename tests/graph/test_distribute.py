@@ -11,8 +11,9 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_remaining_self_loops, degree, softmax
 
 import varcomm
-from tests.graph.graphs import WORLDS, split_by, wild
+from tests.graph.graphs import split_by, wild
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import WORLDS
 from varcomm.graph import distribute, partition
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -150,8 +151,8 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def check_model(rank, name, methods):
-    failures, data, model = Failures(), wild(), made(name)
+def check_model(failures, name, methods):
+    data, model = wild(), made(name)
     alone = copy.deepcopy(model)
     x = data.x.clone().requires_grad_()
     out = alone(x, data.edge_index)
@@ -168,17 +169,22 @@ def check_model(rank, name, methods):
         for key, expected in gradients(alone).items():
             pairs[key] = together.get_parameter(key).grad, expected
         for key, (got, expected) in pairs.items():
-            with failures.named(graph.method, key):
+            with failures.named(name, graph.method, key):
                 torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def check_models(rank, methods):
+    failures = Failures()
+    for name in MODELS:
+        check_model(failures, name, methods)
     return failures
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_model_equals_its_single_process_twin(worlds, ranks, name):
+def test_model_equals_its_single_process_twin(worlds, ranks):
     nothing = split_by("a rank owns nothing", wild().num_nodes, ranks)
-    methods = ["metis"] if ranks == 1 else ["metis", "random", nothing]
-    assert_none(worlds.run(ranks, check_model, name, methods))
+    methods = ["metis"] if ranks == 1 else ["metis", nothing]
+    assert_none(worlds.run(ranks, check_models, methods))
 
 
 class Potential(MessagePassing):
@@ -234,61 +240,7 @@ def check_forces(rank, methods):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_forces_and_what_a_loss_of_forces_teaches(worlds, ranks):
     nothing = split_by("a rank owns nothing", wild().num_nodes, ranks)
-    assert_none(worlds.run(ranks, check_forces, ["metis", "block", "random", nothing]))
-
-
-def exchanges(model, graph):
-    with varcomm.trace() as calls:
-        out = model(graph.x, graph.edge_index)
-    assert {call.name for call in calls} <= {"exchange"}
-    return len(calls), out.detach()
-
-
-def move_to_other_graphs(rank, name):
-    """Give how often a model exchanges, and how far it is from one process, graph by graph."""
-    model, data, smaller = made(name), wild(), wild(15)
-    graphs = [partition(data, method="block"), partition(data, method="random")]
-    graphs += [partition(smaller, method="random"), graphs[0], graphs[0]]
-    wholes = [data, data, smaller, data, data]
-    expected = [model(whole.x, whole.edge_index).detach() for whole in wholes]
-    counts = []
-    for graph, whole in zip(graphs, expected, strict=True):
-        assert distribute(model, graph) is model
-        count, out = exchanges(model, graph)
-        torch.testing.assert_close(out, whole[graph.owned_ids], **CLOSE)
-        counts.append(count)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("a layer of one's own", 3), ("a layer used twice", 2), ("GAT", 4)]
-)
-def test_distributing_again_moves_to_the_other_graph(worlds, name, count):
-    """GAT reads two values at the source, features and scores; everything else reads one."""
-    assert worlds.run(3, move_to_other_graphs, name) == [[count] * 5] * 3
-
-
-def copies(rank, name):
-    data, model = wild(), made(name)
-    expected = model(data.x, data.edge_index).detach()
-    graph, other = partition(data, method="block"), partition(data, method="random")
-    assert copy.deepcopy(graph) is graph
-    model = distribute(model, graph)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    # the copy has parameters of its own, and moves alone
-    torch.testing.assert_close(exchanges(twin, graph)[1], expected[graph.owned_ids], **CLOSE)
-    distribute(twin, other)
-    torch.testing.assert_close(exchanges(twin, other)[1], expected[other.owned_ids], **CLOSE)
-    model.load_state_dict(twin.state_dict())
-    torch.testing.assert_close(exchanges(model, graph)[1], expected[graph.owned_ids], **CLOSE)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_copies_of_a_model_are_independent(worlds, name):
-    assert worlds.run(2, copies, name) == [None] * 2
+    assert_none(worlds.run(ranks, check_forces, ["metis", nothing]))
 
 
 def saved(rank, name):
@@ -304,42 +256,6 @@ def saved(rank, name):
     return list(state) == before, same
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["a model of layers", "GCN"])
 def test_the_state_of_a_model_is_as_without_ranks(worlds, name):
-    assert worlds.run(2, saved, name) == [(True, True)] * 2
-
-
-def compiled(rank, make, first):
-    """Compile before or after distribute; then move to another graph."""
-    data = wild()
-    torch.manual_seed(0)
-    model = make().double()
-    whole = data.x.clone().requires_grad_()
-    expected = model(whole, data.edge_index)
-    (gradient,) = torch.autograd.grad(expected.square().sum(), whole)
-    graphs = [partition(data, method="random"), partition(data, method="block")]
-    model = model if first == "distribute" else torch.compile(model, backend="aot_eager")
-    model = distribute(model, graphs[0])
-    fast = torch.compile(model, backend="aot_eager") if first == "distribute" else model
-    for graph in [graphs[0], *graphs]:
-        distribute(model, graph)
-        x = graph.x.clone().requires_grad_()
-        out = fast(x, graph.edge_index)
-        (part,) = torch.autograd.grad(out.square().sum(), x)
-        torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
-        torch.testing.assert_close(part, gradient[graph.owned_ids], **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("first", "make"),
-    [
-        ("distribute", lambda: pyg.GCN(4, 6, 2, 4)),
-        ("compile", lambda: pyg.GCN(4, 6, 2, 4)),
-        ("distribute", lambda: pyg.DirGNNConv(pyg.GCNConv(4, 4))),
-        ("distribute", lambda: pyg.GraphConv(4, 4, flow="target_to_source")),
-    ],
-    ids=["GCN", "GCN, compiled first", "DirGNNConv", "backwards"],
-)
-def test_compiled(worlds, make, first):
-    """PyG runs none of its hooks under torch.compile; other layers are in test_compiled.py."""
-    assert worlds.run(2, compiled, make, first) == [None] * 2
+    assert worlds.run(3, saved, name) == [(True, True)] * 3

@@ -1,6 +1,4 @@
-"""What ``distribute`` refuses, since it would be wrong without a word."""
-
-import re
+"""Refusals of ``distribute``: on all ranks, with the module's name, before anything changes."""
 
 import pytest
 import torch
@@ -11,8 +9,8 @@ from torch_geometric.nn import MessagePassing
 from tests.graph.graphs import wild
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS
-from varcomm.graph.running.layers import REFUSED as LAYERS_REFUSED
+from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.adapt.layers.exact import REFUSED as LAYERS_REFUSED
 
 
 class BothAtOnce(MessagePassing):
@@ -76,158 +74,141 @@ class Pooled(nn.Module):
         self.readout = readout
 
 
-NORMALISES = "it normalises over all nodes, in a way that is not known across ranks."
-POOLS = "it pools over all nodes, and would do so over this rank's only."
-READS_OUT = "it reads out all nodes, in a way that is not known across ranks."
-PAST = "it looks at other nodes, or at the edges, past the propagate of MessagePassing"
-
-
-BETWEEN = "it attends between the rows that it is given, and would see this rank's nodes only."
-
-
 def explained():
     layer = pyg.SAGEConv(4, 4)
     layer.explain = True
     return layer
 
 
-COLOURS = "WLConv is not exact on a part of the graph: it numbers colours in the order in which"
+def reads_out(kind, *args):
+    return lambda: Pooled(kind(*args))
 
 
+def in_a_layer(make):
+    return lambda: pyg.SAGEConv(4, 4, aggr=make())
+
+
+def scaled():
+    inner, histogram = pyg.aggr.MedianAggregation(), torch.ones(3, dtype=torch.int64)
+    return pyg.aggr.DegreeScalerAggregation(inner, "identity", histogram)
+
+
+# models, and the name that the message has of the module
 REFUSED = {
-    "colours": (pyg.WLConv, "the model (WLConv): " + COLOURS),
-    "own colours": (MyColours, "the model (MyColours): " + COLOURS),
-    "colours in a model": (lambda: Pooled(pyg.WLConv()), "readout (WLConv): " + COLOURS),
-    "a script": (lambda: Pooled(torch.jit.script(nn.Linear(4, 4))), "TorchScript, in which"),
-    "SyncBatchNorm": (lambda: Pooled(nn.SyncBatchNorm(4)), "(SyncBatchNorm): " + NORMALISES),
-    "InstanceNorm": (lambda: Pooled(nn.InstanceNorm1d(4)), "(InstanceNorm1d): " + NORMALISES),
-    "pooling": (lambda: Pooled(pyg.TopKPooling(4)), "readout (TopKPooling): " + POOLS),
-    "self-attention pooling": (lambda: Pooled(pyg.SAGPooling(4, GNN=pyg.GraphConv)), POOLS),
-    "readout": (lambda: Pooled(pyg.MedianAggregation()), "(MedianAggregation): " + READS_OUT),
-    "several readouts": (
-        lambda: Pooled(pyg.aggr.MultiAggregation(["mean", "median"])),
-        "readout (MultiAggregation): " + READS_OUT,
+    "own colours": (MyColours, "MyColours"),
+    "colours in a model": (reads_out(pyg.WLConv), "readout (WLConv)"),
+    "against the edges": (
+        lambda: Pooled(pyg.SAGEConv(4, 4, flow="target_to_source")),
+        'readout (SAGEConv): flow="target_to_source"',
     ),
-    "median": (
-        lambda: pyg.SAGEConv(4, 4, aggr="median"),
-        "aggr_module (MedianAggregation): MedianAggregation is not known to be exact",
+    "a script": (lambda: Pooled(torch.jit.script(nn.Linear(4, 4))), "TorchScript"),
+    "SyncBatchNorm": (reads_out(nn.SyncBatchNorm, 4), "(SyncBatchNorm)"),
+    "InstanceNorm": (reads_out(nn.InstanceNorm1d, 4), "(InstanceNorm1d)"),
+    "BatchNorm2d": (reads_out(nn.BatchNorm2d, 4), "(BatchNorm2d)"),
+    "pooling": (reads_out(pyg.TopKPooling, 4), "readout (TopKPooling)"),
+    "an own kind of pooling": (reads_out(OwnPooling, 4), "readout (OwnPooling)"),
+    "readout": (reads_out(pyg.MedianAggregation), "(MedianAggregation)"),
+    "several readouts": (
+        reads_out(pyg.aggr.MultiAggregation, ["mean", "median"]),
+        "readout (MultiAggregation)",
     ),
     "linear attention between all nodes": (
         lambda: pyg.GPSConv(4, None, norm=None, attn_type="performer"),
-        "attn (PerformerAttention): " + PAST,
+        "attn (PerformerAttention)",
     ),
-    "linear attention": (
-        lambda: Pooled(pyg.attention.PerformerAttention(4, 1)),
-        "readout (PerformerAttention): " + PAST,
-    ),
-    "decomposed layers": (
-        lambda: pyg.SAGEConv(4, 4, decomposed_layers=2),
-        "decomposed_layers is not supported.",
-    ),
-    "an own kind of pooling": (lambda: Pooled(OwnPooling(4)), "readout (OwnPooling): " + POOLS),
-    "an aggregation in and out of a layer": (
-        ReadOutWithTheLayers,
-        "readout (MeanAggregation): it reads out all nodes, and is a layer's aggregation as well",
-    ),
-    "an own kind of LSTM": (
-        lambda: pyg.SAGEConv(4, 4, aggr=OwnLSTM(4, 4)),
-        "aggr_module (OwnLSTM): LSTMAggregation is not known to be exact",
-    ),
-    "attention between rows": (lambda: Pooled(nn.MultiheadAttention(4, 2)), BETWEEN),
-    "a transformer of torch": (lambda: Pooled(nn.TransformerEncoderLayer(4, 2)), BETWEEN),
+    "linear attention": (reads_out(pyg.attention.PerformerAttention, 4, 1), "readout (Performer"),
+    "decomposed layers": (lambda: pyg.SAGEConv(4, 4, decomposed_layers=2), "decomposed_layers"),
+    "an aggregation in and out of a layer": (ReadOutWithTheLayers, "readout (MeanAggregation)"),
+    "attention between rows": (reads_out(nn.MultiheadAttention, 4, 2), "(MultiheadAttention)"),
     "DeepGraphInfomax": (
         lambda: pyg.DeepGraphInfomax(4, pyg.SAGEConv(4, 4), torch.mean, torch.flip),
-        "(DeepGraphInfomax): DeepGraphInfomax is not known to be exact",
+        "(DeepGraphInfomax)",
     ),
-    "DimeNet": (lambda: pyg.DimeNet(8, 1, 1, 1, 7, 6), "(DimeNet): DimeNet is not known"),
-    "MetaLayer": (lambda: pyg.MetaLayer(nn.Linear(4, 4)), "(MetaLayer): MetaLayer is not known"),
-    "a dense adjacency": (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv): " + PAST),
+    "MetaLayer": (lambda: pyg.MetaLayer(nn.Linear(4, 4)), "(MetaLayer)"),
+    "a dense adjacency": (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
     "DistributedDataParallel": (
         lambda: nn.parallel.DistributedDataParallel(pyg.SAGEConv(4, 4)),
-        "(DistributedDataParallel): it averages gradients over ranks, while",
+        "(DistributedDataParallel)",
     ),
-    "numbers of sources": (OverOutDegree, "its functions take size_j, which would be numbers of"),
-    "edges in an update": (OfSources, "its functions take edge_index, which would be"),
-    "edges in an edge update": (EdgesByNumber, "its functions take edge_index_j, which would be"),
-    "an explained layer": (explained, "explain is on; explain the model on the whole graph"),
-    "the whole at edges": (
-        BothAtOnceAtEdges,
-        "take x both at the source of edges and as a whole, which would be a pair",
+    "sizes of sources": (OverOutDegree, "size_j"),
+    "edges in an update": (OfSources, "edge_index"),
+    "edges in an edge update": (EdgesByNumber, "edge_index_j"),
+    "an explained layer": (explained, "explain"),
+    "the whole at edges": (BothAtOnceAtEdges, "take x both"),
+    "the whole in a message": (BothAtOnce, "take x both"),
+    "aggregation by name": (lambda: pyg.SAGEConv(4, 4, aggr="median"), "MedianAggregation"),
+    "an own LSTM": (in_a_layer(lambda: OwnLSTM(4, 4)), "aggr_module (OwnLSTM)"),
+    "LSTM": (in_a_layer(lambda: pyg.aggr.LSTMAggregation(4, 4)), "LSTMAggregation"),
+    "GRU": (in_a_layer(lambda: pyg.aggr.GRUAggregation(4, 4)), "GRUAggregation"),
+    "LCM": (in_a_layer(lambda: pyg.aggr.LCMAggregation(4, 4)), "LCMAggregation"),
+    "sorted": (in_a_layer(lambda: pyg.aggr.SortAggregation(2)), "SortAggregation"),
+    "quantile": (in_a_layer(lambda: pyg.aggr.QuantileAggregation(0.3)), "QuantileAggregation"),
+    "one of several": (
+        in_a_layer(lambda: pyg.aggr.MultiAggregation(["mean", pyg.aggr.SortAggregation(2)])),
+        "SortAggregation",
     ),
-    "the whole in a message": (
-        BothAtOnce,
-        "take x both at the source of edges and as a whole, which would be a pair",
-    ),
+    "one in another": (in_a_layer(scaled), "MedianAggregation"),
+    "no module": (lambda: [pyg.SAGEConv(4, 4)], "model must be a torch.nn.Module; got list"),
 }
 
 
-def refused(rank, name):
-    make, message = REFUSED[name]
-    model = make()
-    with pytest.raises(ArgumentError, match=re.escape(message)) as caught:
-        distribute(model, partition(wild(), method="block"))
-    # PyG puts functions there by itself
-    changed = [m for m in model.modules() if getattr(vars(m).get("propagate"), "graph", None)]
-    return str(caught.value), changed
+def message_of(model, graph):
+    with pytest.raises(ArgumentError) as caught:
+        distribute(model, graph)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_anything_has_changed(worlds, name):
-    (told, changed), other = worlds.run(2, refused, name)
-    prefix = "graph.distribute: refused on rank 0 of 2 (and on 1 more: [1]): cannot distribute "
-    assert told.startswith(prefix)
-    assert (told, changed) == other
-    assert not changed, "a layer runs on ranks although its model was refused"
-
-
-def names_of_what_is_known(rank):
-    graph = partition(wild(), method="block")
-    with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT))):
-        distribute(pyg.WLConv(), graph)
-    with pytest.raises(ArgumentError, match=", ".join(sorted(EXACT_AGGREGATIONS))):
-        distribute(pyg.SAGEConv(4, 4, aggr="median"), graph)
-
-
-def test_the_message_names_what_is_known(worlds):
-    assert worlds.run(1, names_of_what_is_known) == [None]
+def refused(rank):
+    """Messages on one rank, of models that are refused on all, and of one that is on rank 1."""
+    told, graph = {}, partition(wild(), method="block")
+    for name, (make, _) in REFUSED.items():
+        torch.manual_seed(0)
+        model = make()
+        told[name] = message_of(model, graph)
+        layers = model.modules() if isinstance(model, nn.Module) else ()
+        assert not any("varcomm" in repr(vars(layer).keys()) for layer in layers), name
+    for name in LAYERS_REFUSED:
+        told[name] = message_of(made_without_its_package(getattr(pyg, name)), graph)
+    told["on rank 1"] = message_of(pyg.WLConv() if rank == 1 else pyg.SAGEConv(4, 4), graph)
+    with pytest.raises(ArgumentError, match=r"must be a PartitionedGraph, .* order is distribute"):
+        distribute(graph, pyg.SAGEConv(4, 4))
+    return told
 
 
 def made_without_its_package(kind):
-    """A layer of a class which refuses to be made where a compiled package is missing."""
+    """A layer of a class which refuses to be made without a compiled package."""
     layer = kind.__new__(kind)
     (MessagePassing if issubclass(kind, MessagePassing) else nn.Module).__init__(layer)
     return layer
 
 
-def refused_layers(rank):
-    graph = partition(wild(), method="block")
-    told = {}
-    for name in LAYERS_REFUSED:
-        with pytest.raises(ArgumentError) as caught:
-            distribute(made_without_its_package(getattr(pyg, name)), graph)
-        told[name] = str(caught.value)
-    return told
+def test_refused_on_all_ranks(worlds):
+    told, *others = worlds.run(3, refused)
+    assert others == [told] * 2
+    for name, message in told.items():
+        assert message.startswith("graph.distribute: refused on rank "), name
+        if name in REFUSED:
+            assert REFUSED[name][1] in message
+        elif name in LAYERS_REFUSED:
+            assert f"{name} is not exact on a part of the graph: {LAYERS_REFUSED[name]}" in message
+    assert ", ".join(sorted(EXACT)) in told["own colours"]
+    assert ", ".join(sorted(EXACT_AGGREGATIONS)) in told["aggregation by name"]
 
 
-def test_layers_that_are_refused_say_why(worlds):
-    (told,) = worlds.run(1, refused_layers)
-    for name, reason in LAYERS_REFUSED.items():
-        assert f"{name} is not exact on a part of the graph: {reason}. Known are" in told[name]
-
-
-class Unheard(pyg.HypergraphConv):
+class Unheard(pyg.SAGEConv):
     """As if PyG had got one more layer."""
 
 
 def unheard(rank):
+    torch.manual_seed(0)
     layer = Unheard(4, 4)
     Unheard.__module__ = "torch_geometric.nn.conv.unheard"
-    with pytest.raises(ArgumentError, match="Unheard is not known to be exact on a part of the"):
-        distribute(layer, partition(wild(), method="block"))
+    return message_of(layer, partition(wild(), method="block"))
 
 
-def test_a_layer_that_nobody_has_heard_of(worlds):
-    assert worlds.run(2, unheard) == [None] * 2
+def test_a_layer_that_pyg_adds_is_refused(worlds):
+    for told in worlds.run(3, unheard):
+        assert "Unheard is not known to be exact on a part of the graph" in told
 
 
 ALLOWED = {
@@ -237,17 +218,18 @@ ALLOWED = {
     "aggregation in a layer": lambda: pyg.SAGEConv(4, 4, aggr=pyg.aggr.MultiAggregation(["max"])),
     "an own subclass": lambda: type("MySAGE", (pyg.SAGEConv,), {})(4, 4),
     "no layer": lambda: nn.Linear(4, 4),
-    "an aggregation of one's own": lambda: pyg.SAGEConv(4, 4, aggr=OwnAggregation()),
+    "an own aggregation": lambda: pyg.SAGEConv(4, 4, aggr=OwnAggregation()),
     "PyG's MLP": lambda: Pooled(pyg.MLP([4, 4], norm=None)),
 }
 
 
-def allowed(rank, name):
-    torch.manual_seed(0)
-    model = ALLOWED[name]()
-    return distribute(model, partition(wild(), method="block")) is model
+def allowed(rank):
+    graph = partition(wild(), method="block")
+    for make in ALLOWED.values():
+        torch.manual_seed(0)
+        model = make()
+        assert distribute(model, graph) is model
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_not_refused(worlds, name):
-    assert worlds.run(2, allowed, name) == [True] * 2
+def test_not_refused(worlds):
+    assert worlds.run(3, allowed) == [None] * 3

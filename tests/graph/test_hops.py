@@ -5,7 +5,8 @@ import torch
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.graphs import WORLDS, grid, split_by, wild
+from tests.graph.graphs import grid, split_by, wild
+from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.graph import partition
 
@@ -116,7 +117,7 @@ def in_another_order(rank):
 
 
 def test_ranks_may_list_attributes_in_another_order(worlds):
-    assert worlds.run(2, in_another_order) == [(True, True, True)] * 2
+    assert worlds.run(3, in_another_order) == [(True, True, True)] * 3
 
 
 def as_many_as_it_takes(rank):
@@ -126,23 +127,31 @@ def as_many_as_it_takes(rank):
 
 
 def test_hops_end_where_there_is_no_more_upstream(worlds):
-    assert worlds.run(2, as_many_as_it_takes) == [(10**30, []), (10**30, [0, 1])]
+    halos = [hops_and_halo[1] for hops_and_halo in worlds.run(3, as_many_as_it_takes)]
+    assert halos == [[], [0, 1], [0, 1, 2]]
 
 
-def refused(rank, hops, attributes):
-    data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
-    for name, value in attributes.items():
-        data[name] = value
-    with pytest.raises(ArgumentError) as caught:
-        partition(data, method="block", hops=hops)
-    return str(caught.value), partition(data, method="block").num_nodes
+# hops, attributes of the data, and a part of the message
+REFUSED = [
+    (0, {}, "hops must be a positive integer; got 0"),
+    (2.0, {}, "hops must be a positive integer; got 2.0"),
+    ("2", {}, "hops must be a positive integer; got '2'"),
+    (2, {"names": ["a", "b"]}, "hops=2 needs attributes of edges that are tensors"),
+]
 
 
-@pytest.mark.parametrize(
-    ("hops", "attributes"), [(0, {}), (2.0, {}), ("2", {}), (2, {"names": ["a", "b"]})]
-)
-def test_refusals(worlds, hops, attributes):
-    (told, first), (other, second) = worlds.run(2, refused, hops, attributes)
-    assert told == other
-    assert "hops" in told
-    assert (first, second) == (2, 1)
+def refused(rank):
+    told = []
+    for hops, attributes, message in REFUSED:
+        data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+        for name, value in attributes.items():
+            data[name] = value
+        with pytest.raises(ArgumentError, match=message) as one:
+            partition(data, method="block", hops=hops)
+        told.append(str(one.value))
+    return told
+
+
+def test_refusals(worlds):
+    told, *others = worlds.run(3, refused)
+    assert others == [told] * 2

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import MessagePassing
+from torch_geometric.data import HeteroData
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, get_laplacian
 
@@ -36,45 +35,6 @@ def seeded(make):
     return make().double()
 
 
-def mesh(nodes=12):
-    """Four edges into each node, from neighbours that stand in some order."""
-    generator = torch.Generator().manual_seed(3)
-    target = torch.randperm(nodes, generator=generator).repeat_interleave(4)
-    source = torch.randint(nodes, (4 * nodes,), generator=generator)
-    x = torch.randn(nodes, 4, generator=generator)
-    return Data(x=x, edge_index=torch.stack([source, target]))
-
-
-def mesh_cnn(rank, method):
-    """In fp32, since PyG's own makes its messages in that."""
-    data = mesh()
-    torch.manual_seed(0)
-    layer = pyg.MeshCNNConv(4, 5)
-    whole = data.x.clone().requires_grad_()
-    expected = layer(whole, data.edge_index)
-    (expected**2).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    layer.zero_grad()
-    graph = partition(data, method=method)
-    x = graph.x.requires_grad_()
-    out = distribute(layer, graph)(x, graph.edge_index)
-    (out**2).sum().backward()
-    varcomm.data_parallel.sum_gradients(layer)
-    torch.testing.assert_close(out, expected[graph.owned_ids])
-    torch.testing.assert_close(x.grad, whole.grad[graph.owned_ids])
-    for name, p in layer.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[name])
-    wrong = graph.edge_index.flip(1)[:, 1:]
-    if graph.num_edges:
-        with pytest.raises(ArgumentError, match=r"MeshCNNConv on .*: edges must come by four, the"):
-            layer(x, wrong)
-
-
-@pytest.mark.parametrize("method", ["block", "random", torch.arange(12) % 2 * 2])
-def test_mesh_cnn(worlds, method):
-    assert worlds.run(3, mesh_cnn, method) == [None] * 3
-
-
 def super_gat(rank):
     """In training it gives what it gives without, but has no loss of attention."""
     data = example()
@@ -85,21 +45,23 @@ def super_gat(rank):
     for _ in range(2):
         out = layer(graph.x, graph.edge_index)
         torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
-    with pytest.raises(ArgumentError, match=r"get_attention_loss on .* drawn among all pairs of"):
+    with pytest.raises(
+        ArgumentError, match=r"get_attention_loss on .* the loss of attention samples"
+    ):
         layer.get_attention_loss()
     return layer.eval().get_attention_loss().item()
 
 
 def test_super_gat_in_training(worlds):
-    assert worlds.run(2, super_gat) == [0] * 2
+    assert worlds.run(3, super_gat) == [0] * 3
 
 
 def refusals(rank):
     graph = partition(example(), method="random")
-    n, x, edges = graph.num_owned, graph.x, graph.edge_index
+    n, edges = graph.num_owned, graph.edge_index
     laplacian, norm = Calls(get_laplacian), Calls(gcn_norm)
     cases = {
-        f"num_nodes is {n + 1}, but this rank owns {n} nodes. Take num_nodes=graph.num_nodes": (
+        f"num_nodes is {n + 1}, but this rank owns {n} nodes. Use num_nodes=graph.num_nodes": (
             lambda: norm(edges, num_nodes=n + 1)
         ),
         "normalization must be None, 'sym' or 'rw'; got 'left'.": (
@@ -107,10 +69,8 @@ def refusals(rank):
         ),
         "get_laplacian on": lambda: laplacian(edges + 30),
         "gcn_norm on": lambda: norm(edges.float()),
-        f"num_edges is {n + 2}, but this rank owns {n} hyperedges. Leave it out.": (
-            lambda: hyper(x, edges, num_edges=n + 2)
-        ),
-        "it looks up nodes by their numbers, which are local here. Give features; or": (
+        "not supported": lambda: norm(edges, flow="target_to_source"),
+        "it looks up nodes by their ids, which are local here": (
             lambda: fast(graph.number, edges, graph.edge_type)
         ),
         f"'x' has 24 rows, but this rank owns {n} nodes": (
@@ -119,36 +79,19 @@ def refusals(rank):
         f"GPSConv on rank {rank} of 3: x has {n + 1} rows, but this rank owns {n} nodes.": (
             lambda: gps(torch.zeros(n + 1, 4).double(), edges)
         ),
-        "'edge_ptr' counts on the order of the edges, which is another one for flow": (
-            lambda: ordered(x, edges)
-        ),
     }
-    hyper = seeded(lambda: pyg.HypergraphConv(4, 5))
     fast = seeded(lambda: pyg.FastRGCNConv(24, 5, 3))
     rgcn = seeded(lambda: pyg.RGCNConv(24, 5, 3))
     gps = seeded(lambda: pyg.GPSConv(4, None, norm=None))
-    ordered = Ordered()
-    for model in (laplacian, norm, hyper, fast, rgcn, gps, ordered):
+    for model in (laplacian, norm, fast, rgcn, gps):
         distribute(model, graph)
     for message, call in cases.items():
         with pytest.raises(ArgumentError, match=re.escape(message)):
             call()
-    return hyper(x, edges, num_edges=n).shape == (n, 5)
-
-
-class Ordered(MessagePassing):
-    def __init__(self):
-        super().__init__(flow="target_to_source")
-
-    def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=x, edge_ptr=torch.tensor([0, edge_index.shape[1]]))
-
-    def message(self, x_j, edge_ptr):
-        return x_j
 
 
 def test_arguments_that_do_not_fit(worlds):
-    assert worlds.run(3, refusals) == [True] * 3
+    assert worlds.run(3, refusals) == [None] * 3
 
 
 def two_types(rank):
@@ -166,14 +109,14 @@ def two_types(rank):
 
 
 def test_self_loops_in_a_graph_with_several_types(worlds):
-    assert worlds.run(2, two_types) == [None] * 2
+    assert worlds.run(3, two_types) == [None] * 3
 
 
 def by_functions(rank):
     """What the functions give by themselves, in the order of the whole graph's edges."""
     data = example()
     graph = partition(data, method="random")
-    for settings in ({}, {"improved": True}, {"add_self_loops": False, "flow": "target_to_source"}):
+    for settings in ({}, {"improved": True}, {"add_self_loops": False}):
         model = Calls(gcn_norm, dtype=torch.float64, num_nodes=24, **settings)
         edges, weight = model(data.edge_index, edge_weight=data.weight)
         model.settings["num_nodes"] = graph.num_nodes
@@ -197,18 +140,21 @@ def along(layer, graph, x, direction):
 
 LAYERS = {
     "GraphConv": lambda: pyg.GraphConv(4, 4),
-    "backwards": lambda: pyg.GraphConv(4, 4, flow="target_to_source"),
     "GCNConv": lambda: pyg.GCNConv(4, 4),
-    "GCNConv backwards": lambda: pyg.GCNConv(4, 4, flow="target_to_source"),
     "GATConv": lambda: pyg.GATConv(4, 4),
     "DirGNNConv": lambda: pyg.DirGNNConv(pyg.SAGEConv(4, 4)),
 }
 
 
-def forward_mode(rank, name):
+def forward_mode(rank):
+    for make in LAYERS.values():
+        check_forward_mode(make)
+
+
+def check_forward_mode(make):
     data = example()
     graph = partition(data, method="random")
-    layer = seeded(LAYERS[name])
+    layer = seeded(make)
     expected = along(layer, data, data.x, data.x.cos())
     distribute(layer, graph)
     for _ in range(2):
@@ -219,6 +165,30 @@ def forward_mode(rank, name):
         assert layer(graph.x, graph.edge_index).isfinite().all()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_forward_mode(worlds, name):
-    assert worlds.run(3, forward_mode, name) == [None] * 3
+def test_forward_mode(worlds):
+    assert worlds.run(3, forward_mode) == [None] * 3
+
+
+def reversals(rank):
+    """Reversed edges are kept while no rank has others; on one rank edges may be left out."""
+    data = example()
+    graph = partition(data, method="random")
+    layer = seeded(lambda: pyg.DirGNNConv(pyg.GraphConv(4, 4)))
+    kept = torch.ones(data.num_edges, dtype=torch.bool)
+    kept[torch.isin(data.edge_index[1], graph.owned_ids).nonzero().view(-1)[::2]] = False
+    kept = torch.stack(varcomm.all_gather_v(kept.int(), [len(kept)] * 3).chunk(3))[1] > 0
+    expected = [layer(data.x, edges) for edges in (data.edge_index, data.edge_index[:, kept])]
+    distribute(layer, graph)
+    own = torch.isin(data.edge_index[1], graph.owned_ids)
+    edges, fewer = graph.edge_index, graph.edge_index[:, kept[own]]
+    sent = []
+    for given, want in ((edges, 0), (edges, 0), (fewer, 1), (edges, 0), (edges.clone(), 0)):
+        with varcomm.trace() as calls:
+            out = layer(graph.x, given)
+        torch.testing.assert_close(out, expected[want][graph.owned_ids], **CLOSE)
+        sent.append(sum(call.sent for call in calls))
+    return sent[1] < sent[0], sent[2] > sent[1], sent[4] == sent[1]
+
+
+def test_reversed_edges_are_kept(worlds):
+    assert worlds.run(3, reversals) == [(True, True, True)] * 3

@@ -14,7 +14,7 @@ from tests.graph.layers import example
 from tests.graph.layers_beyond import LAYERS
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
-from varcomm.graph.running.layers import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS
 
 # torch has no second derivative of the attention that it computes on the CPU
 NO_SECOND_DERIVATIVE = (pyg.GPSConv,)
@@ -94,23 +94,33 @@ def classes():
     return names
 
 
+IDLE = "a rank owns nothing"
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize("kind", classes())
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_layer_equals_its_single_process_twin(worlds, ranks, kind):
-    methods = ["random"] if ranks == 1 else ["random", "a rank owns nothing"]
-    assert_none(worlds.run(ranks, check_layers, classes()[kind], methods))
+def test_layer_equals_its_single_process_twin(worlds, kind):
+    assert_none(worlds.run(3, check_layers, classes()[kind], [IDLE]))
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_layers_on_more_ranks(worlds, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "method"),
+    [
+        pytest.param(1, "random", marks=slow),
+        pytest.param(2, "metis", marks=slow),
+        pytest.param(3, "random", marks=slow),
+        pytest.param(5, "metis", marks=slow),
+    ],
+)
+def test_layers_on_other_partitions(worlds, ranks, method):
     few = [names[-1] for names in classes().values()]
-    assert_none(worlds.run(ranks, check_layers, few, ["metis"]))
+    assert_none(worlds.run(ranks, check_layers, few, [method]))
 
 
 def test_each_layer_that_is_called_exact_is_tested_here():
     layers = [layer.make() for layer in LAYERS.values()]
     tested = {type(layer).__name__ for layer in layers}
-    elsewhere = {"MessagePassing", "MeshCNNConv", "HANConv", "HGTConv", "HeteroConv"}
+    elsewhere = {"MessagePassing", "HANConv", "HGTConv", "HeteroConv"}
     assert tested == set(EXACT) - elsewhere
     modules = [module for layer in layers for module in layer.modules()]
     aggregations = {type(m).__name__ for m in modules if isinstance(m, pyg.aggr.Aggregation)}

@@ -1,7 +1,6 @@
 """Edges that are not those of the graph which a model is distributed on."""
 
 import re
-import weakref
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ import torch_geometric.nn as pyg
 from torch_geometric.data import Data
 
 from tests.graph.graphs import grid, wild
+from tests.ops.comparing import Failures, assert_none
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.graph.local_edges import LocalEdges
 
 AGAIN = "call distribute(model, graph) again."
 
@@ -45,7 +44,7 @@ def on_another_graph(rank, conv):
                 # a copy has no owner, and on the complete graph each of its edges exists
                 assert edges is not other.edge_index
                 assert mine is graphs[0]
-        assert model(mine.x, mine.edge_index).shape == (6, 2)
+        assert model(mine.x, mine.edge_index).shape == (4, 2)
     with pytest.raises(ArgumentError, match="these are the edges of another graph than the one"):
         distribute(model, graphs[0])(graphs[1].x, graphs[1].edge_index)
     return True
@@ -53,7 +52,7 @@ def on_another_graph(rank, conv):
 
 @pytest.mark.parametrize("conv", [pyg.SAGEConv, pyg.TransformerConv])
 def test_a_model_on_one_graph_is_called_with_another(worlds, conv):
-    assert worlds.run(2, on_another_graph, conv) == [True] * 2
+    assert worlds.run(3, on_another_graph, conv) == [True] * 3
 
 
 def with_loops_added(rank):
@@ -68,77 +67,56 @@ def with_loops_added(rank):
 
 
 def test_a_layer_that_adds_self_loops_to_edges_of_another_graph(worlds):
-    for told in worlds.run(2, with_loops_added):
+    for told in worlds.run(3, with_loops_added):
         assert re.search(r"some edges are not in the graph|edges reach beyond", told)
         assert told.endswith(AGAIN)
 
 
-def edges_of_ones_own(rank):
-    """Neighbours that a forward finds by itself are among this rank's nodes only."""
-    graph = partition(wild(), method="block")
-    torch.manual_seed(0)
-    layer = distribute(pyg.EdgeConv(torch.nn.Linear(8, 4)).double(), graph)
-    nearest = torch.cdist(graph.x, graph.x).topk(3, largest=False).indices
-    edges = torch.stack([nearest.flatten(), torch.arange(graph.num_owned).repeat_interleave(3)])
-    with pytest.raises(ArgumentError, match="may be left out, and self loops added, but no others"):
-        layer(graph.x, edges)
-    return layer(graph.x, graph.edge_index).shape[0] == graph.num_owned
+EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])
+LOOPS = torch.arange(3).expand(2, -1)
+
+# other edges than those of the graph, and whether they are accepted
+GIVEN = {
+    "a copy": (EDGES.clone(), True),
+    "two of them": (EDGES[:, [4, 0]], True),
+    "none": (EDGES[:, :0], True),
+    "int32": (EDGES.int(), True),
+    "loops behind": (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], LOOPS], 1), True),
+    "loops in front": (torch.cat([LOOPS, EDGES], 1), True),
+    "twice": (torch.cat([EDGES, EDGES], 1), True),
+    "loops alone": (torch.tensor([[1, 1], [1, 1]]), True),
+    "reversed": (EDGES.flip(0), False),
+    "another": (torch.tensor([[0], [2]]), False),
+    "another behind": (torch.cat([EDGES, torch.tensor([[4], [0]])], 1), False),
+    "another for a loop": (
+        torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[4], [0]])], 1),
+        False,
+    ),
+}
 
 
-def test_edges_that_are_not_in_the_graph(worlds):
-    assert worlds.run(2, edges_of_ones_own) == [True] * 2
+def some_edges(rank):
+    failures = Failures()
+    graph = partition(Data(x=torch.ones(5, 4), edge_index=EDGES), method="block")
+    layer = distribute(pyg.SAGEConv(4, 4), graph)
+    for name, (edges, accepted) in GIVEN.items():
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode(), failures.named(name, mode.__name__):
+                given = edges.clone()
+                for _ in range(2):
+                    try:
+                        layer(graph.x, given)
+                    except ArgumentError:
+                        assert not accepted
+                    else:
+                        assert accepted
+    given = EDGES[:, [4, 0]]
+    layer(graph.x, given)
+    given[1, 0] = 4  # a tensor is looked at again once it was written to
+    with failures.named("written to"), pytest.raises(ArgumentError, match="not in the graph"):
+        layer(graph.x, given)
+    return failures
 
 
-EDGES = torch.tensor([[0, 3, 2, 1, 3, 4], [1, 1, 2, 0, 1, 2]])  # 3 owned nodes, 2 of the halo
-
-
-@pytest.mark.parametrize(
-    ("edges", "expected"),
-    [
-        (EDGES.clone(), True),
-        (EDGES[:, [4, 0]], True),
-        (EDGES[:, :0], True),
-        (EDGES.int(), True),
-        (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[0, 1, 2]] * 2)], 1), True),
-        (torch.cat([torch.tensor([[0, 1, 2]] * 2), EDGES], 1), True),
-        (torch.cat([EDGES, EDGES], 1), True),
-        (torch.tensor([[1, 1], [1, 1]]), True),
-        (EDGES.flip(0).clamp(max=2), False),
-        (torch.tensor([[0], [2]]), False),
-        (torch.cat([EDGES, torch.tensor([[4], [0]])], 1), False),
-        (torch.cat([EDGES[:, [0, 1, 3, 4, 5]], torch.tensor([[4], [0]])], 1), False),
-    ],
-)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_included(edges, expected, mode):
-    known = LocalEdges(EDGES, 5)
-    with mode():
-        given = edges.clone()
-        for _ in range(2):
-            assert known.include(given) == expected
-
-
-def test_without_edges_only_self_loops_are_included():
-    known = LocalEdges(EDGES[:, :0], 3)
-    assert known.include(torch.tensor([[1], [1]]))
-    assert not known.include(torch.tensor([[1], [2]]))
-
-
-def test_a_tensor_is_looked_at_once_until_it_is_written_to(monkeypatch):
-    known, given = LocalEdges(EDGES, 5), EDGES[:, [4, 0]]
-    assert known.include(given)
-    monkeypatch.setattr(known, "_found", None)  # to search again would be an error
-    assert known.include(given)
-    monkeypatch.undo()
-    given[0, 0] = 2
-    assert not known.include(given)
-    gone = weakref.ref(given)
-    del given
-    assert gone() is None
-
-
-def test_added_self_loops_cost_no_search(monkeypatch):
-    known = LocalEdges(EDGES, 5)
-    monkeypatch.setattr(known, "_found", None)
-    straight = EDGES[:, EDGES[0] != EDGES[1]]
-    assert known.include(torch.cat([straight, torch.arange(3).expand(2, -1)], 1))
+def test_edges_that_are_accepted(worlds):
+    assert_none(worlds.run(1, some_edges))

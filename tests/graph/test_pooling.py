@@ -2,20 +2,20 @@
 
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.batches import FIRST, GRAPHS, NODES, SECOND, partitions, whole
-from tests.graph.graphs import WORLDS
-from tests.graph.pools import POOLS, PYG, loss_of, loss_on, twice
+from tests.graph.batches import FIRST, GRAPHS, SECOND, partitions, whole
+from tests.graph.pools import POOLS, loss_of, loss_on, twice
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph import partition
-from varcomm.graph.over_nodes import pooling
-from varcomm.graph.reductions import replicated
+from varcomm import graph as pooling
+from varcomm.graph import distribute, partition, replicated
 
-FEATURES = ((), (4,), (2, 3))
+FEATURES = ((), (2, 3))
 
 
 def givens(features):
@@ -25,12 +25,17 @@ def givens(features):
     for x in (given.x, tied):
         yield x, None, None
         yield x, given.batch, None
-        yield x, given.batch, GRAPHS
         yield x, given.batch * 150, 700  # more than goes in a single round
 
 
-def check(rank, name):
+def check(rank):
     failures, seen = Failures(), []
+    for name in POOLS:
+        check_pool(failures, seen, name)
+    return failures, seen
+
+
+def check_pool(failures, seen, name):
     pool, alone = POOLS[name]
     for features in FEATURES:
         for number, (x, batch, size) in enumerate(givens(features)):
@@ -39,32 +44,30 @@ def check(rank, name):
                 ids = graph.owned_ids
                 own = (batch if batch is None else batch[ids], graph, size)
                 got = twice(pool, x[ids], own, loss_on(graph, name), graph.sum)
-                with failures.named(features, number, graph.method):
+                with failures.named(name, features, number, graph.method):
                     rows = ids if name == "softmax" else slice(None)
                     torch.testing.assert_close(got[0], expected[0][rows], **FIRST)
                     torch.testing.assert_close(got[1], expected[1][ids], **FIRST)
                     torch.testing.assert_close(got[2], expected[2][ids], **SECOND)
-                seen.append(got[0])
-    return failures, seen
+                if name != "softmax":
+                    seen.append(got[0])
 
 
-@pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_as_in_one_process(worlds, ranks, name):
-    results = worlds.run(ranks, check, name)
+def test_as_in_one_process(worlds, ranks):
+    results = worlds.run(ranks, check)
     assert_none([failures for failures, _ in results])
-    if name != "softmax":
-        first, *others = (seen for _, seen in results)
-        for other in others:
-            assert all(map(torch.equal, first, other)), "ranks differ"
+    first, *others = (seen for _, seen in results)
+    for other in others:
+        assert all(map(torch.equal, first, other)), "ranks differ"
 
 
-def check_halo(rank, name):
+def check_halo(rank):
     """Rows of the halo do not count; softmax gives them what their originals have."""
     failures, given = Failures(), whole(4)
-    pool, alone = POOLS[name]
-    for graph in partitions():
-        ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    graph = partitions()[0]
+    ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    for name, (pool, alone) in POOLS.items():
         for batch in (None, given.batch):
             expected = alone(given.x, batch)
             expected = expected[ids] if name == "softmax" else expected
@@ -73,20 +76,18 @@ def check_halo(rank, name):
             if batch is not None and name != "softmax":
                 got.append(pool(given.x[ids], batch[graph.owned_ids], graph))
             for result in got:
-                with failures.named(graph.method):
+                with failures.named(name):
                     torch.testing.assert_close(result, expected, **FIRST)
     return failures
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_rows_of_the_halo(worlds, name):
-    assert_none(worlds.run(3, check_halo, name))
+def test_rows_of_the_halo(worlds):
+    assert_none(worlds.run(3, check_halo))
 
 
-def check_unlike(rank, name):
+def check_unlike(rank):
     """Each rank has a loss of its own, linear on rank 0; what arrives at all results is summed."""
     failures, given, ranks = Failures(), whole(4), torch.distributed.get_world_size()
-    pool, alone = POOLS[name]
 
     def of_rank(rank):
         return (lambda out: 2 * out.sum()) if rank == 0 else (lambda out: (rank * out**3).sum())
@@ -94,93 +95,40 @@ def check_unlike(rank, name):
     def of_all(out):
         return sum(of_rank(rank)(out) for rank in range(ranks))
 
-    for batch in (None, given.batch):
-        expected = twice(alone, given.x, (batch,), of_all, torch.sum)
-        for graph in partitions():
-            ids = graph.owned_ids
+    graph = partitions()[1]
+    ids = graph.owned_ids
+    for name in ("add", "mean", "max", "min"):
+        pool, alone = POOLS[name]
+        for batch in (None, given.batch):
+            expected = twice(alone, given.x, (batch,), of_all, torch.sum)
             own = (batch if batch is None else batch[ids], graph)
             got = twice(pool, given.x[ids], own, of_rank(rank), torch.sum)
-            with failures.named(graph.method):
+            with failures.named(name):
                 torch.testing.assert_close(got[1], expected[1][ids], **FIRST)
                 torch.testing.assert_close(got[2], expected[2][ids], **SECOND)
     return failures
 
 
-@pytest.mark.parametrize("name", sorted(POOLS.keys() - {"softmax"}))
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exact_adjoints(worlds, ranks, name):
-    assert_none(worlds.run(ranks, check_unlike, name))
+def test_exact_adjoints(worlds):
+    assert_none(worlds.run(3, check_unlike))
 
 
-def check_operator(rank, name):
+def check_operators(rank):
     """Any number of derivatives, and forward mode, against finite differences."""
     graph = partitions()[1]
     given = whole(2).rows(graph.owned_ids)
-    pool, _ = POOLS[name]
-    varcomm.testing.gradcheck(lambda x: pool(x, given.batch, graph), given.x, fast_mode=True)
-    varcomm.testing.gradgradcheck(
-        lambda x: pool(x.sin(), given.batch, graph) ** 2, given.x, fast_mode=True
-    )
+    for name in ("mean", "max", "softmax"):
+        check_operator(lambda x, pool=POOLS[name][0]: pool(x, given.batch, graph), given.x)
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_against_finite_differences(worlds, name):
-    assert worlds.run(3, check_operator, name) == [None] * 3
+def check_operator(pool, x):
+    varcomm.testing.gradcheck(pool, x, fast_mode=True)
+    varcomm.testing.gradgradcheck(lambda x: pool(x.sin()) ** 2, x, fast_mode=True)
 
 
-class Classifier(nn.Module):
-    """Layers before a pool and a head after it."""
-
-    def __init__(self, pool):
-        super().__init__()
-        self.pool = pool
-        self.before = nn.Linear(4, 5)
-        self.gate = nn.Linear(5, 1)
-        self.head = nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x, batch):
-        x = self.before(x).tanh()
-        weight = self.pool["softmax"](self.gate(x), batch)
-        attended = self.pool["add"](weight * x, batch)
-        return self.head(torch.cat([attended, self.pool["max"](x, batch)], dim=1))
-
-
-def pools_on(graph):
-    return {
-        name: lambda x, batch, own=own: own(x, batch, graph) for name, (own, _) in POOLS.items()
-    }
-
-
-def check_training(rank):
-    failures, given = Failures(), whole(4)
-    target = torch.tensor([0, 2, 1, 1, 0])
-    torch.manual_seed(0)
-    alone = Classifier({name: pool for name, (_, pool) in POOLS.items()}).double()
-    loss = nn.functional.cross_entropy(alone(given.x, given.batch), target)
-    loss.backward()
-    for graph in partitions():
-        together = Classifier(pools_on(graph)).double()
-        together.load_state_dict(alone.state_dict())
-        rows = given.rows(graph.owned_ids)
-        value = nn.functional.cross_entropy(together(rows.x, rows.batch), target)
-        with varcomm.debug():
-            value = replicated(value, graph)
-        value.backward()
-        varcomm.data_parallel.sum_gradients(together)
-        with failures.named(graph.method, "loss"):
-            torch.testing.assert_close(value, loss, **FIRST)
-        for key, parameter in alone.named_parameters():
-            with failures.named(graph.method, key):
-                torch.testing.assert_close(
-                    together.get_parameter(key).grad, parameter.grad, **FIRST
-                )
-    return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_loss_of_pooled_values_counts_once(worlds, ranks):
-    """Before the pool and after it."""
-    assert_none(worlds.run(ranks, check_training))
+@pytest.mark.slow
+def test_against_finite_differences(worlds):
+    assert worlds.run(3, check_operators) == [None] * 3
 
 
 def check_dtypes(rank):
@@ -218,26 +166,6 @@ def test_dtypes(worlds):
     assert_none(worlds.run(3, check_dtypes))
 
 
-def check_all_the_same(rank):
-    """However many share it, an extreme is the value, bit for bit."""
-    failures = Failures()
-    for dtype in (torch.float64, torch.float16):
-        x = torch.linspace(-3, 7, 40).to(dtype).expand(NODES, -1)
-        batch = torch.arange(NODES) % 2
-        for name in ("max", "min"):
-            for graph in partitions():
-                own, ids = x[graph.owned_ids], graph.owned_ids
-                got = POOLS[name][0](own, batch[ids], graph)
-                with failures.named(name, graph.method, dtype):
-                    assert torch.equal(got, x[:2])
-    return failures
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_nodes_that_are_all_the_same(worlds, ranks):
-    assert_none(worlds.run(ranks, check_all_the_same))
-
-
 def check_not_finite(rank):
     """Graph 0 has nothing but the lowest value, graph 1 the largest, and graph 3 has a NaN."""
     failures, given = Failures(), whole(4)
@@ -267,68 +195,79 @@ def test_values_that_are_not_finite(worlds):
     assert_none(worlds.run(3, check_not_finite))
 
 
-def received(rank, name, size):
+def received(rank):
     graph = partitions()[0]
+    return [received_of(graph, name, size) for name, size, *_ in SENT]
+
+
+def received_of(graph, name, size):
     given = whole(4).rows(graph.owned_ids)
     with varcomm.trace() as calls:
         POOLS[name][0](given.x, None if size is None else given.batch, graph, size)
     return sum(call.received for call in calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "single", "pieces"),
-    [
-        ("add", 6, 8 * 24, 0),
-        ("add", 1500, 0, 2 * 8 * 6000),
-        ("mean", None, 8 * 4, 0),
-        ("mean", 6, 8 * (24 + 6), 0),
-        ("max", None, (8 + 8) * 4, 0),
-        ("max", 6, (8 + 4) * 24, 0),
-        ("max", 1500, 0, (8 + 4 + 8) * 6000),
-        ("min", 6, (8 + 4) * 24, 0),
-        ("softmax", 6, 2 * 8 * 24, 0),
-    ],
-)
-def test_no_more_is_sent_than_is_said(worlds, name, size, single, pieces):
-    """In a single round from each other rank; or by pieces of a third, from two others."""
-    assert worlds.run(3, received, name, size) == [2 * single + 2 * pieces // 3] * 3
+# a pool, the number of graphs, bytes in a single round, and bytes by pieces of a third
+SENT = [
+    ("add", 6, 8 * 24, 0),
+    ("add", 1500, 0, 2 * 8 * 6000),
+    ("mean", None, 8 * 4, 0),
+    ("mean", 6, 8 * (24 + 6), 0),
+    ("max", None, (8 + 8) * 4, 0),
+    ("max", 6, (8 + 4) * 24, 0),
+    ("max", 1500, 0, (8 + 4 + 8) * 6000),
+    ("min", 6, (8 + 4) * 24, 0),
+    ("softmax", 6, 2 * 8 * 24, 0),
+]
 
 
-def bound(rank):
-    """Called as PyG's own, with the dimensions that PyG has."""
+def test_no_more_is_sent_than_is_said(worlds):
+    expected = [2 * single + 2 * pieces // 3 for _, _, single, pieces in SENT]
+    assert worlds.run(3, received) == [expected] * 3
+
+
+class Pools(nn.Module):
+    """PyG's own, with their arguments and dimensions."""
+
+    def forward(self, x, batch, size=None):
+        return [
+            gnn.global_add_pool(x, batch, size=size),
+            gnn.global_mean_pool(x, batch=batch, size=size),
+            gnn.global_max_pool(x, batch, size),
+        ]
+
+
+def as_in_pyg(rank):
     failures, given = Failures(), whole(4)
     cube = torch.stack([given.x, given.x.cos()])  # a batch of two values on the same nodes
-    for graph in partitions():
-        ids, pools = graph.owned_ids, pooling.pools_for(graph)
-        assert tuple(pools) == PYG
-        for theirs, ours in pools.items():
-            for x in (given.x[:, 0], given.x, cube):
-                own = x[:, ids] if x.dim() == 3 else x[ids]
-                with failures.named(theirs.__name__, x.dim()):
-                    torch.testing.assert_close(ours(own, None), theirs(x, None), **FIRST)
-                    got, expected = ours(own, given.batch[ids]), theirs(x, given.batch)
-                    torch.testing.assert_close(got, expected, **FIRST)
-                    got = ours(own, batch=given.batch[ids], size=GRAPHS)
-                    torch.testing.assert_close(got, theirs(x, given.batch, GRAPHS), **FIRST)
+    alone, graph = Pools(), partitions()[1]
+    ids, model = graph.owned_ids, distribute(Pools(), graph)
+    for x in (given.x[:, 0], given.x, cube):
+        own = x[:, ids] if x.dim() == 3 else x[ids]
+        with failures.named(x.dim()):
+            torch.testing.assert_close(model(own, None), alone(x, None), **FIRST)
+            for size in (None, GRAPHS):
+                got = model(own, given.batch[ids], size)
+                torch.testing.assert_close(got, alone(x, given.batch, size), **FIRST)
     return failures
 
 
 def test_functions_of_pyg_are_replaced_as_they_are(worlds):
-    assert_none(worlds.run(3, bound))
+    assert_none(worlds.run(3, as_in_pyg))
 
 
 def no_nodes(rank):
     data = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=0)
     graph = partition(data, method="block")
     x, batch = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(ArgumentError, match="there are no nodes, of which one could be"):
+    with pytest.raises(ArgumentError, match="there are no nodes"):
         pooling.global_max_pool(x, None, graph)
     empty = [pool(x, batch, graph, 2) for pool, _ in POOLS.values()]
     return [value.tolist() for value in empty], pooling.global_mean_pool(x, None, graph)
 
 
 def test_a_graph_without_nodes(worlds):
-    for results, mean in worlds.run(2, no_nodes):
+    for results, mean in worlds.run(3, no_nodes):
         assert results == [[[0.0, 0.0]] * 2] * 4 + [[]]
         assert mean.isnan().all()
 
@@ -341,33 +280,34 @@ X = torch.ones(3, 2)
 ZEROS = torch.zeros(3, dtype=torch.int64)
 
 
-def refuse(rank, name, given, message):
-    graph = partition(three_nodes_each(2), method="block")
-    pool = {"softmax": "global_softmax"}.get(name, f"global_{name}_pool")
-    with pytest.raises(ArgumentError, match=f"^{pool} on rank {rank} of 2: .*{message}"):
-        POOLS[name][0](*given[:2], graph, *given[2:])
+# a pool, x, batch and size, and the name of the wrong one
+REFUSED = [
+    ("add", (X[:2], None), "x must have one row"),
+    ("add", ([1.0], None), "x must be a torch.Tensor"),
+    ("add", (X > 0, None), "x must be of numbers"),
+    ("max", (X.to(torch.complex64), None), "x must be of numbers that have an order"),
+    ("min", (X > 0, ZEROS), "x must be of numbers that have an order"),
+    ("mean", (X, ZEROS[:2]), "batch must be"),
+    ("mean", (X, ZEROS.int()), "batch must be"),
+    ("add", (X, [0, 0, 0]), "batch must be a torch.Tensor"),
+    ("add", (X, ZEROS - 1), "numbers in batch"),
+    ("add", (X, ZEROS + 2, 2), "numbers in batch"),
+    ("add", (X, ZEROS, True), "number of graphs"),
+    ("softmax", (X.long(), None), "x must be of floats"),
+    ("softmax", (X[:1], None), "x must have one row"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("add", (X[:2], None), "x must have one row for each of the 3 owned nodes"),
-        ("add", ([1.0], None), "x must be a torch.Tensor; got list"),
-        ("add", (X > 0, None), "x must be of numbers; got torch.bool"),
-        ("max", (X.to(torch.complex64), None), "x must be of numbers that have an order; got"),
-        ("min", (X > 0, ZEROS), "x must be of numbers that have an order; got torch.bool"),
-        ("mean", (X, ZEROS[:2]), r"batch must be of torch.int64, .* got torch.int64 of shape \(2,"),
-        ("mean", (X, ZEROS.int()), "batch must be of torch.int64, .* got torch.int32"),
-        ("add", (X, [0, 0, 0]), "batch must be a torch.Tensor; got list"),
-        ("add", (X, ZEROS - 1), "numbers in batch must be at least 0; got -1 to -1"),
-        ("add", (X, ZEROS + 2, 2), "at least 0 and below 2; got 2 to 2"),
-        ("add", (X, ZEROS, True), "the number of graphs must be an int of at least 0; got True"),
-        ("softmax", (X.long(), None), "x must be of floats; got torch.int64"),
-        ("softmax", (X[:1], None), "x must have one row for each of the 3 owned nodes"),
-    ],
-)
-def test_refusals(worlds, name, given, message):
-    assert worlds.run(2, refuse, name, given, message) == [None] * 2
+def refused(rank):
+    graph = partition(three_nodes_each(3), method="block")
+    for name, given, message in REFUSED:
+        pool = {"softmax": "global_softmax"}.get(name, f"global_{name}_pool")
+        with pytest.raises(ArgumentError, match=f"^{pool} on rank {rank} of 3: .*{message}"):
+            POOLS[name][0](*given[:2], graph, *given[2:])
+
+
+def test_refusals(worlds):
+    assert worlds.run(3, refused) == [None] * 3
 
 
 def one_is_wrong(rank):

@@ -6,11 +6,10 @@ from torch import nn
 
 import varcomm
 from tests.graph.batches import FIRST, SECOND, partitions, whole
-from tests.graph.graphs import WORLDS
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
-from varcomm.graph.over_nodes.pooling import global_add_pool
-from varcomm.graph.reductions import replicated
+from varcomm.graph import global_add_pool, replicated
 
 
 def third(energy, total, x):
@@ -130,44 +129,24 @@ def test_groups(worlds):
         assert gradient == pytest.approx(half if rank else third)
 
 
-def unlike(rank, values):
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        replicated(values[rank])
-    with varcomm.debug():
-        alike = replicated(values[0])
-    return str(caught.value), torch.equal(alike, values[0])
+# values of ranks 0, 1 and 2, and the start of the message
+UNLIKE = [
+    ([torch.tensor(1.5), torch.tensor(1.25)], "replicated: ranks disagree on the value"),
+    ([torch.ones(2), torch.zeros(2)], "replicated: ranks disagree on the value"),
+    ([torch.ones(2), torch.ones(1)], "replicated: ranks disagree on shape"),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            [torch.tensor(1.5), torch.tensor(1.25)],
-            "replicated: ranks disagree on the value: rank 0 has '1.5'; rank 1 has '1.25'.",
-        ),
-        ([torch.ones(2), torch.zeros(2)], "replicated: ranks disagree on the value: rank 0 has"),
-        ([torch.ones(2), torch.ones(1)], "replicated: ranks disagree on shape: rank 0 has [2]"),
-    ],
-)
-def test_in_debug_values_are_compared(worlds, values, message):
-    for told, after in worlds.run(2, unlike, values):
-        assert told.startswith(message)
-        assert after
+def wrong(rank):
+    for values, message in UNLIKE:
+        with varcomm.debug(), pytest.raises(DisagreementError, match=message):
+            replicated(values[rank > 0])
+        with varcomm.debug():
+            assert torch.equal(replicated(values[0]), values[0])
+    for value in (1.0, torch.tensor(1)):
+        with pytest.raises(ArgumentError, match=f"replicated on rank {rank} of 3: value must be"):
+            replicated(value)
 
 
-def refuse(rank, value, message):
-    with pytest.raises(
-        ArgumentError, match=f"replicated on rank {rank} of 2: value must be {message}"
-    ):
-        replicated(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1.0, "a torch.Tensor; got float"),
-        (torch.tensor(1), "of floats, to have a gradient; got torch.int64"),
-    ],
-)
-def test_refusals(worlds, value, message):
-    assert worlds.run(2, refuse, value, message) == [None] * 2
+def test_refusals_and_values_that_are_compared(worlds):
+    assert worlds.run(3, wrong) == [None] * 3

@@ -9,26 +9,26 @@ except ModuleNotFoundError as error:
         'varcomm.graph needs PyTorch Geometric: pip install "varcomm[graph]"'
     ) from error
 
+from varcomm.graph.adapt.distribute import distribute
+from varcomm.graph.adapt.overlap import edge_update, message_passing
 from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.mesh import Mesh, read_mesh
-from varcomm.graph.over_nodes.norms import global_norm
-from varcomm.graph.over_nodes.pooling import (
+from varcomm.graph.nn.norms import global_norm
+from varcomm.graph.nn.pooling import (
     global_add_pool,
     global_max_pool,
     global_mean_pool,
     global_min_pool,
     global_softmax,
 )
-from varcomm.graph.over_nodes.readouts import global_readout
+from varcomm.graph.nn.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.partitioners.assign import assign
 from varcomm.graph.partitioners.assign_sharded import assign_sharded
 from varcomm.graph.reductions import replicated
 from varcomm.graph.report import Report
-from varcomm.graph.running.distribute import distribute
-from varcomm.graph.running.overlap import edge_update, message_passing
 from varcomm.graph.shard import NodeShard
 
 __all__ = [

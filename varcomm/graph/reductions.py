@@ -1,10 +1,8 @@
-"""Values that every rank computes alike: sums over ranks, and a loss of pooled values.
+"""Sums over ranks, and losses of pooled values, whose gradients count once.
 
-``loss.backward()`` runs on every rank from the same number. With the adjoint of ``all_reduce`` each
-of these P identical losses would count, and gradients would be P times too large. So here, and only
-here, a value is understood as one number that ranks have copies of, and its gradient as one that
-they have copies of too. That they are equal is assumed; inside :func:`varcomm.debug` it is looked
-at where it can be wrong.
+Every rank calls ``loss.backward()`` on the same number. The adjoint of ``all_reduce`` would count
+each of these P identical losses. Here a value is one number that all ranks have copies of, and so
+is its gradient. The copies are assumed to be equal; :func:`varcomm.debug` compares them.
 
 ``replicated_sum(part)`` is ``replicated(all_reduce(part))`` without the messages of a backward.
 """
@@ -12,7 +10,7 @@ at where it can be wrong.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -26,58 +24,62 @@ from varcomm.ops.replicated import ReplicatedSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-if TYPE_CHECKING:
-    from varcomm.graph.partitioned_graph import PartitionedGraph
-
 __all__ = ["replicated", "replicated_sum"]
 
 
+class _Partitioned(Protocol):
+    """A partitioned graph."""
+
+    @property
+    def group(self) -> Group: ...
+
+
 def replicated_sum(partial: torch.Tensor, group: Group) -> torch.Tensor:
-    """Assume that the gradient of the result is the same on all ranks, and sum over ranks."""
+    """Sum over ranks; the gradient of the result is assumed to be the same on all ranks."""
     return apply(ReplicatedSum(group, use_fp32=True), partial)
 
 
-def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) -> torch.Tensor:
-    """Assume that every rank computed the same value and uses it alike, and count it once.
+def replicated(value: torch.Tensor, group: _Partitioned | GroupLike = None) -> torch.Tensor:
+    """Count a value once that every rank computed identically.
 
-    For a loss, or an energy, that is computed from what all ranks have, such as the results of
-    :func:`~varcomm.graph.global_mean_pool`. Those are exact operators: what arrives at them in
-    backward is summed over ranks. A loss that each of P ranks computes from them would then count P
-    times. After this, it counts once::
+    For a loss, or an energy, of values that all ranks have, such as the results of
+    :func:`~varcomm.graph.global_mean_pool`. Those are exact operators, whose backward sums the
+    gradients of all ranks: a loss that each of P ranks computes from them would count P times.
+    After this, it counts once::
 
         loss = replicated(F.cross_entropy(head(global_mean_pool(x, batch, graph)), y), graph)
         loss.backward()
         varcomm.data_parallel.sum_gradients(model)  # of layers before the pool and of the head
 
-    and ``torch.autograd.grad(replicated(energy, graph), pos, create_graph=True)`` gives the forces
-    on this rank's own nodes. Not for what :meth:`PartitionedGraph.sum` and ``mean`` give, which
-    count once already; the two kinds can be added.
+    ``torch.autograd.grad(replicated(energy, graph), pos, create_graph=True)`` returns the forces on
+    this rank's nodes. The results of :meth:`PartitionedGraph.sum` and ``mean`` count once already;
+    the two kinds can be added.
 
     Parameters
     ----------
     value : torch.Tensor
-        Floats or complex, of any shape; equal on every rank, bit for bit.
+        Floats or complex, of any shape; the same bits on every rank.
     group : PartitionedGraph, ProcessGroup or DeviceMesh, optional
-        The ranks that computed it; None is the whole world.
+        Ranks that take part; None is the whole world.
 
     Returns
     -------
     torch.Tensor
-        A copy of `value`. Its gradient, assumed to be the same on all ranks as well, arrives at
-        `value` divided by P.
+        A copy of `value`. Its gradient, assumed to be the same on all ranks, reaches `value`
+        divided by P.
 
     Raises
     ------
     ArgumentError
-        Before any communication, if `value` is no tensor of floats.
+        On this rank, before any communication, if `value` is no tensor of floats.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if values differ: by dropout after a pool, say,
-        of which every rank draws its own.
+        Inside :func:`varcomm.debug`, on every rank, if values differ: for example after dropout
+        that follows a pool.
 
     Notes
     -----
     Adjoint: division by P. As a map from P copies ``x_r``, for the inner product summed over ranks,
-    to one value it is their mean; where copies are equal, the mean is any of them.
+    to one value it is their mean.
 
     Communication: none, in forward and in derivatives of any order.
 
@@ -94,7 +96,7 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
     >>> varcomm.launch(fn, 2)
     [6.0, 6.0]
     """
-    ranks = getattr(group, "group", None)  # of a graph
+    ranks = getattr(group, "group", None)
     ranks = ranks if isinstance(ranks, Group) else resolve(cast(GroupLike, group))
     with checking("replicated", ranks) as where:
         checked_tensor(value, where, "value")
@@ -108,14 +110,14 @@ def replicated(value: torch.Tensor, group: PartitionedGraph | GroupLike = None) 
 @torch_operator
 @dataclass(frozen=True)
 class _CopiesToOne(Operator):
-    """From what each rank computed alike to one value: the mean of equal copies."""
+    """From equal copies on all ranks to one value: their mean."""
 
     name = "replicated"
     group: Group
     compared: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
-        """Copy, since an operator's result does not share memory with its input."""
+        """Copy: the result of an operator never shares memory with its input."""
         return Pending([], x.clone)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +128,7 @@ class _CopiesToOne(Operator):
         return _OneToCopies(self.group)
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        """Compare the values that a user gives; derivatives may differ in their last bit."""
+        """Compare the values of a user; derivatives may differ in their last bit."""
         value = x.item() if x.numel() == 1 else digest(x)
         return {"shape": list(x.shape)} | ({"the value": repr(value)} if self.compared else {})
 

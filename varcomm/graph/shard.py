@@ -1,4 +1,4 @@
-"""``Shard``: rows of one kind, nodes or edges, of which every rank owns some."""
+"""Rows of one kind, nodes or edges, that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,10 @@ __all__ = ["NodeShard", "Shard", "described", "moved"]
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What this rank has of one kind of rows: their attributes, and how they reach the others.
+    """The owned rows of one kind: their attributes, and their ids in the whole graph.
 
-    ``shard.x`` is the attribute ``x`` of the rows that this rank owns.
-
-    Attributes
-    ----------
-    group : Group
-        The ranks that the rows are split over.
-    sizes : ShardSizes
-        Rows that each rank owns.
-    attributes : mapping of str
-        Attributes, by their names.
-    ids : AscendingIds
-        What :attr:`owned_ids` is kept as.
+    ``shard.x`` is the attribute ``x`` of the rows that this rank owns. Attributes are documented at
+    :class:`NodeShard`.
     """
 
     group: Group = field(repr=False)
@@ -48,9 +38,9 @@ class Shard:
     attributes: Mapping[str, Any] = field(repr=False)
     ids: AscendingIds = field(repr=False)
 
-    #: what the rows are, in messages
+    #: noun for the rows in messages
     rows: ClassVar[str]
-    #: tells compiled code how many rows this rank owns
+    #: shows compiled code the number of owned rows
     owned_extent: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +48,7 @@ class Shard:
 
     @property
     def owned_ids(self) -> torch.Tensor:
-        """Numbers that the owned rows have in the whole graph, ascending; int64 of shape (n,)."""
+        """Ids of the owned rows in the whole graph, ascending; int64 of shape (n,)."""
         return self.ids.decoded()
 
     @property
@@ -67,7 +57,7 @@ class Shard:
         return self.sizes[self.group.rank]
 
     def counted(self) -> int:
-        """Return how many rows this rank owns; in compiled code other graphs may have others."""
+        """Return the number of owned rows; symbolic in compiled code."""
         if torch.compiler.is_compiling():
             return counts_in(self.owned_extent)[0]
         return self.num_owned
@@ -101,23 +91,23 @@ class Shard:
         x : torch.Tensor
             A value of each owned row, (n, *F).
         dst : int, optional
-            The rank, within the group, that gets them; None is every rank.
+            Group rank of the receiver; None is every rank.
 
         Returns
         -------
         torch.Tensor
-            (N, *F) on `dst`, elsewhere zero rows. Differentiable: the adjoint sends rows back, and
-            where every rank has them, sums what comes back.
+            (N, *F) on `dst`, elsewhere zero rows. The adjoint sends rows back to their owners; if
+            every rank has them, it sums the gradients of all ranks.
 
         Raises
         ------
         ArgumentError
-            Before any communication, if `x` or `dst` do not fit on this rank.
+            On this rank, before any communication, if `x` or `dst` do not fit.
 
         Notes
         -----
-        Communication: each rank sends its rows to `dst`, or to every other; at the first call for a
-        `dst` also their numbers, at 8 bytes each, which then are kept there.
+        Communication: each rank sends its rows to `dst`, or to every other rank; at the first call
+        for a `dst` also their ids, 8 bytes per row, which `dst` keeps.
 
         In one process: `x` of the whole graph.
         """
@@ -138,19 +128,19 @@ class Shard:
         return taken(whole, place.to(whole.device))
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
-        """Send each rank its rows of what one rank has of the whole graph.
+        """Send each rank its rows of a tensor that one rank has for the whole graph.
 
         Parameters
         ----------
         x : torch.Tensor or None
             On `src` a value of each row in the order of the whole graph, (N, *F); elsewhere None.
         src : int
-            The rank, within the group, that has it.
+            Group rank of the sender.
 
         Returns
         -------
         torch.Tensor
-            This rank's rows, (n, *F). Differentiable: the adjoint is :meth:`gather` to `src`.
+            This rank's rows, (n, *F). The adjoint is :meth:`gather` to `src`.
 
         Raises
         ------
@@ -159,8 +149,8 @@ class Shard:
 
         Notes
         -----
-        Communication: `src` sends each rank its rows; at the first call for a `src` it first gets
-        their numbers, as in :meth:`gather`.
+        Communication: `src` sends each rank its rows; at the first call for a `src` it first
+        receives their ids, as in :meth:`gather`.
 
         In one process: `x` of the whole graph, of which each rank has ``x[owned_ids]``.
         """
@@ -169,81 +159,51 @@ class Shard:
         order, _ = self._order(src)
         fits = isinstance(x, torch.Tensor) and x.shape[:1] == (self.sizes.total,)
         if x is not None and fits and self.group.rank == src:
-            # else scatter_v says on every rank what is wrong; nothing may fail here alone
+            # otherwise scatter_v raises on every rank; this rank must not fail alone
             x = taken(x, order.to(x.device)) if x.layout == torch.strided else x
         return scatter_v(x, self.sizes, src=src, group=self.group.process_group)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Sum over the rows of all ranks.
 
-        The gradient is counted once, under the assumption that every rank uses the result alike.
+        The gradient is counted once: every rank must use the result identically.
 
         Parameters
         ----------
         values : torch.Tensor
-            A value, or several, of each owned row, (n, *F); or, with a mask, of each row that
-            counts, in their order. Real floats; the same ``*F`` on every rank.
+            Floats of each owned row, (n, *F); with a mask also of the selected rows alone, in their
+            order. The same ``*F`` on every rank.
         mask : torch.Tensor, optional
-            Which owned rows count, bool of shape (n,).
+            Selected owned rows, bool of shape (n,).
 
         Returns
         -------
         torch.Tensor
-            A scalar, the same on all ranks bit for bit, in the dtype of `values`.
+            A scalar, the same bits on all ranks, in the dtype of `values`.
 
         Raises
         ------
         ArgumentError
-            Before any communication, if `values` or `mask` do not fit on this rank.
+            On this rank, before any communication, if `values` or `mask` do not fit.
 
         Notes
         -----
-        Summed in fp64, locally and over ranks.
+        Summed in fp64. Communication: 16 bytes from each rank to every other; none in backward.
 
-        Communication: 16 bytes from each rank to every other; none in backward.
+        If values outside the mask are NaN, pass the selected rows alone,
+        ``loss(prediction[mask], y[mask])``: the derivative of a masked NaN is NaN, as in one
+        process.
 
         In one process: ``values[mask].sum()``.
-
-        Where something outside the mask is NaN, give the rows that count alone,
-        ``loss(prediction[mask], y[mask])`` beside `mask`. A loss of all rows is NaN there, and so
-        is its derivative: it stays NaN times the zero that arrives, as in one process.
         """
         return self._sum_and_count("graph.sum", values, mask)[0].to(values.dtype)
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Average over the rows of all ranks, and over their features.
 
-        The gradient is counted once, under the assumption that every rank uses the result alike: as
-        for a loss, whose ``backward()`` every rank calls. Then each rank has its part of the
-        gradients of replicated parameters, and :func:`varcomm.data_parallel.sum_gradients`
-        completes them.
-
-        Parameters
-        ----------
-        values, mask
-            As in :meth:`sum`; where `y` is NaN outside the mask,
-            ``graph.mean(loss(prediction[mask], y[mask]), mask)``.
-
-        Returns
-        -------
-        torch.Tensor
-            A scalar, the same on all ranks bit for bit, in the dtype of `values`; NaN if no row of
-            any rank counts.
-
-        Notes
-        -----
-        Communication: as :meth:`sum`.
-
-        In one process: ``values[mask].mean()``.
-        """
-        total, count = self._sum_and_count("graph.mean", values, mask)
-        return (total / count).to(values.dtype)
-
-    def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the greatest value over the rows of all ranks, and over their features.
-
-        The gradient is counted once, as in :meth:`mean`. Values that share the maximum, on
-        whichever ranks, share it evenly, as :func:`torch.amax` has it; of NaN the gradient is zero.
+        The gradient is counted once, as in :meth:`sum`: for a loss, whose ``backward()`` every rank
+        calls. Each rank then has its part of the gradients of replicated parameters, which
+        :func:`varcomm.data_parallel.sum_gradients` completes.
 
         Parameters
         ----------
@@ -253,14 +213,37 @@ class Shard:
         Returns
         -------
         torch.Tensor
-            A scalar, the same on all ranks, in the dtype of `values`; minus infinity if no row of
-            any rank counts, NaN if one that does is NaN.
+            A scalar, the same bits on all ranks, in the dtype of `values`; NaN if no rank has a
+            selected row.
 
         Notes
         -----
-        Communication: 8 bytes from each rank to every other, then 16.
+        Communication: as :meth:`sum`. In one process: ``values[mask].mean()``.
+        """
+        total, count = self._sum_and_count("graph.mean", values, mask)
+        return (total / count).to(values.dtype)
 
-        In one process: ``values[mask].amax()``.
+    def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the greatest value over the rows of all ranks, and over their features.
+
+        The gradient is counted once, as in :meth:`sum`. Values that share the maximum, on any
+        ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is zero.
+
+        Parameters
+        ----------
+        values, mask
+            As in :meth:`sum`.
+
+        Returns
+        -------
+        torch.Tensor
+            A scalar, the same on all ranks, in the dtype of `values`; minus infinity if no rank has
+            a selected row, NaN if a selected value is NaN.
+
+        Notes
+        -----
+        Communication: 8 bytes from each rank to every other, then 16. In one process:
+        ``values[mask].amax()``.
         """
         values = self._counting("graph.max", values, mask)
         wide, own = values.double(), values.detach().double()
@@ -268,14 +251,14 @@ class Shard:
         ranks = [1] * self.group.size
         pg = self.group.process_group
         top = all_gather_v(own.amax(0, keepdim=True), ranks, group=pg).amax()
-        # The value is that of `top`; its derivative goes to all that reach it.
+        # The value is `top`; the derivative goes to all values that are equal to it.
         reaching, finite = wide.detach() == top, top.isfinite()
-        # zero, so that the value is exact; of infinities, whose difference is none, the value
+        # zero, so that the value is exact; infinities have no difference and stay
         rise = torch.where(finite, wide - wide.detach(), wide)
         part = torch.where(reaching, rise, 0.0).sum()
         total = replicated_sum(torch.stack([part, reaching.sum().to(part.dtype)]), self.group)
         mean = total[0] / total[1].clamp(min=1)
-        # of NaN, and where nothing counts, nobody reaches it
+        # no value is equal to NaN, or to the maximum of no rows
         infinite = torch.where(total[1] > 0, mean, top)
         return torch.where(finite, top + mean, infinite).to(values.dtype)
 
@@ -289,7 +272,7 @@ class Shard:
         return total[0], total[1]
 
     def _counting(self, what: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the values that count, once they have been checked."""
+        """Return the selected values, checked."""
         with checking(what, self.group) as where:
             _check_values(values, mask, self, where)
         if debugging():
@@ -300,10 +283,10 @@ class Shard:
         return values
 
     def _order(self, rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers of all rows, rank by rank, and where each number stands among them.
+        """Return the ids of all rows, rank by rank, and the position of each id among them.
 
-        Zero rows but on `rank`, or for None on every rank. Kept once the numbers have been sent:
-        all ranks make the same calls, so all know whether they were.
+        Zero rows except on `rank`, or on every rank for None. All ranks make the same calls, so all
+        or none have kept the order.
         """
         if rank not in self._orders:
             ids, pg = self.owned_ids, self.group.process_group
@@ -326,13 +309,13 @@ class NodeShard(Shard):
     Attributes
     ----------
     group : Group
-        The ranks that the rows are split over.
+        The ranks that the rows are sharded over.
     sizes : ShardSizes
-        Rows that each rank owns.
+        Rows per rank.
     attributes : mapping of str
         Attributes, by their names.
     ids : AscendingIds
-        What :attr:`owned_ids` is kept as.
+        Compressed :attr:`owned_ids`.
 
     Examples
     --------
@@ -378,14 +361,14 @@ def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
 
 
 def described(value: Any) -> str:
-    """Return what a message says of a value that is not as it should be."""
+    """Return the description of a wrong value for a message."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return type(value).__name__
 
 
 def moved(attributes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return attributes, of which tensors are on another device."""
+    """Return attributes with their tensors on another device."""
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in attributes.items()

@@ -1,0 +1,1 @@
+"""Adaptation of PyTorch Geometric models to partitioned graphs."""

@@ -1,0 +1,204 @@
+"""``distribute``: let a model of PyTorch Geometric run on a partitioned graph."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
+
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.graph.adapt.block import exchange_once
+from varcomm.graph.adapt.layers.checks import check_deep, check_exact
+from varcomm.graph.adapt.layers.functions import FUNCTIONS, functions_in
+from varcomm.graph.adapt.propagate import attach
+from varcomm.graph.adapt.rebind import Rebinding
+from varcomm.graph.adapt.shard_context import ShardContext, add_edge_type_context
+from varcomm.graph.nn.norms import global_norm, is_global_norm
+from varcomm.graph.nn.readouts import global_readout
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.ops.digest import differing, digest
+from varcomm.transport.agreement import share
+
+__all__ = ["distribute"]
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+# The attribute of a module that holds its context.
+_CONTEXT = "_varcomm_shard_context"
+
+
+def distribute(model: Model, graph: PartitionedGraph) -> Model:
+    """Let every message-passing layer of a model exchange halos before it propagates.
+
+    Collective: every rank calls it with the same model, and either all ranks raise or none.
+
+    The model then runs on the local part, ``model(graph.x, graph.edge_index, ...)`` or
+    ``model(graph.x_dict, graph.edge_index_dict, ...)``, and returns the owned rows of its result
+    for the full graph in one process, with derivatives of any order. Its ``state_dict`` stays as it
+    is. A second call moves the model to another graph, such as one for validation.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``, in which
+        values of nodes reach edges as arguments of ``propagate`` and ``edge_updater``. The same
+        parameters and buffers on every rank; lazy ones need the same seed.
+    graph : PartitionedGraph
+        The graph that the model will run on.
+
+    Returns
+    -------
+    torch.nn.Module
+        `model` itself.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, with the reason, if a module of PyTorch or PyG is not known to be exact. On
+        this rank, before any communication, if `graph` is no PartitionedGraph.
+    DisagreementError
+        On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or the
+        settings of layers of torch and PyG: aggregations, sizes, options.
+
+    Notes
+    -----
+    Values that a message reads at its source become pairs of owned rows with halo and owned rows.
+    Functions of PyG that need the full graph, such as ``gcn_norm``, are replaced wherever methods
+    of a module reach them; the class of such a module is exchanged for one of the same name.
+
+    Code that reaches other nodes by itself cannot be seen: degrees of sources or
+    ``x[edge_index[0]]`` in a ``forward``, a mean over nodes. Pass such values through
+    ``propagate``, for example as ``degree_j``. Edges may be left out and self loops added; other
+    edges are refused when the model runs. Each rank draws its own dropout.
+
+    Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
+    that messages read at their source; the adjoint exchange in backward.
+
+    In one process: `model` as it is, on the full graph.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> from torch_geometric.nn import SAGEConv
+    >>> def fn(rank):
+    ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    ...     ring = Data(x=torch.eye(4), edge_index=edge_index)
+    ...     torch.manual_seed(0)
+    ...     model = SAGEConv(4, 2)
+    ...     alone = model(ring.x, ring.edge_index)
+    ...     graph = varcomm.graph.partition(ring)
+    ...     model = varcomm.graph.distribute(model, graph)
+    ...     parts = model(graph.x, graph.edge_index)
+    ...     return torch.allclose(parts, alone[graph.owned_ids])
+    >>> varcomm.launch(fn, 2)
+    [True, True]
+    """
+    if not isinstance(graph, PartitionedGraph):
+        raise ArgumentError(
+            "graph.distribute: graph must be a PartitionedGraph, as graph.partition gives; got "
+            f"{type(graph).__name__}. The order is distribute(model, graph)."
+        )
+    what = "graph.distribute"
+    given = share(what, lambda: _checked(model, graph), graph.group)
+    others, names = differing(given)
+    if others:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise DisagreementError(
+            f"{what}: ranks {others} have other parameters or buffers than rank 0, or layers with "
+            f"other settings; they differ in {', '.join(names[:3])}{more}. Make the same model on "
+            "all ranks: set the same seed before, or broadcast the model of one rank."
+        )
+    context = _context_of(model, graph)
+    if context.rebinding is None or not context.rebinding.is_current():
+        context.rebinding = Rebinding(functions_in(context))
+    for module in model.modules():
+        vars(module)[_CONTEXT] = context
+        context.modules.add(module)
+        context.rebinding(module)
+        add_edge_type_context(module, context)
+        if isinstance(module, MessagePassing):
+            attach(module, context)
+            _drop_cache(module)
+        elif is_global_norm(module):
+            vars(module)["forward"] = global_norm(module, graph)
+    for readout in _readouts(model):
+        vars(readout)["forward"] = global_readout(readout, graph)
+    exchange_once(model, context)
+    return model
+
+
+def _context_of(model: torch.nn.Module, graph: PartitionedGraph) -> ShardContext:
+    """Return the context of this model and nothing else, moved to the graph; or a new one.
+
+    Compiled code of the model stays valid in the same context.
+    """
+    modules = set(model.modules())
+    known = {vars(module).get(_CONTEXT) for module in modules}
+    context = known.pop()
+    if (
+        not isinstance(context, ShardContext)
+        or known
+        or context.is_shared
+        or not modules >= {*context.modules}
+    ):
+        return ShardContext(graph)
+    context.move(graph)
+    return context
+
+
+def _readouts(model: torch.nn.Module) -> list[Aggregation]:
+    """Return the aggregations that a model calls itself, over all nodes."""
+    inner = {
+        part
+        for module in model.modules()
+        if isinstance(module, MessagePassing | Aggregation)
+        for part in list(module.modules())[1:]
+    }
+    return [m for m in model.modules() if isinstance(m, Aggregation) and m not in inner]
+
+
+def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, object]:
+    """Check the model; return digests, by name, of everything that must be equal on all ranks."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    # under all names: a module that is exact inside of a layer may be used outside of it too
+    rebind = Rebinding(FUNCTIONS)
+    for name, module in model.named_modules(remove_duplicate=False):
+        check_exact(name, module, model)
+        if graph.hops > 1:
+            check_deep(name, module)
+        rebind.check(module, f"{name or 'the model'} ({type(module).__name__})")
+    state: dict[str, object] = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(name, recurse=False))
+        own |= dict(module.named_buffers(name, recurse=False))
+        # beside uninitialised ones, the others may be uninitialised memory
+        lazy = any(torch.nn.parameter.is_lazy(value) for value in own.values())
+        for key, value in own.items():
+            state[key] = "uninitialised" if lazy else (value.requires_grad, digest(value))
+    for name, module in model.named_modules():
+        if settings := _settings(module):
+            state[f"{name or 'the model'} ({type(module).__name__})"] = settings
+    return state
+
+
+def _settings(module: torch.nn.Module) -> str:
+    """Return the settings of a layer of torch or PyG: sizes, aggregations, options."""
+    if not type(module).__module__.startswith(("torch.nn.modules.", "torch_geometric.nn.")):
+        return ""  # own classes may hold values of this rank
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in sorted(vars(module).items())
+        if name != "training" and not name.startswith("_")
+        if value is None or isinstance(value, bool | int | float | str)
+    )
+
+
+def _drop_cache(layer: MessagePassing) -> None:
+    """Drop the values of another graph that a layer with ``cached=True`` keeps."""
+    for name in ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"):
+        if name in vars(layer):
+            setattr(layer, name, None)

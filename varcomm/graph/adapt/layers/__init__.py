@@ -1,0 +1,1 @@
+"""Tables and checks of PyG's layers, and replacements of their functions."""

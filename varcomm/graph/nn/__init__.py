@@ -1,0 +1,1 @@
+"""Normalisations, pools and readouts over the nodes of all ranks."""

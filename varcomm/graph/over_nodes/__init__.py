@@ -1,1 +1,0 @@
-"""What looks at the nodes of all ranks: normalisations, pools and readouts."""

@@ -1,1 +1,0 @@
-"""Models of PyTorch Geometric on a part of a graph: what their layers are given in place of it."""
