@@ -1,0 +1,1 @@
+"""varcomm beside bare schedules and other libraries: ``python benchmarks/compare.py``."""
