@@ -101,4 +101,4 @@ def build_debug(case, peers, device):
             return call()
 
     outside = Contender("outside debug()", FLOOR, call)
-    return replace(task, contenders=[Contender(OURS, OURS, compared), outside])
+    return task._replace(contenders=[Contender(OURS, OURS, compared), outside])

@@ -183,11 +183,11 @@ def cell(members):
 def plot(results, path):
     """Draw bus bandwidth against bytes: one panel per operation and direction.
 
-    All panels have the engine, number of ranks, dtype and shards of the most uneven result.
+    All panels have the suite, engine, ranks, dtype and shards of the most uneven result.
     """
     from matplotlib import pyplot
 
-    same = ("engine", "world", "dtype", "skew")
+    same = ("suite", "engine", "world", "dtype", "skew")
     most = max(results, key=lambda result: result["largest_over_mean"])
     panels, kinds = {}, {}
     for result in results:

@@ -1,7 +1,8 @@
 """Contenders of a case: checked once, then timed in turns."""
 
 import statistics
-from dataclasses import dataclass, field, replace
+from collections import namedtuple
+from dataclasses import replace
 from functools import cached_property, partial
 from zlib import crc32
 
@@ -16,31 +17,13 @@ from varcomm.ops.reduction import sum_in_rank_order
 OURS, FLOOR, PEER, COPY = "varcomm", "floor", "peer", "copy"
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to do a case; all ranks call `run` repeatedly."""
+# One way to do a case; all ranks call `run` repeatedly.
+Contender = namedtuple("Contender", "name kind run")
 
-    name: str
-    kind: str
-    run: object
-
-
-@dataclass(frozen=True)
-class Task:
-    """A case on one rank.
-
-    `expected` is the result on this rank, `tolerance` is relative to its largest value, `fewest`
-    are the fewest bytes that this rank can send and receive, `cannot` has the contenders that
-    cannot run, with the reason.
-    """
-
-    contenders: list
-    expected: object
-    tolerance: float
-    nbytes: int
-    skew: float
-    fewest: tuple
-    cannot: dict = field(default_factory=dict)
+# A case on one rank. `expected` is the result on this rank, `tolerance` is relative to its largest
+# value, `fewest` are the fewest bytes that this rank can send and receive, `cannot` has the
+# contenders that cannot run, with the reason.
+Task = namedtuple("Task", "contenders expected tolerance nbytes skew fewest cannot")
 
 
 class Layout(Workload):
@@ -187,15 +170,10 @@ def timing(kind, samples, ours):
     The ratio is varcomm's time over this one: the median over repetitions, in which both ran close
     to each other.
     """
-    low, high = samples * 2 if len(samples) == 1 else quartiles(samples)
     ratio = statistics.median(a / b for a, b in zip(ours, samples, strict=True))
-    median = statistics.median(samples)
+    many = samples * (3 if len(samples) == 1 else 1)
+    low, median, high = statistics.quantiles(many, n=4, method="inclusive")
     return {"kind": kind, "seconds": median, "low": low, "high": high, "ratio": ratio}
-
-
-def quartiles(samples):
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, high
 
 
 def checked(task, case):

@@ -26,7 +26,7 @@ from varcomm.testing import dot_test
 
 __all__ = ["CHECKS", "DESCRIPTION", "HELP", "Engine", "add_arguments", "engines", "run", "tried"]
 
-HELP = "report versions and test each engine, ready to paste into an issue"
+HELP = "test each engine and print a report for an issue"
 DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
 engine on 2 ranks of this machine: each primitive must move the right rows, and
