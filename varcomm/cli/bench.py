@@ -44,7 +44,7 @@ to a new output: the median over repetitions.
   wire    bytes sent / fewest possible bytes, over all ranks
 
 example:
-  %(prog)s --world 2 --sizes 1M,16M --skews even,1:8 --json run.json
+  %(prog)s --world 2 --sizes 1M,16M --skews even,1:8
 """
 
 T = TypeVar("T")
@@ -80,8 +80,9 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     skews = "even, empty (the first rank has no rows), or weights that ranks use in turn "
     skews, default = skews + "(default: even,1:2,1:8,empty)", ["even", "1:2", "1:8", "empty"]
     add("--skews", type=several(arguments.skew), default=default, metavar="S,...", help=skews)
-    dtypes, default = "(default: float32,bfloat16)", ["float32", "bfloat16"]
-    add("--dtypes", type=several(arguments.float_dtype), default=default, help=dtypes)
+    dtypes, default = "names of torch (default: float32,bfloat16)", ["float32", "bfloat16"]
+    dtype = several(arguments.float_dtype)
+    add("--dtypes", type=dtype, default=default, metavar="D,...", help=dtypes)
     duration = "time for a case, of 15 to 200 repetitions (default: 0.5)"
     add("--seconds", type=arguments.seconds, default=0.5, help=duration)
     add("--repeat", type=arguments.positive, metavar="N", help="exact number of repetitions")
