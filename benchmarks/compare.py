@@ -2,13 +2,10 @@
 
 All contenders of a case run in turns. A time is that of the slowest rank: the median over
 repetitions, and its quartiles, from the input to a new output. Inputs require a gradient; a
-backward is measured on a graph that exists already. Every result is checked first.
+backward is measured on a graph that exists already. Every result is checked first. Columns are
+those of `varcomm bench`, and:
 
-  bytes     of the full tensor; of exchanges, the mean over ranks
   skew      largest over mean shard
-  algbw     bytes / time, GB/s
-  busbw     bytes that the busiest rank must send or receive / time, GB/s
-  wire      bytes sent / fewest possible bytes, over all ranks
   /floor    varcomm's time over that of the fastest bare schedule
   peers     their time over varcomm's: 2.00 is half as fast
 """

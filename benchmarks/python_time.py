@@ -1,11 +1,9 @@
-"""Python's time: of calls on one rank, and between two messages of Gloo.
+"""Python's time, of calls and between messages: ``python benchmarks/python_time.py``.
 
 The first table has the microseconds of eager calls on one rank, where nothing is sent. In the
 second, rank 0 receives and rank 1 sends, again and again; before each call both compute for as long
 as the first column says. On two cores the threads of Gloo then wait for a core, and a call takes
 longer by more than the computation.
-
-    python benchmarks/python_time.py
 """
 
 import argparse

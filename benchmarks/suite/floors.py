@@ -19,8 +19,8 @@ BLOCK = 256 * 1024  # elements that are widened at a time, so that they stay in 
 def schedules(engine, primitive, layout):
     """The ways of an engine to do a primitive, by name, each from the input to the output."""
     exchange, call, messages, one_call = {
-        "gloo": (gloo_exchange, all_to_all_single, "send/recv", "all_to_all_single"),
-        "nccl": (nccl_exchange, all_to_all_single, "send/recv", "all_to_all_single"),
+        "gloo": (gloo_exchange, dist.all_to_all_single, "send/recv", "all_to_all_single"),
+        "nccl": (nccl_exchange, dist.all_to_all_single, "send/recv", "all_to_all_single"),
         "mpi": (mpi_exchange, mpi_all_to_all, "Isend/Irecv", "Alltoallv"),
     }[engine]
     ways = {
@@ -179,10 +179,6 @@ def nccl_exchange(given, places):
     calls += [dist.P2POp(dist.isend, given[peer], peer) for peer in others if len(given[peer])]
     for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
-
-
-def all_to_all_single(out, data, recv, send):
-    dist.all_to_all_single(out, data, recv, send)
 
 
 def broadcasts(x, layout):

@@ -16,13 +16,13 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy, linear
-
-import varcomm as vc
 from suite.exchanges import bare_backward, bare_forward
 from suite.floors import schedules
 from suite.peers import PEERS, CannotError, anemoi_halo
 from suite.task import FLOOR, OURS, PEER, Contender, Layout, Task, contender, tolerance
+from torch.nn.functional import cross_entropy, linear
+
+import varcomm as vc
 from varcomm.cli.workload import shard_sizes
 
 COLUMNS = 8
@@ -216,16 +216,11 @@ class Parts:
     def layout(self, sizes, matrix, width, dtype):
         return Layout(self.rank, sizes, matrix, width, dtype, self.device)
 
-    def gathered(self):
-        """Rows of a sequence that all ranks get."""
+    def rows(self, are_summed):
+        """Rows of a sequence that all ranks get, or that are summed over ranks."""
         sizes = self.sizes(self.tokens)
-        matrix = [[size] * len(sizes) for size in sizes]
+        matrix = [sizes if are_summed else [size] * len(sizes) for size in sizes]
         return self.layout(sizes, matrix, self.features, self.dtype)
-
-    def scattered(self):
-        """Rows of a sequence that are summed over ranks."""
-        sizes = self.sizes(self.tokens)
-        return self.layout(sizes, [sizes] * len(sizes), self.features, self.dtype)
 
 
 def build_tensor_parallel(case, peers, device):
@@ -268,12 +263,12 @@ def column_linear(parts):
         save="gathered",
     )
     if not parts.case.backward:
-        layout = parts.gathered()
+        layout = parts.rows(are_summed=False)
         ways = schedules(parts.case.engine, "all_gather", layout)
         floors = {name: lambda way=way: linear(way(own), own_weight) for name, way in ways.items()}
         return ours, (own, own_weight), None, floors, wide(linear, x, own_weight), layout.fewest()
     gradients = parts.made("y", tokens, features)
-    gradient, layout = gradients[:, columns].contiguous(), parts.scattered()
+    gradient, layout = gradients[:, columns].contiguous(), parts.rows(are_summed=True)
     ways = schedules(parts.case.engine, "reduce_scatter", layout)
     floors = {
         name: lambda way=way: (way(gradient @ own_weight), gradient.T @ x)
@@ -292,12 +287,12 @@ def row_linear(parts):
     own, own_weight = x[:, columns].contiguous(), weight[:, columns].contiguous()
     ours = partial(vc.tensor_parallel.row_parallel_linear, sequence_sizes=parts.sizes(tokens))
     if not parts.case.backward:
-        layout = parts.scattered()
+        layout = parts.rows(are_summed=True)
         ways = schedules(parts.case.engine, "reduce_scatter", layout)
         floors = {name: lambda way=way: way(linear(own, own_weight)) for name, way in ways.items()}
         expected = wide(linear, x, weight)[rows]
         return ours, (own, own_weight), None, floors, expected, layout.fewest()
-    gradients, layout = parts.made("y", tokens, features), parts.gathered()
+    gradients, layout = parts.made("y", tokens, features), parts.rows(are_summed=False)
     gradient = gradients[rows]
 
     def backward(way):

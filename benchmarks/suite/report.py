@@ -4,6 +4,7 @@ import statistics
 
 from suite.peers import PEERS
 from suite.task import COPY, FLOOR, OURS, PEER
+
 from varcomm.cli.bench import microseconds
 from varcomm.simulate.table import line
 
@@ -152,11 +153,7 @@ def markdown(rows):
 
 
 def condensed(results):
-    """Tables in Markdown, one per suite, engine and number of ranks.
-
-    A line is an operation in one direction, a column a number of bytes. A cell has the median time
-    of the first shards and dtype, and the range of ratios to the floor over all of them.
-    """
+    """Tables in Markdown: median times of the first shards and dtype, and ranges of ratios."""
     tables = {}
     for result in results:
         key = result["suite"], result["engine"], result["world"]

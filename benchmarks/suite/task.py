@@ -34,17 +34,9 @@ class Layout(Workload):
         name = case.operation.replace("halo_with_own", "halo")
         return cls(**vars(workload(replace(case, operation=name), rank, device)))
 
-    @property
-    def world(self):
-        return len(self.sizes)
-
-    @property
-    def mine(self):
-        return self.sizes[self.rank]
-
-    @property
-    def total(self):
-        return sum(self.sizes)
+    world = property(lambda self: len(self.sizes))
+    mine = property(lambda self: self.sizes[self.rank])
+    total = property(lambda self: sum(self.sizes))
 
     @property
     def skew(self):

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -89,6 +90,17 @@ def float_dtype(text: str) -> str:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype to measure; use float32, ...")
     return text
+
+
+def check_writable(path: Path, parser: argparse.ArgumentParser) -> None:
+    """Refuse a file that cannot be written, before the work."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        parser.error(f"{path} cannot be written: {error.strerror}")
+    if is_new:
+        path.unlink()
 
 
 def progress(words: str) -> None:

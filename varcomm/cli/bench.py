@@ -108,6 +108,14 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
+def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse an engine without a device, and a file that cannot be written."""
+    if options.engine == "nccl" and not torch.cuda.is_available():
+        parser.error("--engine nccl: this machine has no GPU that torch can use")
+    if options.json is not None and is_first_rank():
+        arguments.check_writable(options.json, parser)
+
+
 def cases(
     options: argparse.Namespace,
     parser: argparse.ArgumentParser,
@@ -118,7 +126,8 @@ def cases(
     The ranks are those of the job if a launcher started this process; else they are started here.
     The function returns the result of rank 0.
     """
-    joined = vc.init(backend=options.engine) if is_launched() else None
+    is_launched = environment.read(os.environ).meeting_point is not None
+    joined = vc.init(backend=options.engine) if is_launched or dist.is_initialized() else None
     if joined is not None and options.world not in (None, [joined.size]):
         parser.error(f"this job has {joined.size} ranks; omit --world")
     choices = ((False, True), options.dtypes, options.sizes, options.skews)
@@ -241,25 +250,6 @@ def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 
-def is_launched() -> bool:
-    """Return whether a launcher started this process as a rank of a job."""
-    return dist.is_initialized() or environment.read(os.environ).meeting_point is not None
-
-
 def is_first_rank() -> bool:
     """Return whether this process prints and writes for its job."""
     return (dist.get_rank() if dist.is_initialized() else environment.read(os.environ).rank) == 0
-
-
-def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse an engine without a device, and a file that cannot be written."""
-    if options.engine == "nccl" and not torch.cuda.is_available():
-        parser.error("--engine nccl: this machine has no GPU that torch can use")
-    if (path := options.json) is not None and is_first_rank():
-        is_new = not path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            parser.error(f"--json: {path} cannot be written: {error.strerror}")
-        if is_new:
-            path.unlink()

@@ -43,8 +43,7 @@ class Case:
 class Workload:
     """Rows of all ranks, seen from one rank; ``matrix[i][j]`` rows go from rank i to rank j.
 
-    The diagonal of `matrix` has the rows that a rank keeps. With `strips`, rows are the nodes of a
-    grid that is cut into strips of columns, and a rank sends its outer columns to its neighbours.
+    With `strips`, rows are nodes of a grid, and a rank sends its outer columns to its neighbours.
     """
 
     rank: int
@@ -128,14 +127,12 @@ def workload(case: Case, rank: int, device: torch.device) -> Workload:
         matrix = transfers([size // 2 for size in sizes], keep=False)
     else:
         sizes = shard_sizes(case.skew, rows * world if "all_to_all" in name else rows, world)
-        if name == "all_gather_v":
-            matrix = [[size] * world for size in sizes]
-        elif name == "reduce_scatter_v":
-            matrix = [sizes] * world
-        elif name == "gather_v":
-            matrix = [[size * (peer == ROOT) for peer in range(world)] for size in sizes]
-        elif name == "scatter_v":
-            matrix = [[size * (peer == ROOT) for size in sizes] for peer in range(world)]
+        if name in ("all_gather_v", "gather_v"):
+            to = [name == "all_gather_v" or peer == ROOT for peer in range(world)]
+            matrix = [[size * is_to for is_to in to] for size in sizes]
+        elif name in ("reduce_scatter_v", "scatter_v"):
+            sends = [name == "reduce_scatter_v" or peer == ROOT for peer in range(world)]
+            matrix = [[size * is_from for size in sizes] for is_from in sends]
         else:
             matrix = transfers(sizes, keep=name == "all_to_all_v")
     return Workload(rank, sizes, matrix, width, dtype, device, strips=name.startswith("halo"))
@@ -154,10 +151,9 @@ def shard_sizes(skew: str, rows: int, world: int) -> list[int]:
 
 
 def transfers(sizes: Sequence[int], keep: bool) -> list[list[int]]:
-    """Return the rows that each rank sends to each rank; together, all its rows.
+    """Return the rows that each rank sends to each rank, and to itself only with `keep`.
 
-    Rank j receives in proportion to the size of the rank after it, so that a rank with many rows
-    does not receive the most. Without `keep`, a rank sends nothing to itself if it has peers.
+    Rank j receives in proportion to the rows of rank j + 1, not to its own.
 
     >>> transfers([4, 8], True), transfers([4, 8], False)
     ([[3, 1], [5, 3]], [[0, 4], [8, 0]])
@@ -167,9 +163,8 @@ def transfers(sizes: Sequence[int], keep: bool) -> list[list[int]]:
         weights = [sizes[(peer + 1) % world] for peer in range(world)]
         if not keep and world > 1:
             weights[rank] = 0
-            if not any(weights):
-                weights = [int(peer != rank) for peer in range(world)]
-        rows.append(_shares(sizes[rank], weights))
+        others = [int(keep or peer != rank or world == 1) for peer in range(world)]
+        rows.append(_shares(sizes[rank], weights if any(weights) else others))
     return rows
 
 

@@ -1,1 +1,0 @@
-"""varcomm beside bare schedules and other libraries: ``python benchmarks/compare.py``."""
