@@ -1,7 +1,6 @@
 """Bytes and times of embeddings with a sharded vocabulary: ``python benchmarks/embedding.py``.
 
-Each way to look up tokens runs forward and backward, and all take turns, since machines are noisy.
-A rank has one thread.
+Each way to look up tokens runs forward and backward, in turns. A rank has one thread.
 """
 
 import argparse
@@ -12,14 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import time
 
 import torch
-from measuring import machine, median, table
+from measuring import arguments, median, ms, ratio, slowest, table, turns_of
 
 import varcomm as vc
-from varcomm.tensor_parallel.embedding import vocab_parallel_embedding
+from varcomm.tensor_parallel import vocab_parallel_embedding
 
 
 def drawn(kind, tokens, vocabulary):
-    """Ids; those of text are frequent as 1 / (id + 2.7), tokenizers number them so."""
+    """Ids; those of text have frequency 1 / (id + 2.7), as tokenizers number them."""
     generator = torch.Generator().manual_seed(0)
     if kind == "distinct":
         several = max(vocabulary, tokens)
@@ -37,10 +36,11 @@ def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
     sizes = vc.ShardSizes.balanced(vocabulary, ranks)
     parts = vc.ShardSizes.balanced(tokens, ranks)
     own = ids.split(list(parts))[rank]
-    rows = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(1))
-    weight = rows[sizes.range(rank).start : sizes.range(rank).stop].clone().requires_grad_()
-    whole = rows.requires_grad_()
-    part = slice(parts.range(rank).start, parts.range(rank).stop)
+    full = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(1))
+    weight = full[sizes.range(rank).start : sizes.range(rank).stop].clone().requires_grad_()
+    full.requires_grad_()
+    want = full.detach()[ids]
+    part = want[parts.range(rank).start : parts.range(rank).stop]
 
     def lookup(given, *options):
         return lambda: vocab_parallel_embedding(given, weight, sizes, None, *options)
@@ -51,104 +51,62 @@ def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
         "part, indexed, own ids": lookup(own, None, "indexed", True),
         "all, masked": lookup(ids, None, "masked"),
         "all, indexed": lookup(ids, None, "indexed"),
-        "part, whole table, no ranks": lambda: torch.nn.functional.embedding(own, whole),
+        "part, full table, no ranks": lambda: torch.nn.functional.embedding(own, full),
     }
-    want = whole.detach()[ids]
-    costs = {name: [] for name in ways}
+    costs, moved = {name: [] for name in ways}, {}
     for turn in range(repeats + 1):
-        # who goes first may find warmer caches
-        for name in list(ways) if turn % 2 else list(ways)[::-1]:
+        for name in turns_of(ways, turn):
             vc.all_reduce(torch.zeros(1))  # ranks begin together
-            weight.grad = whole.grad = None
+            weight.grad = full.grad = None
+            expected = part if name.startswith("part") else want
             begin = time.perf_counter()
-            result = ways[name]()
+            with vc.trace() as calls:
+                result = ways[name]()
             middle = time.perf_counter()
-            result.backward(want[part] if name.startswith("part") else want)
-            end = time.perf_counter()
+            result.backward(expected)
             if turn:  # the first one warms up
-                costs[name].append((middle - begin, end - middle))
-            expected = want[part] if name.startswith("part") else want
+                costs[name].append((middle - begin, time.perf_counter() - middle))
+            moved[name] = calls.total.sent, calls.total.received
             assert torch.equal(result, expected), name
-    return costs, bytes_of(ways)
+    return costs, moved
 
 
-def bytes_of(ways):
-    """What this rank sends and receives in a forward of each way."""
-    found = {}
-    for name, way in ways.items():
-        with vc.trace() as calls, torch.no_grad():
-            way()
-        found[name] = sum(c.sent for c in calls), sum(c.received for c in calls)
-    return found
+def report(ranks, kind, tokens, vocabulary, width, repeats):
+    what = (ranks, kind, tokens, vocabulary, width, repeats)
+    answers = vc.launch(measure, ranks, *what, timeout=1800)
+    distinct = len(drawn(kind, tokens, vocabulary).unique())
+    # rows of all tokens but those that a rank owns: if the result is a part, or all of it
+    bounds = {"part": (1 - 1 / ranks) * tokens / ranks, "all": (1 - 1 / ranks) * tokens}
+    bounds = {name: rows * width * 4 for name, rows in bounds.items()}
+    seconds = {
+        name: [slowest([[c[k] for c in costs[name]] for costs, _ in answers]) for k in (0, 1)]
+        for name in answers[0][0]
+    }
+    both = {n: [a + b for a, b in zip(*pair, strict=True)] for n, pair in seconds.items()}
+    rows = []
+    for name in seconds:
+        kept = name.split(",")[0]
+        received = sum(moved[name][1] for _, moved in answers) / ranks
+        busiest = max(max(moved[name]) for _, moved in answers)
+        times = ms(*map(median, seconds[name]))
+        faster = f"{ratio(both[f'{kept}, masked'], both[name]):.2f}"
+        share = f"{received / bounds[kept]:.2f}"
+        rows.append([name, f"{received / 1e6:.2f}", share, f"{busiest / 1e6:.2f}", *times, faster])
+    print(
+        f"{tokens:,} tokens ({kind} ids, {distinct:,} distinct) of {vocabulary:,}, width {width}, "
+        f"fp32, {ranks} ranks; the bound is (1 - 1/P) T/P rows of all tokens for a part, "
+        f"{bounds['part'] / 1e6:.2f} MB, and (1 - 1/P) T for all, {bounds['all'] / 1e6:.2f} MB"
+    )
+    columns = ["result, method", "MB received per rank", "of the bound", "MB of the busiest"]
+    table([*columns, "forward ms", "backward ms", "masked / this, turn by turn"], rows)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocabulary", type=int, default=32_003)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    print(machine(), end="\n\n")
-    for ranks in options.ranks:
+    given = arguments(parser, ranks=[2, 4], tokens=8192, vocabulary=32_003, width=512, repeats=7)
+    for ranks in given.ranks:
         for kind in ("distinct", "uniform", "text"):
-            report(ranks, kind, options)
-
-
-def report(ranks, kind, options):
-    tokens, vocabulary, width = options.tokens, options.vocabulary, options.width
-    what = (ranks, kind, tokens, vocabulary, width, options.repeats)
-    answers = vc.launch(measure, ranks, *what, timeout=1800)
-    distinct = len(drawn(kind, tokens, vocabulary).unique())
-    # each token's row, but those that a rank has: where the result is a part, or all of it
-    bounds = {"part": (1 - 1 / ranks) * tokens / ranks, "all": (1 - 1 / ranks) * tokens}
-
-    def seconds(name, step):
-        """The slowest rank's, turn by turn."""
-        turns = zip(*([cost[step] for cost in costs[name]] for costs, _ in answers), strict=True)
-        return [max(turn) for turn in turns]
-
-    rows = []
-    for name in answers[0][1]:
-        where = name.split(",")[0]
-        bound = bounds[where] * width * 4
-        received = sum(moved[name][1] for _, moved in answers) / ranks
-        busiest = max(max(moved[name]) for _, moved in answers)
-        forward, backward = seconds(name, 0), seconds(name, 1)
-        both = [a + b for a, b in zip(forward, backward, strict=True)]
-        masked = [
-            a + b for a, b in zip(*(seconds(f"{where}, masked", k) for k in (0, 1)), strict=True)
-        ]
-        rows.append(
-            [
-                name,
-                f"{received / 1e6:.2f}",
-                f"{received / bound:.2f}",
-                f"{busiest / 1e6:.2f}",
-                f"{1e3 * median(forward):.1f}",
-                f"{1e3 * median(backward):.1f}",
-                f"{median([a / b for a, b in zip(masked, both, strict=True)]):.2f}",
-            ]
-        )
-    print(
-        f"{tokens:,} tokens ({kind} ids, {distinct:,} distinct) of {vocabulary:,}, width {width}, "
-        f"fp32, {ranks} ranks; the bound is (1 - 1/P) T/P rows of all tokens for a part, "
-        f"{bounds['part'] * width * 4 / 1e6:.2f} MB, and (1 - 1/P) T for all, "
-        f"{bounds['all'] * width * 4 / 1e6:.2f} MB"
-    )
-    table(
-        [
-            "result, method",
-            "MB received a rank",
-            "of the bound",
-            "MB of the busiest",
-            "forward ms",
-            "backward ms",
-            "masked / this, turn by turn",
-        ],
-        rows,
-    )
+            report(ranks, kind, given.tokens, given.vocabulary, given.width, given.repeats)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from measuring import Measured, machine, peak, reset_peak, table
-from relief import band, sea, unpacked
+from measuring import Measured, arguments, reset_peak, status, table
+from relief import band, saved_sea
 
 import varcomm as vc
 
@@ -23,7 +23,7 @@ import varcomm as vc
 def build(rank, path, ranks, method):
     torch.set_num_threads(1)
     reset_peak()
-    is_sea = sea(path)
+    is_sea = np.load(path, mmap_mode="r")
     cells = is_sea.sum(axis=1)
     # bands with about as many sea cells each
     ends = np.searchsorted(cells.cumsum(), np.arange(1, ranks + 1) * cells.sum() / ranks)
@@ -32,8 +32,7 @@ def build(rank, path, ranks, method):
     sizes = [int(cells[r.start : r.stop].sum()) for r in bands]
     rows = bands[rank]
     edges, pos = band(is_sea, rows, int(cells[: max(0, rows.start - 1)].sum()))
-    del is_sea
-    before = peak()
+    before = status("VmHWM")
     with Measured() as cost:
         graph = vc.graph.from_edges(edges, sizes, node_attrs={"pos": pos}, method=method)
     with Measured() as exchange:
@@ -45,30 +44,23 @@ def build(rank, path, ranks, method):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="etopo5.cdf or etopo5.cdf.xz")
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--method", choices=["block", "hilbert", "rcb"], default="block")
-    options = parser.parse_args()
-    print(machine(), end="\n\n")
+    options = arguments(parser, ranks=4)
     with tempfile.TemporaryDirectory() as folder:
-        path = unpacked(options.file, folder)
-        parts = vc.launch(build, options.ranks, path, options.ranks, options.method, timeout=1200)
-    print(f"from_edges by {options.method} on {options.ranks} ranks")
-    table(
-        ["rank", "nodes", "edges", "halo", "s", "CPU s", "MB sent", "MB an exchange", "peak GB"],
+        what = saved_sea(options.file, folder), options.ranks, options.method
+        parts = vc.launch(build, options.ranks, *what, timeout=1200)
+    print(f"from_edges with {options.method} on {options.ranks} ranks")
+    rows = [
         [
-            [
-                rank,
-                *(f"{n:,}" for n in part[:3]),
-                *(f"{seconds:.1f}" for seconds in part[3:5]),
-                *(f"{sent / 1e6:.2f}" for sent in part[5:7]),
-                f"{part[7] / 1e9:.2f}",
-            ]
-            for rank, part in enumerate(parts)
-        ],
-    )
-    nodes, edges = (sum(part[i] for part in parts) for i in (0, 1))
-    together = sum(part[7] for part in parts) / 1e9
-    print(f"{nodes:,} nodes, {edges:,} edges; peak memory of all ranks together {together:.1f} GB")
+            *(rank, *(f"{n:,}" for n in part[:3]), *(f"{seconds:.1f}" for seconds in part[3:5])),
+            *(*(f"{sent / 1e6:.2f}" for sent in part[5:7]), f"{part[7] / 1e9:.2f}"),
+        ]
+        for rank, part in enumerate(parts)
+    ]
+    columns = ["rank", "nodes", "edges", "halo", "s", "CPU s", "MB sent", "MB per exchange"]
+    table([*columns, "peak GB"], rows)
+    nodes, edges, memory = (sum(part[i] for part in parts) for i in (0, 1, 7))
+    print(f"{nodes:,} nodes, {edges:,} edges; peak memory of all ranks {memory / 1e9:.1f} GB")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Seconds, memory and bytes of building a partitioned graph: ``python benchmarks/graph_build.py``.
 
-Ranks share the cores of the machine: CPU seconds tell what a rank takes that has a core to itself.
+Ranks share the cores of the machine: CPU seconds are those of a rank with a core to itself.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from measuring import Measured, machine, median, table
+from measuring import Measured, arguments, median, table
 from torch_geometric.data import Data
 
 import varcomm as vc
@@ -92,16 +92,7 @@ def weak(rank, ranks, nodes, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--side", type=int, default=1000, help="of the grid that is partitioned")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--nodes", type=int, default=20_000, help="a rank, for weak scaling")
-    parser.add_argument(
-        "--weak", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks, likewise"
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    print(machine(), end="\n\n")
-
+    options = arguments(parser, side=1000, ranks=8, nodes=20_000, weak=[2, 4, 8, 16], repeats=5)
     side, ranks = options.side, options.ranks
     print(f"partition({side} x {side} grid, 8 neighbours, method=given), {ranks} ranks")
     parts = vc.launch(build, ranks, side, ranks, options.repeats)
@@ -113,13 +104,13 @@ def main():
         ],
     )
 
-    print(f"from_edges, {options.nodes:,} nodes a rank: the worst rank")
+    print(f"from_edges, {options.nodes:,} nodes per rank: the worst rank")
     rows = []
     for count in options.weak:
         parts = vc.launch(weak, count, count, options.nodes, options.repeats)
         cpu, sent, memory, exchange = (max(column) for column in zip(*parts, strict=True))
         rows.append([count, f"{cpu:.3f}", f"{sent:,}", f"{memory:,}", f"{exchange:,}"])
-    table(["ranks", "CPU s", "bytes sent", "bytes kept", "bytes an exchange"], rows)
+    table(["ranks", "CPU s", "bytes sent", "bytes kept", "bytes per exchange"], rows)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,26 @@
-"""What the benchmarks share: seconds, peak memory and tables."""
+"""Seconds, peak memory and tables, for the benchmarks of this folder."""
 
-import os
 import platform
-import resource
 import statistics
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import torch
-import torch_geometric
 
 import varcomm as vc
-
-
-@dataclass
-class Cost:
-    """What a piece of work took on this rank."""
-
-    wall: float = 0.0
-    cpu: float = 0.0
-    rise: int = 0
-    high: int = 0
-    sent: int = 0
+from varcomm.cli import doctor
+from varcomm.simulate.table import aligned
 
 
 class Measured:
-    """Measure a block: seconds, CPU seconds, bytes sent, and memory at its peak."""
+    """Measure a block: seconds, CPU seconds, bytes sent, memory at its peak and its rise to it."""
 
     def __enter__(self):
-        self.cost = Cost()
-        self._base = resident()
+        self.cost = SimpleNamespace()
+        self._base = status("VmRSS")
         reset_peak()
         self._trace = vc.trace()
         self._calls = self._trace.__enter__()
@@ -40,61 +31,69 @@ class Measured:
         self.cost.wall = time.perf_counter() - self._wall
         self.cost.cpu = time.process_time() - self._cpu
         self._trace.__exit__(*error)
-        self.cost.sent = sum(call.sent for call in self._calls)
-        self.cost.high = peak()
+        self.cost.sent = self._calls.total.sent
+        self.cost.high = status("VmHWM")
         self.cost.rise = self.cost.high - self._base
 
 
 def reset_peak():
-    """Let the kernel count the peak anew; where it cannot, the peak is that of the process."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        pass
+    """Let the kernel count the peak again; if it cannot, the peak is that of the process."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
-def resident():
-    """Bytes of this process in memory."""
-    return _status("VmRSS")
+def status(field):
+    """Bytes of this process in memory: now (VmRSS), or the peak since reset_peak (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
 
 
-def peak():
-    """Bytes at the highest since :func:`reset_peak`."""
-    return _status("VmHWM")
+def turns_of(names, turn):
+    """Names in an order that is reversed every second turn: the first may find cold caches."""
+    return list(names) if turn % 2 else list(names)[::-1]
 
 
-def _status(field):
-    try:
-        with open("/proc/self/status") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines[field].split()[0]) * 1024
-    except (OSError, KeyError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def slowest(parts):
+    """Seconds of the slowest rank, turn by turn, from the seconds of each rank."""
+    return [max(turn) for turn in zip(*parts, strict=True)]
+
+
+def ratio(seconds, of):
+    """Median ratio, turn by turn."""
+    return median([a / b for a, b in zip(seconds, of, strict=True)])
+
+
+def spread(seconds, of):
+    """Median ratio turn by turn and its quartiles, as text."""
+    ratios = [a / b for a, b in zip(seconds, of, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def ms(*seconds, digits=1):
+    """Cells of milliseconds."""
+    return [f"{1e3 * each:.{digits}f}" for each in seconds]
 
 
 def machine():
-    """One line on what this runs on."""
-    processor = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            processor = next(line.split(":")[1].strip() for line in file if "model name" in line)
-    except (OSError, StopIteration):
-        pass
-    return (
-        f"{os.cpu_count()} cores of {processor}, Python {platform.python_version()}, "
-        f"torch {torch.__version__.split('+')[0]}, PyG {torch_geometric.__version__}"
-    )
+    """One line about the machine."""
+    torch_version = torch.__version__.split("+")[0]
+    cores = doctor.machine()["cores"]
+    return f"cores: {cores}, Python {platform.python_version()}, torch {torch_version}"
 
 
 def table(columns, rows):
     """Print rows under columns."""
     cells = [[str(cell) for cell in row] for row in [columns, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print()
+    print(*aligned(cells), sep="\n", end="\n\n")
 
 
-def median(values):
-    return statistics.median(values)
+def arguments(parser, **defaults):
+    """Add integer options with defaults, parse, and print the machine."""
+    for name, default in defaults.items():
+        many = {"nargs": "+"} if isinstance(default, list) else {}
+        kind = type(default[0] if many else default)
+        parser.add_argument(f"--{name}", type=kind, default=default, **many)
+    options = parser.parse_args()
+    print(machine(), end="\n\n")
+    return options

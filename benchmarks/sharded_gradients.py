@@ -1,8 +1,8 @@
 """Bytes and memory of training where rows are odd: ``python benchmarks/sharded_gradients.py``.
 
-The same model, data and AdamW, by torch's ways to train it on several ranks and by varcomm's. Each
-way has processes of its own, and they take turns. What travels is what the kernel has counted on
-the loopback interface, of all ranks together: nobody else may use it meanwhile.
+The same model, data and AdamW, with torch's ways to train it on several ranks and with varcomm's.
+Each way has its own processes, and ways take turns. Bytes are those that the kernel has counted on
+the loopback interface, of all ranks together: no other program may use it meanwhile.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 import warnings
 
 import torch
-from measuring import machine, median, peak, reset_peak, resident, table
+from measuring import arguments, median, reset_peak, status, table, turns_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -48,9 +48,8 @@ def ddp(model):
 
 def zero(model):
     wrapped = DistributedDataParallel(model)
-    return wrapped, ZeroRedundancyOptimizer(
-        wrapped.parameters(), torch.optim.AdamW, lr=1e-3, foreach=False
-    )
+    options = {"lr": 1e-3, "foreach": False}
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **options)
 
 
 def fsdp(model):
@@ -60,17 +59,8 @@ def fsdp(model):
     return fully_shard(model, mesh=mesh), adamw(model.parameters())
 
 
-class Summed(torch.optim.AdamW):
-    """AdamW of replicated parameters: its step begins with the mean of their gradients."""
-
-    def step(self):
-        parameters = self.param_groups[0]["params"]
-        vc.data_parallel.sum_gradients(parameters, reduce="mean")
-        super().step()
-
-
 def summed(model):
-    return model, Summed(model.parameters(), lr=1e-3, foreach=False)
+    return model, adamw(model.parameters())
 
 
 def sharded(model):
@@ -87,26 +77,31 @@ WAYS = {
 
 
 def train(rank, way, rows, columns, layers, steps):
-    """Bytes on the wire and seconds a step, memory at the peak, and a number to compare."""
+    """Bytes on the wire and seconds per step, memory at the peak, and a number to compare."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch about itself
-    begin = resident()
+    begin = status("VmRSS")
     reset_peak()
     model, optimizer = WAYS[way](Rows(rows, columns, layers))
     x = torch.randn(4, columns, generator=torch.Generator().manual_seed(rank))
-    taken = []
+    ranks, taken = torch.distributed.get_world_size(), []
     for step in range(steps + 1):
         torch.distributed.barrier()
-        time.sleep(0.2)  # until what the others have sent has been counted
+        time.sleep(0.2)  # until the kernel has counted the bytes of the other ranks
         wire, start = on_loopback(), time.perf_counter()
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        if way == "varcomm sum_gradients":
+            (loss / ranks).backward()
+            vc.data_parallel.sum_gradients(model)
+        else:
+            loss.backward()
         optimizer.step()
         seconds = time.perf_counter() - start
         torch.distributed.barrier()
         if step:  # the first one warms up
             taken.append((on_loopback() - wire, seconds))
-    high = peak() - begin
+    high = status("VmHWM") - begin
     with torch.no_grad():
         outcome = model(torch.ones(1, columns)).sum().item()
     return [median(values) for values in zip(*taken, strict=True)], high, outcome
@@ -120,27 +115,19 @@ def on_loopback():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=9)
-    parser.add_argument("--columns", type=int, default=200_000)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each way")
-    given = parser.parse_args()
-
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    given = arguments(parser, ranks=8, rows=9, columns=200_000, layers=4, steps=3, repeats=3)
     size = given.rows * given.columns * given.layers * 4
     fewest = 2 * (given.ranks - 1) / given.ranks * size
-    print(f"{machine()}\n")
     print(
         f"{given.layers} weights of {given.rows} x {given.columns}, {size / 1e6:.1f} MB, on "
         f"{given.ranks} ranks; the fewest that each has to send in a step: {fewest / 1e6:.1f} MB\n"
     )
     results = {way: [] for way in WAYS}
     for turn in range(given.repeats):
-        for way in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
-            arguments = (way, given.rows, given.columns, given.layers, given.steps)
-            results[way].append(vc.launch(train, given.ranks, *arguments))
+        for way in turns_of(WAYS, turn):
+            what = (way, given.rows, given.columns, given.layers, given.steps)
+            results[way].append(vc.launch(train, given.ranks, *what))
     outcomes = [outcome for runs in results.values() for run in runs for *_, outcome in run]
     spread = max(outcomes) - min(outcomes)
     assert spread <= 1e-4 * max(1, *map(abs, outcomes)), f"ways differ by {spread}"
@@ -150,18 +137,10 @@ def main():
         wire = median([run[0][0][0] for run in runs]) / given.ranks
         seconds = median([max(rank[0][1] for rank in run) for run in runs])
         high = median([max(rank[1] for rank in run) for run in runs])
-        rows.append(
-            [
-                way,
-                f"{wire / 1e6:.1f}",
-                f"{wire / fewest:.2f}",
-                f"{high / 1e6:.0f}",
-                f"{high / size:.1f}",
-                f"{seconds * 1e3:.0f}",
-            ]
-        )
-    columns = ["", "MB sent a rank", "of the fewest", "MB at the peak", "of the model", "ms a step"]
-    table(columns, rows)
+        cells = [f"{wire / 1e6:.1f}", f"{wire / fewest:.2f}", f"{high / 1e6:.0f}"]
+        rows.append([way, *cells, f"{high / size:.1f}", f"{seconds * 1e3:.0f}"])
+    columns = ["", "MB sent per rank", "of the fewest", "MB at the peak", "of the model"]
+    table([*columns, "ms per step"], rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Predicted and measured steps of training on this machine, on a few ranks.
 
-``python benchmarks/simulate.py``: measures what ranks can do here, predicts a step of MeshGraphNet
-from one process, and measures it on real ranks. Prints a table in Markdown.
+``python benchmarks/simulate.py``: measures the rates of ranks here, predicts a step of MeshGraphNet
+from one process, and measures it on real ranks.
 """
 
 import argparse
@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from measuring import machine
+from measuring import arguments, table
 from torch.nn.functional import mse_loss
 
 import varcomm as vc
@@ -58,59 +58,41 @@ def measured(rank, side, width, blocks, steps, method):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sides", type=int, nargs="+", default=[20, 60, 120])
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=9)
-    options = parser.parse_args()
+    given = arguments(parser, ranks=[2, 4], sides=[20, 60, 120], width=64, blocks=4, steps=9)
     torch.set_num_threads(1)
-    print(machine(), end="\n\n")
-    print(f"MeshGraphNet of width {options.width} with {options.blocks} blocks\n")
-    columns = ["nodes", "ranks", "MB sent", "messages", "compute ms", "messages ms", "predicted ms"]
-    columns += ["measured ms", "quartiles", "predicted / measured"]
-    print("| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
-    machines = []
-    for side in options.sides:
-        for ranks in options.ranks:
+    print(f"MeshGraphNet of width {given.width} with {given.blocks} blocks\n")
+    rows, machines = [], []
+    for side in given.sides:
+        for ranks in given.ranks:
             parts = vc.simulate.partition(grid(side), ranks, "hilbert")
-            told = vc.simulate.step(
-                lambda graph: prepare(graph, options.width, options.blocks), parts
-            )
-            # just before, since what a machine can do changes with what else it does
-            here = vc.simulate.measure(ranks, options.width)
-            times = told.times(here)
-            machines.append((side, ranks, here))
-            arguments = (side, options.width, options.blocks, options.steps, "hilbert")
-            found = vc.launch(measured, ranks, *arguments, timeout=500)
-            # a step is done when the slowest rank is
+            step = vc.simulate.step(lambda graph: prepare(graph, given.width, given.blocks), parts)
+            # just before the run, because the rates of a machine change with its other work
+            here = vc.simulate.measure(ranks, given.width)
+            times = step.times(here)
+            what = (side, given.width, given.blocks, given.steps, "hilbert")
+            found = vc.launch(measured, ranks, *what, timeout=500)
+            # a step ends when the slowest rank ends
             slowest = [max(each) for each in zip(*(seconds for seconds, *_ in found), strict=True)]
             sent = [(nbytes, messages) for _, nbytes, messages in found]
-            assert sent == [
-                (int(told.sent[rank]), int(told.messages[rank])) for rank in range(ranks)
-            ]
-            middle = statistics.median(slowest)
-            low, _, high = statistics.quantiles(slowest, n=4)
-            cells = [f"{2 * side * side:,}", ranks, f"{float(told.sent.max()) / 1e6:.2f}"]
-            cells += [
-                f"{float(told.messages.max()):.0f}",
-                f"{1e3 * float(times.compute.max()):.1f}",
-            ]
-            cells += [f"{1e3 * (times.step - float(times.compute.max())):.1f}"]
-            cells += [f"{1e3 * times.step:.1f}", f"{1e3 * middle:.1f}"]
-            cells += [f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{times.step / middle:.2f}"]
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    print("\nmeasured just before, of each of the ranks while all do the same:\n")
-    names = ["nodes", "ranks", "GFLOP/s", "GB/s of memory", "us an operator", "us a message"]
-    names += ["us to the next", "GB/s sent"]
-    print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")
-    for side, ranks, here in machines:
-        cells = [f"{2 * side * side:,}", ranks, f"{here.flops / 1e9:.1f}"]
-        cells += [f"{here.memory_bandwidth / 1e9:.1f}", f"{here.launch * 1e6:.1f}"]
-        cells += [f"{here.latency_within * 1e6:.0f}", f"{here.gap * 1e6:.0f}"]
-        cells += [f"{here.bandwidth_within / 1e9:.2f}"]
-        print("| " + " | ".join(map(str, cells)) + " |")
-    print("\nbytes and messages are those that vc.trace counted on each rank")
+            predicted = zip(step.sent.tolist(), step.messages.tolist(), strict=True)
+            assert sent == [(int(nbytes), int(count)) for nbytes, count in predicted]
+            low, middle, high = (1e3 * each for each in statistics.quantiles(slowest, n=4))
+            compute, total = 1e3 * float(times.compute.max()), 1e3 * times.step
+            size = [f"{2 * side * side:,}", ranks]
+            cells = [f"{float(step.sent.max()) / 1e6:.2f}", f"{float(step.messages.max()):.0f}"]
+            cells += [f"{each:.1f}" for each in (compute, total - compute, total, middle)]
+            cells += [f"{low:.1f} to {high:.1f}", f"{total / middle:.2f}"]
+            rows.append([*size, *cells])
+            rates = [f"{here.flops / 1e9:.1f}", f"{here.memory_bandwidth / 1e9:.1f}"]
+            latencies = (here.launch, here.latency_within, here.gap)
+            rates += [*(f"{1e6 * each:.1f}" for each in latencies)]
+            machines.append([*size, *rates, f"{here.bandwidth_within / 1e9:.2f}"])
+    columns = ["nodes", "ranks", "MB sent", "messages", "compute ms", "messages ms", "predicted ms"]
+    table([*columns, "measured ms", "quartiles", "predicted / measured"], rows)
+    print("measured just before, on each of the ranks while all do the same:\n")
+    columns = ["nodes", "ranks", "GFLOP/s", "GB/s of memory", "us per operator", "us per message"]
+    table([*columns, "us to the next", "GB/s sent"], machines)
+    print("bytes and messages are those that vc.trace counted on each rank")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One process against two ranks, of a thread each.
+"""One process against two ranks, with one thread each.
 
-``python benchmarks/strong_scaling.py etopo20.cdf.xz``.
-Trains MeshGraphNet on the world ocean at 1/3 degree, 386,000 nodes. Runs of one process and of two
-ranks take turns, since machines are noisy; the file is NOAA's, as for etopo5.py.
+``python benchmarks/strong_scaling.py etopo20.cdf.xz`` trains MeshGraphNet on the world ocean at 1/3
+degree, 386,000 nodes. Runs of one process and of two ranks take turns. The file is NOAA's, as for
+etopo5.py.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
-from measuring import Measured, machine, median, reset_peak, table
-from relief import band, sea, unpacked
+from measuring import Measured, arguments, median, reset_peak, table
+from relief import band, saved_sea
 from torch_geometric.data import Data
 
 import varcomm as vc
@@ -23,7 +24,7 @@ from varcomm.models import MeshGraphNet
 
 def ocean(path):
     """Sea cells with 4 features, and edges to 8 neighbours with 3."""
-    is_sea = sea(path)
+    is_sea = np.load(path)
     edge_index, pos = band(is_sea, range(len(is_sea)), 0)
     # columns and rows to the sphere
     angle = pos * torch.tensor([2 * torch.pi / is_sea.shape[1], torch.pi / is_sea.shape[0]])
@@ -40,7 +41,7 @@ def ocean(path):
 
 
 def train(rank, path, width, blocks, steps):
-    """Seconds of each step, the peak of memory, bytes sent a step, and the last loss."""
+    """Seconds of each step, the peak of memory, bytes sent per step, and the last loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     graph = vc.graph.partition(ocean(path))
@@ -64,34 +65,22 @@ def train(rank, path, width, blocks, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="etopo20.cdf or etopo20.cdf.xz")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="of each run; the first is left out")
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    print(machine(), end="\n\n")
+    options = arguments(parser, width=64, blocks=4, steps=3, rounds=2)
     runs = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as folder:
-        path = unpacked(options.file, folder)
+        path = saved_sea(options.file, folder)
         what = path, options.width, options.blocks, options.steps
         for _ in range(options.rounds):
             for ranks, parts in runs.items():
                 parts += vc.launch(train, ranks, *what, timeout=1800)
+    # the first step of a run warms up
     seconds = {n: median([s for part in parts for s in part[0][1:]]) for n, parts in runs.items()}
     memory = {n: max(part[1] for part in parts) for n, parts in runs.items()}
-    table(
-        ["ranks", "s a step", "peak GB a rank", "MB sent a step", "last loss"],
-        [
-            [
-                n,
-                f"{seconds[n]:.2f}",
-                f"{memory[n] / 1e9:.2f}",
-                f"{parts[0][2] / 1e6:.2f}",
-                f"{parts[0][3]:.6f}",
-            ]
-            for n, parts in runs.items()
-        ],
-    )
+    rows = [
+        [n, f"{seconds[n]:.2f}", f"{memory[n] / 1e9:.2f}", f"{sent / 1e6:.2f}", f"{loss:.6f}"]
+        for n, ((*_, sent, loss), *_) in runs.items()
+    ]
+    table(["ranks", "s per step", "peak GB per rank", "MB sent per step", "last loss"], rows)
     print(
         f"two ranks are {seconds[1] / seconds[2]:.2f} times as fast as one process, and take "
         f"{memory[2] / memory[1]:.2f} of its memory each"

@@ -1,83 +1,142 @@
-"""Benchmarks run, at sizes that say nothing of speed, and print their tables."""
+"""Benchmarks run, at sizes that show nothing about speed, and print their tables."""
 
-import os
+import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import varcomm as vc
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+SLOW = pytest.mark.slow
 
-# what each prints that only a run to its end has
-RUNS = {
-    "embedding.py": (
-        ["--ranks", "2", "--tokens", "64", "--vocabulary", "53", "--width", "8", "--repeats", "1"],
-        "masked / this, turn by turn",
-    ),
-    "cross_entropy.py": (
-        ["--tokens", "20", "--vocabulary", "103", "--hidden", "8", "--repeats", "2"],
+# Arguments of each, and a text that only a complete run prints.
+RUNS = [
+    (
+        "cross_entropy.py --tokens 20 --vocabulary 103 --hidden 8 --repeats 2 --ranks 3",
         "losses differ by",
     ),
-    "graph_build.py": (
-        ["--side", "30", "--ranks", "2", "--nodes", "400", "--weak", "3", "--repeats", "1"],
-        "bytes an exchange",
+    ("python_time.py --samples 2", "us for each"),
+]
+SLOW_RUNS = [
+    (
+        "embedding.py --ranks 2 --tokens 64 --vocabulary 53 --width 8 --repeats 1",
+        "masked / this, turn by turn",
     ),
-    "overlap.py": (
-        ["--side", "20", "--width", "4", "--layers", "2", "--repeats", "2"],
-        "without / with, turn by turn",
-    ),
-    "plan.py": (
-        ["--rows", "300", "--widths", "2", "16", "--kinds", "20%", "dense", "--seconds", "0.01"],
-        "first backward",
-    ),
-    "sharded_gradients.py": (
-        ["--ranks", "2", "--columns", "300", "--layers", "2", "--steps", "1", "--repeats", "1"],
+    ("graph_build.py --side 30 --ranks 2 --nodes 400 --weak 3 --repeats 1", "bytes per exchange"),
+    ("overlap.py --side 20 --width 4 --layers 2 --repeats 2", "without / with, turn by turn"),
+    (
+        "sharded_gradients.py --ranks 2 --columns 300 --layers 2 --steps 1 --repeats 1",
         "varcomm ShardedGradients",
     ),
-    "python_time.py": (["--samples", "2"], "us for each"),
-    "mpi_schedules.py": (["--bytes", "768", "--repeats", "5"], "broadcast, 2 ranks, us"),
-    "simulate.py": (
-        ["--ranks", "2", "--sides", "6", "--width", "4", "--blocks", "1", "--steps", "2"],
+    (
+        "simulate.py --ranks 2 --sides 6 --width 4 --blocks 1 --steps 2",
         "bytes and messages are those that vc.trace counted",
     ),
-    "linears.py": (
-        ["--rows", "21", "--inputs", "8", "--outputs", "6", "--repeats", "2"],
-        "MB of the largest",
-    ),
-}
+    ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "MB of the largest"),
+]
 
 
-def test_benchmark_runs_as_a_script():
-    arguments, expected = RUNS["python_time.py"]
-    done = subprocess.run(
-        [sys.executable, "python_time.py", *arguments],
-        cwd=FOLDER,
-        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+def run(monkeypatch, command):
+    script, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(FOLDER)  # ranks look for modules where this process does
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    runpy.run_path(str(FOLDER / script), run_name="__main__")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.torch.jit.interface. is deprecated")  # torch's own, of a peer
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "python_time.py"])
-def test_benchmark_runs(worlds, mpi_worlds, monkeypatch, capsys, name):
-    """On ranks that are there: the scripts start ranks anew for each way, to measure memory."""
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [*RUNS, *(pytest.param(*each, marks=SLOW) for each in SLOW_RUNS)],
+    ids=lambda text: text.split()[0],
+)
+def test_script(worlds, monkeypatch, capsys, command, expected):
+    """On ranks that exist: the scripts start new ranks for each way, to measure memory."""
 
     def launch(fn, size, *args, timeout=None, backend="gloo"):
-        return {"gloo": worlds, "mpi": mpi_worlds}[backend].run(size, fn, *args, timeout=timeout)
+        return worlds.run(size, fn, *args, timeout=timeout)
 
-    arguments, expected = RUNS[name]
     monkeypatch.setattr(vc, "launch", launch)
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.syspath_prepend(FOLDER)  # ranks look for modules where this process does
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    runpy.run_path(str(FOLDER / name), run_name="__main__")
+    run(monkeypatch, command)
     assert expected in capsys.readouterr().out
+
+
+COMPARE = "compare.py --sizes 2K --skews 1:2 --dtypes bfloat16 --repeat 2"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("chosen", "cases"),
+    [
+        ("--world 3 --suite ops,plan --operations all_gather_v,halo_with_own", 4),
+        pytest.param("--world 2 --suite ops,plan", 18, marks=SLOW),
+        pytest.param("--world 3 --suite graph,tensor-parallel --no-peers", 12, marks=SLOW),
+        pytest.param("--world 2 --suite debug --no-peers", 12, marks=SLOW),
+        pytest.param("--world 2 --suite ops --engine mpi --no-peers", 12, marks=SLOW),
+    ],
+)
+def test_compare(monkeypatch, tmp_path, capsys, chosen, cases):
+    file, picture = tmp_path / "run.json", tmp_path / "run.png"
+    run(monkeypatch, f"{COMPARE} {chosen} --json {file} --plot {picture}")
+    shown = capsys.readouterr().out
+    found = json.loads(file.read_text())["results"]
+    assert len(found) == cases
+    for result in found:
+        kinds = [timing["kind"] for timing in result["timings"].values()]
+        assert kinds[0] == "varcomm"
+        assert "floor" in kinds
+        assert result["wire"] == 1.0
+        assert not [why for why in result["cannot"].values() if "wrong result" in why]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    run(monkeypatch, f"compare.py --from {file} --markdown")
+    again = capsys.readouterr().out
+    assert again.startswith(shown.rstrip())
+    assert "| bytes on the wire, of the fewest possible | 1 |" in again
+
+
+def with_wrong_contenders(case, peers, device):
+    from suite.task import FLOOR, OURS, PEER, Contender, Task
+
+    rank, value = torch.distributed.get_rank(), torch.arange(3.0)
+
+    def fails():
+        raise ValueError("no such thing\nat all")
+
+    contenders = [
+        Contender(OURS, OURS, lambda: value),
+        Contender("true", FLOOR, value.clone),
+        Contender("off", PEER, lambda: value + rank),
+        Contender("short", PEER, lambda: value[: 3 - rank]),
+        Contender("narrow", PEER, lambda: value.bfloat16()),
+        Contender("nan", PEER, lambda: value * torch.nan),
+        Contender("failing", PEER, fails),
+    ]
+    expected = value + 1 if case.operation == "wrong" else value
+    return Task(contenders, expected, 0.0, 12, 1.0, (4, 4), {"absent": "is not installed"})
+
+
+def measured(rank, operation):
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from suite.task import measure
+
+        from varcomm.cli.workload import Case
+
+        case = Case(operation, False, 3, "gloo", "float32", 12, "even")
+        return measure(rank, case, 0.5, 3, True, with_wrong_contenders)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def test_wrong_results_are_listed_and_not_timed(worlds):
+    for found in worlds.run(3, measured, "right"):
+        assert set(found["timings"]) == {"varcomm", "true", "copy"}
+        assert set(found["cannot"]) == {"absent", "off", "short", "narrow", "nan", "failing"}
+        assert found["cannot"]["failing"] == "ValueError: no such thing"
+    with pytest.raises(vc.LaunchError, match="varcomm is wrong"):
+        worlds.run(3, measured, "wrong")

@@ -1,4 +1,4 @@
-"""What all commands have alike: how they are called, what they end with, and Ctrl-C."""
+"""All commands: help, output that cannot be written, and Ctrl-C."""
 
 import os
 import signal
@@ -10,48 +10,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import varcomm as vc
-from tests.graph.graphs import wild
 from varcomm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("doctor", "partition", "inspect", "simulate", "bench")
-# A shell that starts something in the background lets it ignore Ctrl-C; here it must not.
+# A shell that starts a process in the background makes it ignore Ctrl-C; here it must not.
 START = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from varcomm.cli.main import main; sys.exit(main())"
 )
 
 
-def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    told = capsys.readouterr().out
-    listed = [line.split()[0] for line in told.splitlines() if line.startswith("    ")]
-    assert listed == list(COMMANDS)
-    assert "status: 0 all is well, 1 it failed, 2 it was called wrongly, 130 Ctrl-C" in told
-
-
-@pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize(
-    ("called", "prog"),
+    ("path", "prog"),
     [("/usr/bin/varcomm", "varcomm"), ("/site/varcomm/__main__.py", "python -m varcomm")],
 )
-def test_examples_are_for_how_it_was_called(name, called, prog, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [called])
+def test_help(path, prog, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [path])
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
-    told = capsys.readouterr().out
-    assert told.startswith(f"usage: {prog} {name} ")
-    assert f"\nexample:\n  {prog} {name} " in told
-    assert max(map(len, told.splitlines())) <= 80
-
-
-def test_without_a_stdout(monkeypatch, tmp_path):
-    np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
-    monkeypatch.setattr("sys.stdout", None)  # as by `>&-`
-    assert main(["partition", str(tmp_path / "path.npz"), "--parts", "1"]) == 0
+        main(["--help"])
+    shown = capsys.readouterr().out
+    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("    ")]
+    assert listed == list(COMMANDS)
+    assert "exit status: 0 success, 1 failure, 2 usage error, 130 Ctrl-C" in shown
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: {prog} {name} ")
+        assert f"\nexample:\n  {prog} {name} " in shown
+        assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_version(capsys):
@@ -60,10 +49,35 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_no_such_command(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["cure"])
-    assert "invalid choice: 'cure'" in capsys.readouterr().err
+def test_without_a_stdout(monkeypatch, tmp_path):
+    np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
+    monkeypatch.setattr("sys.stdout", None)  # as `>&-` in a shell
+    assert main(["partition", str(tmp_path / "path.npz"), "--parts", "1"]) == 0
+
+
+def printed_to(stdout):
+    """Return the status of a command that prints there, and its stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "varcomm", "simulate", "--machines"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_closed_pipe_and_a_full_disk():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        assert printed_to(stdout) == (1, "")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as stdout:
+            status, errors = printed_to(stdout)
+        (line,) = errors.splitlines()
+        assert status == 1
+        assert line.startswith("python -m varcomm simulate: [Errno 28] ")
 
 
 def children(pid):
@@ -77,19 +91,47 @@ def is_alive(pid):
         return False
 
 
-def interrupted(folder, arguments, is_time):
-    """Start a command, press Ctrl-C when it is time, and return its status and what it said."""
-    with (folder / "said").open("wb") as said:
+def has_ranks(folder, pid):
+    return len(children(pid)) == 2
+
+
+def has_parts(folder, pid):
+    return any(path.name.startswith("parts") for path in folder.iterdir())
+
+
+def has_printed(folder, pid):
+    return "nodes, " in (folder / "said").read_text()
+
+
+PARTITION = ["partition", "ring.npz", "--parts", "5000", "--method", "block", "--out", "parts"]
+SIMULATE = ["simulate", "--grid", "400x800", "--ranks", "1,2,4,8,16,32,64,128"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_time"),
+    [
+        (["bench"], has_ranks),
+        pytest.param(["doctor"], has_ranks, marks=pytest.mark.slow),
+        (PARTITION, has_parts),
+        pytest.param(SIMULATE, has_printed, marks=pytest.mark.slow),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_ctrl_c(arguments, is_time, tmp_path):
+    if "ring.npz" in arguments:
+        ring = np.stack([np.arange(100_000), np.roll(np.arange(100_000), 1)])
+        np.savez(tmp_path / "ring.npz", edge_index=ring)
+    with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-c", START, *arguments],
-            cwd=folder,
+            cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=said,
             stderr=subprocess.PIPE,
             text=True,
         )
     deadline = time.monotonic() + 90
-    while not is_time(process.pid):
+    while not is_time(tmp_path, process.pid):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
@@ -97,81 +139,6 @@ def interrupted(folder, arguments, is_time):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert not any(map(is_alive, ranks))
-    return process.returncode, errors
-
-
-def has_said(folder, text):
-    return lambda pid: text in (folder / "said").read_text()
-
-
-def test_doctor_ends_with_its_ranks(tmp_path):
-    status, errors = interrupted(tmp_path, ["doctor"], lambda pid: len(children(pid)) == 2)
-    assert (status, errors) == (130, "python -m varcomm doctor: interrupted\n")
-
-
-def test_partition_leaves_nothing_behind(tmp_path):
-    edges = np.stack([np.arange(100_000), np.roll(np.arange(100_000), 1)])
-    np.savez(tmp_path / "ring.npz", edge_index=edges)
-    arguments = ["partition", "ring.npz", "--parts", "5000", "--method", "block", "--out", "parts"]
-    status, errors = interrupted(
-        tmp_path, arguments, lambda pid: any(tmp_path.rglob("rank-00003.safetensors"))
-    )
-    assert (status, errors) == (130, "python -m varcomm partition: interrupted\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ring.npz", "said"]
-
-
-def test_simulate(tmp_path):
-    arguments = ["simulate", "--grid", "400x800", "--ranks", "1,2,4,8,16,32,64,128"]
-    status, errors = interrupted(tmp_path, arguments, has_said(tmp_path, "nodes, "))
-    assert (status, errors) == (130, "python -m varcomm simulate: interrupted\n")
-
-
-def test_bench_ends_with_its_ranks(tmp_path):
-    status, errors = interrupted(
-        tmp_path, ["bench", "--no-peers"], lambda pid: len(children(pid)) == 2
-    )
-    assert (status, errors) == (130, "python -m varcomm bench: interrupted\n")
-
-
-def test_inspect(monkeypatch, tmp_path, capsys):
-    vc.simulate.partition(wild(), 2, "block").save(tmp_path / "parts")
-
-    def press(*arguments):
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("varcomm.graph.files.outline.Outline.read_part", press)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert main(["inspect", str(tmp_path / "parts")]) == 130
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "python -m varcomm inspect: interrupted\n")
-
-
-def printed_to(stdout):
-    """Return the status of a command that prints there, and what it says on stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "varcomm", "simulate", "--machines"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return done.returncode, done.stderr
-
-
-def test_a_reader_who_has_left_is_no_traceback():
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as stdout:
-        assert printed_to(stdout) == (1, "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_is_one_line():
-    with open("/dev/full", "w") as stdout:
-        status, errors = printed_to(stdout)
-    assert status == 1
-    (line,) = errors.splitlines()
-    assert line.startswith("python -m varcomm simulate: [Errno 28] ")
+    assert process.returncode == 130
+    assert errors == f"python -m varcomm {arguments[0]}: interrupted\n"
+    assert {path.name for path in tmp_path.iterdir()} <= {"ring.npz", "said"}

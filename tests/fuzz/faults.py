@@ -1,4 +1,4 @@
-"""Calls in which one rank deviates in one argument, of every kind that there is."""
+"""Random calls in which one rank deviates in one argument."""
 
 from dataclasses import dataclass, replace
 
@@ -10,27 +10,23 @@ import varcomm
 from tests.fuzz.programs import POOL, settings_of
 from tests.ops.primitives import PRIMITIVES, Setting
 
-# what there is to be wrong about a call of a primitive
 KINDS = (
-    "dtype",
-    "size",
-    "row",
-    "dim",
-    "root",
-    "operation",
-    "requires_grad",
-    "not a tensor",
-    "sizes of another length",
-    "out of range",
+    *("dtype", "size", "row", "dim", "root", "operation", "requires_grad", "not a tensor"),
+    *("sizes of another length", "out of range"),
 )
 ROOTED = {"gather_v", "scatter_v", "reduce", "broadcast"}
 WITHOUT_SIZES = {"all_reduce", "reduce", "broadcast"}
-NAMES = sorted(set(PRIMITIVES) - {name for name in PRIMITIVES if "plan" in name or "adj" in name})
+NAMES = sorted(name for name in PRIMITIVES if "plan" not in name and "adj" not in name)
+# Arguments of non-root ranks that are ignored, because the root decides.
+OF_ROOT = {
+    "broadcast": ("dtype", "requires_grad", "row", "size"),
+    "scatter_v": ("dtype", "requires_grad", "row"),
+}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Which call, who deviates, and in what."""
+    """A call, the rank that deviates, and the argument."""
 
     name: str
     setting: Setting
@@ -39,80 +35,64 @@ class Fault:
 
 
 @st.composite
-def faults(draw):
-    """Draw a faulty call; whether it is one may depend on sizes."""
-    setting = draw(settings_of(POOL))
-    setting = Setting((*setting.sizes[:-1], 1 + setting.sizes[-1]), 0, (2, 3), setting.root)
-    return Fault(
-        draw(st.sampled_from(NAMES)),
-        setting,
-        draw(st.integers(0, POOL - 1)),
-        draw(st.sampled_from(KINDS)),
-    )
+def faults(draw, pool=POOL):
+    s = draw(settings_of(pool))
+    s = Setting((*s.sizes[:-1], 1 + s.sizes[-1]), 0, (2, 3), s.root)
+    name, culprit = draw(st.sampled_from(NAMES)), draw(st.integers(0, pool - 1))
+    return Fault(name, s, culprit, draw(st.sampled_from(KINDS)))
+
+
+def call_of(name, setting, rank):
+    shape = PRIMITIVES[name](setting).shapes[rank]
+    x = torch.zeros((2,) if shape is None else shape)
+    return lambda: PRIMITIVES[name](setting).bind()(x)
 
 
 def deviating(fault):
-    """Return the call of the culprit, or None where this call has nothing of the kind."""
-    s, name = fault.setting, fault.name
+    """Return the call of the culprit, or None if the operation has no such argument."""
+    s, name, kind, ranks = fault.setting, fault.name, fault.kind, fault.setting.ranks
     case = PRIMITIVES[name](s)
-    shape = case.shapes[fault.culprit]
-    x = torch.zeros((2,) if shape is None else shape)
-    op = case.bind
-    if fault.kind == "operation":
+    shape, op = case.shapes[fault.culprit], case.bind
+    is_local = shape is None or name == "shard_v"
+    if kind == "operation":
         other = "all_reduce" if name != "all_reduce" else "reduce"
         return lambda: PRIMITIVES[other](s).bind()(torch.zeros(s.whole))
-    if fault.kind == "not a tensor":
-        return None if shape is None or name == "shard_v" else lambda: op()([1, 2])
-    if fault.kind == "root":
-        moved = replace(s, root=(s.root + 1) % POOL)
-        given = PRIMITIVES[name](moved).shapes[fault.culprit]
-        if name not in ROOTED:
-            return None
-        return lambda: PRIMITIVES[name](moved).bind()(torch.zeros(given or (2,)))
-    if fault.kind == "dim":
-        if name in WITHOUT_SIZES:
-            return None
-        turned = Setting(s.sizes, 1, s.rest, s.root)
-        given = PRIMITIVES[name](turned).shapes[fault.culprit]
-        return lambda: PRIMITIVES[name](turned).bind()(torch.zeros(given or (2,)))
-    if shape is None or name == "shard_v":
+    if kind == "root" and name in ROOTED:
+        return call_of(name, replace(s, root=(s.root + 1) % ranks), fault.culprit)
+    if kind == "dim" and name not in WITHOUT_SIZES:
+        return call_of(name, Setting(s.sizes, 1, s.rest, s.root), fault.culprit)
+    if kind in ("root", "dim") or is_local or kind in OF_ROOT.get(name, ()):
         return None
-    of_root = {"broadcast": ("dtype", "requires_grad", "row", "size")}
-    of_root["scatter_v"] = ("dtype", "requires_grad", "row")
-    if fault.kind in of_root.get(name, ()):  # what the root has is what all get
-        return None
-    if fault.kind == "dtype":
-        return lambda: op()(x.double())
-    if fault.kind == "requires_grad":
-        return lambda: op()(x.requires_grad_())
-    if fault.kind == "row":
-        return lambda: op()(torch.zeros(*shape[:-1], shape[-1] + 1))
-    if fault.kind == "size" and name == "indexed_all_to_all_v":
-        return None  # rows that no index names are no fault
-    if fault.kind == "size":
-        return lambda: op()(torch.zeros(shape[0] + 1, *shape[1:]))
-    wrong = getattr(varcomm, name)
+    if kind == "size" and name == "indexed_all_to_all_v":
+        return None  # rows without an index are accepted
+    x = torch.zeros(shape)
+    if kind in ("not a tensor", "dtype", "requires_grad", "row", "size"):
+        given = {
+            "not a tensor": lambda: [1, 2],
+            "dtype": x.double,
+            "requires_grad": x.requires_grad_,
+            "row": lambda: torch.zeros(*shape[:-1], shape[-1] + 1),
+            "size": lambda: torch.zeros(shape[0] + 1, *shape[1:]),
+        }[kind]
+        return lambda: op()(given())
     if name in WITHOUT_SIZES or name in ("indexed_all_to_all_v", "transpose_v"):
         return None
-    if fault.kind == "out of range":
-        if name == "all_to_all_v":
-            return lambda: wrong(x, [0] * POOL, [0] * POOL, dim=7)
-        return lambda: wrong(x, list(s.sizes), dim=7)
+    wrong, is_length = getattr(varcomm, name), kind == "sizes of another length"
     if name == "all_to_all_v":
-        return lambda: wrong(x, [0] * (POOL - 1), [0] * POOL)
-    return lambda: wrong(x, [*s.sizes, 0])
+        counts = [0] * (ranks - is_length), [0] * ranks
+        return lambda: wrong(x, *counts, dim=0 if is_length else 7)
+    if is_length:
+        return lambda: wrong(x, [*s.sizes, 0])
+    return lambda: wrong(x, list(s.sizes), dim=7)
 
 
 def on_ranks(rank, fault):
-    """Make the call in debug(); what all ranks say, and whether they still work together."""
+    """Make the call in debug(); return the error, and whether the group still works."""
     call = deviating(fault)
     if call is None:
         return None
-    case = PRIMITIVES[fault.name](fault.setting)
     if rank != fault.culprit:
-        shape = case.shapes[rank]
-        x = torch.zeros((2,) if shape is None else shape)
-        call = lambda: case.bind()(x)  # noqa: E731
+        call = call_of(fault.name, fault.setting, rank)
     said = ""
     try:
         with varcomm.debug(20):
@@ -124,16 +104,16 @@ def on_ranks(rank, fault):
 
 
 def verdict(fault, answers):
-    """Say what is wrong about what ranks answered, if anything is."""
+    """Return the defect in the answers of all ranks, or ""."""
     if answers[0] is None:
         return ""
     said, works = zip(*answers, strict=True)
     if not all(works):
         return "the group does not work any more"
-    told = {text.split("rank")[0].split(":")[0] for text in said}
     if "" in said:
         return f"not an error on ranks {[r for r, text in enumerate(said) if not text]}: {said}"
     others = {text for rank, text in enumerate(said) if rank != fault.culprit}
     if len(others) > 1:
-        return f"ranks say different things: {others}"
-    return "" if len(told) <= 2 else f"{told}"
+        return f"ranks raise different errors: {others}"
+    kinds = {text.split("rank")[0].split(":")[0] for text in said}
+    return "" if len(kinds) <= 2 else f"{kinds}"

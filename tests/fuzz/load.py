@@ -1,6 +1,6 @@
-"""Many calls in a row: what a process holds must not grow, nor results drift.
+"""Many calls in a row: memory, files and threads of a process must not grow, nor results drift.
 
-Each job tells by how many bytes, files and threads it grew, and whether all went as it should.
+Each job returns the growth in bytes, files and threads, and whether all calls were right.
 """
 
 import gc
@@ -14,12 +14,7 @@ import varcomm
 from tests.ops.primitives import PRIMITIVES, case
 from varcomm import ExchangePlan
 
-CASES = [
-    (name, pattern, dim)
-    for name in PRIMITIVES
-    for pattern in ("off by one", "one empty")
-    for dim in (0, 1)
-]
+PATTERNS = ("off by one", "one empty")
 
 
 def held():
@@ -30,80 +25,69 @@ def held():
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threads
 
 
-def collectives(rank, calls):
-    """Make so many calls of all kinds; what they return must stay the same bit for bit."""
-    ranks = dist.get_world_size()
-    bound = [(c := case(name, pattern, ranks, dim), c.bind()) for name, pattern, dim in CASES]
-    first, drifted = {}, 0
-
-    def call(number):
-        nonlocal drifted
-        which = number % len(bound)
-        made, op = bound[which]
-        x = made.input(rank, torch.float64).requires_grad_()
-        if number % 3 == 0 and made.has_async and CASES[which][0] != "shard_v":
-            y = op(x, async_op=True).wait()
-        else:
-            y = op(x)
-        y.sum().backward()
-        found = torch.cat([y.detach().reshape(-1), x.grad.reshape(-1)])
-        drifted += not torch.equal(first.setdefault(which, found), found)
-
-    warm = 4 * len(bound)
-    for number in range(warm):
+def growth(call, first, count):
+    """Return the growth over `count` calls, after `first` calls."""
+    for number in range(first):
         call(number)
     before = held()
-    for number in range(calls):
+    for number in range(count):
         call(number)
-    return [b - a for a, b in zip(before, held(), strict=True)], drifted == 0
+    return [b - a for a, b in zip(before, held(), strict=True)]
+
+
+def collectives(rank, count):
+    """Calls of all kinds; each returns the same bits every time."""
+    ranks = dist.get_world_size()
+    made = [(n, case(n, p, ranks, dim)) for n in PRIMITIVES for p in PATTERNS for dim in (0, 1)]
+    bound = [(name, each, each.bind()) for name, each in made]
+    first, drifted = {}, []
+
+    def call(number):
+        which = number % len(bound)
+        name, each, op = bound[which]
+        x = each.input(rank, torch.float64).requires_grad_()
+        is_async = number % 3 == 0 and each.has_async and name != "shard_v"
+        y = op(x, async_op=True).wait() if is_async else op(x)
+        y.sum().backward()
+        found = torch.cat([y.detach().reshape(-1), x.grad.reshape(-1)])
+        if not torch.equal(first.setdefault(which, found), found):
+            drifted.append(name)
+
+    return growth(call, 4 * len(bound), count), not drifted
 
 
 def plans(rank, count):
-    """Build plans, use them, drop them."""
-    ranks = dist.get_world_size()
-    sizes = [50 + 7 * other for other in range(ranks)]
-    total = sum(sizes)
+    """Plans that are built, used and dropped."""
+    sizes = [50 + 7 * other for other in range(dist.get_world_size())]
 
     def build(number):
         draws = torch.Generator().manual_seed(number + rank)
-        needed = torch.randint(total, (40,), generator=draws).unique()
+        needed = torch.randint(sum(sizes), (40,), generator=draws).unique()
         plan = ExchangePlan.from_needed(needed, sizes)
         x = torch.rand(sizes[rank], 3, requires_grad=True)
         plan(x).sum().backward()
 
-    for number in range(20):
-        build(number)
-    before = held()
-    for number in range(count):
-        build(number)
-    return [b - a for a, b in zip(before, held(), strict=True)], True
+    return growth(build, 20, count), True
 
 
 def groups(rank, count):
-    """Make groups, call on them, destroy them."""
+    """Groups that are made, used and destroyed."""
 
-    def use():
+    def use(number):
         group = dist.new_group()
         varcomm.all_gather_v(torch.zeros(1 + rank), [1 + r for r in range(3)], group=group)
         with varcomm.debug():
             varcomm.all_reduce(torch.zeros(2), group=group)
         dist.destroy_process_group(group)
 
-    for _ in range(10):
-        use()
-    before = held()
-    for _ in range(count):
-        use()
-    return [b - a for a, b in zip(before, held(), strict=True)], True
+    return growth(use, 10, count), True
 
 
 def refusals(rank, count):
-    """Refuse that many calls on all ranks, each because of one of them."""
-    sizes = [2, 2, 2]
-    refused = 0
+    """Calls that are refused on all ranks because of one of them."""
+    sizes, refused = [2, 2, 2], []
 
     def refuse(number):
-        nonlocal refused
         wrong = rank == number // 4 % 3
         rows = torch.zeros(2 + wrong, 3)
         other = torch.zeros(2, dtype=torch.float64 if wrong else torch.float32)
@@ -117,11 +101,6 @@ def refusals(rank, count):
             with varcomm.debug():
                 calls[number % 4]()
         except varcomm.VarcommError:
-            refused += 1
+            refused.append(number)
 
-    for number in range(40):
-        refuse(number)
-    before = held()
-    for number in range(count):
-        refuse(number)
-    return [b - a for a, b in zip(before, held(), strict=True)], refused == 40 + count
+    return growth(refuse, 40, count), len(refused) == 40 + count

@@ -1,12 +1,12 @@
-"""Programs drawn at random: collectives one after the other, and the same in one process.
+"""Random programs: a sequence of collectives, against the same program in one process.
 
-What stands between two collectives is local: it takes whatever a rank has and gives what the next
-collective asks for, so that any sequence is a program. It is not linear, so that second derivatives
-have something to find.
+A local function between two collectives reshapes a rank's tensor to the input of the next one, so
+that any sequence is a program. It is not linear, so that second derivatives are not zero.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from tests.ops.primitives import PRIMITIVES, Case, Setting
 from varcomm.graph import distribute, partition
 from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-POOL = 4  # ranks, of which a program has all or some
+POOL = 4  # ranks of `make fuzz`; a program uses all or some of them
 DTYPES = (torch.float64, torch.complex128)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -49,7 +49,7 @@ class Program:
 
 
 def graph_layer(s):
-    """A layer of PyG on a graph whose nodes are shared out as the rows are."""
+    """A layer of PyG on a graph whose nodes are split as the rows are."""
     nodes = sum(s.sizes)
     draws = torch.Generator().manual_seed(nodes)
     edge_index = torch.randint(max(nodes, 1), (2, 3 * nodes), generator=draws)
@@ -71,49 +71,31 @@ def graph_layer(s):
     return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
 
 
-def weights(outputs, inputs):
+def parallel_linear(kind, s):
+    """A column- or row-parallel layer: rows split as the setting says, features in other parts."""
+    parts, is_column = (s.sizes[-1] + 1, *s.sizes[:-1]), kind is ColumnParallelLinear
+    inputs, outputs = (2, sum(parts)) if is_column else (sum(parts), 2)
     draws = torch.Generator().manual_seed(outputs + 7 * inputs)
-    return torch.randn(outputs, inputs, dtype=torch.float64, generator=draws)
-
-
-def column_linear(s):
-    """A linear layer whose rows come in parts, and whose outputs go out in parts."""
-    outs = (s.sizes[-1] + 1, *s.sizes[:-1])
-    weight = weights(sum(outs), 2)
+    weight = torch.randn(outputs, inputs, dtype=torch.float64, generator=draws)
 
     def bind(group=None):
-        shards = {"sizes": outs, "sequence_sizes": s.sizes, "group": group}
-        layer = ColumnParallelLinear(2, sum(outs), bias=False, dtype=torch.float64, **shards)
-        layer.weight.data.copy_(weight.split(outs)[dist.get_rank(group)])
+        shards = {"sizes": parts, "sequence_sizes": s.sizes, "group": group}
+        layer = kind(inputs, outputs, bias=False, dtype=torch.float64, **shards)
+        layer.weight.data.copy_(weight.split(parts, 0 if is_column else 1)[dist.get_rank(group)])
         return layer
 
     def reference(xs):
-        return list((torch.cat(xs) @ weight.T).split(outs, 1))
+        result = torch.cat(xs, 0 if is_column else 1) @ weight.T
+        return list(result.split(parts, 1) if is_column else result.split(s.sizes))
 
-    return Case(tuple((rows, 2) for rows in s.sizes), bind, reference, has_async=False)
-
-
-def row_linear(s):
-    """A linear layer whose inputs come in parts, and whose rows go out in parts."""
-    ins = (s.sizes[-1] + 1, *s.sizes[:-1])
-    weight = weights(2, sum(ins))
-
-    def bind(group=None):
-        shards = {"sizes": ins, "sequence_sizes": s.sizes, "group": group}
-        layer = RowParallelLinear(sum(ins), 2, bias=False, dtype=torch.float64, **shards)
-        layer.weight.data.copy_(weight.split(ins, 1)[dist.get_rank(group)])
-        return layer
-
-    def reference(xs):
-        return list((torch.cat(xs, 1) @ weight.T).split(s.sizes))
-
-    return Case(tuple((sum(s.sizes), count) for count in ins), bind, reference, has_async=False)
+    rows = [(rows, 2) for rows in s.sizes] if is_column else [(sum(s.sizes), n) for n in parts]
+    return Case(tuple(rows), bind, reference, has_async=False)
 
 
 LAYERS = {
     "graph_layer": graph_layer,
-    "column_linear": column_linear,
-    "row_linear": row_linear,
+    "column_linear": partial(parallel_linear, ColumnParallelLinear),
+    "row_linear": partial(parallel_linear, RowParallelLinear),
 }
 
 
@@ -137,39 +119,34 @@ def steps_of(draw, ranks, dtype):
 
 
 @st.composite
-def programs(draw, most_steps=5):
-    """Draw a program."""
-    ranks = draw(st.integers(1, POOL))
-    members = tuple(draw(st.permutations(range(POOL)))[:ranks])
+def programs(draw, pool=POOL, most_steps=5):
+    ranks = draw(st.integers(1, pool))
+    members = tuple(draw(st.permutations(range(pool)))[:ranks])
     dtype = draw(st.sampled_from(DTYPES))
     steps = draw(st.lists(steps_of(ranks, dtype), min_size=1, max_size=most_steps))
     return Program(members, dtype, draw(st.integers(0, 2**16)), tuple(steps))
 
 
 def bounded(x):
-    """Return sines, which have derivatives of all orders; of complex numbers those of both parts.
-
-    The sine of a complex number grows without bound: after some steps nothing is left but infinity.
-    """
+    """Return sines; of complex numbers those of both parts, because a complex sine has no bound."""
     return torch.complex(torch.sin(x.real), torch.sin(x.imag)) if x.is_complex() else torch.sin(x)
 
 
 def fitted(x, shape, dtype):
-    """Return what has this shape, of the numbers that are there, over and over."""
+    """Return a tensor of this shape from the numbers of `x`, repeated."""
     count = math.prod(shape)
     places = torch.arange(count)
     scale = 0.3 + 0.1 * (places % 5)
     flat = x.reshape(-1)
-    if not flat.numel():  # there is nothing to take; it still depends on it
+    if not flat.numel():  # the result still depends on `x`
         return scale.to(dtype).reshape(shape) + flat.sum()
     return (bounded(flat[(7 * places + 3) % flat.numel()]) * scale).reshape(shape)
 
 
 def laid_out(x, layout):
-    if layout in ("expanded", "negative"):  # of which autograd makes other numbers
-        return x
-    if layout == "strided" and not x.numel():
-        # torch's derivative of copy_ into a view of no entries forgets what it was computed from
+    # Autograd of the first two has other numbers; torch's derivative of copy_ into an empty view
+    # loses its input.
+    if layout in ("expanded", "negative") or (layout == "strided" and not x.numel()):
         return x
     return LAYOUTS[layout](x) if layout else x
 
@@ -185,9 +162,9 @@ def weights_of(program, outputs):
 
 
 def outcome(xs, outputs, weights):
-    """Outputs, first derivatives, and those of the first's squares; of all given inputs."""
+    """Outputs, first derivatives, and the derivatives of their squares, of all inputs."""
     loss = sum((w.conj() * bounded(y)).sum().real for w, y in zip(weights, outputs, strict=True))
-    # where nothing of an input reaches an output, or nothing of it a derivative
+    # an input may not reach any output or derivative
     loss = loss + 0 * sum(x.abs().square().sum() for x in xs)
     first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
     length = sum(g.abs().square().sum() for g in first)
@@ -196,7 +173,7 @@ def outcome(xs, outputs, weights):
 
 
 def alone(program):
-    """Run a program in one process; what each rank should find."""
+    """Run a program in one process; return the expected result of each rank."""
     xs = [x.requires_grad_() for x in inputs_of(program)]
     values = xs
     for step in program.steps:
@@ -212,7 +189,7 @@ def alone(program):
 
 
 def on_ranks(rank, program):
-    """Run a program on its ranks; what differs from one process."""
+    """Run a program on its ranks; return the difference from one process, or ""."""
     group = dist.new_group(list(program.members), sort_ranks=False)
     if rank not in program.members:
         return ""
@@ -221,7 +198,7 @@ def on_ranks(rank, program):
     for step in program.steps:
         case = step.case
         op, shape = case.bind(group), case.shapes[place]
-        if shape is None:  # nothing is read here; what was before still needs its backward
+        if shape is None:  # nothing is read here; earlier steps still need their backward
             value = op(fitted(value, (1,), program.dtype)) + 0 * value.sum()
             continue
         given = laid_out(fitted(value, shape, program.dtype), step.layout)

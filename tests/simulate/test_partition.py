@@ -1,5 +1,6 @@
-"""Partitions made by one process: parts as on real ranks, counts as by a loop over edges."""
+"""Partitions made by one process: parts, files and counts as on real ranks."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 import varcomm as vc
 from tests.graph.graphs import split_by, wild
 from tests.graph.parts import differences
-from varcomm import ArgumentError, GroupError
+from tests.worlds import WORLDS
 
 
 def papers():
@@ -27,31 +28,39 @@ def papers():
     return data
 
 
-def method_for(data, name, size):
-    if isinstance(data, HeteroData):
-        return name
-    return split_by(name, data.num_nodes, size)
+def cut(kind, size):
+    """Return a graph and a method that leaves a rank empty."""
+    if kind == "types":
+        return papers(), "random"
+    data = wild()
+    return data, split_by("a rank owns nothing", data.num_nodes, size)
 
 
-def compared(rank, kind, name):
-    data = wild() if kind == "one type" else papers()
-    size = dist.get_world_size()
-    method = method_for(data, name, size)
+def compared(rank, kind, folder):
+    data, method = cut(kind, dist.get_world_size())
+    data.unit, data.name = torch.tensor([[3.0]]), "of both"
     expected = vc.graph.partition(data, method=method)
-    found = vc.simulate.partition(data, size, method).part()
-    report = expected.report()
-    return differences(found, expected), found.method == expected.method, str(report)
+    expected.save(folder)
+    parts = vc.simulate.partition(data, dist.get_world_size(), method)
+    found = parts.part()
+    assert not differences(found, expected)
+    assert found.method == expected.method
+    return str(expected.report()), str(parts.report())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("one type", "block"), ("one type", "a rank owns nothing"), ("types", "random")],
-)
-def test_parts_are_those_of_real_ranks(worlds, size, kind, name):
-    for different, same_method, _ in worlds.run(size, compared, kind, name):
-        assert not different
-        assert same_method
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("kind", ["one type", "types"])
+def test_parts_files_and_report_are_those_of_real_ranks(worlds, size, kind, tmp_path):
+    reports = worlds.run(size, compared, kind, tmp_path / "ranks")
+    assert len({report for pair in reports for report in pair}) == 1
+    data, method = cut(kind, size)
+    data.unit, data.name = torch.tensor([[3.0]]), "of both"
+    done = []
+    vc.simulate.partition(data, size, method).save(tmp_path / "alone", done.append)
+    assert done == list(range(size))
+    for path in (tmp_path / "ranks").iterdir():
+        assert (tmp_path / "alone" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ranks"]
 
 
 @pytest.mark.parametrize("size", [1, 4, 7])
@@ -74,24 +83,16 @@ def test_counts_are_those_of_a_loop_over_edges(size):
     assert torch.equal(parts.sent, expected.sum(dim=1))
     assert torch.equal(parts.halo, expected.sum(dim=0))
     assert torch.equal(parts.neighbours, ((expected + expected.T) > 0).sum(dim=1))
-    assert parts.without_graph().size == size
-
-
-def test_edges_are_looked_at_in_pieces(monkeypatch):
-    from varcomm.simulate import needs
-
-    data = wild()
-    whole = vc.simulate.partition(data, 3, "random")
-    monkeypatch.setattr(needs, "_EDGES", 10)
-    pieces = vc.simulate.partition(data, 3, "random")
-    assert torch.equal(whole.rows.to_dense(), pieces.rows.to_dense())
-    assert torch.equal(whole.edges, pieces.edges)
+    finer = parts.without_graph().refined(2)
+    assert torch.equal(finer.owned, 4 * parts.owned)
+    assert torch.equal(finer.edges, 4 * parts.edges)
+    assert torch.equal(finer.halo, 2 * parts.halo)
+    assert torch.equal(finer.neighbours, parts.neighbours)
 
 
 def test_thousands_of_ranks():
     ring = torch.stack([torch.arange(10000), torch.arange(10000).roll(-1)])
     parts = vc.simulate.partition(Data(edge_index=ring, num_nodes=10000), 4096, "block")
-    assert parts.size == 4096
     assert int(parts.owned.sum()) == 10000
     assert parts.halo.tolist() == [1] * 4096
     with vc.simulate.world(4096, 17):
@@ -101,26 +102,19 @@ def test_thousands_of_ranks():
         assert graph.halo(torch.ones(graph.num_owned, 3)).shape == (1, 3)
 
 
-def test_finer_meshes_have_longer_cuts():
-    counts = vc.simulate.partition(wild(), 3, "block").refined(2)
-    coarse = vc.simulate.partition(wild(), 3, "block")
-    assert torch.equal(counts.owned, 4 * coarse.owned)
-    assert torch.equal(counts.edges, 4 * coarse.edges)
-    assert torch.equal(counts.halo, 2 * coarse.halo)
-    assert torch.equal(counts.neighbours, coarse.neighbours)
+def test_an_interrupted_save_leaves_nothing(tmp_path):
+    def interrupt(rank):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        vc.simulate.partition(wild(), 2, "block").save(tmp_path / "parts", interrupt)
+    assert not list(tmp_path.iterdir())
 
 
-def test_refusals():
-    data = wild()
-    with pytest.raises(ArgumentError, match="size must be a positive integer; got 0"):
-        vc.simulate.partition(data, 0)
-    with pytest.raises(ArgumentError, match=r"spans ranks 0\.\.\.3, out of range for 2 ranks"):
-        vc.simulate.partition(data, 2, torch.arange(24) % 4)
-    parts = vc.simulate.partition(data, 2, "block")
-    with (
-        vc.simulate.world(3),
-        pytest.raises(ArgumentError, match=r"these parts are for 2 ranks; this is rank 0 of 3"),
-    ):
-        parts.part()
-    with vc.simulate.world(2), pytest.raises(GroupError, match="no other rank says"):
-        vc.graph.partition(data, method="block")
+def test_pictures(tmp_path):
+    data = vc.simulate.ocean(np.ones((8, 16), dtype=bool))
+    parts = vc.simulate.partition(data, 4, "hilbert")
+    for name in ("a.png", "b.svg"):
+        parts.plot(tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert "</svg>" in (tmp_path / "b.svg").read_text()

@@ -1,4 +1,4 @@
-"""Functions with defects to be found: what is easy to write around raw collectives."""
+"""Functions with planted defects: common mistakes around raw collectives."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ def gathered(x):
 
 
 class ForgetsTheSum(torch.autograd.Function):
-    """An all-gather whose backward keeps this rank's own slice, and loses what others send."""
+    """An all-gather whose backward keeps the own slice and drops those of other ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -121,7 +121,7 @@ class ForgetsToConjugate(torch.autograd.Function):
 class ShiftWithAdjointTangent(torch.autograd.Function):
     """Each rank gets the tensor of the rank before it; forward mode takes that of the rank after.
 
-    The adjoint in place of the map itself, which no test with one and the same vector can tell.
+    The adjoint replaces the map itself; a test with equal vectors cannot detect this.
     """
 
     @staticmethod

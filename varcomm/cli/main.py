@@ -1,4 +1,4 @@
-"""``varcomm COMMAND``, also ``python -m varcomm COMMAND``: which commands there are."""
+"""``varcomm COMMAND``, also ``python -m varcomm COMMAND``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from varcomm.cli import inspect, partition, simulate
-from varcomm.cli.bench import command as bench
-from varcomm.cli.doctor import command as doctor
+from varcomm.cli import bench, doctor, inspect, partition, simulate
 from varcomm.errors import VarcommError
 
 __all__ = ["main"]
 
-# A module has HELP, a line; DESCRIPTION; add_arguments(parser); and run(options, parser), which
-# returns the status of the process.
+# Each module has HELP (one line), DESCRIPTION, add_arguments(parser), and run(options, parser),
+# which returns the exit status.
 _COMMANDS = {
     "doctor": doctor,
     "partition": partition,
@@ -26,42 +24,42 @@ _COMMANDS = {
     "simulate": simulate,
     "bench": bench,
 }
-
-_DESCRIPTION = "Graphs and tensors in uneven shards: look at what there is, and prepare a run."
+_DESCRIPTION = "Check an installation, and prepare and plan runs on many ranks."
 _EPILOG = """\
-`%(prog)s COMMAND --help` tells of a command, and has an example.
+Run `%(prog)s COMMAND --help` for the options of a command and an example.
 
-status: 0 all is well, 1 it failed, 2 it was called wrongly, 130 Ctrl-C
+exit status: 0 success, 1 failure, 2 usage error, 130 Ctrl-C
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the status of the process.
+    """Run a command and return the exit status.
 
     Parameters
     ----------
     arguments : sequence of str, optional
-        Those after ``varcomm``; None takes them from the command line.
+        Arguments after ``varcomm``; None reads the command line.
     """
     formatter = argparse.RawDescriptionHelpFormatter
+    prog = "varcomm" if Path(sys.argv[0]).stem == "varcomm" else "python -m varcomm"
     parser = argparse.ArgumentParser(
-        prog=_called(), description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
+        prog=prog, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
     )
     parser.add_argument("-V", "--version", action="version", version=version("varcomm"))
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
-    chosen = {}
+    parsers = {}
     for name, module in _COMMANDS.items():
-        chosen[name] = commands.add_parser(
+        parsers[name] = commands.add_parser(
             name, help=module.HELP, description=module.DESCRIPTION, formatter_class=formatter
         )
-        module.add_arguments(chosen[name])
+        module.add_arguments(parsers[name])
     options = parser.parse_args(arguments)
-    prog = chosen[options.command].prog
+    prog = parsers[options.command].prog
     try:
-        status: int = _COMMANDS[options.command].run(options, chosen[options.command])
-        if sys.stdout is not None:  # which it is where the caller has closed it
+        status: int = _COMMANDS[options.command].run(options, parsers[options.command])
+        if sys.stdout is not None:  # None if the caller closed it
             sys.stdout.flush()
     except VarcommError as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -70,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # that is a reader who has seen enough: `| head`
+        if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
             print(f"{prog}: {error}", file=sys.stderr)
         _drop_output()
         return 1
@@ -78,14 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Forget what stdout does not take, or Python complains of it when it ends."""
+    """Discard buffered output that stdout refuses; else Python reports it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _called() -> str:
-    """Return by what words this process was called."""
-    return "varcomm" if Path(sys.argv[0]).stem == "varcomm" else "python -m varcomm"

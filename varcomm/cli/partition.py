@@ -1,4 +1,4 @@
-"""``varcomm partition``: a graph in a file, cut into the parts of many ranks by one process."""
+"""``varcomm partition``: cut a graph in a file into parts, in one process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from varcomm.cli import arguments
 from varcomm.errors import ArgumentError
 
 __all__ = ["DESCRIPTION", "HELP", "METHODS", "add_arguments", "run"]
 
-_MOST = 1_000_000  # parts: a count for each of them is held
+_MOST = 1_000_000  # parts; memory grows with them
 
 HELP = "cut a graph or mesh into parts for ranks to load"
 DESCRIPTION = """\
-Cut a graph into parts in this one process, report how good they are, and write
-them into a folder, which varcomm.graph.PartitionedGraph.load reads on as many
-ranks, on more, or on fewer.
+Cut a graph into parts in one process, report their quality, and write them into
+a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
 
 FILE is one of
-  a mesh          in any format that meshio reads: .vtu, .msh, .stl, ...;
-                  its points are the nodes
-  .graph, .metis  METIS's format, with or without weights
-  .pt, .pth       a dict of tensors with edge_index (2, E), and others as x or
-                  pos, as torch.save(data.to_dict(), path) writes it of a Data;
+  a mesh          any format that meshio reads: .vtu, .msh, .stl, ...; its
+                  points are the nodes
+  .graph, .metis  METIS format, with or without weights
+  .pt, .pth       a dict of tensors: edge_index (2, E), and others such as x or
+                  pos; torch.save(data.to_dict(), path) writes one from a Data;
                   nothing else is unpickled
-  .npz            NumPy's arrays: edge_index (2, E) or edges (E, 2), and
-                  attributes by their names
+  .npz            NumPy arrays: edge_index (2, E) or edges (E, 2), and
+                  attributes by name
 
 example:
   %(prog)s wing.vtu --parts 8 --out wing-8 --plot wing-8.png
@@ -39,31 +39,29 @@ METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Declare the arguments of the command."""
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="a mesh or a graph")
-    add("--parts", type=_positive, required=True, metavar="N", help="how many ranks")
-    add(
-        "--method",
-        choices=METHODS,
-        metavar="M",
-        help=f"{', '.join(METHODS)}; default: metis where pymetis is installed, else rcb where "
-        "there are positions, else block. metis and kahip need more nodes than parts, and more "
-        "than one part: else it is block",
+    add("--parts", type=_parts, required=True, metavar="N", help="number of ranks")
+    method = (
+        f"{', '.join(METHODS)}; default: metis if pymetis is installed, else rcb if the graph has "
+        "positions, else block. metis and kahip need several parts and more nodes than parts; "
+        "else block is used"
     )
-    add("--out", type=Path, metavar="FOLDER", help="write the parts; an earlier one is replaced")
+    add("--method", choices=METHODS, metavar="M", help=method)
+    add("--out", type=Path, metavar="FOLDER", help="write the parts; replaces an earlier partition")
     add("--plot", type=Path, metavar="PNG", help="draw the parts: .png, .svg or .pdf (matplotlib)")
     add("--json", action="store_true", help="print the report as JSON")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the command."""
+    """Check the targets, cut, write and report."""
     from varcomm import simulate
     from varcomm.graph.files.graph_file import read_graph
     from varcomm.graph.files.plot import check_target, places
     from varcomm.graph.files.staging import check_place
 
-    if options.plot is not None:  # before the work
+    if options.plot is not None:
         check_target(options.plot)
     if options.out is not None:
         check_place(options.out)
@@ -93,22 +91,18 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 @contextmanager
 def _bar(parts: int) -> Iterator[Callable[[int], object] | None]:
-    """Yield what shows how many parts are written, to whoever looks on, where tqdm is installed."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+    """Yield a function that counts written parts on a terminal, if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield None
         return
-    with tqdm(total=parts, desc="writing parts", unit="part", leave=False) as bar:
+    off = not sys.stderr.isatty()
+    with tqdm(total=parts, desc="writing parts", unit="part", leave=False, disable=off) as bar:
         yield lambda rank: bar.update()
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    if int(text) > _MOST:
-        raise argparse.ArgumentTypeError(f"{text} are more parts than {_MOST:,}")
-    return int(text)
+def _parts(text: str) -> int:
+    if (number := arguments.positive(text)) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text} exceeds {_MOST:,} parts")
+    return number

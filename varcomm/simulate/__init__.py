@@ -1,15 +1,12 @@
-"""What a run on many ranks would send, keep and take, from one process and without them."""
+"""Simulation: bytes, memory and time of a run on many ranks, predicted by one process."""
 
-from varcomm.simulate.counts import Counts
 from varcomm.simulate.grid import coarsened, ocean, read_sea
-from varcomm.simulate.machine import Machine, Seconds
-from varcomm.simulate.machines import MACHINES
+from varcomm.simulate.machine import MACHINES, Machine, Seconds
 from varcomm.simulate.measure import measure
-from varcomm.simulate.parts import Parts, partition
+from varcomm.simulate.parts import Counts, Parts, partition
 from varcomm.simulate.scaling import Point, Sample, Scaling, sample, scaling
 from varcomm.simulate.step import Step, Times, step
-from varcomm.simulate.work import Work, count
-from varcomm.simulate.world import world
+from varcomm.simulate.work import Work, count, world
 
 __all__ = [
     "MACHINES",

@@ -1,10 +1,11 @@
-"""The sea on a grid of latitudes and longitudes, as a graph to count with."""
+"""The world ocean on a grid of latitudes and longitudes, as a graph."""
 
 from __future__ import annotations
 
+import io
 import lzma
 import os
-import tempfile
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,24 +21,23 @@ __all__ = ["coarsened", "ocean", "read_sea"]
 
 
 def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
-    """Join each sea cell to those of its 8 neighbours that are sea, in both directions.
+    """Connect each sea cell to its neighbouring sea cells, up to 8, in both directions.
 
     Parameters
     ----------
     is_sea : numpy.ndarray
         Bool of shape (rows, columns): rows from one pole to the other, columns around the Earth, so
-        that the last is beside the first.
+        that the last column is beside the first.
 
     Returns
     -------
     torch_geometric.data.Data
-        ``edge_index`` and ``pos``, the place of each cell's middle on the unit sphere, float32
-        (N, 3).
+        ``edge_index`` and ``pos``, the centre of each cell on the unit sphere, fp32 (N, 3).
 
     Raises
     ------
     ArgumentError
-        If `is_sea` is no table of bools, of two columns at least.
+        If `is_sea` is not a table of bools with at least three columns.
 
     Examples
     --------
@@ -50,20 +50,16 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
         raise ArgumentError("is_sea must be a NumPy array of bools with rows and columns.")
     rows, columns = is_sea.shape
     if columns < 3:
-        raise ArgumentError(f"is_sea must have 3 columns at least; got {columns}.")
+        raise ArgumentError(f"is_sea must have at least 3 columns; got {columns}.")
     number = np.cumsum(is_sea, dtype=np.int64).reshape(is_sea.shape) - 1
     edges = []
-    for down in (-1, 0, 1):
-        here, there = (
-            slice(max(0, -down), rows - max(0, down)),
-            slice(max(0, down), rows + min(0, down)),
-        )
-        for right in (-1, 0, 1):
-            if (down, right) != (0, 0):
-                other = np.roll(is_sea[there], -right, axis=1)
-                both = is_sea[here] & other
-                source = np.roll(number[there], -right, axis=1)[both]
-                edges.append(torch.from_numpy(np.stack([source, number[here][both]])))
+    for down, right in product((-1, 0, 1), repeat=2):
+        if (down, right) != (0, 0):
+            here = slice(max(0, -down), rows - max(0, down))
+            there = slice(max(0, down), rows + min(0, down))
+            both = is_sea[here] & np.roll(is_sea[there], -right, axis=1)
+            source = np.roll(number[there], -right, axis=1)[both]
+            edges.append(torch.from_numpy(np.stack([source, number[here][both]])))
     row, column = np.nonzero(is_sea)
     south, east = (row + 0.5) * (np.pi / rows), (column + 0.5) * (2 * np.pi / columns)
     pos = np.stack([np.sin(south) * np.cos(east), np.sin(south) * np.sin(east), np.cos(south)], 1)
@@ -71,19 +67,19 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
 
 
 def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
-    """Return every so many-th row and column.
+    """Return every `times`-th row and column of a table of cells, as a view.
 
     Parameters
     ----------
     is_sea : numpy.ndarray
-        Of shape (rows, columns).
+        Bool of shape (rows, columns).
     times : int
-        How many rows, and columns, one is to stand for.
+        Step between rows, and between columns.
 
     Returns
     -------
     numpy.ndarray
-        A view of the rows and columns that are left.
+        The remaining rows and columns.
 
     Examples
     --------
@@ -94,13 +90,13 @@ def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
 
 
 def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Read where the sea is from NOAA's relief of the Earth, ETOPO, as Ferret's data sets have it.
+    """Read the sea cells of NOAA's relief of the Earth, ETOPO, from Ferret's data sets.
 
     Parameters
     ----------
     path : path
-        A file in netCDF 3 with heights in m as ``ROSE``, one of ``etopo5.cdf``, ``etopo20.cdf`` and
-        ``etopo60.cdf``, or the same compressed by xz. Needs SciPy.
+        A netCDF 3 file with heights in m as ``ROSE``: ``etopo5.cdf``, ``etopo20.cdf`` or
+        ``etopo60.cdf``, or one of them compressed with xz. Needs SciPy.
 
     Returns
     -------
@@ -110,7 +106,7 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     Raises
     ------
     ArgumentError
-        If the file is not there or is something else.
+        If the file does not exist or has another format.
     MissingPackageError
         If SciPy is not installed.
     """
@@ -121,15 +117,12 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     path = Path(path)
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}.")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            plain = path
-            if path.suffix == ".xz":
-                plain = Path(folder) / path.stem
-                plain.write_bytes(lzma.decompress(path.read_bytes()))
-            with netcdf_file(plain, mmap=False) as file:
-                relief = file.variables["ROSE"][:]
-        except (OSError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
-            raise ArgumentError(f"{path} is no relief in netCDF 3: {error}.") from error
-    # an odd last column repeats the first
+    try:
+        content = path.read_bytes()
+        content = lzma.decompress(content) if path.suffix == ".xz" else content
+        with netcdf_file(io.BytesIO(content), mmap=False) as file:
+            relief = file.variables["ROSE"][:]
+    except (OSError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
+        raise ArgumentError(f"{path} is no relief in netCDF 3: {error}.") from error
+    # An odd last column repeats the first.
     return np.asarray(relief[:, : relief.shape[1] - relief.shape[1] % 2] < 0)

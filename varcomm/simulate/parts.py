@@ -1,20 +1,19 @@
-"""A partition for any number of ranks, made by one process that has the whole graph."""
+"""Partitions for any number of ranks, made by one process that has the whole graph."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.simulate.counts import Counts
-from varcomm.simulate.needs import Needs
-from varcomm.simulate.world import world
+from varcomm.simulate.work import world
 from varcomm.sizes import ShardSizes, exact_int
 from varcomm.transport.group import GroupLike, resolve
 
@@ -26,26 +25,195 @@ if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
     from varcomm.graph.report import Report
 
-__all__ = ["Parts", "partition"]
+__all__ = ["Counts", "Flows", "Needs", "Parts", "partition"]
 
-# Nodes in a picture, as graph.plot draws them.
+# Edges per pass: temporary memory is then a few hundred MB for any graph.
+_EDGES = 1 << 22
+# Nodes in a picture, as in graph.plot.
 _DRAWN = 200_000
 
 
 @dataclass(frozen=True, eq=False)
+class Flows:
+    """Messages of one exchange of halos among all ranks, each pair of ranks at most once.
+
+    Attributes
+    ----------
+    sender, receiver, rows : torch.Tensor
+        Of each message; int64, shape (messages,).
+    """
+
+    sender: torch.Tensor
+    receiver: torch.Tensor
+    rows: torch.Tensor
+
+    def per_rank(self, end: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the rows that each rank sends (`end` is `sender`) or receives (`receiver`)."""
+        return torch.zeros(size, dtype=torch.int64).index_add_(0, end, self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Numbers of nodes, edges and rows that each of P ranks owns, needs and sends.
+
+    Tensors are int64 of shape (P,), one entry per rank, summed over the types of nodes and edges.
+
+    Attributes
+    ----------
+    owned : torch.Tensor
+        Nodes that each rank owns.
+    edges : torch.Tensor
+        Edges into these nodes.
+    flows : mapping of Flows
+        Exchange of halos of each edge type; the key is None in a graph with one type.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
+    >>> counts = varcomm.simulate.partition(ring, 3, "block")
+    >>> counts.owned, counts.halo, counts.edges
+    (tensor([2, 2, 2]), tensor([1, 1, 1]), tensor([2, 2, 2]))
+    """
+
+    owned: torch.Tensor
+    edges: torch.Tensor
+    flows: Mapping[Any, Flows] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, P."""
+        return len(self.owned)
+
+    @cached_property
+    def halo(self) -> torch.Tensor:
+        """Rows that each rank receives in an exchange of its halo."""
+        return _sum([f.per_rank(f.receiver, self.size) for f in self.flows.values()], self.size)
+
+    @cached_property
+    def sent(self) -> torch.Tensor:
+        """Rows that each rank sends in an exchange of halos, once per receiver."""
+        return _sum([f.per_rank(f.sender, self.size) for f in self.flows.values()], self.size)
+
+    @cached_property
+    def neighbours(self) -> torch.Tensor:
+        """Number of ranks with which each rank exchanges rows in at least one direction."""
+        both = (self.rows + self.rows.T).coalesce().indices()
+        return torch.bincount(both[0], minlength=self.size)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """Rows that each rank sends to each rank in an exchange; sparse, shape (P, P)."""
+        none = torch.zeros(0, dtype=torch.int64)
+        sender, receiver, rows = (
+            torch.cat([none, *(getattr(flows, name) for flows in self.flows.values())])
+            for name in ("sender", "receiver", "rows")
+        )
+        return torch.sparse_coo_tensor(
+            torch.stack([sender, receiver]), rows, (self.size,) * 2, check_invariants=False
+        ).coalesce()
+
+    def without_graph(self) -> Counts:
+        """Return the counts alone, which need little memory."""
+        return Counts(self.owned, self.edges, self.flows)
+
+    def refined(self, times: int) -> Counts:
+        """Return the counts of a finer mesh of a surface, cut along the same lines.
+
+        Each cell becomes ``times`` by ``times`` cells: ``times**2`` as many nodes and edges, and
+        ``times`` as many rows along a cut. Use this estimate for meshes too large to be made.
+        """
+        flows = {
+            key: Flows(flow.sender, flow.receiver, flow.rows * times)
+            for key, flow in self.flows.items()
+        }
+        return Counts(self.owned * times**2, self.edges * times**2, flows)
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """Halo rows of all ranks for one edge type; tensors are int64 on the CPU.
+
+    Rows have global numbers, ordered by owner. Each pair of a receiver and a row occurs once,
+    ordered by receiver, then by row.
+
+    Attributes
+    ----------
+    edges, cut : torch.Tensor
+        Edges into the nodes of each rank, and those of them from another rank; shape (P,).
+    receiver, sender, row : torch.Tensor
+        Rank that needs a row, rank that owns it, and its number; shape (sum of halos,).
+    starts : torch.Tensor
+        First row of each rank; shape (P,).
+    """
+
+    edges: torch.Tensor
+    cut: torch.Tensor
+    receiver: torch.Tensor
+    sender: torch.Tensor
+    row: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, edge_index: torch.Tensor, sources: Numbering, targets: Numbering) -> Self:
+        """Collect them from all edges of the full graph, int64 of shape (2, E)."""
+        ranks, rows = len(sources.sizes), max(1, sources.sizes.total)
+        owner, number = sources.owner.to(torch.int32), sources.number
+        target_owner = owner if targets is sources else targets.owner.to(torch.int32)
+        edges, cut = torch.zeros(2, ranks, dtype=torch.int64)
+        found = [torch.zeros(0, dtype=torch.int64, device=edge_index.device)]
+        for source, target in zip(*(ends.split(_EDGES) for ends in edge_index), strict=True):
+            to = target_owner[target]
+            edges += torch.bincount(to, minlength=ranks).cpu()
+            crosses = torch.nonzero(owner[source] != to).view(-1)
+            cut += torch.bincount(to[crosses], minlength=ranks).cpu()
+            found.append(torch.unique(to[crosses].long() * rows + number[source[crosses]]))
+        pairs = torch.unique(torch.cat(found)).cpu()
+        receiver, row = pairs // rows, pairs % rows
+        return cls(
+            edges,
+            cut,
+            receiver,
+            torch.as_tensor(sources.sizes.owner(row)),
+            row,
+            torch.tensor(sources.sizes.offsets[:ranks], dtype=torch.int64),
+        )
+
+    @property
+    def flows(self) -> Flows:
+        """Messages of an exchange of these halos."""
+        ranks = len(self.edges)
+        pair, rows = torch.unique(self.sender * ranks + self.receiver, return_counts=True)
+        return Flows(pair // ranks, pair % ranks, rows)
+
+    def asked_of(self, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Return the local rows that a rank sends, by receiver, and their number per receiver."""
+        asked = torch.nonzero(self.sender == rank).view(-1)
+        counts = torch.bincount(self.receiver[asked], minlength=len(self.edges))
+        return self.row[asked] - self.starts[rank], tuple(counts.tolist())
+
+    def asked_by(self, rank: int) -> tuple[int, ...]:
+        """Return the number of rows that a rank receives from each rank."""
+        asks = torch.searchsorted(self.receiver, torch.tensor([rank, rank + 1]))
+        first, last = asks.tolist()
+        counts = torch.bincount(self.sender[first:last], minlength=len(self.edges))
+        return tuple(counts.tolist())
+
+
+@dataclass(frozen=True, eq=False)
 class Parts(Counts):
-    """A graph cut for P ranks: what each would own, need and send, and the part that it has.
+    """A graph cut for P ranks: its :class:`Counts`, and the part of each rank.
 
     Made by :func:`partition`.
 
     Attributes
     ----------
-    owned, edges, flows
-        As of :class:`Counts`.
     method : str
-        How the ranks of nodes were decided.
+        Method that assigned nodes to ranks.
     needs : mapping of Needs
-        Who needs which rows of whom, by type of edges; of the type None in a graph with one type.
+        Halo rows of all ranks, by edge type; the key is None in a graph with one type.
 
     Examples
     --------
@@ -71,20 +239,20 @@ class Parts(Counts):
     _numbered: Mapping[NodeType, Numbering] = field(repr=False)
 
     def part(self, group: GroupLike = None) -> PartitionedGraph:
-        """Return what this rank of a group has of the graph; without communication.
+        """Return this rank's part of the graph, without communication.
 
-        It is what :func:`varcomm.graph.partition` gives there, with the plan of each halo. Inside
-        :func:`world`, or on ranks that are there and have the same graph.
+        It equals the part that :func:`varcomm.graph.partition` returns. Call it inside
+        :func:`world`, or on real ranks that have the same graph.
 
         Parameters
         ----------
         group : ProcessGroup or DeviceMesh, optional
-            Of P ranks; None is the whole world.
+            P ranks that take part; None is the whole world.
 
         Raises
         ------
         ArgumentError
-            If the group has another number of ranks.
+            If the group does not have P ranks.
         """
         from varcomm.graph.building.assemble import localised, owned_edges
         from varcomm.graph.building.tables import ends
@@ -127,7 +295,7 @@ class Parts(Counts):
         return PartitionedGraph(nodes, edges, dict(tables.attributes), self.method)
 
     def report(self) -> Report:
-        """Return what :meth:`varcomm.graph.PartitionedGraph.report` returns on P ranks."""
+        """Return the report of :meth:`varcomm.graph.PartitionedGraph.report` on P ranks."""
         from varcomm.graph.report import Report
 
         cut = _sum([needs.cut for needs in self.needs.values()], self.size)
@@ -137,10 +305,10 @@ class Parts(Counts):
     def save(
         self, folder: str | os.PathLike[str], progress: Callable[[int], object] | None = None
     ) -> None:
-        """Write what :meth:`varcomm.graph.PartitionedGraph.save` writes on P ranks.
+        """Write the files of :meth:`varcomm.graph.PartitionedGraph.save` on P ranks.
 
-        :meth:`varcomm.graph.PartitionedGraph.load` reads it, on any number of ranks. One part after
-        the other is cut out of the graph, with a look at all edges for each, and written.
+        :meth:`varcomm.graph.PartitionedGraph.load` reads them on any number of ranks. Parts are cut
+        and written one by one; each passes over all edges.
 
         Parameters
         ----------
@@ -152,10 +320,9 @@ class Parts(Counts):
         Raises
         ------
         ArgumentError
-            If the folder is, or has, something else, or cannot be written; or an attribute cannot
-            be saved.
+            If the folder holds other files or cannot be written, or an attribute cannot be saved.
         GroupError
-            If torch.distributed is initialised already.
+            If torch.distributed is already initialised.
         """
         from varcomm.graph.building.tables import ends
         from varcomm.graph.files.staging import Staging, part_of
@@ -191,17 +358,17 @@ class Parts(Counts):
         projection: Projection = None,
         node_type: NodeType = None,
     ) -> None:
-        """Draw what :meth:`varcomm.graph.PartitionedGraph.plot` draws on P ranks.
+        """Draw the picture of :meth:`varcomm.graph.PartitionedGraph.plot`, for P ranks.
 
         Parameters
         ----------
         path, projection, node_type
-            As there.
+            As for :meth:`varcomm.graph.PartitionedGraph.plot`.
 
         Raises
         ------
         ArgumentError
-            If positions are missing or do not fit, or the file cannot be written.
+            If positions are missing or do not match, or the file cannot be written.
         MissingPackageError
             If matplotlib is not installed.
         """
@@ -243,39 +410,39 @@ class Parts(Counts):
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:
-    """Cut a graph for `size` ranks, in one process and without any of them.
+    """Cut a graph for `size` ranks in one process, without communication.
 
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The whole graph, as :func:`varcomm.graph.partition` takes it. To count no more than
-        ``edge_index`` and ``num_nodes`` are needed, and ``pos`` for the methods that take it.
+        The full graph, as for :func:`varcomm.graph.partition`. Counts need ``edge_index`` and
+        ``num_nodes`` alone, and ``pos`` if the method uses positions.
     size : int
-        Ranks, P.
+        Number of ranks, P.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
-        As for :func:`varcomm.graph.partition`. ``"hilbert"`` and ``"block"`` take as long for
-        thousands of ranks as for two.
+        As for :func:`varcomm.graph.partition`. The time of ``"hilbert"`` and ``"block"`` does not
+        grow with P.
 
     Returns
     -------
     Parts
-        What each rank owns, needs and sends.
+        Counts and parts of all ranks.
 
     Raises
     ------
     ArgumentError
-        If the graph, `size` or the method will not do.
+        If the graph, `size` or the method is not accepted.
     MissingPackageError
         If `method` needs a package that is not installed.
 
     Notes
     -----
-    No communication, and no loop over nodes or ranks: the edges are looked at once, a few million
-    at a time, and what is kept beside the graph is in proportion to nodes and halos.
+    One pass over the edges, without a loop over nodes or ranks. Memory beside the graph grows with
+    nodes and halos.
 
     Examples
     --------
-    A directed ring of 6 nodes on 3 ranks: each needs one row of the rank before it.
+    On a directed ring of 6 nodes and 3 ranks, each rank needs one row of the rank before it.
 
     >>> import torch, varcomm as vc
     >>> from torch_geometric.data import Data

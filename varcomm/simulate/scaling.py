@@ -1,4 +1,4 @@
-"""How a step's time changes with the number of ranks."""
+"""Time of a step by number of ranks."""
 
 from __future__ import annotations
 
@@ -10,44 +10,39 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.simulate.counts import Counts
 from varcomm.simulate.fit import Fit
-from varcomm.simulate.flows import Alike, Halo, recognised
 from varcomm.simulate.machine import Machine
-from varcomm.simulate.parts import partition
-from varcomm.simulate.step import Prepare, Step, run
+from varcomm.simulate.parts import Counts, partition
+from varcomm.simulate.step import HaloCall, Prepare, SameCall, Step, calls_of_all, run
+from varcomm.simulate.table import aligned
 
 __all__ = ["Point", "Sample", "Scaling", "sample", "scaling"]
 
-# Ranks that are run, of all numbers of ranks together; at least two of each.
-_RANKS = 8
-
-# What keeps a rank busy.
-_BUSY = ("flops", "matmul_bytes", "other_bytes")
+_RANKS = 8  # simulated ranks of all numbers of ranks together; at least two of each
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step on some number of ranks; counts, bytes and seconds are the most of any rank.
+    """A step on one number of ranks; counts, bytes and seconds are the maximum over ranks.
 
     Attributes
     ----------
     ranks, nodes : int
-        Ranks, and nodes of the whole graph.
+        Ranks, and nodes of the full graph.
     owned, edges, halo, neighbours : int
-        Nodes and edges that a rank owns, rows that it receives, and ranks with which it exchanges.
+        Owned nodes and edges, received rows, and ranks with which a rank exchanges rows.
     sent, messages : float
-        Bytes and messages that it sends in a step.
+        Bytes and messages that a rank sends in a step.
     memory : float
         Bytes of tensors.
     compute : float
-        Seconds of operators: the greater of the two that follow.
+        Seconds of operators: the greater of `busy` and `launching`.
     busy, launching : float
-        Of their arithmetic and memory, and of starting them one by one.
+        Seconds of arithmetic and memory, and of starting operators.
     halo_seconds, sum_seconds : float
-        Of exchanges of halos, and of all other calls: sums of gradients and losses.
+        Seconds of exchanges of halos, and of all other calls: sums of gradients and losses.
     seconds : float
-        Of the slowest rank, with nothing overlapped.
+        Seconds of the slowest rank; nothing overlaps.
     """
 
     ranks: int
@@ -70,13 +65,14 @@ class Point:
     def of(cls, step: Step, machine: Machine) -> Point:
         """Sum up a step on a machine."""
         counts, times = step.parts, step.times(machine)
-        halos = {transfer.name for transfer in step.transfers if isinstance(transfer, Halo)}
+        halos = {call.name for call in step.transfers if isinstance(call, HaloCall)}
         of_halos, of_sums = torch.zeros(2, counts.size, dtype=torch.float64)
         for name, seconds in times.communication.items():
             if name in halos:
                 of_halos = of_halos + seconds
             else:
                 of_sums = of_sums + seconds
+        busy = ("flops", "matmul_bytes", "other_bytes")
         return cls(
             ranks=counts.size,
             nodes=int(counts.owned.sum()),
@@ -88,7 +84,7 @@ class Point:
             messages=float(step.messages.max()),
             memory=float(step.memory.max()),
             compute=float(times.compute.max()),
-            busy=float(machine.busy(*(step.counts[name] for name in _BUSY)).max()),
+            busy=float(machine.busy(*(step.counts[name] for name in busy)).max()),
             launching=float(step.counts["kernels"].max()) * machine.launch,
             halo_seconds=float(of_halos.max()),
             sum_seconds=float(of_sums.max()),
@@ -98,21 +94,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a step does by what a rank has of a graph, for some numbers of ranks.
+    """Work of a step per row of a graph, for some numbers of ranks.
 
     Attributes
     ----------
     fit : Fit
         Operations, bytes and memory.
     transfers : mapping of int to tuple
-        The calls of a step, by the number of ranks.
+        Calls of a step, by number of ranks.
     """
 
     fit: Fit
-    transfers: Mapping[int, tuple[Halo | Alike, ...]]
+    transfers: Mapping[int, tuple[HaloCall | SameCall, ...]]
 
     def step(self, counts: Counts) -> Step:
-        """Return the step on a partition for one of these numbers of ranks.
+        """Return the step on a partition.
 
         Raises
         ------
@@ -128,10 +124,10 @@ class Sample:
 
 
 def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None) -> Sample:
-    """Run a step on a small graph, cut for several numbers of ranks, to tell it for large ones.
+    """Run a step on a small graph for several numbers of ranks, to predict steps on large graphs.
 
-    What a step does is counted on a few ranks for each number of ranks. The small graph must be
-    like the large one in what is there of each node and edge, not in its shape.
+    A few ranks are simulated for each number of ranks. The small graph needs the same attributes
+    per node and edge as the large one, not its shape.
 
     Parameters
     ----------
@@ -147,12 +143,12 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     Returns
     -------
     Sample
-        To be applied to counts of any graph.
+        Applies to counts of any graph.
 
     Raises
     ------
     ArgumentError
-        If `sizes` are none, or the small graph has no halos on one of them.
+        If `sizes` is empty, or the small graph has no halos on one of them.
 
     Examples
     --------
@@ -173,28 +169,28 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     simulated, transfers = [], {}
     different = list(dict.fromkeys(sizes))
     if not different:
-        raise ArgumentError("simulate.sample: sizes must name one number of ranks at least.")
+        raise ArgumentError("simulate.sample: sizes must name at least one number of ranks.")
 
     def simulate(size: int, ranks_each: int) -> None:
         parts = partition(data, size, method)
         order = parts.edges.argsort()
         order = order[parts.edges[order] > 0] if parts.edges.any() else order
         places = torch.linspace(len(order) - 1, len(order) // 4, ranks_each).round().long()
-        # and one with a halo, which tells the bytes of its rows
+        # A rank with a halo determines the bytes per row.
         ranks = dict.fromkeys([*order[places].tolist(), int(parts.halo.argmax())])
         works = run(prepare, parts, list(ranks))
         simulated.append((parts, works))
-        transfers[size] = recognised(parts, works)
-        known = (not isinstance(each, Halo) or each.width > 0 for each in transfers[size])
+        transfers[size] = calls_of_all(parts, works)
+        known = (not isinstance(call, HaloCall) or call.width > 0 for call in transfers[size])
         if size > 1 and not all(known):
             raise ArgumentError(
                 f"simulate.sample: the small graph has no halos on {size} ranks, so that the bytes "
-                "of a row are not known. Take one with edges between parts."
+                "per row are not determined. Use a graph with edges between parts."
             )
 
     for size in different:
         simulate(size, max(2, ceil(_RANKS / len(different))))
-    # each has a constant of its own, so that few ranks of few numbers tell too little of rows
+    # Each number of ranks has its own constant, so a few ranks do not determine the slopes.
     if sum(len(works) - 1 for _, works in simulated) < _RANKS:
         simulate(2 * max(different) + _RANKS, 2 * _RANKS)
     return Sample(Fit.of(simulated), transfers)
@@ -202,7 +198,7 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
 
 @dataclass(frozen=True)
 class Scaling:
-    """Points of growing numbers of ranks, on one machine.
+    """Points for growing numbers of ranks on one machine.
 
     Attributes
     ----------
@@ -218,42 +214,36 @@ class Scaling:
 
     @property
     def efficiency(self) -> list[float]:
-        """Nodes a second and a rank, as a part of those of the first point."""
+        """Nodes per second and rank, relative to the first point."""
         rates = [point.nodes / point.seconds / point.ranks for point in self.points]
         return [rate / rates[0] for rate in rates]
 
     def __str__(self) -> str:
         """Return a table."""
-        rows = [_COLUMNS]
+        full = self.machine.memory
+        rows = [
+            [
+                *("ranks", "nodes", "owned", "halo", "neighbours", "MB sent", "messages", "GB "),
+                *("compute ms", "halo ms", "sums ms", "step ms", "efficiency"),
+            ]
+        ]
         for point, efficiency in zip(self.points, self.efficiency, strict=True):
+            counts = (point.ranks, point.nodes, point.owned, point.halo, point.neighbours)
+            seconds = (point.compute, point.halo_seconds, point.sum_seconds, point.seconds)
             rows.append(
-                (
-                    f"{point.ranks:,}",
-                    f"{point.nodes:,}",
-                    f"{point.owned:,}",
-                    f"{point.halo:,}",
-                    f"{point.neighbours:,}",
+                [
+                    *(f"{number:,}" for number in counts),
                     f"{point.sent / 1e6:.2f}",
                     f"{point.messages:,.0f}",
-                    f"{point.memory / 1e9:.2f}{'*' if point.memory > self.machine.memory else ' '}",
-                    f"{point.compute * 1e3:.2f}",
-                    f"{point.halo_seconds * 1e3:.2f}",
-                    f"{point.sum_seconds * 1e3:.2f}",
-                    f"{point.seconds * 1e3:.2f}",
+                    f"{point.memory / 1e9:.2f}{'*' if point.memory > full else ' '}",
+                    *(f"{each * 1e3:.2f}" for each in seconds),
                     f"{efficiency:.2f}",
-                )
+                ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        if any(point.memory > self.machine.memory for point in self.points):
-            lines.append(f"* more than the {self.machine.memory / 1e9:.0f} GB of a rank")
+        lines = aligned(rows, left=0)
+        if any(point.memory > full for point in self.points):
+            lines.append(f"* more than the {full / 1e9:.0f} GB of a rank")
         return "\n".join(lines)
-
-
-_COLUMNS = (
-    *("ranks", "nodes", "owned", "halo", "neighbours", "MB sent", "messages", "GB "),
-    *("compute ms", "halo ms", "sums ms", "step ms", "efficiency"),
-)
 
 
 def scaling(
@@ -264,17 +254,18 @@ def scaling(
     Parameters
     ----------
     sample : Sample
-        What the step does.
+        Work of the step.
     counts : sequence of Counts
         A graph cut for each number of ranks; with `weak`, graphs that grow with it.
     machine : Machine
+        Machine of all ranks.
     weak : bool
-        Only what is said of it.
+        Recorded in the result.
 
     Returns
     -------
     Scaling
-        A point for each number of ranks.
+        One point per number of ranks.
 
     Examples
     --------

@@ -1,39 +1,161 @@
-"""A training step on a partition: run as some of its ranks, told for all."""
+"""Prediction of a training step on all ranks from simulated runs on some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from varcomm.errors import ArgumentError
-from varcomm.simulate.counts import Counts
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.simulate.fit import COUNTS, Fit
-from varcomm.simulate.flows import Alike, Halo, Lanes, recognised
 from varcomm.simulate.machine import Machine
-from varcomm.simulate.parts import Parts
-from varcomm.simulate.work import Work, count
-from varcomm.simulate.world import world
+from varcomm.simulate.parts import Counts, Flows, Parts
+from varcomm.simulate.table import aligned
+from varcomm.simulate.work import Work, count, world
 from varcomm.sizes import checked_rank
+from varcomm.transport.simulated import Transfer
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
-__all__ = ["Prepare", "Step", "Times", "run", "step"]
+__all__ = ["HaloCall", "Prepare", "SameCall", "Step", "Times", "calls_of_all", "run", "step"]
 
-# From a rank's part of the graph to what it does in a step.
+# From a rank's part of the graph to a function that does one step.
 Prepare = Callable[["PartitionedGraph"], Callable[[], object]]
 
-# Ranks that are simulated where nobody says which.
-_RANKS = 8
+_RANKS = 8  # simulated ranks by default
+
+
+@dataclass(frozen=True)
+class HaloCall:
+    """An exchange of halos, or its adjoint if `is_adjoint`: `width` bytes per halo row."""
+
+    name: str
+    edge_type: Any
+    width: int
+    is_adjoint: bool
+
+    def traffic(self, flows: Flows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the messages and bytes that each rank sends; fp64, shape (P,)."""
+        sent, received = _per_rank(flows, size, size)
+        messages, rows = (received if self.is_adjoint else sent).sum(dim=1)
+        return messages, rows * self.width
+
+    def seconds(self, flows: Flows, size: int, machine: Machine) -> torch.Tensor:
+        """Return the seconds on each rank; fp64, shape (P,)."""
+        sent, received = _per_rank(flows, size, machine.ranks_per_node)
+        messages, rows = torch.maximum(sent, received)
+        nbytes = rows * self.width
+        total: torch.Tensor = machine.exchange((messages[0], nbytes[0]), (messages[1], nbytes[1]))
+        return total
+
+
+@dataclass(frozen=True)
+class SameCall:
+    """A call with the same bytes on all ranks, up to a few, such as a sum over all ranks."""
+
+    name: str
+    transfer: Transfer
+
+    def traffic(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the messages and bytes that each rank sends; fp64, shape (P,)."""
+        send = torch.tensor(self.transfer.send, dtype=torch.float64)
+        return (send > 0).sum().double().expand(size), send.sum().expand(size)
+
+
+def _per_rank(flows: Flows, size: int, per_node: int) -> torch.Tensor:
+    """Return messages and rows of each rank within its node and beyond.
+
+    fp64 of shape (2, 2, 2, P): sent or received; messages or rows; within or beyond.
+    """
+    beyond = (flows.sender // per_node != flows.receiver // per_node).long()
+    both = (torch.ones_like(flows.rows, dtype=torch.float64), flows.rows.double())
+    return torch.stack([
+        torch.stack([
+            torch.bincount(beyond * size + end, weights, minlength=2 * size).view(2, size)
+            for weights in both
+        ])
+        for end in (flows.sender, flows.receiver)
+    ])  # fmt: skip
+
+
+def calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[HaloCall | SameCall, ...]:
+    """Return the calls of all ranks of a partition from those of simulated ranks.
+
+    Raises
+    ------
+    ArgumentError
+        If the simulated ranks do not determine which halo a call exchanges.
+    DisagreementError
+        If ranks make different calls.
+    """
+    names = {rank: [name for name, _ in work.transfers] for rank, work in works.items()}
+    first = next(iter(names))
+    for rank, named in names.items():
+        if named != names[first]:
+            raise DisagreementError(
+                f"simulate.step: rank {rank} makes the calls {named}, and rank {first} "
+                f"{names[first]}. All ranks must make the same calls in the same order."
+            )
+    return tuple(
+        _call(parts, name, {rank: work.transfers[place][1] for rank, work in works.items()})
+        for place, name in enumerate(names[first])
+    )
+
+
+def _call(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> HaloCall | SameCall:
+    largest = max(transfers.values(), key=lambda each: sum(each.send) + sum(each.recv))
+    if largest.schedule != "neighbours" or len(largest.ranks) != parts.size:
+        return SameCall(name, largest)
+    halos = [halo for key in parts.needs for halo in _matching(parts, key, name, transfers)]
+    if len({_messages(parts, halo) for halo in halos}) > 1:
+        sent = torch.stack([h.traffic(parts.flows[h.edge_type], parts.size)[1] for h in halos])
+        apart = torch.nonzero((sent != sent[0]).any(dim=0)).view(-1).tolist()
+        raise ArgumentError(
+            f"simulate: ranks {sorted(transfers)} do not determine whose halo a call of {name} "
+            f"exchanges, or in which direction. Also run one of these ranks: {apart[:5]}."
+        )
+    if halos and halos[0].width == 0 and len(parts.flows[halos[0].edge_type].rows):
+        raise ArgumentError(
+            f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the bytes "
+            f"per row are not determined. Also run a rank with a halo: {int(parts.halo.argmax())}."
+        )
+    return halos[0] if halos else SameCall(name, largest)
+
+
+def _matching(
+    parts: Parts, edge_type: Any, name: str, transfers: Mapping[int, Transfer]
+) -> Iterator[HaloCall]:
+    """Yield the exchanges of a halo, and their adjoints, that have the bytes of the transfers."""
+    needs = parts.needs[edge_type]
+    given = [counts for each in transfers.values() for counts in (each.send, each.recv)]
+    for is_adjoint in {"exchange": [False], "exchange_adjoint": [True]}.get(name, [False, True]):
+        rows: list[tuple[int, ...]] = []
+        for rank in transfers:
+            ends = needs.asked_of(rank)[1], needs.asked_by(rank)
+            rows += reversed(ends) if is_adjoint else ends
+        total = sum(map(sum, rows))
+        width = sum(map(sum, given)) // total if total else 0
+        if all(tuple(width * n for n in r) == tuple(g) for r, g in zip(rows, given, strict=True)):
+            yield HaloCall(name, edge_type, width, is_adjoint)
+
+
+def _messages(parts: Parts, halo: HaloCall) -> tuple[tuple[int, ...], ...]:
+    """Return pairs of ranks and bytes of the messages of an exchange, in one order."""
+    flows = parts.flows[halo.edge_type]
+    ends = (flows.sender, flows.receiver)
+    source, target = reversed(ends) if halo.is_adjoint else ends
+    pair = source * parts.size + target
+    order = pair.argsort()
+    return tuple(pair[order].tolist()), tuple((flows.rows[order] * halo.width).tolist())
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step on each rank; float64 tensors of shape (P,).
+    """Seconds of a step on each rank; fp64 tensors of shape (P,).
 
     Attributes
     ----------
@@ -48,43 +170,42 @@ class Times:
 
     @property
     def total(self) -> torch.Tensor:
-        """Of both, one after the other on each rank: nothing overlaps."""
+        """Sum of both on each rank; nothing overlaps."""
         return torch.stack([self.compute, *self.communication.values()]).sum(dim=0)
 
     @property
     def step(self) -> float:
-        """Of the slowest rank, for which the others wait."""
+        """Seconds of the slowest rank."""
         return float(self.total.max())
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step does on every rank of a partition.
+    """Work and messages of a step on every rank of a partition, made by :func:`step`.
 
-    Made by :func:`step`. What was counted on simulated ranks holds there exactly; on all others,
-    operations, bytes and memory are linear in the rows that a rank owns, receives and sends, and
-    transfers are those of the partition.
+    Counts of simulated ranks are exact. On other ranks, operations, bytes and memory are linear in
+    the rows that a rank owns, receives and sends; messages follow from the partition.
 
     Attributes
     ----------
     parts : Counts
         The partition.
     works : mapping of int to Work
-        What was counted, by rank.
+        Work of the simulated ranks.
     fit : Fit
-        The linear model, with its error.
-    transfers : tuple of Halo and Alike
-        The calls of a step, in their order.
+        The linear model and its error.
+    transfers : tuple of HaloCall and SameCall
+        The calls of a step, in order.
     """
 
     parts: Counts
     works: Mapping[int, Work]
     fit: Fit = field(repr=False)
-    transfers: tuple[Halo | Alike, ...] = field(repr=False)
+    transfers: tuple[HaloCall | SameCall, ...] = field(repr=False)
 
     @cached_property
     def counts(self) -> Mapping[str, torch.Tensor]:
-        """What each rank does and keeps, by the names in :class:`Work`; float64, shape (P,)."""
+        """Attributes of :class:`Work` on each rank, by name; fp64, shape (P,)."""
         found = self.fit.counts(self.parts)
         for rank, work in self.works.items():
             found[rank] = torch.tensor([float(getattr(work, name)) for name in COUNTS])
@@ -92,18 +213,17 @@ class Step:
 
     @property
     def memory(self) -> torch.Tensor:
-        """Bytes of tensors alive on each rank at the worst moment; float64, shape (P,)."""
+        """Peak bytes of tensors on each rank; fp64, shape (P,)."""
         return self.counts["memory"]
 
     @cached_property
     def _sent(self) -> tuple[torch.Tensor, torch.Tensor]:
         messages, nbytes = torch.zeros(2, self.parts.size, dtype=torch.float64)
-        for transfer in self.transfers:
-            if isinstance(transfer, Halo):
-                more = transfer.numbers(self._lanes(1)[transfer.edge_type])
+        for call in self.transfers:
+            if isinstance(call, HaloCall):
+                more = call.traffic(self.parts.flows[call.edge_type], self.parts.size)
             else:
-                send = transfer.transfer.send
-                more = (torch.tensor(float(sum(map(bool, send)))), torch.tensor(float(sum(send))))
+                more = call.traffic(self.parts.size)
             messages, nbytes = messages + more[0], nbytes + more[1]
         for rank, work in self.works.items():
             total = work.calls.total
@@ -112,40 +232,30 @@ class Step:
 
     @property
     def messages(self) -> torch.Tensor:
-        """Messages that each rank sends; float64, shape (P,)."""
+        """Messages that each rank sends; fp64, shape (P,)."""
         return self._sent[0]
 
     @property
     def sent(self) -> torch.Tensor:
-        """Bytes that each rank sends; float64, shape (P,)."""
+        """Bytes that each rank sends; fp64, shape (P,)."""
         return self._sent[1]
 
     def times(self, machine: Machine) -> Times:
         """Return the seconds of the step on each rank of a machine."""
         compute = machine.compute(*(self.counts[name] for name in COUNTS if name != "memory"))
-        lanes = self._lanes(machine.ranks_per_node)
+        zeros = torch.zeros(self.parts.size, dtype=torch.float64)
         communication: dict[str, torch.Tensor] = {}
-        alone = self.parts.size == 1
-        for transfer in self.transfers:
-            if alone:
-                more = torch.zeros(1, dtype=torch.float64)
-            elif isinstance(transfer, Halo):
-                more = transfer.seconds(lanes[transfer.edge_type], machine)
-            else:
-                seconds = machine.transfer(transfer.transfer)
-                more = torch.full((self.parts.size,), seconds, dtype=torch.float64)
-            before = communication.get(transfer.name)
-            communication[transfer.name] = more if before is None else before + more
+        for call in self.transfers:
+            more = zeros
+            if isinstance(call, HaloCall) and self.parts.size > 1:
+                more = call.seconds(self.parts.flows[call.edge_type], self.parts.size, machine)
+            elif isinstance(call, SameCall):
+                more = zeros + machine.transfer(call.transfer)
+            communication[call.name] = communication.get(call.name, zeros) + more
         return Times(compute, communication)
 
-    def _lanes(self, ranks_per_node: int) -> Mapping[Any, Lanes]:
-        return {
-            key: Lanes.of(flows, self.parts.size, ranks_per_node)
-            for key, flows in self.parts.flows.items()
-        }
-
     def __str__(self) -> str:
-        """Return a table of the least, the mean and the most of all ranks."""
+        """Return a table of minimum, mean and maximum over all ranks."""
         parts, counts = self.parts, self.counts
         rows = {
             "nodes": parts.owned,
@@ -159,17 +269,12 @@ class Step:
             "kernels": counts["kernels"],
             "GB of tensors": counts["memory"] / 1e9,
         }
-        cells: list[tuple[str, ...]] = [(f"{parts.size} ranks, a step", "least", "mean", "most")]
+        cells = [(f"{parts.size} ranks, a step", "least", "mean", "most")]
         for name, values in rows.items():
             numbers = values.double()
-            cells.append(
-                (name, *(_number(float(v)) for v in (numbers.min(), numbers.mean(), numbers.max())))
-            )
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in cells
-        )
+            low, mean, high = (float(v) for v in (numbers.min(), numbers.mean(), numbers.max()))
+            cells.append((name, _number(low), _number(mean), _number(high)))
+        return "\n".join(aligned(cells))
 
 
 def _number(value: float) -> str:
@@ -177,32 +282,33 @@ def _number(value: float) -> str:
 
 
 def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> Step:
-    """Run a step as some ranks of a partition, one after the other, and tell what all ranks do.
+    """Run a step as some ranks of a partition, one after the other, and predict all ranks.
 
     Parameters
     ----------
     prepare : callable
         Takes a rank's :class:`~varcomm.graph.PartitionedGraph`, makes its model, optimizer and
-        data, and returns a function without arguments that does one step: the lines of a real run.
+        data, and returns a function without arguments that does one step, as a real run does.
     parts : Parts
         The partition; its graph has the attributes that `prepare` uses.
     ranks : sequence of int, optional
-        Which ranks to run. None takes up to eight: those with the most and the least edges, halo
-        and rows to send, and some between. Each takes the time and the memory of a rank.
+        Ranks to run. None chooses up to eight: those with the most and the fewest edges, halo rows
+        and sent rows, and some between. Each run needs the time and memory of a rank.
 
     Returns
     -------
     Step
-        Of all ranks.
+        Work and messages of all ranks.
 
     Raises
     ------
     ArgumentError
-        If `ranks` are none of the partition's, or do not tell what others exchange.
+        If `ranks` is empty or names other ranks, or if it does not determine the messages of the
+        other ranks.
     DisagreementError
         If ranks make different calls.
     GroupError
-        If torch.distributed is initialised already.
+        If torch.distributed is already initialised.
 
     Examples
     --------
@@ -219,43 +325,39 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     ...     return step
     >>> step = vc.simulate.step(prepare, parts, ranks=[0, 1])
     >>> step.sent.max(), max(step.fit.error.values()) < 1e-9
-    (tensor(8612., dtype=torch.float64), True)
+    (tensor(8432., dtype=torch.float64), True)
     """
     works = run(prepare, parts, ranks)
-    return Step(parts, works, Fit.of([(parts, works)]), recognised(parts, works))
+    return Step(parts, works, Fit.of([(parts, works)]), calls_of_all(parts, works))
 
 
 def run(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> dict[int, Work]:
-    """Return what a step does as each of some ranks, which run one after the other."""
+    """Return the work of a step on some ranks, which run one after the other."""
     if ranks is None:
-        chosen = _telling(parts)
+        chosen = _representative(parts)
     else:
         chosen = [checked_rank(rank, parts.size, "ranks", "simulate.step: ") for rank in ranks]
         if not chosen:
-            raise ArgumentError("simulate.step: ranks must name one rank at least.")
+            raise ArgumentError("simulate.step: ranks must name at least one rank.")
     works = {}
     for rank in chosen:
         with world(parts.size, rank):
             one = prepare(parts.part())
-            one()  # what the first time makes, as the state of an optimizer, is there from then on
+            one()  # makes tensors that stay, such as the state of an optimizer
             works[rank] = count(one)
             del one
     return works
 
 
-def _telling(parts: Parts) -> list[int]:
-    """Return ranks that tell much about the others."""
-    # of each halo a rank that has rows, and one that tells what goes out from what comes back
+def _representative(parts: Parts) -> list[int]:
+    """Return ranks whose runs determine the work of the others."""
+    # Per halo: a rank that has rows, and a rank that sends and receives different numbers of rows.
     ranks = []
     for flows in parts.flows.values():
-        sent, received = (
-            torch.zeros(parts.size, dtype=torch.int64).index_add_(0, end, flows.rows)
-            for end in (flows.sender, flows.receiver)
-        )
+        sent, received = (flows.per_rank(end, parts.size) for end in (flows.sender, flows.receiver))
         ranks += [int(received.argmax()), int((sent - received).abs().argmax())]
     for counts in (parts.edges, parts.halo, parts.sent):
         ranks += [int(counts.argmax()), int(counts.argmin())]
-    order = parts.edges.argsort()
     places = torch.linspace(0, parts.size - 1, _RANKS).round().long()
-    ranks += order[places].tolist()
+    ranks += parts.edges.argsort()[places].tolist()
     return list(dict.fromkeys(ranks))[: max(_RANKS, 2 * len(parts.flows))]

@@ -1,38 +1,94 @@
-"""What one rank does in a step: counted while it runs, in a world that is only planned."""
+"""A simulated rank: one process as one of many ranks, and counts of its work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from varcomm.errors import GroupError
-from varcomm.simulate.meter import Meter
-from varcomm.transport.engines import peers_answer
-from varcomm.transport.group import resolve
-from varcomm.transport.simulated import Transfer, transfers
+from varcomm.transport.simulated import Transfer, alone, transfers
 from varcomm.transport.trace import Call, Trace, trace
+from varcomm.transport.world import World, init
 
-__all__ = ["Work", "count"]
+__all__ = ["Work", "count", "world"]
+
+# These read as many rows of their first tensor as they write, and not all of it.
+_PICKING = ("index_select", "gather", "index", "embedding")
+# These touch no values.
+_FREE = (
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("detach", "alias", "select", "_local_scalar_dense", "resize_"),
+)
+
+
+@contextmanager
+def world(size: int, rank: int = 0) -> Iterator[World]:
+    """Make this process one of `size` ranks, of which no other exists.
+
+    Everything that runs on a rank runs inside: collectives, plans, distributed models, sharded
+    layers. Nothing is sent. Received tensors have the size and dtype of a real run and hold zeros,
+    so results mean nothing, but shapes, memory and the counts of :func:`varcomm.trace` are those of
+    a real run. Where ranks compare their arguments, every rank is taken to agree with this one, and
+    the root of a broadcast is taken to have this rank's tensor. Calls that depend on the needs of
+    other ranks raise, as :meth:`ExchangePlan.from_needed` and :func:`varcomm.graph.partition`; see
+    :func:`varcomm.simulate.partition` for these.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    rank : int
+        Rank of this process.
+
+    Yields
+    ------
+    World
+        As :func:`varcomm.init` returns it.
+
+    Raises
+    ------
+    ArgumentError
+        If `rank` is not a rank of `size`.
+    GroupError
+        If torch.distributed is already initialised.
+
+    Examples
+    --------
+    >>> import torch, varcomm as vc
+    >>> with vc.simulate.world(4096, rank=7) as world, vc.trace() as trace:
+    ...     whole = vc.all_gather_v(torch.ones(2, 3), [2] * world.size)
+    >>> whole.shape, trace.total.sent
+    (torch.Size([8192, 3]), 98280)
+    """
+    with alone(size, rank):
+        yield init()
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes, keeps and moves in a step.
+    """Computation, memory and messages of one rank in a step.
 
     Attributes
     ----------
     flops : int
         Floating-point operations of matrix products, convolutions and attention.
     matmul_bytes, other_bytes : int
-        Bytes that these, and all other operators, read and write.
+        Bytes read and written by these, and by all other operators.
     kernels : int
-        Operators that touch memory, each a kernel on a GPU.
+        Operators that touch memory; each is a kernel on a GPU.
     memory : int
-        Bytes of tensors alive at the worst moment: those that the step uses and those it makes.
+        Peak bytes of the tensors that the step uses and makes.
     calls : Trace
-        What :func:`varcomm.trace` counts.
+        Counts of :func:`varcomm.trace`.
     transfers : tuple of (str, Transfer)
-        What the engine was asked for, by the operation that asked.
+        Calls of the engine, each beside the operation that made it.
 
     Examples
     --------
@@ -54,25 +110,25 @@ class Work:
 
 
 def count(step: Callable[[], object]) -> Work:
-    """Run `step` once in the simulated world that this process is in, and count what it does.
+    """Run `step` once in the simulated world of this process, and count its work.
 
-    Run it once before, if the first time does more than those after it, as making the state of an
-    optimizer.
+    Run `step` once before, if its first run does more than later ones, such as making the state of
+    an optimizer.
 
     Parameters
     ----------
     step : callable
-        Without arguments: a forward, a backward, an update, or whatever is to be counted.
+        Takes no arguments: a forward, a backward, an update, or any other code.
 
     Returns
     -------
     Work
-        Of this rank.
+        Work of this rank.
 
     Raises
     ------
     GroupError
-        Outside of :func:`world`.
+        If `step` exchanges messages with ranks that exist, outside of :func:`world`.
 
     Examples
     --------
@@ -86,34 +142,107 @@ def count(step: Callable[[], object]) -> Work:
     >>> work.flops, work.calls.total.messages_sent
     (40000000, 126)
     """
-    group = resolve(None)
-    if group.size > 1 and peers_answer(group):
-        raise GroupError(
-            f"simulate.count on {group}: the other ranks are there. Call it inside simulate.world; "
-            "varcomm.trace counts what real ranks send."
-        )
-    with Meter() as meter, trace() as calls, transfers() as found:
+    with _Meter() as meter, trace() as calls, transfers() as found:
         step()
-    totals = meter.totals
-    return Work(
-        totals.flops,
-        totals.matmul_bytes,
-        totals.other_bytes,
-        totals.kernels,
-        meter.before + meter.peak,
-        calls,
-        tuple(_named(calls, found)),
-    )
+    if calls.total.messages_sent + calls.total.messages_received and not found:
+        raise GroupError(
+            "simulate.count: the step exchanged messages with ranks that exist. Call it inside "
+            "simulate.world; use varcomm.trace to count the messages of real ranks."
+        )
+    memory = meter.before + meter.peak
+    counts = (meter.flops, meter.matmul_bytes, meter.other_bytes, meter.kernels)
+    return Work(*counts, memory, calls, tuple(_named(calls, found)))
 
 
-def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> list[tuple[str, Transfer]]:
-    """Say which operation asked for each transfer: that of the next call with its bytes."""
-    named, rest = [], iter(calls)
+def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> Iterator[tuple[str, Transfer]]:
+    """Yield each transfer beside the operation that made it: the next call with its bytes."""
+    rest = iter(calls)
     for transfer in found:
-        name = next(call.name for call in rest if _is_of(call, transfer))
-        named.append((name, transfer))
-    return named
+        nbytes = sum(transfer.send), sum(transfer.recv)
+        yield next(call.name for call in rest if (call.sent, call.received) == nbytes), transfer
 
 
-def _is_of(call: Call, transfer: Transfer) -> bool:
-    return call.sent == sum(transfer.send) and call.received == sum(transfer.recv)
+class _Meter(TorchDispatchMode):
+    """Counter of operations, bytes, kernels and tensor memory, of forward and backward.
+
+    - Floating-point operations follow torch's own formulas (``torch.utils.flop_counter``).
+    - Bytes are those of an operator's inputs and outputs, once each, as if no value stayed in a
+      cache. Views are free; an operator that picks rows reads these rows.
+    - Memory is that of storages: those that existed before and are used, and those made meanwhile
+      while something refers to them. Scratch memory of operators and the surplus of an allocator
+      are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.matmul_bytes = self.other_bytes = self.kernels = 0
+        self.before = 0  # bytes of used storages that existed before
+        self.peak = 0  # largest sum of bytes of storages made meanwhile
+        self._alive = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        for tensor in inputs:
+            self.before += self._new_bytes(tensor)
+        out = func(*args, **kwargs)
+        outputs = _tensors(out)
+        made = [size for tensor in outputs if (size := self._new_bytes(tensor, is_made=True))]
+        self._alive += sum(made)
+        self.peak = max(self.peak, self._alive)
+        name = func.overloadpacket.__name__
+        if func.namespace in ("prim", "profiler") or name in _FREE:
+            return out
+        writes = name.endswith("_") or "out" in kwargs
+        if outputs and not made and not writes and _storages(outputs) <= _storages(inputs):
+            return out  # a view
+        written, read = sum(map(_bytes, outputs)), list(map(_bytes, inputs))
+        if name in _PICKING and read:
+            read[0] = min(read[0], written)
+        self.kernels += 1
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is None:
+            self.other_bytes += written + sum(read)
+        else:
+            self.flops += int(formula(*args, **kwargs, out_val=out))
+            self.matmul_bytes += written + sum(read)
+        return out
+
+    def _new_bytes(self, tensor: torch.Tensor, is_made: bool = False) -> int:
+        """Return the bytes of a tensor's storage at its first use, else 0."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+            return 0
+        if storage in self._known:
+            return 0
+        self._known.add(storage)
+        size: int = storage.nbytes()
+        if is_made:
+            weakref.finalize(storage, self._release, size)
+        return size
+
+    def _release(self, size: int) -> None:
+        self._alive -= size
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [x for each in tree for x in _tensors(each)] if isinstance(tree, (tuple, list)) else []
+
+
+def _storages(tensors: list[torch.Tensor]) -> set[torch.UntypedStorage]:
+    return {tensor.untyped_storage() for tensor in tensors}
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's entries; an expanded entry counts once."""
+    size = tensor.numel() * tensor.element_size()
+    return min(size, tensor.untyped_storage().nbytes())

@@ -1,7 +1,7 @@
-"""Prove that code which communicates is right: adjoints, derivatives, on real processes.
+"""Checks of adjoints and derivatives of code that communicates, on real processes.
 
-Each check is collective. Its verdict is formed over all ranks before any of them raises, so a
-failure is the same AssertionError everywhere and nobody waits for a rank that has left.
+Each check is collective. Its verdict is formed over all ranks before any rank raises, so a failure
+is the same AssertionError on all ranks.
 """
 
 from varcomm.testing.adjoint import dot_test

@@ -1,4 +1,4 @@
-"""The dot test, which tells whether backward applies the adjoint of forward."""
+"""Dot test: backward applies the adjoint of forward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def dot_test(
 ) -> None:
     """Assert ``<A x, y> == <x, A* y>``, the inner products summed over ranks.
 
-    `A` is what `fn` computes from the `x` of all ranks, a linear map; `A*` is its backward. Under
-    this test, adjoints can neither miss a sum over ranks nor have one too many.
+    `A` is the linear map `fn` on the inputs of all ranks, and `A*` is its backward. An adjoint that
+    misses a sum over ranks, or has one too many, fails this test.
 
     Parameters
     ----------
@@ -33,19 +33,19 @@ def dot_test(
     x : torch.Tensor
         This rank's input, of floats or complex numbers.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     rtol : float, optional
-        How far the two may differ, relative to ``<|A x|, |y|>``; by default 64 times the rounding
-        error of the dtype.
+        Largest difference relative to ``<|A x|, |y|>``; by default 64 times the rounding error of
+        the dtype.
 
     Raises
     ------
     AssertionError
-        On every rank, if they differ by more, or if the result does not require a gradient on one.
+        On every rank, if the difference is larger, or if a result does not require a gradient.
 
     Notes
     -----
-    Communication: that of `fn` and of its backward, and some numbers from each rank to every other.
+    Communication: that of `fn` and of its backward, and a few numbers per rank.
 
     In one process: the same call.
 
@@ -76,10 +76,7 @@ def dot_test(
 
 
 def check_recorded(results: Sequence[torch.Tensor], group: GroupLike) -> None:
-    """Assert, on all ranks alike, that results have a graph: who has none would not enter backward.
-
-    Others would then wait for it.
-    """
+    """Assert on all ranks that results have a graph: all ranks must enter backward."""
     recorded = share(
         "results", lambda: [result.requires_grad for result in results], resolve(group)
     )
@@ -98,10 +95,9 @@ def inner_product(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def random_like(x: torch.Tensor, *purpose: object) -> torch.Tensor:
-    """Draw a tensor from the normal distribution, another one for each purpose.
+    """Draw a normal tensor that differs for each purpose.
 
-    Vectors that happened to be alike would hide defects: ``<w, J w>`` is the same for ``J`` and its
-    transpose, and a sum of two gradients in one direction does not tell them apart.
+    Equal vectors would hide defects: ``<w, J w>`` is the same for ``J`` and its transpose.
     """
     seed = crc32(repr(purpose).encode())
     generator = torch.Generator("cpu").manual_seed(seed)

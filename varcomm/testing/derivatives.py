@@ -1,8 +1,8 @@
 """First and second derivatives of functions that communicate, against finite differences.
 
-:func:`torch.autograd.gradcheck` cannot be used for these: it calls the function once a coordinate
-of its own rank's inputs, so that ranks with uneven shards call it a different number of times, and
-it knows nothing of outputs on other ranks.
+:func:`torch.autograd.gradcheck` does not apply: it calls the function once per coordinate of one
+rank's inputs, so that ranks with uneven shards would make different numbers of calls, and it
+ignores the outputs of other ranks.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ def gradcheck(
     forward_mode: bool = True,
     fast_mode: bool = False,
 ) -> None:
-    """Assert that derivatives of `fn`, across ranks, are those that finite differences give.
+    """Assert that derivatives of `fn` across ranks equal finite differences.
 
-    Every coordinate of every rank's inputs is moved in turn, while all ranks call `fn`; what counts
-    is a random linear functional of the results of all ranks.
+    Every coordinate of every rank's inputs moves in turn while all ranks call `fn`. The check
+    compares derivatives of a random linear functional of the results of all ranks.
 
     Parameters
     ----------
     fn : callable
-        Takes the inputs and returns a tensor or a tuple of tensors. Called on every rank twice a
-        coordinate of all ranks together: keep them small.
+        Takes the inputs and returns a tensor or a tuple of tensors. Every rank calls it twice per
+        coordinate of all ranks, so keep inputs small.
     *inputs : torch.Tensor
-        This rank's, in fp64 or complex128; the same number on every rank, of any shapes.
+        This rank's inputs, in fp64 or complex128; the same number on every rank, of any shapes.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     eps : float
-        How far coordinates are moved.
+        Step of a coordinate.
     tol : float
-        How far derivatives may differ, relative to the larger of 1 and the finite difference.
+        Largest error, relative to the larger of 1 and the finite difference.
     forward_mode : bool
-        Check forward-mode differentiation as well.
+        Also check forward-mode differentiation.
     fast_mode : bool
-        Move all coordinates together, in three random directions, in place of one by one.
+        Move all coordinates together, in three random directions.
 
     Raises
     ------
     AssertionError
-        On every rank, if a derivative on one of them is wrong.
+        On every rank, if a derivative on any rank is wrong.
     ArgumentError
-        If an input is of another dtype.
+        If an input has another dtype.
 
     Notes
     -----
-    Communication: that of each call of `fn` and of its backward, and some numbers beside.
+    Communication: that of each call of `fn` and of its backward, and a few numbers per rank.
 
     In one process: :func:`torch.autograd.gradcheck`.
 
@@ -81,7 +81,7 @@ def gradcheck(
     ranks = resolve(group)
     if narrow := {x.dtype for x in inputs} - {torch.float64, torch.complex128}:
         raise ArgumentError(
-            f"finite differences need inputs of torch.float64 or torch.complex128; got {narrow}."
+            f"inputs must be torch.float64 or torch.complex128; got {narrow}. Convert them."
         )
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     results = _as_tuple(fn(*leaves))
@@ -137,10 +137,10 @@ def gradgradcheck(
     forward_mode: bool = True,
     fast_mode: bool = False,
 ) -> None:
-    """Assert that second derivatives of `fn`, across ranks, are those of finite differences.
+    """Assert that second derivatives of `fn` across ranks equal finite differences.
 
     This is :func:`gradcheck` of the backward of `fn`, as a function of the inputs and of the
-    gradients that come in.
+    incoming gradients.
 
     Parameters
     ----------
@@ -173,11 +173,11 @@ def gradgradcheck(
     weights = tuple(random_like(y, "incoming gradient", rank, i) for i, y in enumerate(results))
 
     def backward(*args: torch.Tensor) -> Tensors:
-        # a gradient that an input does not receive may still be asked for: all ranks differentiate
+        # All ranks differentiate, even if an input on this rank receives no gradient.
         leaves = tuple(x if x.requires_grad else x.requires_grad_() for x in args)
         xs, ws = leaves[: len(inputs)], leaves[len(inputs) :]
         gradients = _gradients(_as_tuple(fn(*xs)), xs, ws)
-        # zeros of an input that this rank does not use belong to the graph, as gradients elsewhere
+        # Zeros of an input that this rank does not use belong to the graph, as on other ranks.
         pairs = zip(gradients, xs, strict=True)
         return tuple(g if g.requires_grad else g + 0 * x for g, x in pairs)
 
@@ -194,7 +194,7 @@ def gradgradcheck(
 
 
 def _gradients(results: Tensors, inputs: Tensors, weights: Tensors) -> Tensors:
-    """Differentiate so that the gradients can be again; zeros where there is no dependence."""
+    """Return differentiable gradients; zeros if a result does not depend on an input."""
     recorded = [(y, w) for y, w in zip(results, weights, strict=True) if y.requires_grad]
     return torch.autograd.grad(
         [y for y, _ in recorded],
@@ -215,7 +215,7 @@ def _coordinates(x: torch.Tensor) -> int:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the coordinates, a complex number being two."""
+    """Return the coordinates; a complex number has two."""
     x = x.detach().resolve_conj()
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).cpu()
 
@@ -243,14 +243,14 @@ def _inner_product(a: Tensors, b: Tensors) -> float:
 
 
 def _tangent(y: torch.Tensor) -> torch.Tensor:
-    """Return the forward-mode derivative, zeros where `y` does not depend on anything."""
+    """Return the forward-mode derivative; zeros if `y` has none."""
     primal, tangent = forward_ad.unpack_dual(y)
     return torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _judge(what: str, error: float, tol: float, group: GroupLike) -> None:
     errors = share(what, lambda: error, resolve(group))
-    # a NaN compares as no error at all, and is the worst of all
+    # NaN is the worst error, but every comparison with it is false.
     worst = max(range(len(errors)), key=lambda rank: (isnan(errors[rank]), errors[rank]))
     assert errors[worst] <= tol, (
         f"{what}: a derivative on rank {worst} differs from finite differences by "

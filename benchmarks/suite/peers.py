@@ -1,0 +1,218 @@
+"""Other libraries that can do the same; each is imported only where it runs."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as nn
+from torch.nn.functional import pad
+
+from suite.task import PEER, contender
+from varcomm.cli.workload import ROOT
+
+PACKAGES = {"anemoi": "anemoi-models", "physicsnemo": "nvidia-physicsnemo"}
+
+
+class CannotError(Exception):
+    """A peer that cannot do a case, and why; raised on all ranks."""
+
+
+def entered(case, layout, x, gradient):
+    """The peers that can do a case, and why the others cannot."""
+    found, cannot = [], {}
+    for name, way in PEERS.items():
+        try:
+            found.append(contender(name, PEER, way(case, layout), x, gradient))
+        except CannotError as error:
+            cannot[name] = str(error)
+    return found, cannot
+
+
+def versions():
+    """The installed version of each package."""
+    found = {}
+    for package in PACKAGES.values():
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def padded(case, layout):
+    """The padded gather: the usual way of libraries where an engine refuses uneven shards."""
+    if case.operation != "all_gather_v" or case.backward:
+        raise CannotError("gathers, forward")
+    largest, sizes = max(layout.sizes), layout.sizes
+
+    @torch.no_grad()
+    def gather(x):
+        places = [x.new_empty(largest, x.shape[1]) for _ in sizes]
+        dist.all_gather(places, pad(x, (0, 0, 0, largest - len(x))))
+        return torch.cat([place[:size] for place, size in zip(places, sizes, strict=True)])
+
+    return gather
+
+
+def torch_nn(case, layout):
+    """torch.distributed.nn; most of it takes even shards, so uneven ones are padded and cut."""
+    uneven = len(set(layout.sizes)) > 1
+    if case.operation == "reduce_scatter_v" and case.backward and uneven:
+        raise CannotError("the backward of its reduce_scatter gathers even shards only")
+    ways = {
+        "all_gather_v": lambda x: cut(nn.all_gather(fill(x, layout)), layout),
+        "reduce_scatter_v": lambda x: nn.reduce_scatter(
+            x.new_empty(layout.mine, layout.width), list(x.split(layout.sizes))
+        ),
+        "all_to_all_v": partial(nn_all_to_all, layout=layout),
+        "gather_v": partial(nn_gather, layout=layout),
+        "scatter_v": partial(nn_scatter, layout=layout),
+        "indexed_all_to_all_v": lambda x: nn_all_to_all(x.index_select(0, layout.index), layout),
+    }
+    if case.operation not in ways:
+        raise CannotError(f"has no {case.operation}")
+    return ways[case.operation]
+
+
+def fill(x, layout):
+    return pad(x, (0, 0, 0, max(layout.sizes) - len(x)))
+
+
+def cut(places, layout):
+    return torch.cat([place[:size] for place, size in zip(places, layout.sizes, strict=True)])
+
+
+def nn_all_to_all(x, layout):
+    out = x.new_empty(sum(layout.recv), layout.width)
+    return nn.all_to_all_single(out, x, layout.recv, layout.send)
+
+
+def nn_gather(x, layout):
+    places = nn.gather(fill(x, layout), ROOT)
+    return cut(places, layout) if layout.rank == ROOT else places[ROOT][:0]
+
+
+def nn_scatter(x, layout):
+    # zeros on non-root ranks belong to the graph
+    parts = x.split(layout.sizes) if layout.rank == ROOT else [x] * layout.world
+    return nn.scatter([fill(part, layout) for part in parts], ROOT)[: layout.mine]
+
+
+def anemoi(case, layout):
+    """anemoi-models of ECMWF; its sums write into their input in fp32."""
+    graph, group = anemoi_module("graph"), dist.group.WORLD
+    if case.operation == "all_gather_v":
+        return lambda x: graph.sync_tensor(x, 0, layout.sizes, group)
+    if case.operation == "reduce_scatter_v":
+        return lambda x: graph.reduce_shard_tensor(x, 0, layout.sizes, group)
+    if case.operation == "indexed_all_to_all_v":
+        raise CannotError("its halo exchange appends own rows: see --suite plan")
+    raise CannotError(f"has no {case.operation}")
+
+
+def anemoi_module(name):
+    try:
+        return importlib.import_module(f"anemoi.models.distributed.{name}")
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == "anemoi":
+            raise CannotError("anemoi-models is not installed") from None
+        raise CannotError(f"cannot be imported: {error}") from None
+
+
+def anemoi_halo(layout):
+    """anemoi's exchange, from own rows to own rows and the halo."""
+    graph, halo = anemoi_module("graph"), anemoi_module("halo")
+    info = halo.HaloInfo(
+        num_local_nodes=layout.mine,
+        num_halo_nodes=sum(layout.recv),
+        send_indices=tuple(layout.indices(layout.rank)),
+        recv_counts=tuple(layout.recv),
+        recv_global_ids=None,
+        edge_index_local=torch.empty(2, 0, dtype=torch.int64),
+    )
+    return lambda x: graph.halo_exchange(x, info, dist.group.WORLD)
+
+
+def physicsnemo(case, layout):
+    """nvidia-physicsnemo: its V-operations.
+
+    They use torch.distributed's all-to-all of lists, which Gloo refuses for uneven tensors. There
+    sends and receives replace it: the only change that is made to the library.
+    """
+    autograd, utils = physicsnemo_modules()
+    if case.engine == "gloo" and not isinstance(utils.dist, WithAllToAll):
+        utils.dist = WithAllToAll()
+    sizes, rank, name = layout.sizes, layout.rank, case.operation
+    if name == "all_gather_v":
+        if case.engine == "gloo" and len(set(sizes)) > 1:
+            raise CannotError("its all_gather_v gives Gloo uneven shards, which refuses them")
+        return lambda x: autograd.all_gather_v(x, sizes)
+    if name == "reduce_scatter_v":
+        if case.backward:
+            raise CannotError("its sum of shards is a backward, and has none of its own")
+        return lambda x: utils.all_gather_v_bwd_wrapper(x, sizes)
+    if name == "gather_v":
+        end = None if rank == ROOT else 0  # its memory on non-root ranks is not initialised
+        return lambda x: autograd.gather_v(x, sizes, 0, ROOT)[:end]
+    if name == "scatter_v":
+        # its backward returns a gradient of the full shape on all ranks, so inputs have that shape
+        rows = layout.total if case.backward and rank != ROOT else 0
+        return lambda x: autograd.scatter_v(pad(x, (0, 0, 0, rows)) if rows else x, sizes, 0, ROOT)
+    if name == "indexed_all_to_all_v":
+        indices = layout.indices(rank)
+        return lambda x: autograd.indexed_all_to_all_v(x, indices, layout.matrix)
+    raise CannotError(f"has no {name}")
+
+
+class WithAllToAll:
+    """torch.distributed with another all-to-all of lists."""
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def all_to_all(self, places, pieces, group=None):
+        rank = dist.get_rank(group)
+        others = [peer for peer in range(len(places)) if peer != rank]
+        works = [
+            dist.irecv(places[i], group=group, group_src=i) for i in others if places[i].numel()
+        ]
+        works += [
+            dist.isend(pieces[i], group=group, group_dst=i) for i in others if pieces[i].numel()
+        ]
+        places[rank].copy_(pieces[rank])
+        for work in works:
+            work.wait()
+
+
+@cache
+def physicsnemo_modules():
+    """Its modules, without what its packages import beside if that is not installed."""
+    found = importlib.util.find_spec("physicsnemo")
+    if found is None or not found.submodule_search_locations:
+        raise CannotError("nvidia-physicsnemo is not installed")
+    names = ("physicsnemo.distributed.autograd", "physicsnemo.distributed.utils")
+    try:
+        return tuple(map(importlib.import_module, names))
+    except ImportError:
+        for name in [name for name in sys.modules if name.split(".")[0] == "physicsnemo"]:
+            del sys.modules[name]
+    # packages whose __init__ does not run, and a class that only other parts use
+    folder = found.submodule_search_locations[0]
+    for name in ("physicsnemo", "physicsnemo.core", "physicsnemo.distributed"):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = ["/".join([folder, *name.split(".")[1:]])]
+    if importlib.util.find_spec("treelib") is None:
+        sys.modules["treelib"] = ModuleType("treelib")
+        sys.modules["treelib"].Tree = object
+    try:
+        return tuple(map(importlib.import_module, names))
+    except ImportError as error:
+        raise CannotError(f"cannot be imported: {error}") from None
+
+
+PEERS = {"padded": padded, "torch.nn": torch_nn, "anemoi": anemoi, "physicsnemo": physicsnemo}

@@ -1,0 +1,255 @@
+"""``varcomm bench``: time of each primitive and of a plan, in the columns of nccl-tests."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import varcomm as vc
+from varcomm.cli import arguments
+from varcomm.cli.workload import OPERATIONS, Case, workload
+from varcomm.simulate.table import line
+from varcomm.transport import environment
+
+__all__ = ["DESCRIPTION", "HELP", "add_arguments", "cases", "in_turns", "run", "summary"]
+
+HELP = "measure each primitive and a plan on an engine"
+DESCRIPTION = """\
+Measure the primitives and an ExchangePlan ("halo": columns of a grid) on an
+engine, forward and backward. A time is that of the slowest rank, from the input
+to a new output: the median over repetitions.
+
+  bytes   of the full tensor; of exchanges, the mean over ranks
+  count   elements in these bytes
+  shards  how shards differ, an entry of --skews
+  us      time per call in microseconds
+  algbw   bytes / time, in GB/s
+  busbw   bytes that the busiest rank must send or receive / time, in GB/s:
+          that of nccl-tests if shards are even
+  wire    bytes sent / fewest possible bytes, over all ranks
+
+example:
+  %(prog)s --world 2 --sizes 1M,16M --skews even,1:8
+"""
+
+T = TypeVar("T")
+Runner = Callable[..., Any]
+
+_LIMIT = 600.0  # seconds for one case
+_SAMPLE = 2e-3  # seconds per sample; ranks leave a barrier tens of microseconds apart
+_MOST_CALLS = 100
+_FEWEST, _MOST = 15, 200  # repetitions
+_WIDTHS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": -8, "bytes": 10, "count": 10}
+_WIDTHS |= {"shards": 6, "us": 8, "algbw": 7, "busbw": 7, "wire": 5}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    add_case_arguments(parser)
+    names = arguments.comma_separated(arguments.one_of(OPERATIONS, "an operation"))
+    some = f"some of {', '.join(OPERATIONS)} (default: all)"
+    parser.add_argument(
+        "--operations", type=names, default=OPERATIONS, metavar="NAME,...", help=some
+    )
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that choose engine, ranks, sizes and effort."""
+    several, add = arguments.comma_separated, parser.add_argument
+    add("--engine", choices=("gloo", "nccl", "mpi"), default="gloo", help="default: gloo")
+    started = "numbers of ranks to start here (default: 2,3); omit it under torchrun or mpiexec"
+    add("--world", type=several(arguments.positive), metavar="N,...", help=started)
+    sizes = "bytes, with K, M or G (default: 768,16K,64K,1M,16M)"
+    default: Any = [768, 2**14, 2**16, 2**20, 2**24]
+    add("--sizes", type=several(arguments.nbytes), default=default, metavar="B,...", help=sizes)
+    skews = "even, empty (the first rank has no rows), or weights that ranks use in turn "
+    skews, default = skews + "(default: even,1:2,1:8,empty)", ["even", "1:2", "1:8", "empty"]
+    add("--skews", type=several(arguments.skew), default=default, metavar="S,...", help=skews)
+    dtypes, default = "names of torch (default: float32,bfloat16)", ["float32", "bfloat16"]
+    dtype = several(arguments.float_dtype)
+    add("--dtypes", type=dtype, default=default, metavar="D,...", help=dtypes)
+    duration = "time for a case, of 15 to 200 repetitions (default: 0.5)"
+    add("--seconds", type=arguments.seconds, default=0.5, help=duration)
+    add("--repeat", type=arguments.positive, metavar="N", help="exact number of repetitions")
+    add("--json", type=Path, metavar="FILE", help="also write the results to a file")
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measure each case and print its line; an interrupted run keeps its results."""
+    results: list[dict[str, Any]] = []
+    check_options(options, parser)
+    run_all = cases(options, parser, [("ops", name) for name in options.operations])
+    if speaks := is_first_rank():
+        print(line(_WIDTHS, _WIDTHS.values()), flush=True)
+    try:
+        for case, on_ranks in run_all:
+            results.append(on_ranks(measure, case, options.seconds, options.repeat))
+            if speaks:
+                print(line(cells(results[-1]), _WIDTHS.values()), flush=True)
+    finally:
+        if speaks and options.json is not None:
+            record = {"command": sys.argv[1:], "torch": torch.__version__, "results": results}
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse an engine without a device, and a file that cannot be written."""
+    if options.engine == "nccl" and not torch.cuda.is_available():
+        parser.error("--engine nccl: this machine has no GPU that torch can use")
+    if options.json is not None and is_first_rank():
+        arguments.check_writable(options.json, parser)
+
+
+def cases(
+    options: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    operations: Sequence[tuple[str, str]],
+) -> Iterator[tuple[Case, Runner]]:
+    """Yield each case of (suite, operation) pairs beside a function that runs another on its ranks.
+
+    The ranks are those of the job if a launcher started this process; else they are started here.
+    The function returns the result of rank 0.
+    """
+    is_launched = environment.read(os.environ).meeting_point is not None
+    joined = vc.init(backend=options.engine) if is_launched or dist.is_initialized() else None
+    if joined is not None and options.world not in (None, [joined.size]):
+        parser.error(f"this job has {joined.size} ranks; omit --world")
+    choices = ((False, True), options.dtypes, options.sizes, options.skews)
+    for size in [joined.size] if joined else options.world or [2, 3]:
+        with nullcontext() if joined else vc.Ranks(size, _LIMIT, backend=options.engine) as pool:
+            for (suite, name), *rest in product(operations, *choices):
+                backward, dtype, nbytes, skew = rest
+                case = Case(name, backward, size, options.engine, dtype, nbytes, skew, suite)
+                yield case, partial(_on_ranks, pool)
+
+
+def _on_ranks(pool: vc.Ranks | None, fn: Callable[..., T], *args: Any) -> T:
+    return pool.run(fn, *args)[0] if pool else fn(dist.get_rank(), *args)
+
+
+def measure(rank: int, case: Case, seconds: float, repetitions: int | None) -> dict[str, Any]:
+    """Time varcomm's call of a case; collective, with the same result on all ranks."""
+    torch.set_num_threads(1)
+    device = vc.init().device
+    load = workload(case, rank, device)
+    call, rows = load.call(case.operation)
+    x = torch.randn(rows, load.width, device=device).to(load.dtype).requires_grad_()
+    fewest, run = load.fewest(), partial(call, x)
+    if case.backward:
+        y = call(x)
+        fewest, gradient = fewest[::-1], torch.ones_like(y)
+        run = partial(torch.autograd.grad, y, x, gradient, retain_graph=True)  # type: ignore[arg-type]
+    with vc.trace() as trace:
+        run()
+    samples = in_turns({"varcomm": run}, seconds, repetitions, device)["varcomm"]
+    skew = max(load.sizes) * len(load.sizes) / sum(load.sizes)
+    return summary(case, load.nbytes(case.operation), skew, fewest, trace.total.sent, samples)
+
+
+def summary(
+    case: Case, nbytes: int, skew: float, fewest: tuple[int, int], sent: int, samples: list[float]
+) -> dict[str, Any]:
+    """Return the numbers of a line from those of this rank; collective.
+
+    `fewest` are the fewest bytes that this rank can send and receive, `sent` the bytes it sent.
+    """
+    least_sent, least_received, traced = over_ranks([*fewest, sent], vc.init().device).unbind(1)
+    least, total = float(least_sent.sum()), float(traced.sum())
+    busiest = float(torch.maximum(least_sent, least_received).max())
+    median = statistics.median(samples)
+    return {
+        **vars(case),
+        **{"asked": case.nbytes, "nbytes": nbytes, "largest_over_mean": skew},
+        **{"count": nbytes // getattr(torch, case.dtype).itemsize, "busiest": busiest},
+        **{"seconds": median, "repetitions": len(samples)},
+        **{"algbw": nbytes / median / 1e9, "busbw": busiest / median / 1e9},
+        **{"wire": total / least if least else 1.0 + total},
+    }
+
+
+def cells(result: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a line."""
+    return [
+        *(result["operation"], "backward" if result["backward"] else "forward"),
+        *(str(result["world"]), result["dtype"], str(result["nbytes"]), str(result["count"])),
+        *(result["skew"], microseconds(result["seconds"]), f"{result['algbw']:.3g}"),
+        *(f"{result['busbw']:.3g}", f"{result['wire']:.2f}"),
+    ]
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], object]],
+    seconds: float = 0.5,
+    repetitions: int | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, list[float]]:
+    """Return seconds per call of the slowest rank, for each function and repetition; collective.
+
+    In each repetition all functions run once, in an order that is drawn again each time and is the
+    same on all ranks. A call of less than 2 ms is repeated until it takes that long.
+    """
+    pace = [min(_sample(run, 1, device) for _ in range(3)) for run in runs.values()]
+    pace = over_ranks(pace, device).amax(0).tolist()
+    calls = min(max(int(_SAMPLE / min(pace)), 1), _MOST_CALLS)
+    repetitions = repetitions or min(max(int(seconds / calls / sum(pace)), _FEWEST), _MOST)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    draw = random.Random(repetitions)
+    gc.collect()
+    gc.disable()  # a collection would count as the time of one function
+    try:
+        for _ in range(repetitions):
+            for name in draw.sample(list(runs), len(runs)):
+                samples[name].append(_sample(runs[name], calls, device))
+    finally:
+        gc.enable()
+    slowest = over_ranks([each for taken in samples.values() for each in taken], device).amax(0)
+    return dict(zip(runs, slowest.view(len(runs), -1).tolist(), strict=True))
+
+
+def _sample(run: Callable[[], object], calls: int, device: torch.device | str) -> float:
+    dist.barrier()
+    wait: Callable[[], None] = (
+        torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    )
+    wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    wait()
+    return (time.perf_counter() - start) / calls
+
+
+def over_ranks(numbers: Sequence[float], device: torch.device | str) -> torch.Tensor:
+    """Return the numbers of all ranks: fp64 of shape (P, len(numbers)), on the CPU; collective."""
+    own = torch.tensor([numbers], dtype=torch.float64, device=device)
+    return vc.all_gather_v(own, [1] * dist.get_world_size()).cpu()
+
+
+def microseconds(seconds: float) -> str:
+    """Write seconds as microseconds, with three digits or more.
+
+    >>> microseconds(1.2345e-3), microseconds(12.345e-6)
+    ('1234', '12.3')
+    """
+    return f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
+
+
+def is_first_rank() -> bool:
+    """Return whether this process prints and writes for its job."""
+    return (dist.get_rank() if dist.is_initialized() else environment.read(os.environ).rank) == 0

@@ -1,1 +1,0 @@
-"""``python -m varcomm bench``: varcomm beside bare schedules and beside other libraries."""

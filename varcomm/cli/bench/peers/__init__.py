@@ -1,1 +1,0 @@
-"""Other libraries that can do the same: one file each, imported only where they run."""

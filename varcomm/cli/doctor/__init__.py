@@ -1,1 +1,0 @@
-"""``varcomm doctor``: what is installed, what the machine has, and what works when it is tried."""
