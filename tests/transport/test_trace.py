@@ -90,7 +90,8 @@ def test_calls_of_other_threads_count(worlds):
 
 def ranges(rank):
     x = torch.ones(2, requires_grad=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profiler, varcomm.trace():
         varcomm.all_gather_v(x, [2, 2]).sum().backward()
         varcomm.all_reduce(x, async_op=True).wait()
     return {event.key for event in profiler.key_averages() if event.key.startswith("varcomm::")}

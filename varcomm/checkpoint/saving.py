@@ -28,7 +28,7 @@ from varcomm.checkpoint.writer import commit, discard, is_committed, write
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_flag
 from varcomm.transport.agreement import on_all_ranks
-from varcomm.transport.aside import aside
+from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import Group, GroupLike
 
 __all__ = ["save"]

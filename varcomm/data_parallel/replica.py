@@ -29,7 +29,7 @@ from varcomm.ops.autograd import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging, fail
 from varcomm.transport.group import Group
-from varcomm.transport.lane import Lane, weakly
+from varcomm.transport.auxiliary_group import Lane, weakly
 
 __all__ = ["Options", "Replica", "replicas_in"]
 

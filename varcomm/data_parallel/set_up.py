@@ -31,7 +31,7 @@ from varcomm.ops.reduction import checked_summable
 from varcomm.sizes import exact_int
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.lane import free_lanes, take_lane
+from varcomm.transport.auxiliary_group import free_lanes, take_lane
 
 __all__ = ["BUCKET_BYTES", "set_up"]
 

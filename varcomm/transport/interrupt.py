@@ -1,4 +1,4 @@
-"""Ctrl-C that waits while something is done that must not be left half done."""
+"""Ctrl-C held back during a short step that must not end halfway."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ __all__ = ["interrupt_later"]
 
 @contextmanager
 def interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back, and let it do what it does after the block; for what takes no time.
-
-    Signals are handled in the main thread alone: elsewhere there is nothing to hold back.
-    """
+    """Hold Ctrl-C back until the end of the block; only the main thread handles signals."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

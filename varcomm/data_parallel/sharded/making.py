@@ -22,7 +22,7 @@ from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.lane import free_lanes, take_lane
+from varcomm.transport.auxiliary_group import free_lanes, take_lane
 
 __all__ = ["Made", "make"]
 

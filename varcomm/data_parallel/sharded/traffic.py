@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from varcomm.transport.agreement import debugging
 from varcomm.transport.group import Group
-from varcomm.transport.lane import Lane, weakly
+from varcomm.transport.auxiliary_group import Lane, weakly
 
 __all__ = ["Traffic"]
 
