@@ -44,6 +44,7 @@ def test_init_joins_what_torchrun_started(tmp_path):
     assert sorted(done.stdout.split("\n")) == ["", "0/2 on 0: 3", "1/2 on 1: 3"], done.stderr
 
 
+@pytest.mark.slow
 def test_init_leaves_the_callers_own_group_alone(tmp_path):
     code = """
 import torch.distributed as dist

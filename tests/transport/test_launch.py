@@ -345,6 +345,7 @@ def test_forked_child_leaves_the_ranks_alone(tmp_path, act):
     assert (out, err) == ("0 True\n", "")
 
 
+@pytest.mark.slow
 def test_script_that_its_ranks_import_does_not_launch_without_end(tmp_path):
     code = """
 import varcomm

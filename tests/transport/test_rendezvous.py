@@ -63,6 +63,7 @@ def test_who_waits_in_vain_says_for_how_many(agents_store):
         join(place(0, 2), "gloo", 0.3)
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_join(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from varcomm.errors import GroupError
 from varcomm.transport.c10d import group_by_name, timeout_of
 
-__all__ = ["Group", "GroupLike", "named", "resolve", "weakly"]
+__all__ = ["Group", "GroupLike", "forget_destroyed", "named", "resolve", "weakly"]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
@@ -114,8 +114,8 @@ class Group:
         return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
 
 
-# torch.distributed reports no end of a group: destroyed ones leave when a new one comes, and at
-# exit, since a group that ends with the interpreter can abort the process.
+# torch.distributed does not report the end of a group: `forget_destroyed` runs when a new group
+# comes. A group that ends with the interpreter can abort the process, so none is left at exit.
 _groups: dict[dist.ProcessGroup, Group] = {}
 atexit.register(_groups.clear)
 
@@ -193,11 +193,16 @@ def _of(process_group: dist.ProcessGroup) -> Group:
         raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
     found = _groups.get(process_group)
     if found is None:
-        for other in [other for other in _groups.values() if not other.exists()]:
-            del _groups[other.process_group]
+        forget_destroyed()
         found = Group(process_group, rank, dist.get_world_size(process_group))
         _groups[process_group] = found
     return found
+
+
+def forget_destroyed() -> None:
+    """Drop the groups that torch.distributed has destroyed, so that their threads end."""
+    for group in [group for group in _groups.values() if not group.exists()]:
+        del _groups[group.process_group]
 
 
 def named(name: str, rank: int) -> Group:

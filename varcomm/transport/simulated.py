@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.sizes import checked_rank, exact_int
 from varcomm.transport.engine import Engine, Peers, Work
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, forget_destroyed
 
 __all__ = ["Schedule", "Simulated", "Transfer", "alone", "transfers"]
 
@@ -154,4 +154,5 @@ def alone(size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        gc.collect()  # cycles, as of a model and its hooks, hold the group too
+        forget_destroyed()
+        gc.collect()  # cycles of a model and its hooks hold the group

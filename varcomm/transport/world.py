@@ -23,7 +23,7 @@ import torch.distributed.nn.functional
 from varcomm.errors import ArgumentError, LaunchError, VarcommError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
-from varcomm.transport.group import resolve
+from varcomm.transport.group import forget_destroyed, resolve
 from varcomm.transport.last_seen import note_exceptions
 from varcomm.transport.rendezvous import meeting_store
 from varcomm.transport.timeout import seconds
@@ -211,4 +211,5 @@ def _leave(group: Callable[[], object], owner: int) -> None:
         return
     if dist.group.WORLD is group():
         dist.destroy_process_group()
+        forget_destroyed()
         gc.collect()  # cycles of a model and its hooks hold the group
