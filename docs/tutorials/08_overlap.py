@@ -95,7 +95,8 @@ def step(rank, x, weight, overlap):
 # ---------------
 #
 # torch's profiler writes a file for each rank, which `Perfetto <https://ui.perfetto.dev>`_ shows.
-# Inside :func:`varcomm.trace`, varcomm's calls are in it by name. Four kinds of entries tell all about overlap:
+# Inside :func:`varcomm.trace`, varcomm's calls are in it by name. Four kinds of entries show all
+# about overlap:
 #
 # ================================== ==============================================================
 # entry                              what it is

@@ -28,12 +28,17 @@ def of_group(limit=60):
     return dist.new_group(timeout=timedelta(seconds=limit))
 
 
+def one_call_and_an_error(group):
+    with varcomm.debug(1):
+        varcomm.all_reduce(F(3), group=group)
+        raise KeyError("no such file")
+
+
 def left(rank):
     group = of_group()
     if rank == 1:
-        with pytest.raises(KeyError), varcomm.debug(1):
-            varcomm.all_reduce(F(3), group=group)
-            raise KeyError("no such file")
+        with pytest.raises(KeyError):
+            one_call_and_an_error(group)
         return None
 
     def calls():
@@ -92,10 +97,14 @@ def test_a_rank_that_waits_in_another_group(worlds):
 
 def skipped(rank):
     """Rank 1 lacks the first of two calls; it then comes to the first of the others' calls."""
-    with pytest.raises(DisagreementError) as caught, varcomm.debug(20):
+
+    def calls():
         if rank != 1:
             varcomm.all_reduce(F(3))
         varcomm.all_gather_v(F(2), [2, 2, 2])
+
+    with pytest.raises(DisagreementError) as caught, varcomm.debug(20):
+        calls()
     lines = str(caught.value).splitlines()
     x = torch.zeros(2, 3 + (rank > 0), dtype=[torch.float32, torch.float64][rank > 0])
     with pytest.raises(DisagreementError) as caught, varcomm.debug(20):
@@ -111,7 +120,7 @@ def test_the_table_of_ranks(worlds):
     assert lines[0].startswith(
         "ranks disagree on operation: rank 0 has 'all_reduce'; rank 1 has 'a"
     )
-    here = r"\S+/test_absent\.py:\d+, in skipped"
+    here = r"\S+/test_absent\.py:\d+, in calls"
     assert re.fullmatch(rf"  0, 2  all_reduce    {here}", lines[2])
     assert re.fullmatch(rf"  1     all_gather_v  {here}", lines[3])
     assert words[0] == ["rank", "operation", "shape of a row", "dtype", "at"]
@@ -170,10 +179,13 @@ def too_late(rank, async_op):
         time.sleep(6)
         return None
     with pytest.raises(CommunicationError) as caught:
-        found = varcomm.all_gather_v(F(2, 5), [2, 2, 2], group=group, async_op=async_op)
-        if async_op:
-            found.wait()
+        gather(group, async_op)
     return str(caught.value)
+
+
+def gather(group, async_op):
+    found = varcomm.all_gather_v(F(2, 5), [2, 2, 2], group=group, async_op=async_op)
+    return found.wait() if async_op else found
 
 
 @pytest.mark.parametrize("async_op", [False, pytest.param(True, marks=pytest.mark.slow)])

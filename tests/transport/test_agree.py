@@ -314,7 +314,7 @@ def test_environment_variable(monkeypatch):
     monkeypatch.setenv("VARCOMM_DEBUG", "1")
     varcomm.launch(by_environment, 2)
     monkeypatch.setenv("VARCOMM_DEBUG_TIMEOUT", "-2 s")
-    with pytest.raises(varcomm.LaunchError, match="VARCOMM_DEBUG_TIMEOUT|exited with code 1"):
+    with pytest.raises(varcomm.LaunchError, match=r"VARCOMM_DEBUG_TIMEOUT|exited with code 1"):
         varcomm.launch(by_environment, 1)
     for value in ("0", "off", "False", ""):
         monkeypatch.setenv("VARCOMM_DEBUG", value)

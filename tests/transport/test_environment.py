@@ -59,22 +59,12 @@ def test_empty_variables_are_not_set():
 
 
 def test_torchrun():
-    assert read(TORCHRUN) == Place(5, 8, 1, "env://", "torchrun")
-
-
-def test_torchrun_keeps_a_store_over_several_starts():
     agents = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert read(TORCHRUN) == Place(5, 8, 1, "env://", "torchrun")
+    assert read(SRUN | TORCHRUN).launcher == "torchrun", "in a job of SLURM"
     assert read(TORCHRUN | agents) == Place(5, 8, 1, "env://", "torchrun", lasting_store=True)
     assert not read(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).lasting_store
-    assert not read({"RANK": "0", "WORLD_SIZE": "1"} | agents).lasting_store, "needs no store"
-
-
-def test_one_torchrun_rank_needs_no_address():
-    assert read({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, 0, None, "torchrun")
-
-
-def test_torchrun_wins_over_slurm_in_whose_job_it_runs():
-    assert read(SRUN | TORCHRUN).launcher == "torchrun"
+    assert read({"RANK": "0", "WORLD_SIZE": "1"} | agents) == Place(0, 1, 0, None, "torchrun")
 
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, MPICH, MVAPICH2])
@@ -139,24 +129,18 @@ def test_batch_script_without_srun_is_one_rank():
     assert read(interactive) == Place()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
+def test_first_host():
+    for nodes, host in (
         ("node[01-04,07]", "node01"),
         ("node[7,01-04]", "node7"),
         ("gpu3,node[01-04]", "gpu3"),
         ("login", "login"),
         ("rack[2-3]n[7,9]-ib,x", "rack2n7-ib"),
-    ],
-)
-def test_first_host(nodes, host):
-    assert first_host(nodes) == host
-
-
-@pytest.mark.parametrize("nodes", ["", "node[", "node[]", ",a"])
-def test_first_host_of_nonsense(nodes):
-    with pytest.raises(LaunchError, match=r"cannot read a host from the SLURM node list .*MASTER_"):
-        first_host(nodes)
+    ):
+        assert first_host(nodes) == host
+    for nodes in ("", "node[", "node[]", ",a"):
+        with pytest.raises(LaunchError, match=r"SLURM node list .*MASTER_"):
+            first_host(nodes)
 
 
 @pytest.mark.parametrize(

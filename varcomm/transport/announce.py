@@ -49,11 +49,12 @@ def announce(
             failure, message = error, {"error": _cut(str(error))}
     data = json.dumps(message).encode().ljust(_LENGTH, b"\0")
     if not engine.simulated:
-        # plain tensors, also inside torch.func's transforms, which would wrap them
-        with torch._C._DisableFuncTorch(), explained(what, group):
-            sent = _tensor(data, device)
+        # the memory of an array, since torch.func's transforms would wrap the results of operators
+        array = np.frombuffer(bytearray(data), np.uint8)
+        sent = _tensor(array, device)
+        with explained(what, group):
             wait_for(engine.broadcast(group, sent, src))
-            data = _bytes(sent)
+        data = (array if device.type == "cpu" else sent.cpu().numpy()).tobytes()
     if failure is not None:
         raise failure
     message = json.loads(data.rstrip(b"\0"))
@@ -74,11 +75,12 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
 
     def all_gather(own: bytes, counts: list[int]) -> list[bytes]:
         out = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+        data = _tensor(np.frombuffer(bytearray(own), np.uint8), device)
         try:
-            engine.all_gather_metadata(group, out, _tensor(own, device), counts, timeout)
+            engine.all_gather_metadata(group, out, data, counts, timeout)
         except RuntimeError as error:
             raise EngineFailure(str(error)) from error
-        return [_bytes(part) for part in out.split(counts)]
+        return [part.numpy().tobytes() for part in out.cpu().split(counts)]
 
     message = len(whole).to_bytes(_HEAD, "little") + whole
     answers = all_gather(message[:_LENGTH].ljust(_LENGTH, b"\0"), [_LENGTH] * group.size)
@@ -93,12 +95,9 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
     ]
 
 
-def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(bytearray(data), dtype=np.uint8)).to(device)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
+def _tensor(array: np.ndarray[Any, np.dtype[np.uint8]], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def _cut(text: str) -> str:

@@ -24,7 +24,8 @@ def default_store() -> Store:
 
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Return the process group that torch.distributed calls `name`; RuntimeError if none does."""
-    return distributed_c10d._resolve_process_group(cast(Any, name))
+    found: dist.ProcessGroup = cast(Any, distributed_c10d)._resolve_process_group(name)
+    return found
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:

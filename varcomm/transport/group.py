@@ -134,9 +134,9 @@ def resolve(group: GroupLike) -> Group:
         process_group = _process_group(group)
         rank = dist.get_rank(process_group)
         return Group(process_group, rank, dist.get_world_size(process_group))
-    process_group = dist.group.WORLD if group is None else group
-    if isinstance(process_group, dist.ProcessGroup):
-        known = _groups.get(process_group)
+    given = dist.group.WORLD if group is None else group
+    if isinstance(given, dist.ProcessGroup):
+        known = _groups.get(given)
         if known is not None and (group is None or known.exists()):
             return known
     found = _of(_process_group(group))

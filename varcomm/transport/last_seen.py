@@ -144,8 +144,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         ranks_of.setdefault(cells, []).append(rank)
     words = list(dict.fromkeys(word for row in ranks_of for word, _ in row))
     lines = [["rank", *words]]
-    for row, ranks in ranks_of.items():
-        lines.append([spans(ranks), *(dict(row).get(word, "") for word in words)])
+    for cells, ranks in ranks_of.items():
+        lines.append([spans(ranks), *(dict(cells).get(word, "") for word in words)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ("  ".join(map(str.ljust, line, widths)) for line in lines)
     return "\n".join(f"  {text}".rstrip() for text in texts)

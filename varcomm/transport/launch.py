@@ -19,8 +19,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,7 +29,6 @@ from typing import Any, Self, TypeVar
 
 from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
 from varcomm.sizes import exact_int
-from varcomm.transport.interrupt import interrupt_later
 from varcomm.transport.pickling import pickled_call
 from varcomm.transport.timeout import seconds
 from varcomm.transport.worker import STOP, Report, importing_module, stack_file
@@ -241,7 +240,7 @@ class Ranks:
             server.listen(self.world_size)
             for rank in [-1] if self._mpi else range(self.world_size):
                 place = (address, self._owner, rank, self.world_size, self.backend or "")
-                with interrupt_later():  # every started process is in the list that ends it
+                with _interrupt_later():  # every started process is in the list that ends it
                     self._processes.append(
                         subprocess.Popen(
                             [*mpiexec, sys.executable, "-c", _START, json.dumps(sys.path)]
@@ -427,3 +426,20 @@ def _end(
     for process in processes:
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block; only the main thread handles signals."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)

@@ -1,7 +1,7 @@
-"""Plain values as bytes, and back: what ranks tell each other is data, and never runs anything.
+"""Plain values as bytes, and back, without pickle.
 
-A pickle is a program, and whoever can reach the network of a job could send one. This is JSON, in
-which what JSON does not have, tuples for instance, is a dict with one key that tells what it is.
+A pickle is a program, which any process in the network of a job could send. This is JSON; a value
+that JSON lacks, such as a tuple, is a dict with its kind as the one key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["dtype_of", "from_bytes", "to_bytes", "travels"]
 
-# By name. Attributes of torch that are not there yet would be imported.
+# By name: an unknown attribute of torch would be imported.
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -33,16 +33,13 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda parts: _tensor(*map(_made, parts)),
 }
 
-_NAMES: dict[type, str] = {}  # of the classes that travel
+_NAMES: dict[type, str] = {}  # classes of `travels`
 
 T = TypeVar("T", bound=type)
 
 
 def travels(kind: T) -> T:
-    """Let instances of a class be told: of a dataclass, a NamedTuple, or a kind of text.
-
-    What arrives is made by the class from the same fields, which must be plain in their turn.
-    """
+    """Let instances of a dataclass, a NamedTuple or a subclass of str be sent, by their fields."""
     name = _NAMES[kind] = f"{kind.__module__}.{kind.__qualname__}"
     _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_made, items))
     return kind
@@ -54,14 +51,14 @@ def to_bytes(value: Any) -> bytes:
     Parameters
     ----------
     value : plain
-        None, a bool, int, float, str, bytes, torch.dtype or Tensor, of a class that `travels`, or a
-        list, tuple, set or dict of such. Other subclasses become what they are subclasses of;
-        tensors will be on a GPU, and require a gradient, where they are and do.
+        None, a bool, int, float, str, bytes, torch.dtype, Tensor, instance of a class that
+        `travels`, or a list, tuple, set or dict of such. Other subclasses become their base class;
+        tensors keep their kind of device and `requires_grad`.
 
     Raises
     ------
     TypeError
-        If it is, or has, anything else.
+        If it is, or contains, anything else.
 
     Examples
     --------
@@ -144,7 +141,7 @@ def _made(said: Any) -> Any:
 def _tensor(
     dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool, data: bytes
 ) -> torch.Tensor:
-    # before torch sees the name: of some it imports a module
+    # torch imports a module for some names
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
         raise ValueError(f"there is no device {device!r} here")
     if not data:
