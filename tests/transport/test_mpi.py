@@ -148,6 +148,8 @@ def late(rank, made):
         return None
     with pytest.raises(CommunicationError, match=r"failed after \d") as caught:
         varcomm.all_reduce(torch.ones(1), group=group)
+    with pytest.raises(CommunicationError, match="has left the group"):
+        varcomm.all_gather_v(torch.ones(1), [1] * 3, group=group)
     return str(caught.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -117,7 +118,12 @@ class Group:
 # torch.distributed does not report the end of a group: `forget_destroyed` runs when a new group
 # comes. A group that ends with the interpreter can abort the process, so none is left at exit.
 _groups: dict[dist.ProcessGroup, Group] = {}
-atexit.register(_groups.clear)
+
+
+@atexit.register
+def _forget_all(owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # a forked child has no threads to end
+        _groups.clear()
 
 
 def resolve(group: GroupLike) -> Group:

@@ -228,7 +228,9 @@ class Ranks:
                 "when it is imported: each would do so again. Guard what it launches by "
                 'if __name__ == "__main__":'
             )
-        self._folder = tempfile.mkdtemp(prefix="varcomm-")
+        # the path of a socket may have 107 characters
+        elsewhere = "/tmp" if len(tempfile.gettempdir()) > 80 else None
+        self._folder = tempfile.mkdtemp(prefix="varcomm-", dir=elsewhere)
         # also called when this object is forgotten, or at exit
         self._end = weakref.finalize(
             self, _end, self._processes, self._workers, self._folder, self._owner
@@ -294,7 +296,7 @@ class Ranks:
                 )
             if time.monotonic() > deadline:
                 raise self._overdue(late, _START_LIMIT, "started")
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, EOFError):  # a rank that died just now is found above
                 connection: Connection[Any, Any] = Connection(server.accept()[0].detach())
                 rank, pid = pickle.loads(connection.recv_bytes())
                 found[rank] = _Worker(connection, pid)

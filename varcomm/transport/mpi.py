@@ -136,6 +136,10 @@ class MPIEngine(Engine):
         request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
         return [_Messages(group, "broadcast", [request], (data,))]
 
+    def leave(self, group: Group) -> None:
+        """Refuse further calls: their messages could meet those of the failed call."""
+        group.auxiliary["left"] = True
+
 
 class _Messages:
     """Messages in flight; the group keeps those that no caller waits for until they are done."""
@@ -192,6 +196,8 @@ def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
 
 def _communicator(group: Group, timeout: timedelta = NO_LIMIT) -> MPI.Intracomm:
     """Return the communicator of the group's ranks, in their order; collective at first."""
+    if "left" in group.auxiliary:
+        raise RuntimeError("this rank has left the group after an earlier failure.")
     comm: MPI.Intracomm | None = group.auxiliary.get("communicator")
     if comm is None:
         # MPI would wait for a missing rank for ever, so the ranks meet on Gloo before

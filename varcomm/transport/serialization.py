@@ -25,12 +25,12 @@ _DTYPES = {
 }
 
 _MAKE: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda items: tuple(map(_made, items)),
-    "set": lambda items: set(map(_made, items)),
+    "tuple": lambda items: tuple(map(_decoded, items)),
+    "set": lambda items: set(map(_decoded, items)),
     "bytes": base64.b85decode,
-    "dict": lambda pairs: {_made(key): _made(value) for key, value in pairs},
+    "dict": lambda pairs: {_decoded(key): _decoded(value) for key, value in pairs},
     "dtype": lambda name: dtype_of(name),
-    "tensor": lambda parts: _tensor(*map(_made, parts)),
+    "tensor": lambda parts: _tensor(*map(_decoded, parts)),
 }
 
 _NAMES: dict[type, str] = {}  # classes of `travels`
@@ -41,7 +41,7 @@ T = TypeVar("T", bound=type)
 def travels(kind: T) -> T:
     """Let instances of a dataclass, a NamedTuple or a subclass of str be sent, by their fields."""
     name = _NAMES[kind] = f"{kind.__module__}.{kind.__qualname__}"
-    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_made, items))
+    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_decoded, items))
     return kind
 
 
@@ -65,7 +65,7 @@ def to_bytes(value: Any) -> bytes:
     >>> from_bytes(to_bytes({1: ("a", None, b"b"), "more": [0.1, {2}]}))
     {1: ('a', None, b'b'), 'more': [0.1, {2}]}
     """
-    return json.dumps(_said(value), separators=(",", ":")).encode()
+    return json.dumps(_encoded(value), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Any:
@@ -77,7 +77,7 @@ def from_bytes(data: bytes) -> Any:
         If the bytes are not what it returns.
     """
     try:
-        return _made(json.loads(data))
+        return _decoded(json.loads(data))
     except (
         AttributeError,
         LookupError,
@@ -89,21 +89,21 @@ def from_bytes(data: bytes) -> Any:
         raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
 
 
-def _said(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     if name := _NAMES.get(type(value)):
-        return {name: str(value) if isinstance(value, str) else [*map(_said, _parts(value))]}
+        return {name: str(value) if isinstance(value, str) else [*map(_encoded, _parts(value))]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [*map(_said, value)]
+        return [*map(_encoded, value)]
     if isinstance(value, tuple):
-        return {"tuple": [*map(_said, value)]}
+        return {"tuple": [*map(_encoded, value)]}
     if isinstance(value, set | frozenset):
-        return {"set": [*map(_said, sorted(value))]}
+        return {"set": [*map(_encoded, sorted(value))]}
     if isinstance(value, bytes):
         return {"bytes": base64.b85encode(value).decode()}
     if isinstance(value, dict):
-        return {"dict": [[_said(key), _said(item)] for key, item in value.items()]}
+        return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if type(value) is torch.Tensor and value.layout == torch.strided:
@@ -119,7 +119,7 @@ def _said(value: Any) -> Any:
             .tobytes()
         )
         parts = value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data
-        return {"tensor": [*map(_said, parts)]}
+        return {"tensor": [*map(_encoded, parts)]}
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
 
 
@@ -129,13 +129,13 @@ def _parts(value: Any) -> list[Any]:
     return list(value)
 
 
-def _made(said: Any) -> Any:
-    if isinstance(said, list):
-        return [*map(_made, said)]
-    if isinstance(said, dict):
-        ((kind, content),) = said.items()
+def _decoded(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return [*map(_decoded, encoded)]
+    if isinstance(encoded, dict):
+        ((kind, content),) = encoded.items()
         return _MAKE[kind](content)
-    return said
+    return encoded
 
 
 def _tensor(
