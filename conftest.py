@@ -3,7 +3,6 @@
 import gc
 import sys
 import warnings
-from contextlib import suppress
 from zlib import crc32
 
 import pytest
@@ -12,10 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import varcomm
-from varcomm.errors import GroupError
 from varcomm.testing import Ranks
-from varcomm.transport import aside as aside_module
-from varcomm.transport import lane as lane_module
 
 ALLOWED = (
     # of torch_geometric and Inductor, of torch; of torch_geometric, of Python 3.13
@@ -91,17 +87,16 @@ def _on_one_thread(rank, fn, *args):
 
 
 def _end_groups():
-    """End the groups that earlier tests made; now no rank is at work in them any more.
+    """End the groups of earlier tests, in which no rank is at work any more.
 
-    Gloo has a thread for each, which wakes up 100 times a second. Those that varcomm makes and uses
-    again stay.
+    Gloo has a thread per group, which wakes up 100 times a second. Auxiliary groups of varcomm,
+    which it uses again, have names that begin with its own.
     """
-    lanes = [lane for made in lane_module._lanes.values() for of in made.values() for lane in of]
-    kept = {dist.group.WORLD}
-    for group in [lane.group for lane in lanes] + list(aside_module._made.values()):
-        with suppress(GroupError):  # of a world that has been destroyed
-            kept.add(group().process_group)
-    made = set(distributed_c10d._world.pg_map) - kept
+    made = [
+        group
+        for group in distributed_c10d._world.pg_map
+        if group != dist.group.WORLD and not group.group_name.startswith("varcomm.")
+    ]
     for group in sorted(made, key=lambda group: group.group_name):  # in one order on all ranks
         dist.destroy_process_group(group)
     if made and "torch.distributed.tensor" in sys.modules:

@@ -1,4 +1,4 @@
-"""What each room does along both dimensions of a mesh, against the same over plain groups."""
+"""Each layer along both dimensions of a mesh, against the same over plain groups."""
 
 from functools import partial
 
@@ -121,26 +121,26 @@ def proofs(group, place, folder):
     yield to_dtensor(gather(x).split(2)[place], [2, 2], 0, group).full_tensor()
 
 
-ROOMS = (primitives, sizes, plans, graphs, layers, data_parallel, checkpoints, proofs)
+LAYERS = (primitives, sizes, plans, graphs, layers, data_parallel, checkpoints, proofs)
 
 
-def in_each_room(rank, folder):
-    """Along one dimension and the other in turn, so that what belongs to one may not be mixed."""
+def in_each_layer(rank, folder):
+    """Along one dimension and the other in turn, so that their groups may not be mixed."""
     failures = Failures()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     # of a mesh of more dimensions, by way of another slice
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "one", "b"))["a", "b"]
-    for room in ROOMS:
+    for layer in LAYERS:
         found = {}
         for kind in ("mesh", "slice", "group"):
             for name, place in (("a", rank // 2), ("b", rank % 2)):
                 group = {"mesh": mesh, "slice": cube, "group": mesh}[kind][name]
                 group = group.get_group() if kind == "group" else group
                 other = rank % 2 if name == "a" else rank // 2  # which group of that dimension
-                own = folder / f"{room.__name__} {kind} {name} {other}"
-                found[kind, name] = list(room(group, place, own))
+                own = folder / f"{layer.__name__} {kind} {name} {other}"
+                found[kind, name] = list(layer(group, place, own))
         for name in ("a", "b"):
-            with failures.named(room.__name__, name):
+            with failures.named(layer.__name__, name):
                 assert found["group", name]
                 for kind in ("mesh", "slice"):
                     pairs = zip(found[kind, name], found["group", name], strict=True)
@@ -148,31 +148,9 @@ def in_each_room(rank, folder):
     return failures
 
 
-def test_in_each_room(worlds, tmp_path):
-    assert_none(worlds.run(4, in_each_room, tmp_path))
-
-
-def over_both(rank):
-    """A tensor in blocks over both dimensions: gathered, summed, and differentiated."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole = drawn(4, 3).requires_grad_()
-    rows, columns = SIZES, (1, 2)
-    block = vc.shard_v(vc.shard_v(whole.detach(), rows, 0, mesh["a"]), columns, 1, mesh["b"])
-    block = block.clone().requires_grad_()
-    everything = vc.all_gather_v(block, columns, 1, group=mesh["b"])
-    everything = vc.all_gather_v(everything, rows, 0, group=mesh["a"])
-    weight = drawn(4, 3) + rank  # the loss is another one on each rank
-    (gradient,) = torch.autograd.grad((everything.sin() * weight).sum(), block)
-    total = (whole.sin() * (4 * drawn(4, 3) + 6)).sum()
-    (expected,) = torch.autograd.grad(total, whole)
-    expected = vc.shard_v(vc.shard_v(expected, rows, 0, mesh["a"]), columns, 1, mesh["b"])
-    return torch.equal(everything, whole), (gradient - expected).abs().max().item()
-
-
-def test_over_both_dimensions(worlds):
-    for same, error in worlds.run(4, over_both):
-        assert same
-        assert error < 1e-12
+@pytest.mark.slow
+def test_in_each_layer(worlds, tmp_path):
+    assert_none(worlds.run(4, in_each_layer, tmp_path))
 
 
 def refused(rank):
@@ -204,5 +182,5 @@ def refused(rank):
     return count, vc.all_reduce(torch.tensor(1)).item()
 
 
-def test_a_mesh_that_is_no_group_is_refused_in_each_room(worlds):
+def test_a_mesh_that_is_no_group_is_refused_in_each_layer(worlds):
     assert worlds.run(3, refused) == [(20, 3), (10, 3), (10, 3)]

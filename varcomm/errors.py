@@ -1,6 +1,6 @@
-"""What varcomm raises.
+"""Errors of varcomm.
 
-Each error is also the builtin that a caller would expect, so ``except ValueError`` keeps working.
+Each error is also the builtin that a caller expects, so ``except ValueError`` keeps working.
 """
 
 __all__ = [
@@ -16,12 +16,15 @@ __all__ = [
 
 
 class VarcommError(Exception):
-    """Base of all errors that varcomm raises by itself.
+    """Base of all errors of varcomm.
+
+    Attributes
+    ----------
+    on_all_ranks : bool
+        Whether every rank of the group raises the error.
 
     Examples
     --------
-    One clause for all that varcomm has to say.
-
     >>> import torch, varcomm
     >>> try:
     ...     varcomm.ShardSizes([3, -1])
@@ -30,14 +33,14 @@ class VarcommError(Exception):
     ArgumentError: sizes must not be negative; got [3, -1].
     """
 
+    on_all_ranks = False
+
 
 class ArgumentError(VarcommError, ValueError):
-    """An argument that this rank can tell to be wrong, raised before any communication.
+    """A wrong argument on this rank, raised before any communication.
 
     Examples
     --------
-    What one rank can tell by itself it says before anything is sent; here it is rank 0 of two.
-
     >>> import torch, varcomm
     >>> with varcomm.simulate.world(2, rank=0):
     ...     try:
@@ -49,7 +52,7 @@ class ArgumentError(VarcommError, ValueError):
 
 
 class GroupError(VarcommError, RuntimeError):
-    """A group that cannot serve: not initialised, without this rank, or for another device.
+    """A group that cannot be used: not initialised, without this rank, or for another device.
 
     Examples
     --------
@@ -63,7 +66,7 @@ class GroupError(VarcommError, RuntimeError):
 
 
 class DisagreementError(VarcommError, RuntimeError):
-    """Ranks that call the same operation with arguments that do not fit; raised on every rank.
+    """Calls of ranks that do not match; raised on every rank.
 
     Examples
     --------
@@ -77,17 +80,19 @@ class DisagreementError(VarcommError, RuntimeError):
     ExchangePlan.from_needed: ranks [1] have other sizes than rank 0.
     """
 
+    on_all_ranks = True
+
 
 class CommunicationError(VarcommError, RuntimeError):
-    """A call that this rank could not complete: others did not come in time, or are gone."""
+    """A call that this rank could not complete: a rank did not come in time, or has ended."""
 
 
 class LaunchError(VarcommError, RuntimeError):
-    """Ranks that could not be started or joined, or one of which failed.
+    """A failure to start or join ranks, or of a launched rank.
 
     Examples
     --------
-    It ends with what the first rank that failed has raised.
+    The message ends with the error of the rank that failed first.
 
     >>> import varcomm
     >>> try:
@@ -99,8 +104,8 @@ class LaunchError(VarcommError, RuntimeError):
 
 
 class MissingPackageError(VarcommError, RuntimeError):
-    """An optional package that a function needs; the message holds the ``pip install``."""
+    """A missing optional package; the message holds the ``pip install``."""
 
 
 class MissingModuleError(MissingPackageError, ImportError):
-    """The same, raised by the import of a module of varcomm that needs the package throughout."""
+    """A missing optional package, raised by the import of a module that needs it."""

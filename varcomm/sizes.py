@@ -1,4 +1,4 @@
-"""How rows are split over ranks: arithmetic on sizes, without communication."""
+"""Sizes: the numbers of rows per rank, and checks of integers, dimensions and ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
 
 
 class ShardSizes(tuple[int, ...]):
-    """Rows that each rank holds: a tuple of ints, one a rank, zeros allowed.
+    """Rows per rank: a tuple of ints, zeros allowed.
 
-    It goes wherever a list of ints goes, and equals the tuple of the same ints.
+    It equals the tuple of the same ints.
 
     Parameters
     ----------
@@ -50,12 +50,12 @@ class ShardSizes(tuple[int, ...]):
     """
 
     def __new__(cls, sizes: Iterable[int] = ()) -> Self:
-        """Check every entry once, so that nothing that takes a `ShardSizes` need do so again."""
+        """Check every entry once; functions accept a `ShardSizes` without a further check."""
         if isinstance(sizes, cls):
             return sizes
         return super().__new__(cls, checked_sizes(sizes, "sizes"))
 
-    # no cached properties, on whose locks torch.compile breaks its graphs
+    # not cached: torch.compile breaks its graphs at the lock of a cached property
     @property
     def total(self) -> int:
         """Rows of all ranks together."""
@@ -79,7 +79,7 @@ class ShardSizes(tuple[int, ...]):
     def owner(self, index: torch.Tensor) -> torch.Tensor: ...
 
     def owner(self, index: int | torch.Tensor) -> int | torch.Tensor:
-        """Return the rank that holds a global row, for one row or for each of a tensor.
+        """Return the rank of a global row, or of each row in a tensor.
 
         Parameters
         ----------
@@ -94,7 +94,7 @@ class ShardSizes(tuple[int, ...]):
         Raises
         ------
         ArgumentError
-            If a row is out of range, or is no integer.
+            If a row is out of range, or is not an integer.
 
         Examples
         --------
@@ -122,15 +122,14 @@ class ShardSizes(tuple[int, ...]):
             raise ArgumentError(
                 f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
             )
-        # The last of the ranks that start there: empty ones before it start at the same row.
+        # the last rank that starts there: empty ranks before it start at the same row
         return bisect_right(self.offsets, row) - 1
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
         """Split `n` rows into `parts` as evenly as whole units of `multiple_of` rows allow.
 
-        The first ranks get one unit more; a remainder that is no whole unit goes to the first rank
-        that would hold the next unit.
+        The first ranks get one unit more; a remainder below one unit goes to the next rank.
 
         Examples
         --------
@@ -150,10 +149,9 @@ class ShardSizes(tuple[int, ...]):
 
     @classmethod
     def chunked(cls, n: int, parts: int) -> Self:
-        """Split `n` rows into `parts` as :func:`torch.chunk` does, and DTensor and fully_shard.
+        """Split `n` rows into `parts` as :func:`torch.chunk`, DTensor and fully_shard do.
 
-        Each rank gets ``ceil(n / parts)`` rows until there are no more: the last ones may have
-        fewer, or none, where :meth:`balanced` would let sizes differ by one row at most.
+        Each rank gets ``ceil(n / parts)`` rows; the last ranks may have fewer, or none.
 
         Examples
         --------
@@ -166,9 +164,9 @@ class ShardSizes(tuple[int, ...]):
         return cls(min(rows, max(0, n - part * rows)) for part in range(parts))
 
     def __mul__(self, n: SupportsIndex) -> Self:
-        """Return the sizes of rows that are `n` of others each: heads of `n` features, say.
+        """Multiply every size by `n`, as from heads to features.
 
-        Not a repetition, which of sizes would be nothing.
+        Unlike ``tuple * n``, this does not repeat the sizes.
 
         Examples
         --------
@@ -182,16 +180,14 @@ class ShardSizes(tuple[int, ...]):
 
     @classmethod
     def from_local(cls, n: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> Self:
-        """Collect the sizes from each rank's own number of rows.
-
-        Collective: every rank of `group` calls it and gets the same sizes.
+        """Collect the sizes from the number of rows on each rank; collective.
 
         Parameters
         ----------
         n : int
             Rows of this rank.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that take part; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Raises
         ------
@@ -204,7 +200,7 @@ class ShardSizes(tuple[int, ...]):
         >>> varcomm.launch(lambda rank: varcomm.ShardSizes.from_local(rank + 1), 2)[0]
         ShardSizes(1, 2)
         """
-        # The one place where this room looks over its wall: sizes are where users look for this.
+        # the one import of a higher layer: users look for this function here
         from varcomm.transport.agreement import share
         from varcomm.transport.group import resolve
 
@@ -221,14 +217,14 @@ class ShardSizes(tuple[int, ...]):
 
 
 def exact_int(value: object) -> int | None:
-    """Return `value` as an int if it is an integer of any library's type, but no bool; else None.
+    """Return `value` as an int if it is an integer of any library, and not a bool; else None.
 
     >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
     (3, None, None, None)
     """
-    if isinstance(value, int | torch.SymInt):  # symbols of a graph stay what they are
+    if isinstance(value, int | torch.SymInt):  # symbols stay symbols
         return None if isinstance(value, bool) else value  # type: ignore[return-value]
-    if getattr(value, "dtype", None) == torch.bool:  # of which torch makes an index
+    if getattr(value, "dtype", None) == torch.bool:  # torch would make an index of it
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -237,7 +233,7 @@ def exact_int(value: object) -> int | None:
 
 
 def holds_integers(x: torch.Tensor) -> bool:
-    """Return whether a tensor is of integers, which may be counts, rows or ranks.
+    """Return whether a tensor holds integers.
 
     >>> holds_integers(torch.tensor([1])), holds_integers(torch.tensor([True]))
     (True, False)
@@ -254,7 +250,7 @@ def checked_sizes(
     """
     if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
         return sizes
-    scalar = getattr(sizes, "ndim", 1) == 0  # of numpy or torch: iterable by its type alone
+    scalar = getattr(sizes, "ndim", 1) == 0  # numpy's and torch's scalars are iterable by type
     unordered = isinstance(sizes, str | bytes | Set | Mapping)
     if scalar or unordered or not isinstance(sizes, Iterable):
         raise ArgumentError(

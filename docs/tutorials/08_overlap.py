@@ -95,7 +95,8 @@ def step(rank, x, weight, overlap):
 # ---------------
 #
 # torch's profiler writes a file for each rank, which `Perfetto <https://ui.perfetto.dev>`_ shows.
-# varcomm's calls are in it by name. Four kinds of entries tell all about overlap:
+# Inside :func:`varcomm.trace`, varcomm's calls are in it by name. Four kinds of entries show all
+# about overlap:
 #
 # ================================== ==============================================================
 # entry                              what it is
@@ -116,7 +117,7 @@ def traced(rank, overlap):
     """Return the entries of one step: name, begin and duration in seconds."""
     x, weight = make_shard(rank)
     step(rank, x, weight, overlap)  # the first step also sets up connections
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as seen, vc.trace():
         torch.distributed.barrier()
         with record_function("step"):
             step(rank, x, weight, overlap)

@@ -118,10 +118,11 @@ plt.show()
 # MPI
 # ---
 #
-# ``vc.init("mpi")`` runs collectives over MPI, by mpi4py and a stock PyTorch: ``pip install
-# "varcomm[mpi]"`` brings mpi4py and MPICH; mpi4py also takes the MPI of your cluster. It is meant
-# for clusters of CPUs with a fast network that MPI knows. Its ranks find each other without any
-# address.
+# ``vc.init("mpi")`` runs varcomm's collectives and plans over MPI, with mpi4py and a stock PyTorch.
+# torch.distributed's own calls use Gloo. ``pip install "varcomm[mpi]"`` installs mpi4py and MPICH;
+# mpi4py also loads the MPI of your cluster. It serves clusters of CPUs with a fast network that MPI
+# supports. Ranks find each other without an address. Start them with ``mpiexec`` or ``srun``, not
+# with torchrun.
 
 places = [str(Path(sys.executable).parent), os.environ["PATH"]]  # that of this environment first
 mpiexec = shutil.which("mpiexec", path=os.pathsep.join(places))
@@ -177,9 +178,8 @@ folder.cleanup()
 # ============ ================================================== ==================================
 #
 # ``MASTER_ADDR`` and ``MASTER_PORT`` win where they are set. Else the port is derived from the
-# number of the job, so that two jobs on one host do not meet. With ``vc.init("mpi")``, ranks that
-# MPI has started need no place to meet. What is incomplete or contradicts itself is a
-# ``LaunchError``.
+# number of the job, so that two jobs on one host do not meet. With ``vc.init("mpi")``, ranks need
+# no place to meet. Incomplete or contradictory variables raise a ``LaunchError``.
 #
 # Batch scripts
 # -------------

@@ -1,9 +1,8 @@
-"""Three ranks, one of which comes to grief; what the others then say, a line of JSON a scene.
+"""Three ranks, one of which fails, and the errors of the others: one line of JSON per scene.
 
-python -m tests.faults.stage "kill in forward on 1" "stop in backward on 1"
+python -m tests.faults.stage "kill in forward on 1 after 0 rounds"
 
-Without scenes: all that there are. Ranks are forked from this process, which has imported
-everything: a scene takes little longer than what its ranks wait for.
+Without arguments all scenes run. Ranks are forked from this process, which has imported everything.
 """
 
 import json
@@ -25,8 +24,8 @@ import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
 from varcomm.graph import distribute, partition
-from varcomm.ops import packing
-from varcomm.transport import agreement
+from varcomm.transport.engines import engine_for
+from varcomm.transport.group import resolve
 
 RANKS = 3
 LIMIT = 5.0  # seconds, of the world's collectives
@@ -112,11 +111,12 @@ PLACES = {
 
 
 def befall(fault, rounds):
-    """Let a fault come over this rank where it would enter the next round but some."""
+    """Let a fault happen on this rank at the start of a later round of messages."""
     left = rounds
+    engine = engine_for(resolve(None), torch.device("cpu"))
 
-    def instead(module, name):
-        own = getattr(module, name)
+    def instead(name):
+        own = getattr(engine, name)
 
         def function(*args, **kwargs):
             nonlocal left
@@ -125,15 +125,14 @@ def befall(fault, rounds):
                 FAULTS[fault]()
             return own(*args, **kwargs)
 
-        setattr(module, name, function)
+        setattr(engine, name, function)
 
-    for name in ("exchange", "all_gather", "broadcast"):
-        instead(packing, name)
-    instead(agreement, "all_gather_object")
+    for name in ("exchange", "all_gather", "all_gather_metadata"):
+        instead(name)
 
 
 def act(rank, fault, place, culprit, rounds):
-    """Play a part; what is told of it."""
+    """Run one rank of a scene, and write its error."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     varcomm.init("gloo", timeout=LIMIT)
@@ -144,7 +143,7 @@ def act(rank, fault, place, culprit, rounds):
     began = time.monotonic()
     try:
         call()
-        # whose messages had all arrived hears of it at the next call
+        # a rank whose messages had all arrived fails in the next call
         varcomm.all_gather_v(torch.zeros(2), [2] * RANKS)
     except Exception as error:
         told = {"kind": type(error).__name__, "message": str(error)}
@@ -155,7 +154,7 @@ def act(rank, fault, place, culprit, rounds):
 
 
 def play(fault, place, culprit, rounds):
-    """Start the ranks, and end those that are left; what each has told, and how it ended."""
+    """Start the ranks, end those that are left, and return the error and end of each."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
@@ -201,7 +200,7 @@ def play(fault, place, culprit, rounds):
 
 
 def scenes():
-    """All that there are: each fault in each place, before the first round and in between."""
+    """Return every fault in every place, before the first round and between two."""
     every = [f"{fault} in {place} on 1" for fault in FAULTS for place in PLACES]
     every += [f"{fault} in {place} on 0" for fault in FAULTS for place in ("forward", "checkpoint")]
     return [f"{scene} after {rounds} rounds" for scene in every for rounds in (0, 1)]

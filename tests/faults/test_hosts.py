@@ -78,6 +78,7 @@ class Run:
         return [agent.poll() for agent in self._agents]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_cable_is_slow_and_then_cut(worlds, hosts, tmp_path):
     """Each time all say so within the limit; torchrun starts again, to the same losses."""

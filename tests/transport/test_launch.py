@@ -1,7 +1,10 @@
-"""Ranks as real processes: what may be sent to them, and what they return."""
+"""Ranks as real processes: their calls, their failures and their ends."""
 
 import os
+import signal
+import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -11,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.transport.processes import pids_of, script
+import varcomm
+from tests.transport.processes import all_end, is_running, pids_of, script
+from varcomm import Ranks, World, init, launch
 from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
-from varcomm.transport.environment import Place
-from varcomm.transport.launch import Ranks, World, init, launch
-from varcomm.transport.world import join
 
 
 @pytest.fixture(scope="module")
@@ -28,42 +30,29 @@ def rank_and_argument(rank, argument):
     return rank, argument
 
 
-def test_results_come_in_rank_order(ranks):
-    assert ranks.run(rank_and_argument, "x") == [(0, "x"), (1, "x")]
-    assert ranks.run(lambda rank: time.sleep(0.1 * (1 - rank)) or rank) == [0, 1]
-
-
-def test_closures_are_sent_by_value(ranks):
+def test_results(ranks):
     offset = 10
 
     class Local:
         def __init__(self, rank):
             self.value = rank + offset
 
-    first, second = ranks.run(lambda rank: Local(rank))
-    assert (first.value, second.value) == (10, 11)
-    assert isinstance(first, Local)
-
-
-def test_process_group_is_ready_and_init_describes_it(ranks):
-    def add(rank):
+    def make(rank):
         value = torch.tensor(10 + rank)
         dist.all_reduce(value)
-        return value, init(), init().world_size, torch.get_num_threads()
+        world = init(), init().world_size, torch.get_num_threads()
+        return value.item(), world, torch.ones(3, requires_grad=True) * rank
 
+    assert ranks.run(rank_and_argument, "x") == [(0, "x"), (1, "x")]
+    assert ranks.run(lambda rank: time.sleep(0.1 * (1 - rank)) or rank) == [0, 1]
+    first, second = ranks.run(lambda rank: Local(rank))
+    assert (first.value, second.value, isinstance(first, Local)) == (10, 11, True)
     threads = max(1, os.cpu_count() // 2)
-    for rank, result in enumerate(ranks.run(add)):
-        assert result == (21, World(rank, 2, rank, torch.device("cpu")), 2, threads)
-
-
-def test_tensors_come_back_whole_and_writable(ranks):
-    def make(rank):
-        return torch.ones(3, requires_grad=True) * rank, torch.arange(6).reshape(2, 3).T
-
-    product, strided = ranks.run(make)[1]
-    assert product.requires_grad
-    assert product.tolist() == [1, 1, 1]
-    assert strided.add_(1).tolist() == [[1, 4], [2, 5], [3, 6]]
+    for rank, (total, world, product) in enumerate(ranks.run(make)):
+        assert total == 21
+        assert world == (World(rank, 2, rank, torch.device("cpu")), 2, threads)
+        assert product.requires_grad
+        assert product.tolist() == [rank] * 3
 
 
 def test_ranks_are_kept_and_a_run_costs_little(ranks):
@@ -71,13 +60,13 @@ def test_ranks_are_kept_and_a_run_costs_little(ranks):
     start = time.perf_counter()
     for _ in range(20):
         ranks.run(rank_and_argument, None)
-    assert time.perf_counter() - start < 20 * 0.02
+    assert time.perf_counter() - start < 20 * 0.1
     assert pids_of(ranks) == pids
 
 
 def test_script_without_guard(tmp_path):
     code = """
-from varcomm.transport.launch import launch
+from varcomm import launch
 class Point:
     def __init__(self, rank): self.rank = rank
 def make(rank): return Point(rank)
@@ -86,11 +75,6 @@ print([type(point) is Point for point in launch(make, 2)], __name__)
     with script(tmp_path, code) as parent:
         out, err = parent.communicate(timeout=60)
     assert (out, err) == ("[True, True] __main__\n", "")
-
-
-def test_result_that_cannot_be_pickled(ranks):
-    with pytest.raises(LaunchError, match=r"its result, of type generator, cannot be pickled"):
-        ranks.run(lambda rank: (i for i in range(rank)))
 
 
 class Unreadable:
@@ -103,106 +87,283 @@ class Unreadable:
             raise RuntimeError("not here")
 
 
-def test_result_that_cannot_be_unpickled(ranks):
-    with pytest.raises(LaunchError, match=r"what rank 0 returned cannot be unpickled.*not here"):
-        ranks.run(lambda rank: Unreadable())
+REFUSALS = [
+    (lambda: launch(rank_and_argument, 0), ArgumentError, "world_size"),
+    (lambda: launch(rank_and_argument, 2.0), ArgumentError, "world_size"),
+    (lambda: launch(rank_and_argument, True), ArgumentError, "world_size"),
+    (lambda: launch(rank_and_argument, 2, timeout=0), ArgumentError, "timeout"),
+    (lambda: launch(rank_and_argument, 2, timeout=float("nan")), ArgumentError, "timeout"),
+    (lambda: launch(rank_and_argument, 2, timeout="60"), ArgumentError, "timeout"),
+    (lambda: launch(rank_and_argument, 2, timeout=timedelta(0)), ArgumentError, "timeout"),
+    (lambda: launch(rank_and_argument, 2, backend="cpu:mpi"), ArgumentError, "backend"),
+    (lambda: launch(3, 2), ArgumentError, "fn must be callable"),
+    (lambda: launch(rank_and_argument, 2, (i for i in ())), ArgumentError, "cannot be pickled"),
+]
 
 
-def test_argument_that_cannot_be_pickled(ranks):
-    with pytest.raises(ArgumentError, match=r"or its arguments cannot be pickled"):
-        ranks.run(rank_and_argument, (i for i in ()))
+@pytest.mark.parametrize(("call", "kind", "word"), REFUSALS)
+def test_refusals(call, kind, word):
+    with pytest.raises(kind, match=word):
+        call()
+
+
+def test_results_that_cannot_travel(ranks):
+    for fn, word in (
+        (lambda rank: (i for i in range(rank)), "its result, of type generator, cannot be pickled"),
+        (lambda rank: Unreadable(), "what rank 0 returned cannot be unpickled.*not here"),
+    ):
+        with pytest.raises(LaunchError, match=word):
+            ranks.run(fn)
 
 
 class Callable:
     def __call__(self, rank, *args):
         return rank
 
-    def method(self, rank):
-        return rank
 
-
-@pytest.fixture
-def without_cloudpickle(monkeypatch):
+def test_without_cloudpickle_functions_go_by_name(ranks, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-
-
-@pytest.mark.usefixtures("without_cloudpickle")
-def test_without_cloudpickle_functions_go_by_name(ranks):
     assert ranks.run(rank_and_argument, 1) == [(0, 1), (1, 1)]
     assert ranks.run(Callable(), Callable) == [0, 1]
     with pytest.raises(MissingPackageError, match=r'pip install "varcomm\[launch\]"'):
         ranks.run(lambda rank: rank)
+    # in the ranks `__main__` is another module, where its names mean nothing
+    monkeypatch.setattr(Callable, "__module__", "__main__")
+    for fn, args in (
+        (Callable(), ()),
+        (partial(Callable()), ()),
+        (os.path.join, ([{"deep": Callable()}],)),
+    ):
+        with pytest.raises(MissingPackageError, match="Callable is defined in __main__"):
+            ranks.run(fn, *args)
 
 
-@pytest.mark.usefixtures("without_cloudpickle")
+def test_timeout_is_a_number_or_a_timedelta(ranks):
+    for timeout in (60, np.float32(60), timedelta(minutes=1), float("inf"), timedelta.max):
+        assert ranks.run(rank_and_argument, 0, timeout=timeout) == [(0, 0), (1, 0)]
+        assert 60 <= Ranks(np.int64(2), timeout).timeout <= 24 * 86_400
+
+
+def test_failing_rank_has_its_traceback_shown_and_all_end(ranks):
+    pids = pids_of(ranks)
+
+    def fail_on_one(rank):
+        if rank == 1:
+            raise KeyError("boom")
+        dist.barrier()
+
+    with pytest.raises(
+        LaunchError, match=r"(?s)rank 1 of 2 failed.*in fail_on_one.*'boom'"
+    ) as info:
+        ranks.run(fail_on_one)
+    assert isinstance(info.value.__cause__, KeyError)
+    assert all_end(pids)
+    assert not set(pids_of(ranks)) & set(pids), "the pool is as good as new"
+
+    class Odd(Exception):
+        def __init__(self, one, two):
+            super().__init__("odd")
+
+    def fail(rank):
+        time.sleep(0.1 * (1 - rank))
+        raise Odd(1, 2)
+
+    with pytest.raises(
+        LaunchError, match=r"(?s)rank 1 of 2 failed \(then rank 0 failed\).*odd"
+    ) as e:
+        ranks.run(fail)
+    assert e.value.__cause__ is None, "which cannot be pickled"
+
+
 @pytest.mark.parametrize(
-    ("fn", "args", "culprit"),
+    ("end", "message"),
     [
-        (Callable(), (), "Callable"),
-        (Callable().method, (), "Callable"),
-        (partial(Callable()), (), "Callable"),
-        (partial(rank_and_argument, argument=1), (), "rank_and_argument"),
-        (os.path.join, ([{"deep": Callable()}],), "Callable"),
-        (os.path.join, (rank_and_argument,), "rank_and_argument"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 2 failed.*signal SIGKILL ended"),
+        pytest.param(
+            lambda: os._exit(3),
+            "rank 1 of 2 failed.*it exited with code 3 before it gave a result",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_without_cloudpickle_what_a_script_defines_is_refused(
-    ranks, monkeypatch, fn, args, culprit
-):
-    """In the ranks `__main__` is another module, where its name means nothing."""
-    monkeypatch.setattr(Callable, "__module__", "__main__")
-    monkeypatch.setattr(rank_and_argument, "__module__", "__main__")
-    with pytest.raises(
-        MissingPackageError, match=rf"\({culprit} is defined in __main__\).*pip ins"
-    ):
-        ranks.run(fn, *args)
+def test_dead_rank_is_named_and_all_end(ranks, end, message):
+    pids = pids_of(ranks)
+
+    def die(rank):
+        if rank == 1:
+            end()
+        dist.barrier()
+
+    with pytest.raises(LaunchError, match=message):
+        ranks.run(die)
+    assert all_end(pids)
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
-def test_world_size_must_be_a_positive_integer(world_size):
-    with pytest.raises(ArgumentError, match=f"world_size must be a positive.*got {world_size}"):
-        launch(rank_and_argument, world_size)
+@pytest.mark.slow
+def test_rank_that_dies_while_idle_is_replaced(ranks):
+    pids = pids_of(ranks)
+    os.kill(pids[0], signal.SIGKILL)
+    assert all_end(pids[:1])
+    assert not set(pids_of(ranks)) & set(pids)
 
 
-def test_world_size_of_any_integer_type():
-    pool = Ranks(np.int64(2))
-    assert type(pool.world_size) is int
-    assert pool.world_size == 2
+def test_timeout_names_the_late_ranks_and_their_stacks(ranks):
+    pids = pids_of(ranks)
+
+    def wait_for_no_rank(rank):
+        subprocess.Popen(["sleep", "60"])
+        if rank == 0:
+            dist.barrier()
+
+    message = r"(?s)rank 0 of 2 not finished within 0\.5 s.*rank 0: .*barrier.*in wait_for_no_rank"
+    with pytest.raises(LaunchError, match=message) as info:
+        ranks.run(wait_for_no_rank, timeout=0.5)
+    assert "rank 1:" not in str(info.value)
+    assert all_end(pids)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), None, "60", True, timedelta(0)])
-def test_timeout_must_be_positive(timeout):
-    message = r"timeout must be a positive number of seconds or a timedelta; got "
-    with pytest.raises(ArgumentError, match=message):
-        launch(rank_and_argument, 2, timeout=timeout)
-    with pytest.raises(ArgumentError, match=message):
-        join(Place(), None, timeout)
+def test_what_a_rank_started_ends_with_it(ranks):
+    def start_and_fail(rank):
+        child = subprocess.Popen(["sleep", "60"])
+        raise ValueError(f"<{child.pid}>")
+
+    with pytest.raises(LaunchError) as info:
+        ranks.run(start_and_fail)
+    assert all_end([int(str(info.value.__cause__).strip("<>"))])
 
 
-def test_timeout_of_a_run_must_be_positive(ranks):
-    with pytest.raises(ArgumentError, match=r"timeout must be a positive number .* got -1"):
-        ranks.run(rank_and_argument, timeout=-1)
+def test_close_lets_exit_handlers_run_and_removes_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mark = tmp_path / "mark"
+
+    def at_exit(rank):
+        import atexit
+
+        atexit.register(mark.write_text, "left")
+        return os.getpid()
+
+    [pid] = launch(at_exit, 1)
+    assert mark.read_text() == "left"
+    assert not is_running(pid)
+    assert list(tmp_path.iterdir()) == [mark]
+    pool = Ranks(1)
+    pids = pids_of(pool)
+    del pool
+    assert all_end(pids), "a forgotten pool ends"
 
 
 @pytest.mark.parametrize(
-    "timeout", [60, np.float32(60), timedelta(minutes=1), 1e10, float("inf"), timedelta.max]
+    "death", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_timeout_is_a_number_or_a_timedelta(ranks, timeout):
-    assert ranks.run(rank_and_argument, 0, timeout=timeout) == [(0, 0), (1, 0)]
-    assert 60 <= Ranks(2, timeout).timeout <= 24 * 86_400
+def test_no_rank_outlives_its_parent(tmp_path, death):
+    code = """
+import os, signal, time
+from varcomm import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
+def stay(rank, parent):
+    print(f'{os.getpid()}\\n', end='', flush=True)  # in one write
+    time.sleep(60)
+launch(stay, 2, os.getpid())
+"""
+    parent = script(tmp_path, code, start_new_session=True)
+    with parent:
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(death)
+        assert all_end(pids)
+    assert parent.returncode == -death
 
 
-def test_collectives_have_at_least_the_time_of_a_run(ranks):
-    def limit(rank):
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        dist.barrier()
-        return backend.options._timeout
+@pytest.mark.slow
+def test_no_rank_outlives_its_parent_whose_forked_child_lives(tmp_path):
+    """The child has the parent's ends of the sockets too, and keeps them open."""
+    code = """
+import os, time
+from varcomm import Ranks
+pool = Ranks(2)
+print(*pool.run(lambda rank: os.getpid()), flush=True)
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+    with script(tmp_path, code) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            assert all_end(pids)
+            assert is_running(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
-    # torch 2.15 rounds seconds to float32
-    assert min(ranks.run(limit, timeout=1e10)) > timedelta(days=24) - timedelta(seconds=1)
+
+def test_threads_wait_for_each_other(ranks):
+    def slow(rank, name):
+        time.sleep(0.1)
+        return name, rank
+
+    results = {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: ranks.run(slow, n)}))
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [(n, 0), (n, 1)] for n in range(3)}
 
 
-def test_fn_must_be_callable(ranks):
-    with pytest.raises(ArgumentError, match=r"fn must be callable as fn\(rank, \*args\); got 3"):
-        ranks.run(3)
+FORK = """
+import os, sys, time
+from varcomm import Ranks
+def pid(rank): return os.getpid()
+with Ranks(2) as pool:
+    pids = pool.run(pid)
+    child = os.fork()
+    if child == 0:
+        {act}
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, pool.run(pid) == pids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "act",
+    [
+        "pass",  # leaves the block, which closes the pool
+        "os.closerange(1, 3); del pool; import gc; gc.collect()",
+        "assert not set(pool.run(pid)) & set(pids)",  # has ranks of its own
+    ],
+)
+def test_forked_child_leaves_the_ranks_alone(tmp_path, act):
+    with script(tmp_path, FORK.format(act=act)) as parent:
+        out, err = parent.communicate(timeout=60)
+    assert (out, err) == ("0 True\n", "")
+
+
+@pytest.mark.slow
+def test_script_that_its_ranks_import_does_not_launch_without_end(tmp_path):
+    code = """
+import varcomm
+def import_script(rank):
+    import script
+varcomm.launch(import_script, 2, timeout=60)
+"""
+    with script(tmp_path, code) as parent:
+        assert parent.wait(60) == 1
+        assert "imports module 'script', which launches ranks" in parent.stderr.read()
+
+
+@pytest.mark.slow
+def test_function_of_a_rank_launches_ranks(worlds):
+    def nested(rank):
+        # run as an example of a docstring is: in a module that no rank imports
+        exec("import varcomm; answer = varcomm.launch(lambda rank: rank, 2)", scope := {})
+        return rank, scope["answer"]
+
+    assert worlds.run(2, nested) == [(0, [0, 1]), (1, [0, 1])]
+    assert varcomm.launch(nested, 1) == [(0, [0, 1])]

@@ -17,7 +17,7 @@ from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
 from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.lane import weakly
+from varcomm.transport.auxiliary_group import weakly
 
 __all__ = ["sum_hook"]
 

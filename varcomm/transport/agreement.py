@@ -1,32 +1,33 @@
 """Agreement between ranks: all raise the same error, or none does.
 
-Set-up work always agrees. Hot calls do so only inside :func:`debug`, since it costs a round of
-messages each time.
+Set-up always agrees. Hot calls agree inside :func:`varcomm.debug`, because it costs a round of
+messages per call.
 """
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
+from varcomm.transport.announce import all_gather_object
+from varcomm.transport.debug import debug, debug_timeout, debugging
 from varcomm.transport.engine import EngineFailure
-from varcomm.transport.engines import peers_answer
+from varcomm.transport.engines import engine_for
 from varcomm.transport.failure import explained, leave
 from varcomm.transport.group import Group
-from varcomm.transport.objects import all_gather_object
+from varcomm.transport.last_seen import (
+    brief,
+    leave_note,
+    members,
+    notes,
+    spans,
+    table,
+    user_line,
+)
 from varcomm.transport.serialization import from_bytes, to_bytes
-from varcomm.transport.timeout import seconds
-from varcomm.transport.whereabouts import brief, leave_note, members, notes, spans, table, user_line
 
 __all__ = [
     "agree",
@@ -42,104 +43,12 @@ __all__ = [
 T = TypeVar("T")
 S = TypeVar("S")
 
-# Of the calls that this rank has compared, in each group.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
-
-# What was said of each group in which a rank did not come.
-_lost: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-
-# What other ranks may say that they raised.
+# Kinds of errors that ranks name to each other.
 _KINDS = {
     name: kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, VarcommError)
 }
-
-# At an error that all ranks raise.
-_EVERYWHERE = "_varcomm_on_all_ranks"
-
-# How long ranks wait for each other, of each debug() block that is open, which threads may leave in
-# another order. Backward runs in threads of its own and must see it too.
-_limits: dict[object, float] = {}
-
-_LIMIT = 30.0  # seconds
-
-# Values of VARCOMM_DEBUG.
-_OFF = {"", "0", "false", "no", "off"}
-
-
-@contextmanager
-def debug(timeout: float | timedelta = _LIMIT) -> Iterator[None]:
-    """Compare every call between ranks before its data moves, in forward and in backward.
-
-    All ranks of a group enter it together; then ranks that call different operations, or the same
-    one with dims, sizes, dtypes, shapes or ``requires_grad`` that do not fit, all raise one
-    :class:`~varcomm.errors.DisagreementError` that names them and the lines of their programs, in
-    place of a hang; so do all where one rank's own arguments are wrong. Where a rank does not come,
-    the others say after `timeout` where it was last. Setting ``VARCOMM_DEBUG=1`` does this for a
-    whole program, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
-
-    Parameters
-    ----------
-    timeout : float or timedelta
-        Seconds for which ranks wait for each other before a call. What a rank computes between two
-        calls may not take longer than on others by more than this.
-
-    Raises
-    ------
-    ArgumentError
-        If `timeout` is not a positive number or timedelta.
-    CommunicationError
-        Inside, on ranks that have waited for one that did not come.
-
-    Notes
-    -----
-    After a DisagreementError the group can be used. After a CommunicationError it cannot: the rank
-    that did not come may still come, to what others have given up, and raises it as well.
-
-    Communication: a round of messages before each call, about 1 KiB a rank, and a note in the
-    store by which ranks have met.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> def fn(rank):
-    ...     try:
-    ...         with varcomm.debug():
-    ...             varcomm.all_gather_v(torch.zeros(2, 3 + rank), [2, 2])
-    ...     except varcomm.DisagreementError as error:
-    ...         return str(error)
-    >>> print(varcomm.launch(fn, 2)[0].splitlines()[0])
-    all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
-    """
-    block = object()
-    _limits[block] = seconds(timeout)
-    try:
-        yield
-    except BaseException as error:
-        if not (on_all_ranks(error) or isinstance(error, CommunicationError)):
-            leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
-        raise
-    finally:
-        del _limits[block]
-
-
-def debugging() -> bool:
-    """Return whether calls are to be compared."""
-    return bool(_limits) or os.environ.get("VARCOMM_DEBUG", "").lower() not in _OFF
-
-
-def _limit() -> float:
-    """Return for how many seconds ranks wait for each other inside of :func:`debug`."""
-    if limits := list(_limits.values()):
-        return limits[-1]
-    given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(_LIMIT)
-    try:
-        return seconds(float(given))
-    except ValueError:
-        raise ArgumentError(
-            f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {given!r}."
-        ) from None
 
 
 def agree(what: str, local: Callable[[], T], group: Group) -> T:
@@ -148,8 +57,8 @@ def agree(what: str, local: Callable[[], T], group: Group) -> T:
     Raises
     ------
     VarcommError
-        On every rank with the same message, if one of them raised: of the kind that the first of
-        them raised, or an ArgumentError where that was no error of varcomm's.
+        On every rank with the same message, if `local` raised on one of them: of the kind that the
+        first of them raised, or an ArgumentError if that is no error of varcomm.
     """
     return agree_and_share(what, local, lambda _: None, group)[0]
 
@@ -160,9 +69,9 @@ def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
 
 
 def agree_and_share(
-    what: str, local: Callable[[], T], tell: Callable[[T], S], group: Group
+    what: str, local: Callable[[], T], public: Callable[[T], S], group: Group
 ) -> tuple[T, list[S]]:
-    """Run `local` on every rank and return its result, and what each rank tells of its own.
+    """Run `local` on every rank; return its result here, and ``public(result)`` of every rank.
 
     One round of messages; raises as :func:`agree` does.
     """
@@ -170,11 +79,11 @@ def agree_and_share(
     call: dict[str, Any] = {"operation": what, "is set-up": True}
     try:
         value = local()
-        call["told"] = to_bytes(tell(value)).decode()
+        call["value"] = to_bytes(public(value)).decode()
     except Exception as error:
         failure = error
-        call |= {"error": str(error), "kind": _kind(error).__name__}
-    calls = _told(call, group)
+        call |= {"error": str(error), "kind": _kind(error)}
+    calls = _gathered(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         if not all("is set-up" in other for other in calls):
             raise _not_called(group, calls) from failure
@@ -185,41 +94,41 @@ def agree_and_share(
             f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}: "
             f"{calls[first]['error']}{_rows(group, [], calls)}"
         )
-        setattr(agreed, _EVERYWHERE, True)
+        agreed.on_all_ranks = True
         raise agreed from failure
-    _same(group, ["operation"], calls)
-    return value, [from_bytes(other["told"].encode()) for other in calls]
+    _require_equal(group, ["operation"], calls)
+    return value, [from_bytes(other["value"].encode()) for other in calls]
 
 
 def on_all_ranks(error: BaseException) -> bool:
-    """Tell whether ranks have agreed on an error, so that all of them raise it."""
-    return isinstance(error, DisagreementError) or getattr(error, _EVERYWHERE, False)
+    """Return whether all ranks of the group raise this error."""
+    return getattr(error, "on_all_ranks", False)
 
 
-def _kind(error: Exception) -> type[VarcommError]:
-    # of varcomm's own kinds, which a message is enough to make, and which every rank has
+def _kind(error: Exception) -> str:
+    """Return the first of varcomm's own kinds that an error belongs to."""
     own = (kind for kind in type(error).__mro__ if kind.__module__ == VarcommError.__module__)
-    return next(own, ArgumentError)
+    return next(own, ArgumentError).__name__
 
 
 def compare(group: Group, call: Mapping[str, Any]) -> int:
-    """Raise on every rank if the ranks' descriptions of a call do not fit; collective.
+    """Raise on every rank if the ranks describe a call differently; collective.
 
     `call` maps words to plain values. ``"operation"`` and all others must be equal on all ranks,
-    but for ``"send"`` and ``"recv"``, counts a peer: what a rank sends is what its peer expects.
-    Returns the call's number in the group, that of the first rank; 0 where nothing is numbered.
+    except ``"send"`` and ``"recv"``, counts per peer: a rank sends as many as its peer expects.
+    Returns the number of the call on the first rank; 0 outside :func:`varcomm.debug`.
     """
-    calls = _told(dict(call), group)
+    calls = _gathered(dict(call), group)
     if any("error" in other for other in calls):
         raise _not_called(group, calls)
-    _same(group, ["operation"], calls)  # where it differs, nothing else needs to be said
-    _same(group, [word for word in call if word not in ("send", "recv")], calls)
+    _require_equal(group, ["operation"], calls)  # a difference here explains all others
+    _require_equal(group, [word for word in call if word not in ("send", "recv")], calls)
     number: int = calls[0].get("number", 0)
-    if not peers_answer(group):  # of whose counts nothing is known
+    if "send" not in call or engine_for(group, group.device()).simulated:
         return number
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
-            if "send" in sender and sender["send"][j] != receiver["recv"][i]:
+            if sender["send"][j] != receiver["recv"][i]:
                 raise DisagreementError(
                     f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
                     f"which expects {receiver['recv'][i]}.{_rows(group, ['send', 'recv'], calls)}"
@@ -227,8 +136,13 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     return number
 
 
+def fail(group: Group, operation: str, error: Exception) -> None:
+    """Report to ranks in :func:`compare` that this rank cannot take part; collective."""
+    compare(group, {"operation": operation, "error": str(error)})
+
+
 def _not_called(group: Group, calls: Sequence[Mapping[str, Any]]) -> DisagreementError:
-    """Return the error where a rank could not take part, and others are in a hot call."""
+    """Return the error of a hot call in which some ranks cannot take part."""
     failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(calls) if "error" in c]
     operation = next(c["operation"] for c in calls if "error" in c)
     return DisagreementError(
@@ -236,103 +150,89 @@ def _not_called(group: Group, calls: Sequence[Mapping[str, Any]]) -> Disagreemen
     )
 
 
-def _told(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return what all ranks tell of their calls, or say which have not come."""
-    if not debugging() or not peers_answer(group):
+def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Return the calls of all ranks; inside debug(), name the ranks that do not come."""
+    if not debugging():
         with explained(call["operation"], group):
             return all_gather_object(call, group)
-    if why := _lost.get(group.process_group):
-        raise CommunicationError(f"{call['operation']}: this group has been given up: {why}")
-    call["number"] = next(_numbers.setdefault(group.process_group, count(1)))
-    call["at"] = user_line()
+    if group.given_up:
+        raise CommunicationError(
+            f"{call['operation']}: this group has been given up: {group.given_up}"
+        )
+    group.compared_calls += 1
+    call |= {"number": group.compared_calls, "at": user_line()}
     here = {"group": group.name, "call": call["number"]}
-    leave_note(
-        {
-            **here,
-            "of ranks": spans(group.ranks),
-            "operation": call["operation"],
-            "at": call["at"],
-            "left with": "",
-        }
-    )
-    try:
-        limit = _limit()
-    except ArgumentError as error:  # of this rank alone, maybe: others hear of it
-        limit, call = _LIMIT, call | {"error": str(error), "kind": _kind(error).__name__}
+    ranks = {"of ranks": spans(group.ranks)}
+    leave_note(here | ranks | {"operation": call["operation"], "at": call["at"], "left with": ""})
     began = time.monotonic()
     try:
-        return all_gather_object(call, group, timedelta(seconds=limit))
+        return all_gather_object(call, group, debug_timeout())
     except EngineFailure as error:
         after = time.monotonic() - began
-        told = _absent(call["operation"], here, group, after, error)
-        _lost[group.process_group] = told
-        # A rank that comes later must hear of it, and not take what is sent for another call.
+        group.given_up = _absent(call["operation"], here, group, after, error)
+        # a rank that comes later must not take what is in flight for another call
         leave_note(_given_up(here))
         leave(group)
-        raise CommunicationError(told) from error.__cause__
+        raise CommunicationError(group.given_up) from error.__cause__
 
 
 def _given_up(here: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the note of a rank that has not waited any longer."""
+    """Return the note of a rank that has stopped to wait."""
     return {"gave up": f"{here['group']} {here['call']}"}
 
 
 def _absent(
     what: str, here: Mapping[str, Any], group: Group, after: float, error: RuntimeError
 ) -> str:
-    """Say which ranks have not come to a call, and where all were last."""
+    """Return a message that names the ranks missing in a call, and the last place of all ranks."""
     found, _ = notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
     gone = [rank for rank, note in enumerate(found) if _given_up(here).items() <= note.items()]
     have = "rank {} has" if len(missing or gone) == 1 else "ranks {} have"
     if gone and not missing:
-        said = f"{have.format(spans(gone))} given up waiting for this rank in"
+        reason = f"{have.format(spans(gone))} given up waiting for this rank in"
     else:
-        who = have.format(spans(missing)) if missing else "somebody has"
-        said = f"{who} not come within {after:.1f} s to"
-    # its name says something only where another group has the same ranks
+        absent = have.format(spans(missing)) if missing else "a rank has"
+        reason = f"{absent} not come within {after:.1f} s to"
+    # the name of a group matters only if another group has the same ranks
     lists = {note.get("of ranks") for note in found}
-    unsaid = {"gave up"}
+    hidden = {"gave up"}
     if len({note.get("group") for note in found}) <= len(lists):
-        unsaid.add("group")
-    nothing = {"at": "nothing told: is it inside varcomm.debug?"}
-    rows = ({w: note[w] for w in note if w not in unsaid} or nothing for note in found)
+        hidden.add("group")
+    nothing = {"at": "no note: is it inside varcomm.debug?"}
+    rows = ({w: note[w] for w in note if w not in hidden} or nothing for note in found)
     return (
-        f"{what} on {group}: {said} call {here['call']} of the group inside varcomm.debug "
-        f"({brief(error)}).{_numbered(group)} Where ranks were last:\n"
+        f"{what} on {group}: {reason} call {here['call']} of the group inside varcomm.debug "
+        f"({brief(error)}).{_numbering(group)} Where ranks were last:\n"
         f"{table(rows)}\n"
-        "A rank that only takes longer may: varcomm.debug(timeout=...), VARCOMM_DEBUG_TIMEOUT."
+        "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...), "
+        "VARCOMM_DEBUG_TIMEOUT."
     )
 
 
-def _numbered(group: Group) -> str:
-    """Say which ranks of the world a message means, where it does not number them so."""
+def _numbering(group: Group) -> str:
+    """Return a sentence that names the world ranks of the group, if they differ."""
     return "" if group.ranks == tuple(range(group.size)) else f" {members(group)}"
 
 
 def _rows(group: Group, words: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of what ranks say, if they say where they are."""
+    """Return a table of the calls, if they have lines."""
     if not all("at" in call for call in calls):
-        return _numbered(group)
+        return _numbering(group)
     shown = dict.fromkeys(("operation", *words, "at"))
     rows = table({word: call.get(word, "none") for word in shown} for call in calls)
-    return f"{_numbered(group)}\n{rows}"
+    return f"{_numbering(group)}\n{rows}"
 
 
-def _same(group: Group, words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
+def _require_equal(group: Group, words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
     """Raise if ranks differ in any of these words; the message starts with the first."""
-    told = {word: [call.get(word, "none") for call in calls] for word in words}
-    differing = [word for word, values in told.items() if any(v != values[0] for v in values)]
+    values = {word: [call.get(word, "none") for call in calls] for word in words}
+    differing = [word for word, row in values.items() if any(v != row[0] for v in row)]
     if not differing:
         return
     first = differing[0]
-    said = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(told[first]))
+    each = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values[first]))
     operation = f"{calls[0]['operation']}: " if first != "operation" else ""
     raise DisagreementError(
-        f"{operation}ranks disagree on {first}: {said}.{_rows(group, differing, calls)}"
+        f"{operation}ranks disagree on {first}: {each}.{_rows(group, differing, calls)}"
     )
-
-
-def fail(group: Group, operation: str, error: Exception) -> None:
-    """Tell ranks that are in :func:`compare` that this one cannot take part; collective."""
-    compare(group, {"operation": operation, "error": str(error)})

@@ -1,7 +1,7 @@
-"""What an engine offers.
+"""Interface of the engines, which move bytes of uneven length between ranks.
 
-An engine moves bytes of uneven length and knows nothing of rows, dtypes or gradients. All its
-tensors are flat, contiguous and of uint8; all counts are bytes, one a rank.
+An engine has no notion of rows, dtypes or gradients. All its tensors are flat, contiguous and of
+uint8; all counts are bytes per rank.
 """
 
 from __future__ import annotations
@@ -19,40 +19,49 @@ from varcomm.transport.group import Group
 
 __all__ = ["NO_LIMIT", "Engine", "EngineFailure", "Peers", "Pending", "Work", "pieces", "wait_for"]
 
-NO_LIMIT = timedelta(0)  # but that of the group
+NO_LIMIT = timedelta(0)  # the timeout of the group holds
 
-
-# Who has something for whom, as all ranks know: most for most; few, as the neighbours of a plan;
-# or one rank for all, or all for one.
+# Pairs of ranks with a message, as all ranks know them: most pairs; few, as the neighbours of a
+# plan; or one rank with all others.
 Peers: TypeAlias = Literal["all", "neighbours", "one"]
 
 
 class Work(Protocol):
-    """Something under way, as torch.distributed's ``Work`` is."""
+    """Communication in flight, as torch.distributed's ``Work``."""
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> object:
         """Return when it is done on this rank; on a GPU, let the current stream wait for it.
 
-        A `timeout` other than NO_LIMIT is an error where it is not done by then, as is the time
-        limit of the group; it stays under way.
+        Raises RuntimeError after `timeout`, or after the timeout of the group.
         """
 
     def is_completed(self) -> bool:
-        """Tell whether it is done, without waiting; False where that cannot be told."""
+        """Return whether it is done, without waiting; False if that is unknown."""
 
 
 class EngineFailure(RuntimeError):
-    """What an engine raised while a call was waited for, in its words."""
+    """The error of an engine in a call."""
 
 
 @dataclass
 class Pending:
-    """Communication under way: what to wait for, and what to make of it then."""
+    """Communication in flight, and the function that makes the result of it.
+
+    Attributes
+    ----------
+    works : sequence of Work
+    finish : callable
+        Returns the result after the works.
+    number : int or None
+        Number of the call on all ranks, if they compare calls.
+    failed : callable or None
+        Returns the error to raise in place of an EngineFailure.
+    """
 
     works: Sequence[Work]
     finish: Callable[[], torch.Tensor]
-    number: int | None = None  # of the call, the same on all ranks, where they compare calls
-    failed: Callable[[EngineFailure], Exception] | None = None  # what to raise where that fails
+    number: int | None = None
+    failed: Callable[[EngineFailure], Exception] | None = None
 
     def wait(self) -> torch.Tensor:
         """Wait until this rank's part is done, and return the result."""
@@ -64,7 +73,7 @@ class Pending:
 
 
 def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
-    """Wait for all of them, or raise EngineFailure."""
+    """Wait for all works, or raise EngineFailure."""
     try:
         for work in works:
             work.wait(timeout)
@@ -73,19 +82,19 @@ def wait_for(works: Iterable[Work], timeout: timedelta = NO_LIMIT) -> None:
 
 
 class Engine(ABC):
-    """Uneven collectives on bytes, over one of torch.distributed's backends.
+    """Uneven collectives on bytes.
 
-    Each starts at once, and is done on this rank when its works have been waited for; inputs stay
-    unchanged until then. Empty messages are ordinary, and are not sent.
+    Each call starts at once, and is done on this rank after its works; inputs must not change until
+    then. Empty messages are not sent.
 
     Attributes
     ----------
-    peers_answer : bool
-        Whether there are other ranks. In a world that is only planned there are none: each is taken
-        to say what this one says, and its data are zeros.
+    simulated : bool
+        Whether this process is the only one: the engine answers in place of the other ranks. Each
+        says what this rank says, and their data are zeros.
     """
 
-    peers_answer: ClassVar[bool] = True
+    simulated: ClassVar[bool] = False
 
     @abstractmethod
     def all_gather(
@@ -96,11 +105,16 @@ class Engine(ABC):
         `data` may be this rank's place in `out`.
         """
 
-    def all_gather_small(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, timeout: timedelta
+    def all_gather_metadata(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        counts: Sequence[int],
+        timeout: timedelta,
     ) -> None:
-        """Fill `out` on every rank with the few bytes of each rank, as many on all; wait for it."""
-        wait_for(self.all_gather(group, out, data, [len(data)] * group.size), timeout)
+        """Run :meth:`all_gather` to its end, for what ranks say of themselves."""
+        wait_for(self.all_gather(group, out, data, counts), timeout)
 
     @abstractmethod
     def exchange(
@@ -118,8 +132,8 @@ class Engine(ABC):
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Overwrite `data` on every rank by that of `src`."""
 
-    def leave(self, group: Group) -> None:  # noqa: B027, where there is no way nothing is done
-        """Let no other rank wait for this one, where an engine can: after a failure."""
+    def leave(self, group: Group) -> None:  # noqa: B027, an engine may have no way to do it
+        """End the waiting of other ranks for this one, after a failure."""
 
 
 def pieces(

@@ -1,8 +1,6 @@
-"""Which engine serves a group and a device."""
+"""Choice of the engine for a group and a kind of device."""
 
 from __future__ import annotations
-
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -10,27 +8,21 @@ import torch.distributed as dist
 from varcomm.errors import GroupError
 from varcomm.transport.engine import Engine
 from varcomm.transport.gloo import Gloo
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, resolve
 from varcomm.transport.nccl import NCCL
-from varcomm.transport.staged import Staged
+from varcomm.transport.pinned import Pinned
+from varcomm.transport.simulated import Simulated
 
-__all__ = ["engine_for", "peers_answer", "serve"]
+__all__ = ["engine_for", "peers_answer"]
 
 # By backend of torch.distributed and kind of device.
 _ENGINES: dict[tuple[str, str], Engine] = {
     ("gloo", "cpu"): Gloo(),
-    ("gloo", "cuda"): Staged(Gloo()),
+    ("gloo", "cuda"): Pinned(Gloo()),
     ("nccl", "cuda"): NCCL(),
+    ("fake", "cpu"): Simulated(),
+    ("fake", "cuda"): Simulated(),
 }
-
-# By group and kind of device: a call must not read the group's configuration each time.
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Engine]]
-_found = weakref.WeakKeyDictionary()
-
-
-def serve(backend: str, device: str, engine: Engine) -> None:
-    """Let an engine serve a kind of device where groups have this backend."""
-    _ENGINES[backend, device] = engine
 
 
 def engine_for(group: Group, device: torch.device) -> Engine:
@@ -39,24 +31,28 @@ def engine_for(group: Group, device: torch.device) -> Engine:
     Raises
     ------
     GroupError
-        If the group has none for it.
+        If the group has no engine for the device.
     """
-    found = _found.get(group.process_group)
-    engine = None if found is None else found.get(device.type)
+    engine: Engine | None = group.engines.get(device.type)
     if engine is None:
-        engine = _find(group, device)
-        _found.setdefault(group.process_group, {})[device.type] = engine
+        engine = group.engines[device.type] = _found(group, device)
     return engine
 
 
 def peers_answer(group: Group) -> bool:
-    """Return whether the other ranks of the group are there, or the world is only planned."""
-    return group.size == 1 or engine_for(group, group.device()).peers_answer
+    """Return whether the other ranks of the group are real; False in a simulated world."""
+    return group.size == 1 or not engine_for(group, group.device()).simulated
 
 
-def _find(group: Group, device: torch.device) -> Engine:
+def _found(group: Group, device: torch.device) -> Engine:
     backends = group.backends()
-    engine = _ENGINES.get((backends.get(device.type, ""), device.type))
+    backend = backends.get(device.type, "")
+    if backend == "gloo" and resolve(None).over_mpi:
+        from varcomm.transport.mpi import MPIEngine, gpu_aware  # mpi4py is an optional package
+
+        direct = device.type == "cpu" or gpu_aware()
+        return MPIEngine() if direct else Pinned(MPIEngine())
+    engine = _ENGINES.get((backend, device.type))
     if engine is None:
         served = [kind for kind, backend in backends.items() if (backend, kind) in _ENGINES]
         raise GroupError(

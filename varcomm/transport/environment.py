@@ -1,8 +1,7 @@
-"""What launchers tell a process through environment variables: a pure function over a mapping.
+"""Variables of launchers: the rank, the number of ranks and the address at which they meet.
 
-torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) and ``srun`` each start a process once per rank and
-say so in variables of their own. :func:`read` turns whichever of them is there into one
-:class:`Place`.
+torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) and ``srun`` start a process per rank and describe
+it in variables of their own. :func:`read` is a pure function that returns one :class:`Place`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ from varcomm.errors import LaunchError
 
 __all__ = ["Place", "first_host", "read"]
 
-# SLURM numbers real steps from 0. The batch script and interactive shells are "steps" with numbers
-# up here.
+# SLURM numbers real steps from 0; the batch script and interactive shells are steps from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-
-# What process managers of MPI tell a rank: where they are themselves, or the name of its job.
-_PROCESS_MANAGERS = ("PMI_FD", "PMI_PORT", "PMI_RANK", "PMIX_NAMESPACE")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among the ranks of its job, and where they meet.
+    """Place of a process among the ranks of its job, and the address at which they meet.
 
     Attributes
     ----------
@@ -34,14 +29,12 @@ class Place:
         Rank in the job, ranks in the job, rank among those on this host.
     meeting_point : str or None
         An ``init_method`` of :func:`torch.distributed.init_process_group`; None for a single rank,
-        and where MPI knows the ranks.
+        and under MPI.
     launcher : str
-        Who started the process, for messages.
+        Name of the launcher, for messages.
     lasting_store : bool
-        Whether the store at the meeting point outlives the ranks, so that they may find there what
-        those of an earlier start have written.
-    managed : bool
-        Whether MPI is to join the ranks, and finds them by itself.
+        Whether the store at the meeting point outlives the ranks, so that it may hold the addresses
+        of an earlier start.
     """
 
     rank: int = 0
@@ -50,29 +43,27 @@ class Place:
     meeting_point: str | None = None
     launcher: str = "no launcher"
     lasting_store: bool = False
-    managed: bool = False
 
 
 def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
-    """Find this process's place in what its launcher says.
+    """Return this process's place by the variables of its launcher.
 
-    In this order: torchrun, Open MPI, MVAPICH2, MPICH, SLURM, which comes last since ``mpirun``
-    inside an allocation starts its own daemons by ``srun``, whose variables the ranks inherit.
-    ``MASTER_ADDR`` and ``MASTER_PORT`` win over what would be derived. A variable that is empty
-    counts as not set.
+    Launchers in this order: torchrun, Open MPI, MVAPICH2, MPICH, SLURM. SLURM is last because
+    ``mpirun`` inside an allocation starts its daemons by ``srun``, whose variables the ranks
+    inherit. ``MASTER_ADDR`` and ``MASTER_PORT`` win over derived ones. Empty variables count as
+    unset.
 
     Parameters
     ----------
     environ : mapping of str to str
         Usually ``os.environ``.
     mpi : bool
-        Whether MPI is to join the ranks. Where a process manager of MPI has started them, they need
-        no meeting point then.
+        Whether MPI joins the ranks, so that they need no meeting point.
 
     Returns
     -------
     Place
-        A job of one rank where there is no launcher.
+        A job of one rank if there is no launcher.
 
     Raises
     ------
@@ -95,10 +86,8 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
         return _mpirun(environ, mpi, "MVAPICH2", "MV2_COMM_WORLD_{}", "PMI_PORT")
     if "MPI_LOCALRANKID" in environ:
         return _mpirun(environ, mpi, "MPICH", "PMI_{}", "PMI_PORT")
-    if (
-        "SLURM_PROCID" in environ
-        and 0 <= _integer(environ, "SLURM_STEP_ID", -1) < _FIRST_SPECIAL_STEP
-    ):
+    in_step = 0 <= _integer(environ, "SLURM_STEP_ID", -1) < _FIRST_SPECIAL_STEP
+    if "SLURM_PROCID" in environ and in_step:
         return _slurm(environ, mpi)
     if "PMI_RANK" in environ:
         raise LaunchError(
@@ -131,39 +120,20 @@ def first_host(nodes: str) -> str:
 
 
 def _torchrun(environ: Mapping[str, str], mpi: bool) -> Place:
-    """Also for whoever exports the variables by hand; one process per host needs no LOCAL_RANK."""
+    """Return the place by torchrun's variables, or by the same ones exported by hand."""
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     local_rank = _integer(environ, "LOCAL_RANK", 0)
-    if mpi and _is_rank_of_mpi(environ):
-        return Place(rank, size, local_rank, None, "torchrun", managed=True)
+    if mpi or size == 1:
+        return Place(rank, size, local_rank, None, "torchrun")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if size > 1 and missing:
+    if missing:
         raise LaunchError(
             f"RANK={rank} and WORLD_SIZE={size} are set, but {' and '.join(missing)} not. "
             "Start with torchrun, or export them for every rank."
         )
-    # "env://" rather than an address, since torchrun's agent may already serve the store at that
-    # port
-    lasting = size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, "env://" if size > 1 else None, "torchrun", lasting)
-
-
-def _is_rank_of_mpi(environ: Mapping[str, str]) -> bool:
-    """Tell whether someone gave torchrun's variables to a rank that MPI has started.
-
-    What torchrun itself starts inherits the variables of the one rank that torchrun is.
-    """
-    names = (
-        ("PMI_RANK", "PMI_SIZE"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    )
-    same = (environ["RANK"], environ["WORLD_SIZE"])
-    return (
-        "TORCHELASTIC_RUN_ID" not in environ
-        and any(name in environ for name in _PROCESS_MANAGERS)
-        and any((environ.get(rank), environ.get(size)) == same for rank, size in names)
-    )
+    # "env://", since torchrun's agent may already serve the store at that port
+    lasting = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, size, local_rank, "env://", "torchrun", lasting)
 
 
 def _mpirun(environ: Mapping[str, str], mpi: bool, launcher: str, name: str, job: str) -> Place:
@@ -174,25 +144,23 @@ def _mpirun(environ: Mapping[str, str], mpi: bool, launcher: str, name: str, job
         local_rank_name, local_size_name = name.format("LOCAL_RANK"), name.format("LOCAL_SIZE")
     local_rank = _integer(environ, local_rank_name)
     if mpi:
-        return Place(rank, size, local_rank, None, launcher, managed=True)
+        return Place(rank, size, local_rank, None, launcher)
     if size > 1 and "MASTER_ADDR" not in environ and _integer(environ, local_size_name, 0) != size:
         raise LaunchError(
             f"{launcher} started {size} ranks on several hosts, but does not say where rank 0 is. "
             "Export MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
         )
-    return Place(
-        rank, size, local_rank, _address(environ, "127.0.0.1", environ.get(job, "")), launcher
-    )
+    address = _address(environ, "127.0.0.1", environ.get(job, ""))
+    return Place(rank, size, local_rank, address, launcher)
 
 
 def _slurm(environ: Mapping[str, str], mpi: bool) -> Place:
-    # a step may have fewer tasks and hosts than its job: the step's variables are the ones that
-    # count
+    # a step may have fewer tasks and hosts than its job
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
     local_rank = _integer(environ, "SLURM_LOCALID")
-    if mpi and any(name in environ for name in _PROCESS_MANAGERS):  # not with --mpi=none
-        return Place(rank, size, local_rank, None, "SLURM", managed=True)
+    if mpi:
+        return Place(rank, size, local_rank, None, "SLURM")
     if "MASTER_ADDR" in environ or size == 1:
         host = "127.0.0.1"
     else:
@@ -209,10 +177,9 @@ def _slurm(environ: Mapping[str, str], mpi: bool) -> Place:
 
 
 def _address(environ: Mapping[str, str], host: str, job: str) -> str:
-    """Derive the port from the job, so that two jobs on one host do not meet.
+    """Return the address, with a port derived from the job: two jobs on one host do not meet.
 
-    It is below the ports that the system hands out by itself; torch's own where the launcher does
-    not name the job, as MPICH's mostly does not.
+    The port is below those that the system assigns; torch's default if the job has no name.
     """
     derived = 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
     port = _integer(environ, "MASTER_PORT", derived)
@@ -231,7 +198,7 @@ def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a non-negative integer, or the default where the variable is not set."""
+    """Return a variable as a non-negative integer, or the default if it is not set."""
     text = environ.get(name)
     if text is None and default is not None:
         return default

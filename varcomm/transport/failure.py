@@ -1,4 +1,4 @@
-"""What to say where an engine could not complete a call: what it was, for how long, and whose."""
+"""Errors for calls that an engine could not complete: the call, its duration, the ranks in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from varcomm.errors import CommunicationError, VarcommError
 from varcomm.transport.engine import EngineFailure
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group
-from varcomm.transport.whereabouts import Note, brief, leave_note, members, notes, spans
+from varcomm.transport.last_seen import Note, brief, leave_note, members, notes, spans
 
 __all__ = ["explained", "failure", "leave"]
 
@@ -25,47 +25,37 @@ def failure(
 ) -> CommunicationError:
     """Return the error for a call that began at a time of ``time.monotonic()``; takes seconds.
 
-    It says which ranks of the group have failed in the same call: the others have not come to it,
-    or are gone. No rank waits for this one any more: that of those that have come, each hears of it
-    at once, and not from the one after the other.
+    This rank leaves the group, so that every waiting rank fails at once. The message names the
+    ranks that failed in the same call; the others did not come to it, or are gone.
     """
     after, call = time.monotonic() - began, {"failed": what, "in group": group.name}
     leave_note(call)
     leave(group)
 
-    def alike(found: list[Note]) -> list[int]:
+    def failed_ranks(found: list[Note]) -> list[int]:
         return [rank for rank, note in enumerate(found) if call.items() <= note.items()]
 
-    found, answered = notes(group, lambda found: len(alike(found)) == group.size)
-    if (
-        dist.is_initialized() and dist.get_rank() == 0
-    ):  # which serves the store, and may end now: others still ask
-        time.sleep(_SERVED)
-    failed = alike(found)
+    found, answered = notes(group, lambda found: len(failed_ranks(found)) == group.size)
+    if dist.is_initialized() and dist.get_rank() == 0:
+        time.sleep(_SERVED)  # it serves the store, which other ranks still ask
+    failed = failed_ranks(found)
     others = {rank: found[rank] for rank in range(group.size) if rank not in failed}
-    limit = " varcomm.init(timeout=...) sets how long ranks wait." if _is_late(error) else ""
+    late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    limit = " varcomm.init(timeout=...) sets how long ranks wait." if late else ""
     return CommunicationError(
         f"{what} on {group}: failed after {after:.1f} s: {brief(error)}. {details}"
         f"{members(group)} It has failed on {len(failed)} of {group.size}: {spans(failed)}; "
-        f"{_of_others(others, answered)}{limit}"
+        f"{_others(others, answered)}{limit}"
     )
 
 
 def leave(group: Group) -> None:
-    """Let no rank wait for this one in a group any more, nor take what was sent for another call.
-
-    Where its engine can; the group is of no use afterwards.
-    """
-    with suppress(VarcommError, RuntimeError):  # of a group that has been destroyed
+    """Close the group on this rank, if its engine can: no rank waits here or takes stale data."""
+    with suppress(VarcommError, RuntimeError):  # the group may be destroyed
         engine_for(group, group.device()).leave(group)
 
 
-def _is_late(error: Exception) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
-
-
-def _of_others(others: Mapping[int, Note], answered: bool) -> str:
-    """Say of ranks that have not failed in the same call what is known of them."""
+def _others(others: Mapping[int, Note], answered: bool) -> str:
     if not answered:
         return "of others nothing is known: the store in which ranks met has ended, or the network."
     if not others:
@@ -74,19 +64,19 @@ def _of_others(others: Mapping[int, Note], answered: bool) -> str:
         f"rank {r} ended with {n['ended with']}" for r, n in others.items() if "ended with" in n
     ]
     silent = [rank for rank, note in others.items() if "ended with" not in note]
-    who = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
-    texts = [*ended, *([f"{who} not come to it, gone, or cut off"] if silent else [])]
+    named = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
+    texts = [*ended, *([f"{named} not come to it, gone, or cut off"] if silent else [])]
     return "; ".join(texts) + "."
 
 
 class explained:
-    """Surround communication that is no operator's: what fails in it says what it was."""
+    """Context of communication outside operators: an EngineFailure becomes a CommunicationError."""
 
     def __init__(self, what: str, group: Group) -> None:
         self._what, self._group, self._began = what, group, time.monotonic()
 
     def __enter__(self) -> None:
-        """Nothing has to be done before."""
+        pass
 
     def __exit__(
         self,
@@ -94,6 +84,5 @@ class explained:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raise CommunicationError in place of what an engine has raised."""
         if isinstance(error, EngineFailure):
             raise failure(self._what, self._group, self._began, error) from error.__cause__

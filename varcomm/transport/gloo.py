@@ -1,9 +1,9 @@
 """Uneven bytes on Gloo, for tensors on the CPU.
 
-Gloo refuses uneven all-gather, gather, scatter and list all-to-all. It takes any sizes as
-``all_to_all_single`` with split sizes, as a broadcast for each shard, and as sends and receives
-straight into views of the output. Which of these is the fastest depends on the operation. In
-microseconds, medians over fp32 and bf16, even shards, 1:2, 1:8 and one of them empty:
+Gloo refuses uneven all-gather, gather, scatter and list all-to-all. It accepts any sizes as
+``all_to_all_single`` with split sizes, as a broadcast per shard, and as sends and receives into
+views of the output. The fastest schedule depends on the operation. In microseconds, medians over
+fp32 and bf16, even shards, 1:2, 1:8 and one of them empty:
 
 =================  =====  =======  =================  ==========  ==========
 operation          ranks  bytes    all_to_all_single  broadcasts  send, recv
@@ -27,33 +27,28 @@ gather             2      16 KiB   46                             34
 ..                 3      16 MiB   2066                           1949
 =================  =====  =======  =================  ==========  ==========
 
-By ``python -m varcomm bench --sizes 16K,1M,16M --seconds 0.05 --json FILE``, on 2 cores. So an
-all-gather is a broadcast of each shard, what goes to one rank or comes from one is sent, and all
-else is an all-to-all, at every size. Sends and receives both ways keep the threads of Python and of
-Gloo in each other's way where messages are small and cores few.
+Measured on 2 cores. So at every size an all-gather is a broadcast per shard, messages from one rank
+or to one rank are sends, and everything else is an all-to-all.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
-from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work, pieces
+from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work, pieces, wait_for
 from varcomm.transport.group import Group
 
 __all__ = ["Gloo"]
 
-# Ranks up to which an all-to-all serves neighbours too: most are neighbours of most.
+# Ranks up to which an all-to-all serves neighbours too: most pairs are neighbours.
 _FEW_RANKS = 4
 
-# Of messages, so that they do not meet what users send each other.
+# Tag of varcomm's messages, apart from those of users.
 _TAG = 0x7663
 
 
@@ -63,7 +58,7 @@ class Gloo(Engine):
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
     ) -> Sequence[Work]:
-        """Broadcast each shard into its place in `out`, all under way together: no copies."""
+        """Broadcast each shard into its place in `out`, all in flight together: no copies."""
         places = dict(pieces(out, counts, 0))
         if (own := places.get(group.rank)) is not None and own.data_ptr() != data.data_ptr():
             own.copy_(data)
@@ -71,22 +66,28 @@ class Gloo(Engine):
             return []
         return [work for src, place in places.items() for work in self.broadcast(group, place, src)]
 
-    def all_gather_small(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, timeout: timedelta
+    def all_gather_metadata(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        counts: Sequence[int],
+        timeout: timedelta,
     ) -> None:
-        """Gather on the first rank and broadcast: two trees, where Gloo's all-gather is a ring.
+        """Gather equal parts on the first rank and broadcast them: two trees of low latency.
 
-        Where latency is all that counts, 16 ranks on 2 cores are done 7 times as fast.
+        Gloo's all-gather is a ring: 16 ranks on 2 cores take 7 times as long.
         """
-        pg, options = group.process_group, c10d.GatherOptions()
+        if len(set(counts)) > 1:
+            super().all_gather_metadata(group, out, data, counts, timeout)
+            return
         parts = [list(out.split(len(data)))] if group.rank == 0 else []
-        gathered = pg.gather(parts, [data], options)
+        gathered = group.process_group.gather(parts, [data], dist.GatherOptions())
         try:
             gathered.wait(timeout)
-            (told,) = self.broadcast(group, out, 0)
-            told.wait(timeout)
-        except RuntimeError:  # what may still arrive must find its place
-            _abandoned.setdefault(pg, []).append((gathered, parts, out, data))
+            wait_for(self.broadcast(group, out, 0), timeout)
+        except RuntimeError:  # a late message must find its buffer
+            group.unfinished.append((gathered, parts, out, data))
             raise
 
     def exchange(
@@ -101,14 +102,14 @@ class Gloo(Engine):
         """Send and receive, where few ranks have anything for others; else by one call for all."""
         pg, rank = group.process_group, group.rank
         if peers == "all" or (peers == "neighbours" and group.size <= _FEW_RANKS):
-            return [pg.alltoall_base(out, data, list(recv), list(send), c10d.AllToAllOptions())]
+            return [pg.alltoall_base(out, data, list(recv), list(send), dist.AllToAllOptions())]
         others = list(pieces(data, send, rank))
         own = others.pop(0)[1] if send[rank] else data[:0]
         return _messages(group, pieces(out, recv, rank), others, own)
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Through Gloo's own, which is a tree."""
-        options = c10d.BroadcastOptions()
+        options = dist.BroadcastOptions()
         options.rootRank = src
         return [group.process_group.broadcast([data], options)]
 
@@ -123,13 +124,13 @@ class Gloo(Engine):
 
 
 class _Messages:
-    """Sends and receives under way.
+    """Sends and receives in flight.
 
-    Where nobody waits for them they are kept until the group ends: Gloo fails when a message
-    arrives for a buffer that is gone, and others may wait for what is sent.
+    Gloo fails when a message arrives for a buffer that is gone, so the group keeps messages that no
+    caller waits for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    def __init__(self, group: Group, works: list[dist.Work]) -> None:
         self._group, self._works = group, works
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
@@ -142,11 +143,7 @@ class _Messages:
 
     def __del__(self) -> None:
         if self._works:
-            _abandoned.setdefault(self._group, []).extend(self._works)
-
-
-_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]]
-_abandoned = weakref.WeakKeyDictionary()
+            self._group.unfinished.extend(self._works)
 
 
 def _messages(
@@ -167,4 +164,4 @@ def _messages(
         works.append(pg.send([piece], peer, _TAG))
     if kept is not None and kept.data_ptr() != own.data_ptr():
         kept.copy_(own)
-    return [_Messages(pg, works)] if works else []
+    return [_Messages(group, works)] if works else []

@@ -1,95 +1,159 @@
-"""What a user gives as ``group``, made into who the ranks are and which engine serves them."""
+"""Groups: the ranks that take part in a call, and all state that belongs to them."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
+from varcomm.transport.c10d import group_by_name, timeout_of
 
-__all__ = ["Group", "GroupLike", "named", "resolve"]
-
-# The mesh that a group was last given as: telling its ranks takes 20 us. A mesh keeps its group.
-_checked: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
-_checked = weakref.WeakKeyDictionary()
+__all__ = ["Group", "GroupLike", "forget_destroyed", "named", "resolve", "weakly"]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
-@dataclass(frozen=True)
 class Group:
     """The ranks that take part in an operation, seen from one of them.
+
+    There is one object per process group; :func:`resolve` returns it.
 
     Attributes
     ----------
     process_group : torch.distributed.ProcessGroup
     rank, size : int
-        This rank *within the group*, and how many there are.
+        This rank within the group, and the number of ranks.
+    label : str
+        Name of this rank in messages.
+    name : str
+        Name that torch.distributed gave to the group, equal on all ranks.
+    engines : dict
+        Engine per kind of device, as :func:`~varcomm.transport.engines.engine_for` found it.
+    over_mpi : bool
+        Whether MPI serves this group and its subgroups; set by ``init(backend="mpi")``.
+    compared_calls : int
+        Calls that this rank compared with the other ranks.
+    given_up : str
+        Message of the call in which this rank stopped to wait for others; empty if there is none.
+    note : dict
+        Note of this rank on its last call; kept by the group of all ranks.
+    unfinished : list
+        Buffers and requests of calls that no caller waits for.
+    auxiliary : dict
+        Further groups of the same ranks; see :mod:`varcomm.transport.auxiliary_group`.
     """
 
-    process_group: dist.ProcessGroup
-    rank: int
-    size: int
-    label: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # made here, where torch.compile, which writes no ints that it found into a text, sees it
-        object.__setattr__(self, "label", f"rank {self.rank} of {self.size}")
+    def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.process_group, self.rank, self.size = process_group, rank, size
+        self.label = f"rank {rank} of {size}"
+        self.name = process_group.group_name
+        self.engines: dict[str, Any] = {}
+        self.over_mpi = False
+        self.compared_calls = 0
+        self.given_up = ""
+        self.note: dict[str, Any] = {}
+        self.unfinished: list[Any] = []
+        self.auxiliary: dict[Any, Any] = {}
+        self._ranks: tuple[int, ...] = ()
+        self._checked_mesh: DeviceMesh | None = None
 
     def __str__(self) -> str:
-        """Return how messages name this rank."""
         return self.label
 
-    @property
-    def name(self) -> str:
-        """What torch.distributed calls the group, on every rank alike."""
-        return self.process_group.group_name
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {self.label})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.process_group == other.process_group
+
+    def __hash__(self) -> int:
+        return hash(self.process_group)
+
+    def __deepcopy__(self, memo: object) -> Group:
+        return self
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the world that are in the group, in its order."""
-        return tuple(dist.get_process_group_ranks(self.process_group))
+        """World ranks of the group, in its order."""
+        if not self._ranks:
+            self._ranks = tuple(dist.get_process_group_ranks(self.process_group))
+        return self._ranks
+
+    def exists(self) -> bool:
+        """Return whether torch.distributed still has the group."""
+        try:
+            dist.get_group_rank(self.process_group, self.ranks[self.rank])
+        except (ValueError, KeyError):
+            return False
+        return True
 
     def backends(self) -> dict[str, str]:
-        """Return which of torch.distributed's backends serves which kind of device."""
+        """Return the backend of torch.distributed for each kind of device."""
         try:
             config = dist.get_backend_config(self.process_group)
-        except (TypeError, ValueError) as error:  # torch.distributed does not know it any more
+        except (TypeError, ValueError) as error:
             raise GroupError(
                 f"the group of {self.label} was destroyed. Make another one, or call before."
             ) from error
         return dict(pair.split(":", 1) for pair in config.split(","))
 
     def timeout(self) -> timedelta:
-        """Return how long calls may take."""
-        options = self.process_group._get_backend(self.device()).options
-        # a group that is only planned has none
-        return default_pg_timeout if options is None else options._timeout
+        """Return the timeout of calls."""
+        return timeout_of(self.process_group, self.device())
 
     def device(self) -> torch.device:
-        """Return where this rank keeps what it has to send without a tensor of the user's."""
+        """Return the device of tensors that this rank sends on its own account."""
         backends = self.backends()
         return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
 
 
+# torch.distributed does not report the end of a group: `forget_destroyed` runs when a new group
+# comes. A group that ends with the interpreter can abort the process, so none is left at exit.
+_groups: dict[dist.ProcessGroup, Group] = {}
+
+
+@atexit.register
+def _forget_all(owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # a forked child has no threads to end
+        _groups.clear()
+
+
 def resolve(group: GroupLike) -> Group:
-    """Return the ranks behind a ProcessGroup, a one-dimensional DeviceMesh, or None for all.
+    """Return the Group of a ProcessGroup, of a one-dimensional DeviceMesh, or of all ranks (None).
 
     Raises
     ------
     GroupError
         If ``torch.distributed`` is not initialised, if this rank is not in the group, if a mesh
-        has several dimensions or its ranks in another order than its group has them, or if `group`
-        is something else.
+        has several dimensions or its ranks in another order than its group has them, if the group
+        was destroyed, or if `group` is something else.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if torch.compiler.is_compiling():  # the compiler follows no dict of groups
+        process_group = _process_group(group)
+        rank = dist.get_rank(process_group)
+        return Group(process_group, rank, dist.get_world_size(process_group))
+    given = dist.group.WORLD if group is None else group
+    if isinstance(given, dist.ProcessGroup):
+        known = _groups.get(given)
+        if known is not None and (group is None or known.exists()):
+            return known
+    found = _of(_process_group(group))
+    if isinstance(group, DeviceMesh) and found._checked_mesh is not group:
+        _check_order(group, found)
+        found._checked_mesh = group
+    return found
+
+
+def _process_group(group: GroupLike) -> dist.ProcessGroup:
+    if not dist.is_initialized():
         raise GroupError(
             "torch.distributed is not initialised. Call varcomm.init() first, under torchrun, srun "
             "or mpirun, or inside varcomm.launch."
@@ -119,47 +183,75 @@ def resolve(group: GroupLike) -> Group:
             "group must be None, a ProcessGroup or a one-dimensional DeviceMesh; "
             f"got {group!r} of type {type(group).__name__}."
         )
+    return process_group
+
+
+def _of(process_group: dist.ProcessGroup) -> Group:
+    """Return the one Group of a process group."""
     try:
         rank = dist.get_rank(process_group)
     except ValueError as error:
+        _groups.pop(process_group, None)
         raise GroupError(
             f"this group exists no longer, or is none of this job: {error}."
         ) from error
     if rank < 0:
         raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
-    # the compiler cannot look at the ranks of a mesh
-    if isinstance(group, DeviceMesh) and not torch.compiler.is_compiling():
-        _check_order(group, process_group)
-    return Group(process_group, rank, dist.get_world_size(process_group))
+    found = _groups.get(process_group)
+    if found is None:
+        forget_destroyed()
+        found = Group(process_group, rank, dist.get_world_size(process_group))
+        _groups[process_group] = found
+    return found
+
+
+def forget_destroyed() -> None:
+    """Drop the groups that torch.distributed has destroyed, so that their threads end."""
+    for group in [group for group in _groups.values() if not group.exists()]:
+        del _groups[group.process_group]
 
 
 def named(name: str, rank: int) -> Group:
-    """Return the group of this name, of which a graph says that this process is `rank`.
+    """Return the group that a graph names, in which the graph was traced on `rank`.
 
     Raises
     ------
     GroupError
-        If there is none, or this process is another rank of it.
+        If this process has no such group, or is another rank of it.
     """
     try:
-        process_group = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        process_group = group_by_name(name)
     except RuntimeError as error:
         raise GroupError(
             f"the group {name!r} of a traced or compiled graph does not exist in this process. "
             "Trace again, after the group has been made."
         ) from error
-    group = Group(process_group, process_group.rank(), process_group.size())
+    group = _groups.get(process_group) or _of(process_group)
     if group.rank != rank:
         raise GroupError(f"a graph traced on rank {rank} runs on {group}. Trace on each rank.")
     return group
 
 
-def _check_order(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> None:
-    """Raise GroupError, on all ranks alike, where a mesh and its group do not count alike."""
-    last = _checked.get(process_group)
-    if last is not None and last() is mesh:
-        return
-    ranks, own = mesh.mesh.tolist(), dist.get_process_group_ranks(process_group)
+def weakly(group: Group) -> Callable[[], Group]:
+    """Return a function that returns the group, or raises GroupError after its end.
+
+    A model may live until the interpreter ends; the threads of a group must end before.
+    """
+    process_group = weakref.ref(group.process_group)
+    label = group.label
+
+    def found() -> Group:
+        alive = process_group()
+        if alive is None:
+            raise GroupError(f"the group in which this was {label} has been destroyed.")
+        return resolve(alive)
+
+    return found
+
+
+def _check_order(mesh: DeviceMesh, group: Group) -> None:
+    """Raise GroupError on all ranks if a mesh and its group number the ranks differently."""
+    ranks, own = mesh.mesh.tolist(), list(group.ranks)
     if ranks != own:
         raise GroupError(
             f"the mesh has ranks {ranks} of the world, in this order, of which torch has made a "
@@ -167,4 +259,3 @@ def _check_order(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> None:
             "Name ranks of a mesh in ascending order, or pass a group that keeps yours: "
             f"torch.distributed.new_group({ranks}, sort_ranks=False)."
         )
-    _checked[process_group] = weakref.ref(mesh)

@@ -1,8 +1,8 @@
-"""Run a function on several local ranks: :func:`launch` once, :class:`Ranks` many times.
+"""Local ranks that run functions: :func:`launch` once, :class:`Ranks` many times.
 
-Ranks are plain interpreters started by :mod:`subprocess`. Those of :mod:`multiprocessing` import
-the caller's ``__main__`` again, which a notebook does not have and which a script without a guard
-cannot survive.
+Ranks are plain interpreters, one :mod:`subprocess` each, or all below one ``mpiexec``. Processes of
+:mod:`multiprocessing` would import the caller's ``__main__``, which a notebook does not have and a
+script without a guard does not survive.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from varcomm.errors import ArgumentError, LaunchError
+from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
 from varcomm.sizes import exact_int
-from varcomm.transport.call import pickled_call
-from varcomm.transport.interrupt import interrupt_later
+from varcomm.transport.pickling import pickled_call
 from varcomm.transport.timeout import seconds
 from varcomm.transport.worker import STOP, Report, importing_module, stack_file
-from varcomm.transport.world import World, init
+from varcomm.transport.world import World, init, uses_mpi
 
 __all__ = ["Ranks", "World", "init", "launch"]
 
@@ -42,9 +42,9 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from varcomm.transport.worker import main; main(*sys.argv[2:])"
 )
-_START_LIMIT = 180.0  # imports only, but on a machine that may be busy
-_GRACE = 0.2  # for the other ranks to tell what happened to them, after one has failed
-_FAREWELL = 5.0  # for a rank to run its exit handlers
+_START_LIMIT = 180.0  # seconds for imports, on a machine that may be busy
+_GRACE = 0.2  # seconds for the reports of other ranks, after one has failed
+_FAREWELL = 5.0  # seconds for a rank to run its exit handlers
 
 
 def launch(
@@ -56,29 +56,29 @@ def launch(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on `world_size` new local processes, joined in a process group.
 
-    Works in a script (guarded by ``__main__`` or not), a notebook and a doctest, with functions,
-    lambdas and closures that are defined there. Each rank runs torch with
-    ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of its own; a module that
-    a rank imports may not, so guard what is launched there.
+    Works in a script (with or without a ``__main__`` guard), a notebook and a doctest, with
+    functions, lambdas and closures defined there. Each rank runs torch with
+    ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of its own; a module that a
+    rank imports may not, so guard its launches.
 
     Parameters
     ----------
     fn : callable
         Called as ``fn(rank, *args)``; :func:`init` and ``torch.distributed`` are ready inside.
     world_size : int
-        How many ranks to start.
+        Number of ranks.
     *args
         Sent to every rank, pickled.
     timeout : float or timedelta
-        Seconds that `fn` may take, the start of the processes not counted; ``inf`` and whatever
-        exceeds 24 days count as 24 days. Collectives of the world have no limit of their own.
+        Seconds for `fn`, without the start of the processes; at most 24 days. Collectives of the
+        world have no limit of their own.
     backend : str or None
-        As in :func:`init`; None chooses NCCL where there are GPUs.
+        As in :func:`init`; None chooses NCCL if there are GPUs; ``"mpi"`` runs ``mpiexec``.
 
     Returns
     -------
     list
-        What each rank returned, in rank order.
+        Results in rank order.
 
     Raises
     ------
@@ -86,11 +86,10 @@ def launch(
         If an argument is wrong or cannot be pickled; nothing is started.
     LaunchError
         If a rank fails, dies or does not finish in time, or if a module calls this while a rank
-        imports it. The message holds the traceback of the
-        rank that failed first, or the stacks of those that did not finish; the cause is the
-        original exception. All ranks are ended.
+        imports it. The message holds the traceback of the rank that failed first, or the stacks of
+        unfinished ranks; the cause is the original exception. All ranks are ended.
     MissingPackageError
-        If `fn` or `args` can only be sent by cloudpickle, which is not installed.
+        If `fn` or `args` need cloudpickle, or `backend` an MPI, that is not installed.
 
     Examples
     --------
@@ -108,17 +107,19 @@ def launch(
 
 @dataclass(frozen=True)
 class _Worker:
-    process: subprocess.Popen[bytes]
+    """Connection to a rank, and its process id."""
+
     connection: Connection[Any, Any]
+    pid: int
 
 
 class Ranks:
-    """Local ranks that are kept alive, so that only the first :meth:`run` pays for their imports.
+    """Local ranks that stay alive, so that only the first :meth:`run` pays for their imports.
 
-    They start at the first run, and anew at the run after one that failed. What a function leaves
-    behind in them (global variables, process groups, random states) is there at the next run. All
-    are ended by :meth:`close`, at the end of a ``with`` block, and with this process, even if it is
-    killed. Threads may share them: their calls wait for each other. A forked child gets its own.
+    They start at the first run, and again at the run after one that failed. Global variables,
+    process groups and random states remain from run to run. All ranks end with :meth:`close`, with
+    a ``with`` block, and with this process, even if it is killed. Threads may share them: their
+    calls wait for each other. A forked child gets its own.
 
     Parameters
     ----------
@@ -146,6 +147,7 @@ class Ranks:
         self.world_size = size
         self.timeout = seconds(timeout)
         self.backend = backend
+        self._mpi = uses_mpi(backend)
         self._forget()
 
     def __enter__(self) -> Self:
@@ -157,30 +159,30 @@ class Ranks:
     def run(
         self, fn: Callable[..., T], *args: Any, timeout: float | timedelta | None = None
     ) -> list[T]:
-        """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch` does.
+        """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch`.
 
         Parameters
         ----------
         fn, *args
             As in :func:`launch`.
         timeout : float or timedelta, optional
-            Seconds that this run may take; by default those of the pool.
+            Seconds for this run; by default the timeout of the pool.
 
         Returns
         -------
         list
-            What each rank returned, in rank order.
+            Results in rank order.
         """
         limit = self.timeout if timeout is None else seconds(timeout)
         task = pickle.dumps((sys.path, pickled_call(fn, args)))
         with self._held():
             if any(worker.connection.poll() for worker in self._workers):
-                self._kill()  # an idle rank says nothing: one has died
+                self._kill()  # an idle rank sends nothing: one has died
             try:
                 if not self._workers:
                     self._start()
                 for worker in self._workers:
-                    with suppress(BrokenPipeError):  # it died just now: its report will say so
+                    with suppress(BrokenPipeError):  # it died just now, and gets an obituary
                         worker.connection.send_bytes(task)
                 return [
                     self._result(rank, report)
@@ -191,16 +193,13 @@ class Ranks:
                 raise
 
     def close(self) -> None:
-        """End all ranks, letting them run their exit handlers.
-
-        A later run starts new ones.
-        """
+        """End all ranks after their exit handlers; a later run starts new ones."""
         with self._held():
             for worker in self._workers:
                 with suppress(OSError):
                     worker.connection.send_bytes(STOP)
-            # A rank's end of the socket closes with its process. We do not wait() for that before
-            # the last signal, since a process that has been waited for no longer owns its id.
+            # A rank's end of the socket closes with its process. A process that was waited for no
+            # longer owns its id, so it is signalled before.
             leaving = {worker.connection for worker in self._workers}
             deadline = time.monotonic() + _FAREWELL
             while leaving and (gone := wait(leaving, max(0.0, deadline - time.monotonic()))):
@@ -208,9 +207,10 @@ class Ranks:
             self._kill()
 
     def _forget(self) -> None:
-        """Be as new: without ranks, and this process's own."""
+        """Reset to a pool without ranks, owned by this process."""
         self._owner = os.getpid()
         self._lock = threading.RLock()
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._workers: list[_Worker] = []
         self._folder = ""
         self._end: Callable[[], object] = lambda: None
@@ -218,7 +218,7 @@ class Ranks:
     def _held(self) -> threading.RLock:
         """Return the lock that a call holds from its first look at the ranks to its last."""
         if self._owner != os.getpid():
-            self._forget()  # after a fork they are the parent's, as is a lock that is held
+            self._forget()  # after a fork the ranks, and a held lock, are the parent's
         return self._lock
 
     def _start(self) -> None:
@@ -228,42 +228,86 @@ class Ranks:
                 "when it is imported: each would do so again. Guard what it launches by "
                 'if __name__ == "__main__":'
             )
-        self._folder = tempfile.mkdtemp(prefix="varcomm-")
+        # the path of a socket may have 107 characters
+        elsewhere = "/tmp" if len(tempfile.gettempdir()) > 80 else None
+        self._folder = tempfile.mkdtemp(prefix="varcomm-", dir=elsewhere)
         # also called when this object is forgotten, or at exit
-        self._end = weakref.finalize(self, _end, self._workers, self._folder, self._owner)
-        environ = {**os.environ, "WORLD_SIZE": str(self.world_size)}
+        self._end = weakref.finalize(
+            self, _end, self._processes, self._workers, self._folder, self._owner
+        )
+        mpiexec = [_mpiexec(), "-n", str(self.world_size)] if self._mpi else []
+        address = f"{self._folder}/ranks"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(address)
+            server.listen(self.world_size)
+            for rank in [-1] if self._mpi else range(self.world_size):
+                place = (address, self._owner, rank, self.world_size, self.backend or "")
+                with _interrupt_later():  # every started process is in the list that ends it
+                    self._processes.append(
+                        subprocess.Popen(
+                            [*mpiexec, sys.executable, "-c", _START, json.dumps(sys.path)]
+                            + [str(argument) for argument in (*place, self._folder)],
+                            env=self._environment(rank),
+                            stdin=subprocess.DEVNULL,
+                            # A process group of its own: Ctrl-C in the terminal is ours to handle,
+                            # and killing it ends all that the rank has started.
+                            start_new_session=True,
+                        )
+                    )
+            self._connect(server)
+        self._reports(_START_LIMIT, "started")
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        environ = dict(os.environ)
         if sys.platform == "linux":
             # no name to resolve, nothing reachable from outside
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        for rank in range(self.world_size):
-            with interrupt_later():  # or a rank could be started, and nobody know it to end it
-                self._workers.append(self._worker(rank, environ))
-        self._reports(_START_LIMIT, "started")
+        if self._mpi:
+            # this process may be a rank itself, but not of this MPI
+            ours = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_")
+            for name in [name for name in environ if name.startswith(ours)]:
+                del environ[name]
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                environ.pop(name, None)
+            return {
+                "HYDRA_LAUNCHER": "fork",
+                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+                **environ,
+            }
+        return environ | {
+            "WORLD_SIZE": str(self.world_size),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
 
-    def _worker(self, rank: int, environ: dict[str, str]) -> _Worker:
-        """Start the process of a rank."""
-        ours, theirs = Pipe()
-        with theirs:
-            descriptor = theirs.fileno()
-            place = (self._owner, rank, self.world_size, self.backend or "", self._folder)
-            process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path)]
-                + [str(argument) for argument in (descriptor, *place)],
-                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[descriptor],
-                # Its own process group: the terminal's Ctrl-C is ours to handle, and killing it
-                # takes along whatever the rank has started.
-                start_new_session=True,
-            )
-        return _Worker(process, ours)
+    def _connect(self, server: socket.socket) -> None:
+        """Accept the connection of each rank."""
+        server.settimeout(0.1)
+        found: dict[int, _Worker] = {}
+        deadline = time.monotonic() + _START_LIMIT
+        while len(found) < self.world_size:
+            late = [rank for rank in range(self.world_size) if rank not in found]
+            ended = [process.poll() for process in self._processes]
+            if any(code is not None for code in ended):
+                rank = next((r for r, code in enumerate(ended) if code is not None), 0)
+                raise LaunchError(
+                    f"{_ranks(late if self._mpi else [rank])} of {self.world_size} failed: "
+                    f"{_how(ended[rank] or 0)} before it could start."
+                )
+            if time.monotonic() > deadline:
+                raise self._overdue(late, _START_LIMIT, "started")
+            with suppress(TimeoutError, EOFError):  # a rank that died just now is found above
+                connection: Connection[Any, Any] = Connection(server.accept()[0].detach())
+                rank, pid = pickle.loads(connection.recv_bytes())
+                found[rank] = _Worker(connection, pid)
+        self._workers.extend(found[rank] for rank in range(self.world_size))
 
     def _kill(self) -> None:
         self._end()
-        self._workers = []
+        self._processes, self._workers = [], []
 
     def _reports(self, limit: float, done: str) -> list[Report]:
-        """Collect one report a rank; raise soon after one fails, or when time is over."""
+        """Collect one report per rank; raise soon after one fails, or after the limit."""
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         reports: dict[int, Report] = {}
         failures: dict[int, Report] = {}
@@ -288,9 +332,8 @@ class Ranks:
         return [reports[rank] for rank in range(self.world_size)]
 
     def _failure(self, failures: dict[int, Report]) -> LaunchError:
-        """Name the rank that failed first: others mostly lost their connection to it."""
-        # A death is noticed by the parent, maybe after a peer's complaint about it has been
-        # written.
+        """Return an error that names the rank that failed first: others lost connection to it."""
+        # the parent may notice a death after a peer has reported it
         first, *others = sorted(
             failures, key=lambda rank: (not failures[rank].died, failures[rank].when)
         )
@@ -305,27 +348,27 @@ class Ranks:
         return error
 
     def _obituary(self, rank: int) -> Report:
-        """Write the report of a rank whose end of the socket is closed."""
-        when, process = time.monotonic(), self._workers[rank].process
+        """Return the report on a rank whose end of the socket is closed."""
+        when = time.monotonic()
+        process = self._processes[0 if self._mpi else rank]
+        if self._mpi:  # mpiexec ends when one of its ranks dies
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_FAREWELL)
         _kill_group(process)
         code = process.wait()
-        how = (
-            f"signal {signal.Signals(-code).name} ended it"
-            if code < 0
-            else f"it exited with code {code}"
-        )
         stack = stack_file(self._folder, rank)
         text = stack.read_text() if stack.exists() else ""
-        return Report(when, failure=f"{how} before it gave a result. {text}".rstrip(), died=True)
+        how = f"{_how(code)} before it gave a result. {text}".rstrip()
+        return Report(when, failure=how, died=True)
 
     def _overdue(self, late: list[int], limit: float, done: str) -> LaunchError:
-        """Name the ranks that are late, and where each stands if it can tell."""
+        """Return an error that names the late ranks, with their stacks."""
         message = f"{_ranks(late)} of {self.world_size} not {done} within {limit:g} s."
         if done == "started":
             return LaunchError(message)
         stacks = {rank: stack_file(self._folder, rank) for rank in late}
         for rank in late:
-            os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+            os.kill(self._workers[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and not all(
             path.stat().st_size for path in stacks.values()
@@ -351,22 +394,54 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and all that it started.
+def _how(code: int) -> str:
+    if code < 0:
+        return f"signal {signal.Signals(-code).name} ended it"
+    return f"it exited with code {code}"
 
-    Not if it was waited for: its id may be someone else's by now.
-    """
+
+def _mpiexec() -> str:
+    """Return the mpiexec beside the interpreter, or the one of the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise MissingPackageError('backend "mpi" needs mpiexec: pip install "varcomm[mpi]".')
+    return found
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started, unless its id may belong to another by now."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end(workers: list[_Worker], folder: str, owner: int) -> None:
+def _end(
+    processes: list[subprocess.Popen[bytes]], workers: list[_Worker], folder: str, owner: int
+) -> None:
     if os.getpid() != owner:
-        return  # a forked child leaves: the ranks are its parent's
+        return  # the ranks of a forked child are its parent's
+    for process in processes:
+        _kill_group(process)
     for worker in workers:
-        _kill_group(worker.process)
-    for worker in workers:
-        worker.process.wait()
-        worker.connection.close()
+        worker.connection.close()  # ends ranks below mpiexec, which have sessions of their own
+    for process in processes:
+        process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block; only the main thread handles signals."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)

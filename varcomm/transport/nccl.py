@@ -1,7 +1,7 @@
 """Uneven bytes on NCCL, for tensors on GPUs.
 
-Calls go to NCCL's own stream, which waits for what the current stream has computed; waiting for
-their works lets the current stream wait for them. The host waits for neither.
+Calls run on NCCL's own stream, after the current stream; their works let the current stream wait
+for them. The host does not wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from varcomm.transport.group import Group
 
 __all__ = ["NCCL"]
 
-# torch 2.13 gave it this name, and warns of the old one.
+# Named so from torch 2.13 on, which warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -26,10 +26,10 @@ class NCCL(Engine):
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
     ) -> Sequence[Work]:
-        """Use the schedule that writes straight into `out`.
+        """Write into `out` without a buffer.
 
-        For a list of uneven tensors that is one group of broadcasts; a list of even ones would
-        pass through a buffer, so these take the call for one tensor.
+        For a list of uneven tensors NCCL runs one group of broadcasts. A list of even tensors would
+        pass through a buffer, so even shards use the call for one tensor.
         """
         pg = group.process_group
         if len(set(counts)) == 1:

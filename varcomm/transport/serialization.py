@@ -1,7 +1,7 @@
-"""Plain values as bytes, and back: what ranks tell each other is data, and never runs anything.
+"""Plain values as bytes, and back, without pickle.
 
-A pickle is a program, and whoever can reach the network of a job could send one. This is JSON, in
-which what JSON does not have, tuples for instance, is a dict with one key that tells what it is.
+A pickle is a program, which any process in the network of a job could send. This is JSON; a value
+that JSON lacks, such as a tuple, is a dict with its kind as the one key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["dtype_of", "from_bytes", "to_bytes", "travels"]
 
-# By name. Attributes of torch that are not there yet would be imported.
+# By name: an unknown attribute of torch would be imported.
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -25,26 +25,23 @@ _DTYPES = {
 }
 
 _MAKE: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda items: tuple(map(_made, items)),
-    "set": lambda items: set(map(_made, items)),
+    "tuple": lambda items: tuple(map(_decoded, items)),
+    "set": lambda items: set(map(_decoded, items)),
     "bytes": base64.b85decode,
-    "dict": lambda pairs: {_made(key): _made(value) for key, value in pairs},
+    "dict": lambda pairs: {_decoded(key): _decoded(value) for key, value in pairs},
     "dtype": lambda name: dtype_of(name),
-    "tensor": lambda parts: _tensor(*map(_made, parts)),
+    "tensor": lambda parts: _tensor(*map(_decoded, parts)),
 }
 
-_NAMES: dict[type, str] = {}  # of the classes that travel
+_NAMES: dict[type, str] = {}  # classes of `travels`
 
 T = TypeVar("T", bound=type)
 
 
 def travels(kind: T) -> T:
-    """Let instances of a class be told: of a dataclass, a NamedTuple, or a kind of text.
-
-    What arrives is made by the class from the same fields, which must be plain in their turn.
-    """
+    """Let instances of a dataclass, a NamedTuple or a subclass of str be sent, by their fields."""
     name = _NAMES[kind] = f"{kind.__module__}.{kind.__qualname__}"
-    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_made, items))
+    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_decoded, items))
     return kind
 
 
@@ -54,21 +51,21 @@ def to_bytes(value: Any) -> bytes:
     Parameters
     ----------
     value : plain
-        None, a bool, int, float, str, bytes, torch.dtype or Tensor, of a class that `travels`, or a
-        list, tuple, set or dict of such. Other subclasses become what they are subclasses of;
-        tensors will be on a GPU, and require a gradient, where they are and do.
+        None, a bool, int, float, str, bytes, torch.dtype, Tensor, instance of a class that
+        `travels`, or a list, tuple, set or dict of such. Other subclasses become their base class;
+        tensors keep their kind of device and `requires_grad`.
 
     Raises
     ------
     TypeError
-        If it is, or has, anything else.
+        If it is, or contains, anything else.
 
     Examples
     --------
     >>> from_bytes(to_bytes({1: ("a", None, b"b"), "more": [0.1, {2}]}))
     {1: ('a', None, b'b'), 'more': [0.1, {2}]}
     """
-    return json.dumps(_said(value), separators=(",", ":")).encode()
+    return json.dumps(_encoded(value), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Any:
@@ -80,7 +77,7 @@ def from_bytes(data: bytes) -> Any:
         If the bytes are not what it returns.
     """
     try:
-        return _made(json.loads(data))
+        return _decoded(json.loads(data))
     except (
         AttributeError,
         LookupError,
@@ -92,21 +89,21 @@ def from_bytes(data: bytes) -> Any:
         raise ValueError(f"{data[:100]!r} is no plain value: {error!r}") from error
 
 
-def _said(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     if name := _NAMES.get(type(value)):
-        return {name: str(value) if isinstance(value, str) else [*map(_said, _parts(value))]}
+        return {name: str(value) if isinstance(value, str) else [*map(_encoded, _parts(value))]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [*map(_said, value)]
+        return [*map(_encoded, value)]
     if isinstance(value, tuple):
-        return {"tuple": [*map(_said, value)]}
+        return {"tuple": [*map(_encoded, value)]}
     if isinstance(value, set | frozenset):
-        return {"set": [*map(_said, sorted(value))]}
+        return {"set": [*map(_encoded, sorted(value))]}
     if isinstance(value, bytes):
         return {"bytes": base64.b85encode(value).decode()}
     if isinstance(value, dict):
-        return {"dict": [[_said(key), _said(item)] for key, item in value.items()]}
+        return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if type(value) is torch.Tensor and value.layout == torch.strided:
@@ -122,7 +119,7 @@ def _said(value: Any) -> Any:
             .tobytes()
         )
         parts = value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data
-        return {"tensor": [*map(_said, parts)]}
+        return {"tensor": [*map(_encoded, parts)]}
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
 
 
@@ -132,19 +129,19 @@ def _parts(value: Any) -> list[Any]:
     return list(value)
 
 
-def _made(said: Any) -> Any:
-    if isinstance(said, list):
-        return [*map(_made, said)]
-    if isinstance(said, dict):
-        ((kind, content),) = said.items()
+def _decoded(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return [*map(_decoded, encoded)]
+    if isinstance(encoded, dict):
+        ((kind, content),) = encoded.items()
         return _MAKE[kind](content)
-    return said
+    return encoded
 
 
 def _tensor(
     dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool, data: bytes
 ) -> torch.Tensor:
-    # before torch sees the name: of some it imports a module
+    # torch imports a module for some names
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
         raise ValueError(f"there is no device {device!r} here")
     if not data:

@@ -1,7 +1,7 @@
-"""A world in which this process is alone: others are taken for granted, and nothing is sent.
+"""Simulated group: one real rank, no peers, nothing sent.
 
-For planning: what a rank of many would send, receive and keep is known to it without the others.
-torch.distributed's backend "fake" holds the ranks; the engine here says what arrives.
+It serves to plan a run: a rank computes its own messages and memory without the others.
+torch.distributed's backend "fake" holds the ranks; the engine here answers for them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.sizes import checked_rank, exact_int
 from varcomm.transport.engine import Engine, Peers, Work
-from varcomm.transport.engines import serve
-from varcomm.transport.group import Group
+from varcomm.transport.group import Group, forget_destroyed
 
-__all__ = ["Fake", "Schedule", "Transfer", "alone", "transfers"]
+__all__ = ["Schedule", "Simulated", "Transfer", "alone", "transfers"]
 
 Schedule = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What an engine was asked to move in one call, in bytes a rank of the group.
+    """Data that an engine was asked to move in one call, in bytes per rank of the group.
 
     Attributes
     ----------
     schedule : str
-        ``"all_gather"``, ``"broadcast"``, or of an exchange who has something for whom, as
-        :data:`varcomm.transport.engine.Peers` says it.
+        ``"all_gather"``, ``"broadcast"``, or the :data:`varcomm.transport.engine.Peers` of an
+        exchange.
     rank : int
         This rank, within the group.
     ranks : tuple of int
-        The ranks of the world that are in the group.
+        World ranks of the group.
     send, recv : tuple of int
-        Bytes to, and from, each rank of the group; what a rank keeps for itself is 0.
+        Bytes to, and from, each rank of the group; 0 for this rank.
     """
 
     schedule: Schedule
@@ -57,7 +56,7 @@ _listening: list[list[Transfer]] = []
 
 @contextmanager
 def transfers() -> Iterator[list[Transfer]]:
-    """Collect what engines of fake worlds are asked to move."""
+    """Collect the transfers of simulated groups."""
     found: list[Transfer] = []
     _listening.append(found)
     try:
@@ -66,20 +65,17 @@ def transfers() -> Iterator[list[Transfer]]:
         _listening[:] = [listener for listener in _listening if listener is not found]
 
 
-class Fake(Engine):
-    """Nothing is sent, and what would arrive from others is zeros.
+class Simulated(Engine):
+    """Fills the parts of other ranks with zeros, and keeps this rank's own."""
 
-    What a rank keeps for itself is where it belongs.
-    """
-
-    peers_answer = False
+    simulated = True
 
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
     ) -> Sequence[Work]:
-        """Put this rank's shard into its place, and zeros into the others."""
+        """Copy this rank's shard to its place; the others are zeros."""
         own, start = counts[group.rank], sum(counts[: group.rank])
-        _told("all_gather", group, [own] * group.size, counts)
+        _record("all_gather", group, [own] * group.size, counts)
         out[:start].zero_()
         out[start + own :].zero_()
         out[start : start + own].copy_(data)
@@ -94,8 +90,8 @@ class Fake(Engine):
         send: Sequence[int],
         peers: Peers,
     ) -> Sequence[Work]:
-        """Keep this rank's own piece; zeros arrive from the others."""
-        _told(peers, group, send, recv)
+        """Keep this rank's own piece; the others are zeros."""
+        _record(peers, group, send, recv)
         own = recv[group.rank]
         out.zero_()
         if own:
@@ -104,9 +100,9 @@ class Fake(Engine):
         return []
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
-        """Leave the root's data as they are; elsewhere zeros arrive."""
+        """Leave the root's data; on other ranks they become zeros."""
         at_src, size = group.rank == src, len(data)
-        _told(
+        _record(
             "broadcast",
             group,
             [size if at_src else 0] * group.size,
@@ -117,21 +113,21 @@ class Fake(Engine):
         return []
 
 
-def _told(schedule: Schedule, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
+def _record(schedule: Schedule, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
     if _listening:
-        sent, received = _to_others(group, send), _to_others(group, recv)
+        sent, received = _without_own(group, send), _without_own(group, recv)
         transfer = Transfer(schedule, group.rank, group.ranks, sent, received)
         for found in _listening:
             found.append(transfer)
 
 
-def _to_others(group: Group, counts: Sequence[int]) -> tuple[int, ...]:
+def _without_own(group: Group, counts: Sequence[int]) -> tuple[int, ...]:
     return (*counts[: group.rank], 0, *counts[group.rank + 1 :])
 
 
 @contextmanager
 def alone(size: int, rank: int) -> Iterator[None]:
-    """Let this process be rank `rank` of `size` that are not there.
+    """Make this process rank `rank` of a simulated world of `size` ranks.
 
     Raises
     ------
@@ -158,8 +154,5 @@ def alone(size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        gc.collect()  # cycles, as of a model and its hooks, hold the group too
-
-
-for _device in ("cpu", "cuda"):
-    serve("fake", _device, Fake())
+        forget_destroyed()
+        gc.collect()  # cycles of a model and its hooks hold the group

@@ -1,4 +1,4 @@
-"""Time limits, as a user gives them."""
+"""Timeouts as numbers of seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST = 24 * 86_400.0  # seconds; poll() counts milliseconds in an int
 
 
 def seconds(timeout: object) -> float:
-    """Return a time limit in seconds, at most 24 days, whatever it was given in.
+    """Return a timeout in seconds, at most 24 days.
 
     >>> seconds(timedelta(minutes=1)), seconds(0.5), seconds(float("inf"))
     (60.0, 0.5, 2073600.0)

@@ -1,9 +1,9 @@
-"""What a call costs: a range in the profiler, and messages and bytes where somebody asks."""
+"""Counts of messages and bytes per call, and ranges in the profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -16,23 +16,18 @@ __all__ = ["Call", "Trace", "Traffic", "note", "span", "trace"]
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank put on the wire and took from it in one step of an operation.
-
-    Peers are ranks of the world. Those with which no byte is exchanged, and what a rank keeps for
-    itself, are not there: each that is there is one message, to it or from it.
+    """Messages of one rank in one step of an operation.
 
     Attributes
     ----------
     name : str
-        The operation. A step that runs in backward has the name of the adjoint.
+        The operation. A step in backward has the name of the adjoint.
     sent_to, received_from : dict of int to int
-        Bytes to, and from, each peer, as the algorithm needs them; where an engine runs a
-        collective of its own, it may forward data on behalf of others beyond that.
+        Bytes per peer, by its world rank; one message each. A collective of the engine may forward
+        further bytes on behalf of other ranks.
 
     Examples
     --------
-    The first of two ranks gives its row, of 8 bytes, for the two of the other.
-
     >>> import torch, varcomm
     >>> with varcomm.simulate.world(2, rank=0), varcomm.trace() as calls:
     ...     _ = varcomm.all_gather_v(torch.zeros(1, 2), [1, 2])
@@ -64,9 +59,9 @@ class Traffic:
     Attributes
     ----------
     calls : int
-        Calls; with a peer, those that exchanged anything with it.
+        Calls; for one peer, the calls with a message.
     messages_sent, messages_received : int
-        Messages, one for each call and peer.
+        Messages, one per call and peer.
     sent, received : int
         Bytes.
 
@@ -97,9 +92,9 @@ class Traffic:
 
 @dataclass(eq=False)
 class Trace(Sequence[Call]):
-    """The calls of a :func:`trace`, in their order; printed, a table by operation and by peer.
+    """The calls of a :func:`trace`, in order; prints as a table by operation and by peer.
 
-    It equals a list of the same calls.
+    A Trace equals a list of the same calls.
 
     Attributes
     ----------
@@ -144,7 +139,7 @@ class Trace(Sequence[Call]):
         return total
 
     def by_operation(self) -> dict[str, Traffic]:
-        """Return sums for each operation, in the order in which they first occur."""
+        """Return sums per operation, in the order of their first calls."""
         sums: dict[str, Traffic] = {}
         for call in self.calls:
             traffic = sums.setdefault(call.name, Traffic())
@@ -152,7 +147,7 @@ class Trace(Sequence[Call]):
         return sums
 
     def by_peer(self) -> dict[int, Traffic]:
-        """Return sums for each rank of the world with which this one exchanged anything."""
+        """Return sums per peer, by its world rank."""
         sums: dict[int, Traffic] = {}
         for call in self.calls:
             for peer in sorted({*call.sent_to, *call.received_from}):
@@ -189,23 +184,23 @@ def _numbers(sums: dict[str, Traffic]) -> Iterator[tuple[str, ...]]:
         yield name, *(f"{number:,}" for number in numbers)
 
 
-# Traces that are being filled. Backward runs in threads of its own, so this is not thread-local.
-_listening: list[Trace] = []
+# Open traces. Backward runs in threads of its own, so this is not thread-local.
+_open: list[Trace] = []
+_NOTHING = nullcontext()
 
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Count what each operation sends and receives, in forward and backward, on this rank.
+    """Count the messages and bytes of each operation, in forward and backward, on this rank.
 
-    What ranks tell each other about calls is not counted: the 1 KiB by which the root of
-    `broadcast` and `scatter_v` says what comes, the agreement of set-up work, and
-    :func:`varcomm.debug`.
+    Messages by which ranks agree on calls are not counted: set-up, :func:`varcomm.debug`, and the
+    1 KiB with which the root of `broadcast` and `scatter_v` describes its tensor. Inside, torch's
+    profiler shows each operation as a range ``varcomm::name``.
 
     Yields
     ------
     Trace
-        A sequence of :class:`Call`, filled while the ``with`` block runs. Printed, it is a table of
-        calls, messages and bytes, by operation and by peer.
+        A sequence of :class:`Call`, filled while the ``with`` block runs.
 
     Examples
     --------
@@ -226,19 +221,19 @@ def trace() -> Iterator[Trace]:
     rank 1            1     1      4         1      8
     """
     calls = Trace()
-    _listening.append(calls)
+    _open.append(calls)
     try:
         yield calls
     finally:
         # by identity: two empty traces are equal
-        _listening[:] = [listener for listener in _listening if listener is not calls]
+        _open[:] = [other for other in _open if other is not calls]
 
 
 def note(name: str, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
-    """Count bytes a peer for those who listen; what a rank keeps for itself costs nothing."""
-    if _listening:
+    """Record a call in all open traces, by its bytes per rank of the group."""
+    if _open:
         call = Call(name, _by_peer(group, send), _by_peer(group, recv))
-        for calls in _listening:
+        for calls in _open:
             calls.calls.append(call)
 
 
@@ -247,11 +242,6 @@ def _by_peer(group: Group, counts: Sequence[int]) -> dict[int, int]:
     return {ranks[peer]: count for peer, count in enumerate(counts) if count and peer != group.rank}
 
 
-# What torch.compile's own code is marked with: 0.3 us where nobody profiles, in place of the 4 us
-# of its public sibling.
-_Range = getattr(torch._C._profiler, "_RecordFunctionFast", torch.autograd.profiler.record_function)
-
-
-def span(name: str) -> torch.autograd.profiler.record_function:
-    """Return a context that shows up in torch's profiler as ``varcomm::name``."""
-    return _Range(f"varcomm::{name}")
+def span(name: str) -> AbstractContextManager[object]:
+    """Return a context that torch's profiler shows as ``varcomm::name`` inside :func:`trace`."""
+    return torch.profiler.record_function(f"varcomm::{name}") if _open else _NOTHING

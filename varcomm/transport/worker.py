@@ -1,7 +1,6 @@
-"""The child's side of :class:`~varcomm.transport.launch.Ranks`: run what the parent sends.
+"""Child process of :class:`~varcomm.transport.launch.Ranks`: a rank that runs the parent's calls.
 
-Parent and child share one socket. Its death in either direction is the news that the other process
-is gone, so nobody has to be told.
+Parent and child share one socket. Its closed end shows that the other process has ended.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import pickle
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from varcomm.transport.call import dumps
+from varcomm.transport import environment
 from varcomm.transport.environment import Place
-from varcomm.transport.world import join
+from varcomm.transport.pickling import dumps
+from varcomm.transport.world import join, uses_mpi
 
 __all__ = ["STOP", "Report", "importing_module", "main", "stack_file"]
 
@@ -38,19 +39,18 @@ STOP = b""
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank answers to one task.
+    """Answer of a rank to one task.
 
     Attributes
     ----------
     when : float
-        ``time.monotonic()``, which all processes of a host share: tells the cause from its
-        consequences.
+        ``time.monotonic()``, which all processes of a host share: the cause comes first.
     payload : bytes or None
-        The pickled result, or the pickled exception where there is one that can be pickled.
+        The pickled result, or the pickled exception if it can be pickled.
     failure : str or None
         The traceback, if the rank failed.
     died : bool
-        Whether the parent wrote this in place of a rank that no longer could.
+        Whether the parent wrote the report, because the process of the rank has ended.
     """
 
     when: float
@@ -60,48 +60,55 @@ class Report:
 
 
 def stack_file(folder: str | Path, rank: int) -> Path:
-    """Return where `rank` writes its stack, when it crashes or is asked to by SIGUSR1."""
+    """Return the file in which `rank` writes its stack at a crash or at SIGUSR1."""
     return Path(folder, f"stack-{rank}")
 
 
-def main(descriptor: str, parent: str, rank: str, size: str, backend: str, folder: str) -> None:
-    """Join the other ranks, then serve the parent until it says stop.
+def main(address: str, parent: str, rank: str, size: str, backend: str, folder: str) -> None:
+    """Join the other ranks, then serve the parent until it sends STOP.
 
-    The arguments come from the command line.
+    The arguments come from the command line; `rank` is -1 if ``mpiexec`` sets it.
     """
-    connection: Connection[Any, Any] = Connection(int(descriptor))
+    place = Place(int(rank), int(size), int(rank), f"file://{folder}/rendezvous", "varcomm.launch")
+    if uses_mpi(backend):
+        place = environment.read(os.environ, mpi=True)
+        names = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)  # so that this rank ends with its children, and without other ranks
+        parent = str(os.getppid())
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(address)
+    connection: Connection[Any, Any] = Connection(client.detach())
+    connection.send_bytes(pickle.dumps((place.rank, os.getpid())))
     watch = threading.Thread(
         target=_end_with_parent, args=(connection, int(parent), folder), daemon=True
     )
     watch.start()
-    # `all_threads=False` is the main thread: to it the kernel delivers signals first, and in it the
-    # task runs.
-    with stack_file(folder, int(rank)).open("w") as stack:
+    # `all_threads=False` is the main thread: the kernel delivers signals there first, and the task
+    # runs there
+    with stack_file(folder, place.rank).open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(size)))
-        place = Place(
-            int(rank), int(size), int(rank), f"file://{folder}/rendezvous", "varcomm.launch"
-        )
-        # The parent keeps the time, which each run may set anew: no limit here.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
+        # the parent keeps the time, so joining has no limit
         joining = partial(join, place, backend or None, math.inf)
         connection.send_bytes(pickle.dumps(_attempt(joining)))
         while (task := connection.recv_bytes()) != STOP:
-            connection.send_bytes(pickle.dumps(_attempt(partial(_run, task, int(rank)))))
+            connection.send_bytes(pickle.dumps(_attempt(partial(_run, task, place.rank))))
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR1)
 
 
 def _run(task: bytes, rank: int) -> Any:
-    # The path first, since the function may come from a module that the parent has found only
-    # meanwhile
+    # the path first: the function's module may be new to this process
     sys.path[:], call = pickle.loads(task)
     fn, args = pickle.loads(call)
     return fn(rank, *args)
 
 
 def importing_module() -> str | None:
-    """Name the module that the task below this call is just importing, if any."""
+    """Return the name of the module that the running task is importing, if any."""
     frame, module, importing = inspect.currentframe(), None, False
     while frame is not None and frame.f_code is not _run.__code__:
         name = str(frame.f_globals.get("__name__"))
@@ -113,7 +120,7 @@ def importing_module() -> str | None:
 
 
 def _attempt(step: Callable[[], Any]) -> Report:
-    """Run `step` and describe how it went; whatever it raises ends up in the report."""
+    """Return the report of `step`, with its result or its exception."""
     try:
         result = step()
     except BaseException as error:
@@ -136,7 +143,7 @@ def _attempt(step: Callable[[], Any]) -> Report:
 
 
 def _portable(error: BaseException) -> bytes | None:
-    """Pickle an exception, or give None where the parent could not make the same one of it."""
+    """Pickle an exception; None if it cannot be unpickled."""
     try:
         data = dumps(error)
         pickle.loads(data)
@@ -146,10 +153,10 @@ def _portable(error: BaseException) -> bytes | None:
 
 
 def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
-    """Wait for the parent to end, however it does, and end with it.
+    """Wait for the end of the parent, and end with it.
 
-    Its end of the socket closes then, at once, unless a process that it forked holds it open.
-    Whatever this rank has started is in its process group, and ends too.
+    The parent's end of the socket closes then, unless a process that it forked holds it open. All
+    that this rank has started is in its process group, and ends too.
     """
     watch = select.poll()
     watch.register(connection, 0)  # no event asked for: a hang-up is always reported

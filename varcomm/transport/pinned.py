@@ -1,6 +1,6 @@
-"""An engine for the CPU, for tensors on a GPU: through pinned memory.
+"""Engine for tensors on a GPU over an engine for the CPU, through pinned memory.
 
-Not for speed: it lets several ranks share one GPU, which NCCL refuses, while a program is written.
+It lets several ranks share one GPU, which NCCL refuses, while a program is written.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work
 from varcomm.transport.group import Group
 
-__all__ = ["Staged"]
+__all__ = ["Pinned"]
 
 
 @dataclass(frozen=True)
-class Staged(Engine):
-    """Copies what is sent to the CPU before an engine moves it, and what arrives back after."""
+class Pinned(Engine):
+    """Copies sent tensors to the CPU, and received ones back to the GPU."""
 
     engine: Engine
 
     def all_gather(
         self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
     ) -> Sequence[Work]:
-        """Stage the shard on its way out, and the whole on its way in."""
+        """Copy the shard to the CPU, and the result back."""
         arriving = _empty(out)
         works = self.engine.all_gather(group, arriving, _fetched(data), counts)
         return [_Arrival(works, arriving, out)]
@@ -40,13 +40,13 @@ class Staged(Engine):
         send: Sequence[int],
         peers: Peers,
     ) -> Sequence[Work]:
-        """Stage what is sent, and what is received."""
+        """Copy sent bytes to the CPU, and received ones back."""
         arriving = _empty(out)
         works = self.engine.exchange(group, arriving, _fetched(data), recv, send, peers)
         return [_Arrival(works, arriving, out)]
 
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
-        """Stage `data`, which only the root has to fetch."""
+        """Copy `data` to the CPU on the root, and back on the others."""
         moving = _fetched(data) if group.rank == src else _empty(data)
         works = self.engine.broadcast(group, moving, src)
         return works if group.rank == src else [_Arrival(works, moving, data)]
@@ -54,7 +54,7 @@ class Staged(Engine):
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What arrives on the CPU, and where it goes from there."""
+    """Data in flight to the CPU, and their place on the GPU."""
 
     works: Sequence[Work]
     arriving: torch.Tensor
@@ -74,7 +74,7 @@ def _empty(data: torch.Tensor) -> torch.Tensor:
 
 
 def _fetched(data: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU; the engine reads it at once, so the host waits for the copy."""
+    """Return a copy on the CPU; the host waits for it, since the engine reads it at once."""
     copy = _empty(data).copy_(data, non_blocking=True)
     if data.is_cuda:
         torch.cuda.current_stream(data.device).synchronize()

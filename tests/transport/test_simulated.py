@@ -1,4 +1,4 @@
-"""A world without other ranks: what arrives, what is agreed on, what is refused."""
+"""A simulated world: received data, agreement, transfers, refusals."""
 
 import pytest
 import torch
@@ -6,10 +6,9 @@ import torch.distributed as dist
 
 import varcomm
 from varcomm import ArgumentError, DisagreementError, GroupError
-from varcomm.transport.agreement import agree, share
-from varcomm.transport.aside import aside
+from varcomm.transport.agreement import agree, compare, share
+from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane
 from varcomm.transport.group import resolve
-from varcomm.transport.lane import free_lanes, take_lane
 from varcomm.transport.simulated import alone, transfers
 
 
@@ -41,24 +40,14 @@ def test_every_rank_says_what_this_one_says():
     with alone(5, 3):
         group = resolve(None)
         assert share("test", lambda: {"a": [7]}, group) == [{"a": [7]}] * 5
+        with varcomm.debug():
+            compare(group, {"operation": "test", "send": [1] * 5, "recv": [2] * 5})
         with pytest.raises(DisagreementError, match="test: refused on rank 0 of 5"):
             agree("test", _refuse, group)
 
 
 def _refuse():
     raise DisagreementError("no")
-
-
-def test_sum_gradients_keeps_values_on_every_rank():
-    for rank in (0, 2):
-        with alone(3, rank):
-            torch.manual_seed(0)
-            model = torch.nn.Linear(2, 2)
-            before = model.weight.detach().clone()
-            model(torch.ones(1, 2)).sum().backward()
-            varcomm.data_parallel.sum_gradients(model)
-        assert torch.equal(model.weight, before)
-        assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
 
 
 def test_data_of_the_first_rank_are_those_given_here():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from varcomm.errors import LaunchError
 from varcomm.transport.environment import Place
-from varcomm.transport.fresh_store import fresh_store
+from varcomm.transport.rendezvous import meeting_store
 from varcomm.transport.world import join
 
 
@@ -33,7 +33,7 @@ def meet(size, limit=20.0):
     """All ranks of one start, each a thread; a rank's store on a connection of its own."""
     with ThreadPoolExecutor(size) as threads:
         meeting = [
-            threads.submit(fresh_store, place(rank, size), timedelta(seconds=limit))
+            threads.submit(meeting_store, place(rank, size), timedelta(seconds=limit))
             for rank in range(size)
         ]
         return [one.result() for one in meeting]
@@ -49,9 +49,9 @@ def test_what_earlier_ranks_have_left_is_not_found(agents_store):
 
 def test_ranks_that_left_before_all_had_come_are_not_counted(agents_store):
     with pytest.raises(RuntimeError):  # of ranks 1 and 2, which nobody answers
-        fresh_store(place(1, 3), timedelta(seconds=0.2))
+        meeting_store(place(1, 3), timedelta(seconds=0.2))
     with pytest.raises(RuntimeError, match=r"after 0\.2 s, 1 of 3 ranks have come"):
-        fresh_store(place(0, 3), timedelta(seconds=0.2))
+        meeting_store(place(0, 3), timedelta(seconds=0.2))
     first, *others = meet(3)
     first.set("here", "yes")
     assert [store.get("here") for store in others] == [b"yes", b"yes"]
@@ -63,6 +63,7 @@ def test_who_waits_in_vain_says_for_how_many(agents_store):
         join(place(0, 2), "gloo", 0.3)
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_join(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(

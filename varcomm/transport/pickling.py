@@ -1,4 +1,4 @@
-"""A call, pickled so that ranks which never ran the caller's script can make it."""
+"""Pickling of calls for ranks that never ran the caller's script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["dumps", "pickled_call"]
 
 
 def dumps(value: object) -> bytes:
-    """Pickle by cloudpickle, which also takes lambdas and what a script defines; else by pickle."""
+    """Pickle with cloudpickle, which accepts lambdas and a script's classes; else with pickle."""
     try:
         import cloudpickle
     except ImportError:
@@ -25,7 +25,7 @@ def dumps(value: object) -> bytes:
 
 
 def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle ``(fn, args)``, or say why the ranks could not read it."""
+    """Pickle ``(fn, args)``, or raise if the ranks could not read it."""
     if not callable(fn):
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
     by_name = importlib.util.find_spec("cloudpickle") is None
@@ -43,10 +43,10 @@ def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _PicklerByName(pickle.Pickler):
-    """Refuses what `pickle` would name in ``__main__``: in the ranks that is another module."""
+    """Refuses objects of ``__main__``, which in the ranks is another module."""
 
     def persistent_id(self, obj: object) -> None:
-        """Look at every object on its way into the pickle; give none of them an id."""
+        """Check each object of the pickle; give none of them an id."""
         if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
             raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
 

@@ -1,0 +1,115 @@
+"""Auxiliary groups: further groups with the ranks of a group, made by these ranks alone.
+
+Ranks match the calls on a group by their order. A call whose order depends on no other call, such
+as one in the middle of a backward or in a second thread, needs a group of its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from varcomm.transport.agreement import share
+from varcomm.transport.c10d import group_of_members
+from varcomm.transport.engines import engine_for
+from varcomm.transport.group import Group, resolve, weakly
+
+__all__ = ["Lane", "aside", "free_lanes", "take_lane", "weakly"]
+
+
+def aside(group: Group) -> Group:
+    """Return a second group of the ranks of `group` for one other thread; collective at first.
+
+    It is on Gloo: short messages must not wait between the kernels of a GPU.
+    """
+    if "aside" not in group.auxiliary:
+        name = share("a second group", _new_name, group)[0]
+        simulated = engine_for(group, group.device()).simulated
+        backends = dist.get_backend_config(group.process_group) if simulated else "gloo"
+        made = group_of_members(group.ranks, backends, group.timeout(), name)
+        group.auxiliary["aside"] = weakly(resolve(made))
+    found: Group = group.auxiliary["aside"]()
+    return found
+
+
+@dataclass(eq=False)
+class Lane:
+    """An auxiliary group that one user has to itself.
+
+    Attributes
+    ----------
+    number : int
+        Equal on all its ranks.
+    group : callable
+        Returns the group.
+    kind : tuple
+        Backends and timeout, those of the group that it was made for.
+    under_way : bool
+        Whether calls are in flight. A lane that is left so is not used again, because its ranks
+        may have made different calls.
+    taken : bool
+        Whether it has a user on this rank.
+    """
+
+    number: int
+    group: Callable[[], Group]
+    kind: tuple[str, timedelta]
+    under_way: bool = False
+    taken: bool = True
+
+    def give_back(self) -> None:
+        """Free the lane for the next user."""
+        self.taken = self.under_way
+
+
+def free_lanes(group: Group) -> dict[str, Any]:
+    """Return the numbers of the lanes that could replace `group` on this rank, and a new name.
+
+    The name that the first rank returns is used if a lane must be made.
+    """
+    free = [lane.number for lane in _lanes(group) if not lane.taken and lane.kind == _kind(group)]
+    return {"free": free, "name": _new_name()}
+
+
+def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
+    """Return a lane with the ranks of `group`, or None if there can be none; collective.
+
+    One rank needs no lane. A part of a world that torch.distributed has bound to GPUs has none:
+    only all ranks together can split the world's communicator.
+
+    `offers` holds the result of :func:`free_lanes` on each rank. Users leave when the garbage
+    collector finds them, at different times per rank: a lane is free if it is so on all ranks.
+    """
+    world = resolve(None)
+    bound = world.process_group.bound_device_id is not None
+    if group.size == 1 or (group.size < world.size and bound):
+        return None
+    lanes = _lanes(group)
+    free: set[int] = set.intersection(*(set(offer["free"]) for offer in offers))
+    if free:
+        lane = lanes[min(free)]
+        lane.taken = True
+        return lane
+    backends, timeout = kind = _kind(group)
+    made = group_of_members(group.ranks, backends, timeout, offers[0]["name"])
+    lanes.append(Lane(len(lanes), weakly(resolve(made)), kind))
+    return lanes[-1]
+
+
+def _lanes(group: Group) -> list[Lane]:
+    """Return the lanes of these ranks; the world keeps them, as torch keeps a group's threads."""
+    lanes: list[Lane] = resolve(None).auxiliary.setdefault(group.ranks, [])
+    return lanes
+
+
+def _kind(group: Group) -> tuple[str, timedelta]:
+    return dist.get_backend_config(group.process_group), group.timeout()
+
+
+def _new_name() -> str:
+    return f"varcomm.{uuid.uuid4().hex}"

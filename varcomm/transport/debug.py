@@ -1,0 +1,94 @@
+"""The switch of ``varcomm.debug``: whether ranks compare their calls, and how long they wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from varcomm.errors import ArgumentError, CommunicationError
+from varcomm.transport.last_seen import brief, leave_note
+from varcomm.transport.timeout import seconds
+
+__all__ = ["DEFAULT_TIMEOUT", "debug", "debug_timeout", "debugging"]
+
+DEFAULT_TIMEOUT = 30.0  # seconds
+
+# Timeout of each open debug() block; threads may close them in another order. Backward runs in
+# threads of its own and must see them.
+_timeouts: dict[object, float] = {}
+
+if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "off"}:
+    _given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(DEFAULT_TIMEOUT)
+    try:
+        _timeouts["VARCOMM_DEBUG"] = seconds(float(_given))
+    except ValueError:
+        raise ArgumentError(
+            f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {_given!r}."
+        ) from None
+
+
+@contextmanager
+def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
+    """Compare every call between ranks before its data moves, in forward and in backward.
+
+    All ranks of a group enter it together. If ranks call different operations, or one operation
+    with dims, sizes, dtypes, shapes or ``requires_grad`` that do not match, or if one rank's
+    arguments are wrong, all ranks raise one :class:`~varcomm.errors.DisagreementError` that names
+    the ranks and the lines of their programs. If a rank does not come, the others raise after
+    `timeout` and print where that rank was last. ``VARCOMM_DEBUG=1`` at the start of a program does
+    this throughout, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
+
+    Parameters
+    ----------
+    timeout : float or timedelta
+        Seconds for which ranks wait for each other before a call.
+
+    Raises
+    ------
+    ArgumentError
+        If `timeout` is not a positive number or timedelta.
+    CommunicationError
+        Inside, on ranks that have waited for one that did not come.
+
+    Notes
+    -----
+    After a DisagreementError the group can be used. After a CommunicationError it cannot: every
+    further call in it raises.
+
+    Communication: a round of messages before each call, about 1 KiB per rank, and a note in the
+    store of torch.distributed.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     try:
+    ...         with varcomm.debug():
+    ...             varcomm.all_gather_v(torch.zeros(2, 3 + rank), [2, 2])
+    ...     except varcomm.DisagreementError as error:
+    ...         return str(error)
+    >>> print(varcomm.launch(fn, 2)[0].splitlines()[0])
+    all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
+    """
+    block = object()
+    _timeouts[block] = seconds(timeout)
+    try:
+        yield
+    except BaseException as error:
+        if not (getattr(error, "on_all_ranks", False) or isinstance(error, CommunicationError)):
+            leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
+        raise
+    finally:
+        del _timeouts[block]
+
+
+def debugging() -> bool:
+    """Return whether ranks compare their calls."""
+    return bool(_timeouts)
+
+
+def debug_timeout() -> timedelta:
+    """Return how long ranks wait for each other inside :func:`debug`: as the last block says."""
+    return timedelta(seconds=list(_timeouts.values())[-1])

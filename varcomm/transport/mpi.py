@@ -1,0 +1,352 @@
+"""Uneven bytes on MPI, through mpi4py, for the ranks of a Gloo group.
+
+``init(backend="mpi")`` starts MPI under ``mpiexec`` or ``srun``, joins the ranks in a Gloo world
+and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes. Messages go
+from and to the memory of tensors. For small messages that equals MPI's own Allgatherv and Alltoallv
+in speed, and takes half their time from 1 MB on (``benchmarks/mpi_schedules.py``; MPICH 5.0.2).
+
+mpi4py loads the first ``libmpi`` that it finds: beside the interpreter (``pip install mpich``), or
+on the system's path. ``MPI4PY_LIBMPI=<path>`` names another. It must belong to the ``mpiexec``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import logging
+import os
+import re
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from time import monotonic
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from varcomm.errors import LaunchError, MissingModuleError
+from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work
+from varcomm.transport.environment import Place
+from varcomm.transport.group import Group
+
+try:
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False  # `start` does both
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can be loaded
+    raise MissingModuleError(
+        'backend "mpi" needs mpi4py and an MPI library: pip install "varcomm[mpi]". '
+        f"The import of mpi4py.MPI says: {error}"
+    ) from error
+
+__all__ = ["MPIEngine", "gpu_aware", "start"]
+
+logger = logging.getLogger("varcomm")
+
+# The bytes at an address: 0.1 us, where mpi4py would describe a tensor by DLPack in 5 us.
+_at = MPI.buffer.fromaddress
+_test_all = MPI.Request.Testall
+
+# From this many ranks and up to this many bytes MPI's all-gather, a tree, is faster than messages.
+_MANY_RANKS = 9
+_FEW_BYTES = 8 * 1024
+
+# Bytes up to which Python copies: torch's copy takes 3 us more.
+_COPIED_BY_PYTHON = 1 << 18
+
+# Rank, address, bytes.
+_Piece: TypeAlias = tuple[int, int, int]
+
+
+class MPIEngine(Engine):
+    """Non-blocking messages of MPI, over a communicator of the group's ranks."""
+
+    def all_gather(
+        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
+    ) -> Sequence[Work]:
+        """Send the shard to all others, and receive theirs into `out`: no copies."""
+        comm, rank, ends = _communicator(group), group.rank, list(accumulate(counts))
+        own, start = data.data_ptr(), out.data_ptr()
+        if group.size >= _MANY_RANKS and ends[-1] <= _FEW_BYTES:
+            starts = [end - count for end, count in zip(ends, counts, strict=True)]
+            sent = [_at(own, counts[rank]), counts[rank], MPI.BYTE]
+            in_place = own == start + starts[rank]
+            places = [_at(start, ends[-1]), counts, starts, MPI.BYTE]
+            _settle(data)
+            request = comm.Iallgatherv(MPI.IN_PLACE if in_place else sent, places)
+            return [_Messages(group, "all_gather", [request], (out, data))]
+        others = _others(group)
+        receive = [(peer, start + ends[peer] - counts[peer], counts[peer]) for peer in others]
+        send = [(peer, own, counts[rank]) for peer in others]
+        works = _messages(group, "all_gather", comm, receive, send, out, data)
+        _copy_own(out, data, ends[rank] - counts[rank], 0, counts[rank])
+        return works
+
+    def all_gather_metadata(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        counts: Sequence[int],
+        timeout: timedelta,
+    ) -> None:
+        """Make the communicator within the timeout, if there is none yet; then gather."""
+        _communicator(group, timeout)
+        super().all_gather_metadata(group, out, data, counts, timeout)
+
+    def exchange(
+        self,
+        group: Group,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        recv: Sequence[int],
+        send: Sequence[int],
+        peers: Peers,
+    ) -> Sequence[Work]:
+        """Send and receive between ranks that have bytes for each other."""
+        rank, comm = group.rank, _communicator(group)
+        start, arriving = data.data_ptr(), out.data_ptr()
+        places, pieces = list(accumulate(recv)), list(accumulate(send))
+        works = _messages(
+            group,
+            "exchange",
+            comm,
+            [(peer, arriving + places[peer] - recv[peer], recv[peer]) for peer in _others(group)],
+            [(peer, start + pieces[peer] - send[peer], send[peer]) for peer in _others(group)],
+            out,
+            data,
+        )
+        _copy_own(out, data, places[rank] - recv[rank], pieces[rank] - send[rank], send[rank])
+        return works
+
+    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+        """Run MPI's own broadcast, a tree."""
+        comm = _communicator(group)
+        _settle(data)
+        request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
+        return [_Messages(group, "broadcast", [request], (data,))]
+
+    def leave(self, group: Group) -> None:
+        """Refuse further calls: their messages could meet those of the failed call."""
+        group.auxiliary["left"] = True
+
+
+class _Messages:
+    """Messages in flight; the group keeps those that no caller waits for until they are done."""
+
+    __slots__ = ("_buffers", "_group", "_name", "_requests")
+
+    def __init__(
+        self, group: Group, name: str, requests: list[MPI.Request], buffers: object
+    ) -> None:
+        self._group, self._name, self._requests, self._buffers = group, name, requests, buffers
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> None:
+        try:
+            if not _test_all(self._requests):
+                seconds = (timeout or self._group.timeout()).total_seconds()
+                where = f"{self._name} on {self._group}"
+                _poll(where, lambda: _test_all(self._requests), seconds)
+        except MPI.Exception as error:
+            # MPI may still read and write the buffers: kept for good
+            self._group.unfinished.append((None, self._buffers))
+            self._requests = []
+            # of several messages MPI says only that one of them failed
+            status = error.Get_error_class() == MPI.ERR_IN_STATUS
+            reason = "a message failed" if status else MPI.Get_error_string(error.Get_error_class())
+            raise RuntimeError(
+                f"{self._name} on {self._group} failed: {reason}. Mostly ranks expect other sizes "
+                "than their peers send (varcomm.debug() names them), or a peer has ended."
+            ) from error
+        self._requests = []
+
+    def is_completed(self) -> bool:
+        return _test_all(self._requests)
+
+    def __del__(self) -> None:
+        if self._requests:
+            self._group.unfinished.append((self._requests, self._buffers))
+
+
+def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
+    """Test until `done`; MPI's own wait has no timeout and ignores Ctrl-C.
+
+    Without the yield, three ranks on two cores take 1000 times as long.
+    """
+    end = monotonic() + seconds
+    while not done():
+        if monotonic() > end:
+            raise RuntimeError(
+                f"{where} timed out after {seconds:g} s. Look for a rank that has failed, that "
+                "calls something else or in another order (varcomm.debug() names it), that "
+                "expects another size, or that computes for longer than this."
+            )
+        os.sched_yield()
+
+
+def _communicator(group: Group, timeout: timedelta = NO_LIMIT) -> MPI.Intracomm:
+    """Return the communicator of the group's ranks, in their order; collective at first."""
+    if "left" in group.auxiliary:
+        raise RuntimeError("this rank has left the group after an earlier failure.")
+    comm: MPI.Intracomm | None = group.auxiliary.get("communicator")
+    if comm is None:
+        # MPI would wait for a missing rank for ever, so the ranks meet on Gloo before
+        limit = timeout or group.timeout()
+        dist.monitored_barrier(group.process_group, limit, wait_all_ranks=True)
+        members = MPI.COMM_WORLD.Get_group().Incl(list(group.ranks))
+        tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
+        comm = MPI.COMM_WORLD.Create_group(members, zlib.crc32(group.name.encode()) % tags)
+        members.Free()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        group.auxiliary["communicator"] = comm
+    if group.unfinished:
+        group.unfinished[:] = [kept for kept in group.unfinished if not _is_finished(kept[0])]
+    return comm
+
+
+def _is_finished(requests: list[MPI.Request] | None) -> bool:
+    try:
+        return requests is not None and _test_all(requests)
+    except MPI.Exception:
+        return False
+
+
+def _others(group: Group) -> tuple[int, ...]:
+    return (*range(group.rank + 1, group.size), *range(group.rank))
+
+
+def _messages(
+    group: Group,
+    name: str,
+    comm: MPI.Intracomm,
+    receive: Iterable[_Piece],
+    send: Iterable[_Piece],
+    out: torch.Tensor,
+    data: torch.Tensor,
+) -> list[_Messages]:
+    """Start to receive and to send the pieces that have bytes."""
+    _settle(data)
+    requests = [comm.Irecv([_at(place, n), MPI.BYTE], peer) for peer, place, n in receive if n]
+    requests += [comm.Isend([_at(place, n), MPI.BYTE], peer) for peer, place, n in send if n]
+    return [_Messages(group, name, requests, (out, data))] if requests else []
+
+
+def _copy_own(out: torch.Tensor, data: torch.Tensor, to: int, start: int, count: int) -> None:
+    """Copy this rank's own bytes, ``data[start : start + count]``, to their place in `out`."""
+    place, own = out.data_ptr() + to, data.data_ptr() + start
+    if place == own or not count:
+        return
+    if count <= _COPIED_BY_PYTHON and not data.is_cuda:
+        _at(place, count)[:] = _at(own, count)
+    else:
+        out.narrow(0, to, count).copy_(data.narrow(0, start, count))
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """Wait for the current stream, which MPI ignores."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+@cache
+def gpu_aware() -> bool:
+    """Return whether this MPI reads and writes CUDA memory, as Open MPI and MPICH report it."""
+    library = ctypes.CDLL(MPI.__file__)
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        return bool(library.MPIX_Query_cuda_support())
+    if hasattr(library, "MPIX_GPU_query_support"):
+        answer, cuda = ctypes.c_int(0), 0
+        library.MPIX_GPU_query_support(cuda, ctypes.byref(answer))
+        return bool(answer.value)
+    return False
+
+
+def start(place: Place, limit: timedelta) -> Store:
+    """Start MPI, unless it runs, and return a store of its ranks; collective.
+
+    MPI ends at exit. If another rank never starts it, the process ends with code 1 after `limit`.
+
+    Raises
+    ------
+    LaunchError
+        If MPI has other ranks than the launcher, or refuses calls from several threads.
+    """
+    if not MPI.Is_initialized():
+        # MPI waits for the others with the lock of the interpreter; this timer needs no lock
+        faulthandler.dump_traceback_later(limit.total_seconds(), exit=True, file=2)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        faulthandler.cancel_dump_traceback_later()
+        atexit.register(_finish, os.getpid(), limit)
+        _unlink_shared_memory()
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (place.rank, place.size):
+        raise LaunchError(
+            f"this is rank {place.rank} of {place.size} to {place.launcher}, but rank {world.rank} "
+            f"of {world.size} to MPI ({MPI.Get_library_version().splitlines()[0]}). Start the "
+            "ranks with the mpiexec of that library or with srun, not with torchrun, or set "
+            "MPI4PY_LIBMPI to the library of your mpiexec."
+        )
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            f"rank {place.rank}: MPI was started without support for threads, but backward passes "
+            "communicate from threads of their own. Let varcomm.init start it, or ask for "
+            "MPI.THREAD_MULTIPLE."
+        )
+    return _store(limit)
+
+
+def _unlink_shared_memory() -> None:
+    """Remove the name of MPICH's shared memory once all ranks have it; killed ranks leave it."""
+    mapped = Path("/proc/self/maps")
+    names = re.findall(r"/dev/shm/mpich_shm_\S+", mapped.read_text()) if mapped.exists() else []
+    MPI.COMM_WORLD.Barrier()
+    for name in set(names):
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _store(limit: timedelta) -> Store:
+    """Open a store on the first rank's host, and send its address to the others by MPI."""
+    world = MPI.COMM_WORLD
+    neighbours = world.Split_type(MPI.COMM_TYPE_SHARED)
+    one_host = neighbours.size == world.size
+    neighbours.Free()
+    host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
+    store, trouble = None, None
+    if world.rank == 0:
+        try:
+            store = TCPStore(host, 0, world.size, True, limit, wait_for_workers=False)
+        except RuntimeError as error:
+            trouble = str(error)
+    host, port, trouble = world.bcast((host, store and store.port, trouble))
+    if trouble is not None:
+        raise LaunchError(f"rank 0 cannot open a store for the others at {host!r}: {trouble}")
+    return store or TCPStore(host, port, world.size, False, limit, wait_for_workers=False)
+
+
+def _finish(owner: int, limit: timedelta) -> None:
+    """End MPI at exit, together with all ranks.
+
+    After an uncaught exception the process ends without it, so that the launcher ends the others.
+    """
+    forked, failed = os.getpid() != owner, getattr(sys, "last_value", None) is not None
+    if forked or failed or MPI.Is_finalized():
+        return
+    try:
+        _poll("the end of MPI", MPI.COMM_WORLD.Ibarrier().Test, limit.total_seconds())
+    except RuntimeError as error:
+        logger.error("rank %d: %s It leaves MPI without them.", MPI.COMM_WORLD.rank, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exit handler cannot set the exit code otherwise
+    MPI.Finalize()
