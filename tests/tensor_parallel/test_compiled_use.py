@@ -5,9 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported
-from torch._functorch.aot_autograd import make_boxed_func
 
 import varcomm
 from tests.tensor_parallel.compiling import Compiled, drawn, leaf, pulled
@@ -79,49 +77,6 @@ def of_any_size(rank, in_parts):
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_other_sizes_need_no_other_graph(worlds, in_parts):
     assert worlds.run(2, of_any_size, in_parts) == [(True, 0)] * 2
-
-
-def graphs(fn, x, parameters):
-    """The names of what forward and backward call, in order."""
-    found = []
-
-    def noted(graph, inputs):
-        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-        ops = [node.args[1] if "effects" in str(node.target) else node.target for node in calls]
-        found.append([str(op).removesuffix(".default") for op in ops])
-        return make_boxed_func(graph)
-
-    pulled(Compiled(fn, aot_autograd(fw_compiler=noted, bw_compiler=noted)), x, parameters)
-    return [[op for op in ops if re.search(r"(_start|_wait|addmm|\bmm)$", op)] for ops in found]
-
-
-def overlapping(rank):
-    rows, weights = [2, 3], {"sizes": [3, 8], "dtype": torch.float64}
-    whole = drawn(0, 5, HIDDEN)
-    part = leaf(whole.split(rows)[rank])
-    in_parts = {"sequence_sizes": rows, "bias": False, **weights}
-    column, row = ColumnParallelLinear(HIDDEN, 11, **in_parts), RowParallelLinear(11, 3, **in_parts)
-    alone = ColumnParallelLinear(HIDDEN, 11, bias=False, **weights)
-    hidden = leaf(drawn(0, 5, weights["sizes"][rank]))
-    return (
-        graphs(column, part, column.parameters()),
-        graphs(row, hidden, row.parameters()),
-        graphs(alone, leaf(whole), alone.parameters()),
-    )
-
-
-def test_products_are_computed_while_messages_travel(worlds):
-    gathering = ["varcomm.all_gather_v_start", "aten.mm", "varcomm.all_gather_v_wait"]
-    others = ["aten.mm"] * 2  # rows of the ranks before and behind
-    for column, row, alone in worlds.run(2, overlapping):
-        scattering = ["varcomm.reduce_scatter_v_start", "varcomm.reduce_scatter_v_wait"]
-        assert column == [
-            gathering + others,
-            [*gathering, scattering[0], "aten.mm", scattering[1]],
-        ]
-        assert row == [["aten.mm", *scattering], [*gathering, *others, "aten.mm"]]
-        summing = ["varcomm.replicated_sum_start", "aten.mm", "varcomm.replicated_sum_wait"]
-        assert alone == [["aten.mm"], ["aten.mm", *summing]]
 
 
 def traffic(rank):
@@ -344,42 +299,3 @@ def test_what_breaks_a_graph_says_why(worlds):
     for reasons in worlds.run(2, refused):
         assert reasons.keys() == words.keys()
         assert all(words[name] in reason for name, reason in reasons.items())
-
-
-def checked_operators(rank):
-    """What torch.library.opcheck says of operators whose results depend on values of ids."""
-    ops, group = torch.ops.varcomm, ("0", rank)
-    ids, sizes, own = torch.tensor([4, 0, 4]), [3, 2], 3 - rank
-    weight = leaf(drawn(0, own, HIDDEN))
-    rows, part = leaf(drawn(1, 3, HIDDEN)), leaf(drawn(1, 2 - rank, HIDDEN))
-    logits, target = leaf(drawn(2, 3, own)), torch.tensor([1, 0, 1])
-    share, hidden = drawn(3, 3).abs(), leaf(drawn(4, 3, HIDDEN))
-    told = ops.statistics(logits.detach(), target, share, None, None, None, 0.1, None)
-    told_of = [[*told], [share, share]]
-    samples = {
-        "rows_of_ids": (weight, None, *group, ids, sizes, 0, 0),
-        "sum_of_ids": (rows, None, *group, ids, sizes, 0, 0),
-        "rows_of_parts": (weight, None, *group, ids, sizes, 0, 0, [2, 1]),
-        "sum_of_parts": (part, None, *group, ids, sizes, 0, 0, [2, 1]),
-        "rows_of_table": (leaf(drawn(5, 5, 2)), None, *group, ids, 5, 4),
-        "sum_of_table": (rows, None, *group, ids, 5, 4),
-        "checked_targets": (target, 2, -100, "loss", rank, 2),
-        "statistics": (hidden, target, share, weight, None, None, 0.1, 2),
-        "statistics_adjoint": (
-            *told_of,
-            [True],
-            *(logits.detach(), target, share, None, None, None, 0.1, None),
-        ),
-    }
-    found = {}
-    for name, args in samples.items():
-        utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-        checked = torch.library.opcheck(getattr(ops, name).default, args, test_utils=utils)
-        found |= {(name, test): outcome for test, outcome in checked.items()}
-    return found
-
-
-def test_operators_are_what_they_say(worlds):
-    for found in worlds.run(2, checked_operators):
-        assert len(found) == 27
-        assert set(found.values()) == {"SUCCESS"}

@@ -102,6 +102,7 @@ def in_groups(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_groups_of_a_mesh_and_without_rank_0(worlds):
     assert_none(worlds.run(4, in_groups))
 

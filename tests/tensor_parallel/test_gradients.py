@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 import varcomm
-from varcomm import ArgumentError, DisagreementError, ShardSizes
+from tests.worlds import WORLDS
+from varcomm import ShardSizes
 from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
 
-WORLDS = (1, 2, 3, 5)
 DOUBLE = torch.float64
 ORDERS = (2.0, 1.0, 0.5, 3, math.inf)
 
@@ -175,58 +175,6 @@ def test_what_is_not_finite(worlds, value, norm_type):
     assert worlds.run(2, not_finite, value, norm_type) == [(1.0, None)] * 2
 
 
-def called(rank, case):
-    own = parameter(torch.ones(2))
-    match case:
-        case "order":
-            grad_norm([own], 0)
-        case "no order":
-            grad_norm([own], "inf")
-        case "limit":
-            clip_grad_norm_([own], -1.0)
-        case "no limit":
-            clip_grad_norm_([own], math.nan)
-        case "sparse":
-            own.grad = own.grad.to_sparse()
-            grad_norm([own])
-        case "named":
-            grad_norm([("weight", own)])
-        case "flag":
-            grad_norm([own], error_if_nonfinite=1)
-        case "both":
-            own.main_grad = torch.ones(2)
-            grad_norm([own])
-        case "group":
-            alone = [dist.new_group([r]) for r in range(2)][rank]
-            grad_norm([own, mark(own, ShardSpec.of([2], 0, alone))])
-
-
-def refused(rank, case):
-    with pytest.raises(ArgumentError) as caught:
-        called(rank, case)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("order", "norm_type must be a number that is positive; got 0"),
-        ("no order", "norm_type must be a number that is positive; got 'inf'"),
-        ("limit", "max_norm must be a number that is not negative; got -1.0"),
-        ("no limit", "max_norm must be a number that is not negative; got nan"),
-        ("sparse", "the gradient of parameter 0 must be dense; got torch.sparse_coo"),
-        ("named", "parameter 0 must be a torch.Tensor; got tuple"),
-        ("flag", "error_if_nonfinite must be True or False; got 1"),
-        ("both", "parameter 0 has a part of its gradient in grad and one in main_grad"),
-        ("group", "parameter 0, of shape (2,), is sharded over another group (rank 0 of 1)"),
-    ],
-)
-def test_refusals(worlds, case, message):
-    for rank, text in enumerate(worlds.run(2, refused, case)):
-        assert f"grad_norm_ on rank {rank}" in text or f"grad_norm on rank {rank}" in text
-        assert message in text
-
-
 def in_main_grad(rank):
     """Where backward adds in another place, that is what counts and what is scaled."""
     layer = ColumnParallelLinear(8, 4, bias=False, dtype=torch.bfloat16)
@@ -243,31 +191,3 @@ def test_gradients_in_main_grad(worlds):
         assert norm == pytest.approx(whole)
         assert grad is None
         assert left == pytest.approx(0.5**0.5)  # of each rank's half
-
-
-def other_parameters(rank):
-    own = parameter(torch.ones(2))
-    if rank == 1:
-        mark(own, ShardSpec.of([2, 2]))
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        grad_norm([own])
-    return str(caught.value)
-
-
-def test_debug_compares_what_is_sharded(worlds):
-    first, second = worlds.run(2, other_parameters)
-    assert first == second
-    assert "grad_norm: ranks disagree on sharded parameters: rank 0 has [False]" in first
-
-
-def other_limits(rank):
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        clip_grad_norm_([parameter(torch.ones(2))], 1.0 + rank)
-    return str(caught.value)
-
-
-def test_debug_compares_limits(worlds):
-    message = "clip_grad_norm_: ranks disagree on max_norm: rank 0 has 1.0; rank 1 has 2.0."
-    one, other = worlds.run(2, other_limits)
-    assert one == other
-    assert one.startswith(message)

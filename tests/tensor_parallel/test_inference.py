@@ -5,20 +5,18 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.twins import PATTERNS, WORLDS, drawn, split
-from varcomm import ArgumentError, DisagreementError
+from tests.tensor_parallel.twins import SPLITS, drawn, split
+from tests.worlds import WORLDS
+from varcomm import ArgumentError
 from varcomm.tensor_parallel import (
     column_parallel_linear,
     inference,
     row_parallel_linear,
-    sequence,
 )
 from varcomm.tensor_parallel.inference import Buffers, norm_column_linear, row_linear_norm
 from varcomm.transport.group import resolve
@@ -104,8 +102,7 @@ def all_ways(rank, pattern):
     return compared(rank, torch.distributed.get_world_size(), pattern)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_equal_bit_for_bit(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, all_ways, pattern))
 
@@ -117,6 +114,7 @@ def in_groups(rank):
     return compared(resolve(group).rank, 2, "uneven", group)
 
 
+@pytest.mark.slow
 def test_one_dimension_of_a_mesh(worlds):
     assert_none(worlds.run(4, in_groups))
 
@@ -156,30 +154,6 @@ def test_pieces_are_not_too_many():
     pieces = list(inference._pieces(torch.empty(100, 1024 * 1024, device="meta")))
     assert [(piece.start, piece.stop) for piece in pieces[:2]] == [(0, 7), (7, 14)]
     assert len(pieces) == 15
-
-
-def strided(rank):
-    rows, norm = [3, 2], nn.RMSNorm(4, dtype=torch.float64)
-    x = drawn(1, 4, rows[rank], dtype=torch.float64).T
-    weight, columns = drawn(2, 6, 4)[rank::2], drawn(3, 3, 5).T
-    with torch.inference_mode():
-        for got, want in (
-            (
-                norm_column_linear(x, norm, weight, sequence_sizes=rows),
-                column_parallel_linear(norm(x), weight, sequence_sizes=rows),
-            ),
-            *zip(
-                row_linear_norm(columns, weight.T, None, x, norm, sequence_sizes=rows),
-                plain_row(columns, weight.T, None, x, norm, rows, True),
-                strict=True,
-            ),
-        ):
-            torch.testing.assert_close(got, want)
-    return rank
-
-
-def test_inputs_of_any_strides(worlds):
-    assert worlds.run(2, strided) == [0, 1]
 
 
 def autocast(rank):
@@ -236,13 +210,6 @@ def allocations(fn):
         fn()
     events = profiled.profiler.kineto_results.events()
     return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
-
-
-def test_allocations_are_seen():
-    x = torch.ones(100, 100)
-    assert allocations(lambda: torch.mm(x, x, out=x.new_empty(0)))[:2] == [40_000]
-    assert max(allocations(lambda: functional.layer_norm(x.T, (100,)))) == 40_000
-    assert allocations(lambda: torch.mm(x, x, out=x)) == []
 
 
 def allocated(rank, dtype):
@@ -432,153 +399,8 @@ def test_rows_that_travel_are_the_fewest_possible(worlds, ranks):
         }
 
 
-def no_bookkeeping(rank):
-    """Parameters require gradients, as those of layers do; nothing of a graph is made."""
-    rows = [1, 1]
-    norm = sequence.sequence_parallel(nn.LayerNorm(4))
-    weight = nn.Parameter(torch.ones(3, 4))
-    x, columns, saved = torch.ones(1, 4), torch.ones(2, 3), []
-
-    def call():
-        return (
-            norm_column_linear(x, norm, weight, sequence_sizes=rows),
-            *row_linear_norm(columns, weight.T, None, x, norm, sequence_sizes=rows),
-        )
-
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
-        with torch.inference_mode():
-            inference = [t.is_inference() for t in call()]
-        with torch.no_grad():
-            grads = [t.grad_fn is None and not t.requires_grad for t in call()]
-    return inference, grads, saved
-
-
-def test_no_autograd(worlds):
-    assert worlds.run(2, no_bookkeeping) == [([True] * 3, [True] * 3, [])] * 2
-
-
-def refused_gradients(rank):
-    plain = nn.RMSNorm(4, elementwise_affine=False)
-    ones, own = torch.ones(2, 4), torch.ones(1, 4)
-
-    def column(x=ones, norm=plain, weight=ones, bias=None):
-        return norm_column_linear(x, norm, weight, bias)
-
-    def row(residual=own):
-        return row_linear_norm(ones[:, :2], ones.T, None, residual, plain, sequence_sizes=[1, 1])
-
-    calls = {
-        "x": lambda: column(x=ones.clone().requires_grad_()),
-        "norm": lambda: column(norm=nn.RMSNorm(4)),
-        "weight": lambda: column(weight=nn.Parameter(ones)),
-        "bias": lambda: column(bias=nn.Parameter(torch.ones(2))),
-        "residual": lambda: row(own.clone().requires_grad_()),
-    }
-    for name, call in calls.items():
-        with pytest.raises(ArgumentError, match=f"{name} requires a gradient, and nothing is kept"):
-            call()
-    seen = "is seen through torch.func or forward-mode"
-    with pytest.raises(ArgumentError, match=f"x {seen}"):
-        torch.func.vmap(column)(torch.ones(3, 2, 4))
-    with forward_ad.dual_level(), torch.no_grad():
-        dual = forward_ad.make_dual(own, own)
-        with pytest.raises(ArgumentError, match=f"residual {seen}"):
-            row(dual)
-    # with autograd on, and nothing to differentiate
-    return column().shape, row()[0].shape
-
-
-def test_gradients_are_refused(worlds):
-    assert worlds.run(2, refused_gradients) == [((2, 2), (2, 4))] * 2
-
-
 NORM, X, W, R = nn.RMSNorm(4, elementwise_affine=False), torch.ones(2, 4), torch.ones(3, 4), [1, 1]
 COLUMNS, RESIDUAL = torch.ones(2, 3), torch.ones(1, 4)
-WRONG = {
-    "norm": (lambda: norm_column_linear(X, nn.BatchNorm1d(4), W), "norm must be a torch.nn.LayerN"),
-    "norm of two dimensions": (
-        lambda: norm_column_linear(X, nn.RMSNorm((2, 4)), W),
-        r"over the last dimension, of shape \(2, 4\); it is over \(2, 4\)",
-    ),
-    "width of the norm": (
-        lambda: row_linear_norm(COLUMNS, W.T, None, RESIDUAL, nn.LayerNorm(3), sequence_sizes=R),
-        r"over the last dimension, of shape \(1, 4\); it is over \(3,\)",
-    ),
-    "device of the norm": (
-        lambda: norm_column_linear(X, nn.LayerNorm(4, device="meta"), W),
-        "norm cannot take torch.float32 on cpu",
-    ),
-    "integers": (
-        lambda: norm_column_linear(X.long(), NORM, W.long()),
-        "norm cannot take torch.int64 on cpu",
-    ),
-    "no tensor": (lambda: norm_column_linear([1.0], NORM, W), "x must be a torch.Tensor; got list"),
-    "scalar": (lambda: norm_column_linear(X[0, 0], NORM, W), r"of shape \(\); it is over \(4,\)"),
-    "dtype": (lambda: norm_column_linear(X.double(), NORM, W), "x is of torch.float64 on cpu, but"),
-    "bias": (lambda: norm_column_linear(X, NORM, W, torch.ones(2)), r"bias must be \(3,\)"),
-    "weight": (
-        lambda: row_linear_norm(COLUMNS, W, None, RESIDUAL, NORM, sequence_sizes=R),
-        r"x of shape \(2, 3\) and weight of shape \(3, 4\)",
-    ),
-    "sequence": (
-        lambda: norm_column_linear(X, NORM, W, sequence_sizes=R),
-        r"x has 2 rows, but sequence_sizes\[.\] is 1",
-    ),
-    "sequence of row": (
-        lambda: row_linear_norm(COLUMNS, W.T, None, RESIDUAL, NORM, sequence_sizes=[1, 2]),
-        "x has 2 rows, but sequence_sizes sum to 3",
-    ),
-    "no sequence": (
-        lambda: row_linear_norm(COLUMNS, W.T, None, RESIDUAL, NORM, sequence_sizes=None),
-        "sequence_sizes are needed, one int a rank; got None",
-    ),
-    "residual": (
-        lambda: row_linear_norm(COLUMNS, W.T, None, X, NORM, sequence_sizes=R),
-        r"residual must be this rank's rows \(1, 4\), on cpu; got shape \(2, 4\) on cpu",
-    ),
-    "no residual": (
-        lambda: row_linear_norm(COLUMNS, W.T, None, None, NORM, sequence_sizes=R),
-        "residual must be a torch.Tensor",
-    ),
-    "gather": (
-        lambda: row_linear_norm(COLUMNS, W.T, None, RESIDUAL, NORM, sequence_sizes=R, gather=1),
-        "gather must be True or False",
-    ),
-    "buffers": (
-        lambda: norm_column_linear(X, NORM, W, buffers={}),
-        "buffers must be Buffers; got dict",
-    ),
-}
-
-
-def refused(rank, name):
-    call, text = WRONG[name]
-    with pytest.raises(ArgumentError, match=text), torch.inference_mode():
-        call()
-    return varcomm.all_reduce(torch.ones(1)).item()
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(worlds, name):
-    assert worlds.run(2, refused, name) == [2.0, 2.0]
-
-
-@torch.inference_mode()
-def disagreeing(rank):
-    narrow, rows = nn.RMSNorm(4 - rank, elementwise_affine=False), [1, 1 + rank]
-    with pytest.raises(DisagreementError, match="disagree on sizes"), varcomm.debug():
-        norm_column_linear(torch.ones(rows[rank], 4), NORM, W, sequence_sizes=rows)
-    with pytest.raises(DisagreementError, match="not called, since on rank 1"), varcomm.debug():
-        row_linear_norm(COLUMNS, W.T, None, X[: rank + 1], NORM, sequence_sizes=R)
-    with pytest.raises(DisagreementError, match="disagree on shape of a row"), varcomm.debug():
-        row_linear_norm(COLUMNS, W.T[rank:], None, RESIDUAL[:, rank:], narrow, sequence_sizes=R)
-    with varcomm.debug():
-        normed, _ = row_linear_norm(COLUMNS, W.T, None, RESIDUAL, NORM, sequence_sizes=R)
-    return normed.tolist()
-
-
-def test_ranks_that_disagree(worlds):
-    assert worlds.run(2, disagreeing) == [[[1.0] * 4] * 2] * 2
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """Tensor parallelism along one dimension of a mesh, replicas along the other: all of it at once."""
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -66,6 +67,7 @@ def trained(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_training_on_a_mesh(worlds):
     assert_none(worlds.run(4, trained))
 

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.twins import WORLDS
-from varcomm import ArgumentError, DisagreementError
+from tests.worlds import WORLDS
+from varcomm import ArgumentError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -151,116 +150,6 @@ def of_sequence(rank):
 
 def test_a_sequence_in_parts(worlds):
     assert worlds.run(2, of_sequence) == [True, True]
-
-
-WRONG = {
-    "no module": (lambda m: parallelize(None, {}), "module must be a torch.nn.Module"),
-    "no plan": (lambda m: parallelize(m, ["head"]), "plan must be a mapping from patterns"),
-    "style": (
-        lambda m: parallelize(m, {"head": "colum"}),
-        r"plan\['head'\] must be one of column, row, embedding, sequence",
-    ),
-    "no match": (
-        lambda m: parallelize(m, {"heads": "column"}),
-        r"plan\['heads'\] matches no module; names are like \['embedding'",
-    ),
-    "two patterns": (
-        lambda m: parallelize(m, {"head": "column", "he*": "row"}),
-        r"plan\['he\*'\] and plan\['head'\] both match the module 'head'",
-    ),
-    "two names of one": (
-        lambda m: parallelize(m, {"blocks.0.up": "column", "blocks.2.up": "row"}),
-        r"both match the module 'blocks.2.up'",
-    ),
-    "inside": (
-        lambda m: parallelize(m, {"blocks.1": lambda b: b, "blocks.1.up": "column"}),
-        "the plan matches 'blocks.1.up' and 'blocks.1', which contains it",
-    ),
-    "tied to what stays": (
-        lambda m: parallelize(made_tied(m), {"head": "column"}),
-        "embedding.weight is shared with another module",
-    ),
-    "tied otherwise": (
-        lambda m: parallelize(made_tied(m), {"head": other_sizes, "embedding": "embedding"}),
-        "embedding.weight is shared with another module",
-    ),
-}
-
-
-def made_tied(model):
-    model.head.weight = model.embedding.weight
-    return model
-
-
-def other_sizes(linear):
-    return ColumnParallelLinear.from_linear(linear, sizes=[10, 1])
-
-
-def refused(rank, name):
-    call, text = WRONG[name]
-    model = made(False)
-    with pytest.raises(ArgumentError, match=text):
-        call(model)
-    kept = all(type(m).__module__.startswith(("torch.", __name__)) for m in model.modules())
-    return kept, varcomm.all_reduce(torch.ones(1)).item()
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_plans(worlds, name):
-    assert worlds.run(2, refused, name) == [(True, 2.0)] * 2
-
-
-def differing(rank):
-    model = made(False)
-    with pytest.raises(DisagreementError, match="disagree on modules"):
-        parallelize(model, {"head": ["row", "column"][rank]})
-    with pytest.raises(ArgumentError, match="refused on rank 1 of 2: plan must be a mapping"):
-        parallelize(model, {"head": "row"} if rank == 0 else None)
-    with torch.no_grad():
-        model.head.weight[0, 0] += rank
-    with pytest.raises(DisagreementError, match="disagree on weight"):
-        parallelize(model, {"head": "column"})
-    return type(model.head) is nn.Linear
-
-
-def test_ranks_that_disagree(worlds):
-    assert worlds.run(2, differing) == [True, True]
-
-
-def raising(linear):
-    raise ValueError("not this one")
-
-
-def failing(rank, where):
-    """A function of the plan fails on one rank, before or after others communicate."""
-    model = made(False)
-    column = ColumnParallelLinear.from_linear
-    how = {
-        "before": lambda layer: column(layer) if rank == 0 else raising(layer),
-        "after": lambda layer: None if column(layer) and rank == 1 else nn.Identity(),
-        "another": lambda layer: column(layer) if rank == 0 else nn.Sequential(column(layer)),
-        "option": lambda layer: column(layer, **({"size": [4, 7]} if rank == 1 else {})),
-    }[where]
-    with pytest.raises((ArgumentError, DisagreementError)) as caught:
-        parallelize(model, {"head": how, "blocks.*.up": "column", "blocks.*.norm": "sequence"})
-    kept = all(type(m).__module__.startswith(("torch.", __name__)) for m in model.modules())
-    return kept, str(caught.value), varcomm.all_reduce(torch.ones(1)).item()
-
-
-FAILURES = {
-    "before": "refused on rank 1 of 2: not this one",
-    "after": "refused on rank 1 of 2: what 'head' becomes must be a torch.nn.Module; got NoneType.",
-    "another": "ranks disagree on what modules become",
-    "option": "refused on rank 1 of 2: 'size' is no option; there are [",
-}
-
-
-@pytest.mark.parametrize("where", FAILURES)
-def test_a_function_of_the_plan_that_fails(worlds, where):
-    for kept, message, total in worlds.run(2, failing, where):
-        assert kept
-        assert FAILURES[where] in message
-        assert total == 2.0
 
 
 def summed_already(rank):

@@ -12,17 +12,15 @@ from torch.func import functional_call
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.twins import (
-    PATTERNS,
     REPLICATED,
-    WORLDS,
+    SPLITS,
     Sharded,
     compare,
     drawn,
     split,
 )
-from varcomm import ArgumentError, DisagreementError
 from varcomm.sharding import shard_spec
-from varcomm.tensor_parallel.sequence import sequence_parallel
+from varcomm.tensor_parallel.parallelize import sequence_parallel
 
 WIDTH = 5
 KINDS = {
@@ -62,8 +60,7 @@ def run(rank, pattern):
     return checked(pattern)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_values_and_derivatives(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, run, pattern))
 
@@ -73,6 +70,7 @@ def in_groups(rank):
     return checked("uneven", mesh["tensor"])
 
 
+@pytest.mark.slow
 def test_one_dimension_of_a_mesh(worlds):
     assert_none(worlds.run(4, in_groups))
 
@@ -176,42 +174,3 @@ def test_what_travels(worlds):
         assert sum(quiet) == 0
         assert calls == [("replicated_sum", 4 * WIDTH)]
         assert y.shape == (rank + 1, WIDTH)
-
-
-def refused(rank):
-    told = []
-    twice = sequence_parallel(nn.LayerNorm(WIDTH))
-    calls = [
-        lambda: sequence_parallel(None if rank else nn.LayerNorm(WIDTH)),
-        lambda: sequence_parallel(twice if rank else nn.LayerNorm(WIDTH)),
-        lambda: sequence_parallel(copy.deepcopy(twice)),
-    ]
-    for call in calls:
-        with pytest.raises(ArgumentError, match=r"^sequence_parallel: refused on rank") as caught:
-            call()
-        told.append(str(caught.value).rsplit(": ", 1)[1])
-    frozen, other = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-    frozen.weight.requires_grad_(rank == 0)
-    with torch.no_grad():
-        other.bias += rank
-    for norm, name in (
-        (nn.LayerNorm(WIDTH, bias=rank == 0), "bias"),
-        (frozen, "weight"),
-        (other, "bias"),
-        (nn.RMSNorm(WIDTH) if rank else nn.Identity(), "weight"),
-    ):
-        text = f"^sequence_parallel: rank 1 has other parameters than rank 0: {name}"
-        kind = type(norm)
-        with pytest.raises(DisagreementError, match=text):
-            sequence_parallel(norm)
-        assert type(norm) is kind
-    return told, varcomm.all_reduce(torch.ones(1)).item()
-
-
-def test_what_is_refused(worlds):
-    twice = (
-        "the gradients of this SequenceParallelLayerNorm are summed already; twice would be too "
-        "much."
-    )
-    no_module = "module must be a torch.nn.Module; got NoneType."
-    assert worlds.run(2, refused) == [([no_module, twice, twice], 2.0)] * 2

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import varcomm
-from varcomm import ArgumentError, GroupError, ShardSizes
+from varcomm import GroupError, ShardSizes
 from varcomm.sharding import ShardSpec, mark, shard_spec
-from varcomm.tensor_parallel.sharding import ShardedModule, param_is_not_tensor_parallel_duplicate
-from varcomm.tensor_parallel.splitting import (
+from varcomm.tensor_parallel.layout import ShardedModule, param_is_not_tensor_parallel_duplicate
+from varcomm.tensor_parallel.mappings import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_chunks,
@@ -156,58 +156,6 @@ def test_state_dicts_know_nothing_of_marks(worlds):
     for rank, (shape, spec, names, refused) in enumerate(worlds.run(2, saved)):
         assert (tuple(shape), spec, names) == ((2 - rank, 4), None, ["weight", "bias"])
         assert re.search(r"tied to the ranks of its group .* Keep state_dict\(\)", refused)
-
-
-BAD = {
-    "blocks": (lambda: ShardSpec.of([[1, 2], [3]]), "sizes must have one entry a rank, 2; got 1"),
-    "sizes": (lambda: ShardSpec.of([1, -2]), "sizes must not be negative"),
-    "no sizes": (lambda: ShardSpec.of([]), "sizes must have one entry a rank, 2; got 0"),
-    "dim": (lambda: ShardSpec.of([1, 2], -1), "dim of a ShardSpec must be an int that is not neg"),
-    "whole": (
-        lambda: ShardSpec.of([1, 2]).shard(torch.zeros(4)),
-        r"the whole has 3 rows along dim 0; got a tensor of shape \(4,\)",
-    ),
-    "no whole": (lambda: ShardSpec.of([1, 2]).shard(3), "whole must be a torch.Tensor; got int"),
-    "part": (
-        lambda: ShardSpec.of([1, 2], 1).gather(torch.zeros(3, 3)),
-        r"the part of rank . of 2 has . rows along dim 1; got a tensor of shape \(3, 3\)",
-    ),
-    "mark": (
-        lambda: mark(torch.nn.Parameter(torch.zeros(3)), ShardSpec.of([1, 2])),
-        r"the part of rank . of 2 has . rows along dim 0; got a tensor of shape \(3,\)",
-    ),
-    "last dim": (
-        lambda: split_tensor_along_last_dim(torch.zeros(2, 3), [2, 2]),
-        r"sizes \[2, 2\] sum to 4, but the tensor of shape \(2, 3\) has 3 columns",
-    ),
-    "no tensor": (
-        lambda: split_tensor_into_1d_chunks([1.0]),
-        "split_tensor_into_1d_chunks on rank . of 2: tensor must be a torch.Tensor; got list",
-    ),
-    "piece": (
-        lambda: gather_split_1d_tensor(torch.zeros(2, 2)),
-        r"piece must have one dimension; got shape \(2, 2\)",
-    ),
-    "numel": (
-        lambda: gather_split_1d_tensor(torch.zeros(4), 5),
-        r"has 4 rows along dim 0, but sizes\[.\] is . \(sizes \[3, 2\]\)",
-    ),
-    "rank": (lambda: vocab_range([1, 2], 2), "rank must be a rank of the group, 0...1; got 2"),
-}
-
-
-def called_wrongly(rank, name):
-    try:
-        BAD[name][0]()
-    except ArgumentError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_wrong_use(worlds, name):
-    for answer in worlds.run(2, called_wrongly, name):
-        assert re.search(BAD[name][1], answer), answer
 
 
 def pieces(rank, ranks):
