@@ -1,15 +1,12 @@
 """Attention of some heads, and heads sharded over ranks, against plain products on one process."""
 
-import warnings
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import (
     BOUND,
     REPLICATED,
@@ -21,7 +18,7 @@ from tests.tensor_parallel.twins import (
 )
 from varcomm import ShardSizes
 from varcomm.sharding import shard_spec
-from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
+from varcomm.tensor_parallel.attention import ParallelAttention, attention
 
 
 def plain(query, key, value, causal=True, scale=None):
@@ -90,12 +87,6 @@ def test_forward_mode():
         torch.testing.assert_close(tangent, want, **BOUND)
 
 
-def test_places_without_a_mask_need_not_be_as_many():
-    query, key, value = drawn(1, 2, 3, 2), drawn(2, 5, 1, 2), drawn(3, 5, 1, 4)
-    want = plain(query, key, value, causal=False)
-    torch.testing.assert_close(attention(query, key, value, causal=False), want)
-
-
 @pytest.mark.parametrize("shape", [(3, 2, 0, 4), (3, 0, 2, 4), (0, 2, 2, 4), (3, 2, 2, 0)], ids=str)
 def test_nothing_to_attend_to_is_ordinary(shape):
     operands = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -103,24 +94,6 @@ def test_nothing_to_attend_to_is_ordinary(shape):
     gradients = torch.autograd.grad(out.sum(), operands, create_graph=True)
     assert out.shape == shape
     assert all(g.shape == shape and g.requires_grad for g in gradients)
-
-
-def test_transforms():
-    """Hessians by vmap, and forward mode over backward, where a wrapper hides the tangent."""
-    x, t = drawn(1, 3, 2, 2), drawn(2, 3, 2, 2)
-
-    def loss(of, x):
-        return of(x, x, 2 * x).sin().sum()
-
-    hessian = torch.autograd.functional.hessian(lambda x: loss(plain, x), x)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        got = torch.func.hessian(lambda x: loss(attention, x))(x)
-        backwards = torch.func.jacrev(torch.func.grad(lambda x: loss(attention, x)))(x)
-    _, along = torch.func.jvp(torch.func.grad(lambda x: loss(attention, x)), (x,), (t,))
-    torch.testing.assert_close(got, hessian)
-    torch.testing.assert_close(backwards, hessian)
-    torch.testing.assert_close(along, torch.tensordot(hessian, t, 3))
 
 
 def test_a_plain_backward_keeps_no_products():
@@ -153,15 +126,6 @@ def test_narrow_floats(dtype):
             torch.testing.assert_close(got.double(), expected, rtol=error, atol=error)
     with forward_ad.dual_level():
         assert attention(*operands).dtype == dtype
-
-
-def test_split_heads_are_views_side_by_side():
-    qkv = torch.arange(2 * 3 * 8).view(2, 24)
-    query, key, value = split_heads(qkv, 2, queries_per_key=2)
-    assert torch.equal(torch.cat([x.flatten(-2) for x in (query, key, value)], -1), qkv)
-    assert [x.shape for x in (query, key, value)] == [(2, 6, 2), (2, 3, 2), (2, 3, 2)]
-    assert {x.untyped_storage().data_ptr() for x in (query, key, value)} == {qkv.data_ptr()}
-    assert [x.shape[-2:] for x in split_heads(torch.ones(5, 0), 3)] == [(0, 3)] * 3
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -253,22 +217,6 @@ def test_as_in_one_process(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, on_ranks, pattern))
 
 
-def in_groups(rank):
-    """Rows and columns of a mesh: half of these groups have no rank 0."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    failures = []
-    for dimension in ("data", "tensor"):
-        for name, fn, inputs, layout in cases(2, "one empty", mesh[dimension]):
-            found = compare(fn, whole, inputs, layout, group=mesh[dimension])
-            failures += [f"{dimension}, {name}: {text}" for text in found]
-    return failures
-
-
-@pytest.mark.slow
-def test_one_dimension_of_a_mesh(worlds):
-    assert_none(worlds.run(4, in_groups))
-
-
 def shared_out(rank, heads, kv_heads):
     torch.manual_seed(3)
     layer = ParallelAttention(heads * WIDTH, heads, kv_heads, dtype=torch.float64)
@@ -322,21 +270,3 @@ def test_only_its_two_layers_communicate(worlds):
         ("all_gather_v", 3 * rows),
         ("reduce_scatter_v", 2 * rows),
     ]
-
-
-def other_lengths(rank):
-    torch.manual_seed(0)
-    layer = ParallelAttention(6, 3, sequence_sizes=[1, 1], dtype=torch.float64)
-    x, sizes, failures = drawn(1, 5, 6), [1, 4], Failures()
-    part = layer(x.split(sizes)[rank], sequence_sizes=sizes)
-    layer.qkv.sequence_sizes = layer.out.sequence_sizes = None
-    want = layer(x).split(sizes)[rank]
-    with failures.named("sizes of one call"):
-        torch.testing.assert_close(part, want)
-    with failures.named("repr"):
-        assert "num_heads=3, num_kv_heads=3, head_dim=2, sizes=[2, 1], causal=True" in repr(layer)
-    return failures
-
-
-def test_sequence_sizes_of_one_call(worlds):
-    assert_none(worlds.run(2, other_lengths))

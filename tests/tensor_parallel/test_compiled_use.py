@@ -109,21 +109,6 @@ def differences(expected, got, parameters):
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pairs, strict=True))
 
 
-def narrow(rank):
-    found = []
-    for dtype, cast in [(torch.bfloat16, False), (torch.float32, True)]:
-        torch.manual_seed(0)
-        block, given = Block(in_parts=True, dtype=dtype), text(5)
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            got, expected = Compiled(block)(*given), block(*given)
-        found.append(differences(expected, got, block.parameters()))
-    return found
-
-
-def test_narrow_floats_and_autocast_are_those_uncompiled(worlds):
-    assert worlds.run(2, narrow) == [[0, 0]] * 2
-
-
 def by_inductor(rank):
     torch.manual_seed(0)
     block, given = Block(in_parts=True), text(5)
@@ -198,47 +183,6 @@ def test_wrong_ids_and_targets_are_found_when_the_graph_runs(worlds):
         assert re.search(r"target\[0, 0\] is -\d+, which is no class", targets)
         assert re.search(r"feature_parallel_embedding.*out of range", columns)
         assert count == 2
-
-
-def twice(rank):
-    layer = ColumnParallelLinear(HIDDEN, 7, dtype=torch.float64)
-    x = leaf(drawn(0, 5, HIDDEN))
-    loss = Compiled(layer)(x).sin().sum()
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    try:
-        torch.autograd.grad(gradient.square().sum(), x)
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_second_derivatives_are_refused(worlds):
-    for message in worlds.run(2, twice):
-        assert "does not currently support double backward" in message
-
-
-def dropped(rank, backend):
-    """Masks drawn in streams around what is compiled, and whether gradients have the same."""
-    dropout = nn.Sequential(nn.Dropout(0.5), nn.Identity())
-    compiled, found = Compiled(dropout, backend), []
-    for fn in (compiled, dropout):
-        streams = RandomStreams(7)
-        for stream in ("replicated", "sharded", "replicated"):
-            x = torch.ones(64, requires_grad=True)
-            with streams.fork(stream):
-                y = fn(x)
-            (gradient,) = torch.autograd.grad(y.sum(), x)
-            assert torch.equal(gradient, y)
-            found.append(tuple(y.tolist()))
-    return found
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_streams_hold_for_what_is_compiled_inside(worlds, backend):
-    first, second = worlds.run(2, dropped, backend)
-    assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, True] * 2
-    assert len(set(first[:3])) == 3  # streams go on
-    if backend == "aot_eager":
-        assert first[:3] == first[3:]
 
 
 def in_stream(x, streams):

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +18,7 @@ from tests.tensor_parallel.cross_entropy_cases import (
     reference,
     targets,
 )
+from tests.worlds import WORLDS
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 OPTIONS = [
@@ -63,32 +63,9 @@ def check_options(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_equals_torch_on_the_whole_logits(worlds, ranks):
     assert_none(worlds.run(ranks, check_options, ranks))
-
-
-def test_the_reference_is_torchs_own():
-    """Where torch has the option, its own mean is taken as well."""
-    logits, target, weight = drawn(12, CLASSES), targets(12), class_weights()
-    options = {"label_smoothing": 0.3, "weight": weight, "reduction": "mean"}
-    torch.testing.assert_close(
-        reference(logits, target, **options), F.cross_entropy(logits, target, **options)
-    )
-
-
-def check_shapes(rank):
-    failures = Failures()
-    sizes = [5, 0, 6]
-    for shape in ((), (1,), (0,), (2, 0, 3), (7,), (2, 3, 4)):
-        whole, target = drawn(*shape, CLASSES), targets(*shape)
-        for options in ({}, {"label_smoothing": 0.1, "reduction": "sum"}):
-            compare(failures, rank, sizes, whole, target, **options)
-    return failures
-
-
-def test_tokens_of_any_shape(worlds):
-    assert_none(worlds.run(3, check_shapes))
 
 
 def in_subgroups(rank):
@@ -110,6 +87,7 @@ def in_subgroups(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_subgroups_without_rank_0(worlds):
     assert_none(worlds.run(5, in_subgroups))
 
@@ -141,7 +119,7 @@ def sizes_left_out(rank, sizes):
     return torch.equal(asked, vocab_parallel_cross_entropy(shard, target, sizes))
 
 
-@pytest.mark.parametrize("sizes", [[2, 0, 5], [1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[2, 0, 5]])
 def test_sizes_of_none_asks_the_ranks(worlds, sizes):
     assert worlds.run(3, sizes_left_out, sizes) == [True] * 3
 
@@ -165,7 +143,7 @@ def narrow(rank, dtype):
     return str(loss.dtype), str(shard.grad.dtype), error, within
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_logits_are_computed_in_fp32(worlds, dtype):
     for of_loss, of_gradient, error, within in worlds.run(3, narrow, dtype):
         assert (of_loss, of_gradient) == ("torch.float32", str(dtype))
@@ -192,16 +170,3 @@ def test_all_tokens_ignored(worlds):
         value, gradient = answers["mean"]
         assert value != value
         assert gradient == 0.0
-
-
-def same_everywhere(rank):
-    logits, target = drawn(50, 4, seed=rank, dtype=torch.float32), targets(50, classes=12)
-    loss = vocab_parallel_cross_entropy(logits, target, [4, 4, 4], label_smoothing=0.1)
-    again = vocab_parallel_cross_entropy(logits, target, [4, 4, 4], label_smoothing=0.1)
-    return loss.tolist(), torch.equal(loss, again)
-
-
-def test_the_same_on_all_ranks_bit_for_bit(worlds):
-    (first, again), *others = worlds.run(3, same_everywhere)
-    assert again
-    assert others == [(first, True)] * 2

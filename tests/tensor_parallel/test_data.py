@@ -61,14 +61,6 @@ def test_size_0_is_no_end_of_shape(worlds):
     assert worlds.run(2, shape_of_hole) == [(3, 0, 5)] * 2
 
 
-def nothing_asked(rank):
-    return broadcast_data([], {} if rank == 0 else None, torch.bool)
-
-
-def test_no_keys(worlds):
-    assert worlds.run(3, nothing_asked) == [{}] * 3
-
-
 def conjugated(rank):
     own = {"z": torch.tensor([1 + 2j]).conj()} if rank == 0 else None
     return broadcast_data(["z"], own, torch.complex64)["z"].tolist()

@@ -3,9 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.embeddings import (
@@ -19,6 +17,7 @@ from tests.tensor_parallel.embeddings import (
     on_one_process,
     own_rows,
 )
+from tests.worlds import WORLDS
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
 from varcomm.tensor_parallel.embedding import (
@@ -83,28 +82,9 @@ def compare_all(rank, ranks, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", WORLDS[:3])
 def test_values_and_derivatives(worlds, ranks, layout):
     assert_none(worlds.run(ranks, compare_all, ranks, layout))
-
-
-def in_groups(rank):
-    failures = Failures()
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    apart = dist.new_group([1, 3])
-    groups = [grid["tensor"], grid["data"]] + [apart] * (rank in (1, 3))
-    for number, group in enumerate(groups):
-        member = dist.get_rank(group if number == 2 else group.get_group())
-        for layout in LAYOUTS:
-            for method in ("masked", "indexed"):
-                pattern = PATTERNS[2]["uneven"]
-                compare(failures, (number,), layout, method, pattern, PAD, member, group)
-    return failures
-
-
-@pytest.mark.slow
-def test_groups_of_a_mesh_and_without_rank_0(worlds):
-    assert_none(worlds.run(4, in_groups))
 
 
 def finite_differences(rank, ranks):
@@ -139,7 +119,7 @@ def finite_differences(rank, ranks):
     return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_adjoints_and_forward_mode(worlds, ranks):
     assert worlds.run(ranks, finite_differences, ranks) == [True] * ranks
 
@@ -208,7 +188,7 @@ def features(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", WORLDS[:3])
 def test_sharded_by_features(worlds, ranks):
     assert_none(worlds.run(ranks, features, ranks))
 

@@ -1,8 +1,5 @@
 """What embeddings send, which method is taken, and that sums are the same at every run."""
 
-import time
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -11,7 +8,6 @@ from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids, own_rows
 from varcomm import ShardSizes
 from varcomm.tensor_parallel.embedding import (
-    feature_parallel_embedding,
     vocab_parallel_embedding,
 )
 
@@ -100,23 +96,6 @@ def test_bytes_of_each_method(worlds):
         assert answers["masked", False] == ((there, back), (back, there))
 
 
-def features(rank):
-    sizes = [1, 0, 4]
-    weight = draw(V, sizes[rank])
-
-    def fn(w):
-        return feature_parallel_embedding(drawn_ids(6), w, sizes)
-
-    forward, backward = traced(rank, fn, weight)
-    return [(c.name, c.received) for c in forward], bytes_of(backward)
-
-
-def test_bytes_by_features(worlds):
-    for rank, (forward, backward) in enumerate(worlds.run(3, features)):
-        assert forward == [("replicated_gather", 6 * 8 * (5 - [1, 0, 4][rank]))]
-        assert backward == (0, 0)
-
-
 def taken(rank, ids, sizes, parts=None):
     weight = own_rows(draw(V, H), sizes, rank)
     with varcomm.trace() as calls:
@@ -168,35 +147,6 @@ def test_auto_moves_no_more_than_either(worlds):
     assert [taken for _, taken in answers] == [both] * 3
 
 
-def again_and_again(rank, dtype, layout):
-    """Gradients of ids that repeat a lot, whichever rank comes last."""
-    sizes, parts = [4, 0, 7], [40, 10, 50]
-    ids = drawn_ids(100, 4, seed=1)
-    weight = own_rows(draw(V, H, dtype=dtype), sizes, rank).requires_grad_()
-    whole = (draw(400, H, seed=2) * 10.0 ** torch.randint(-6, 7, (400, 1))).view(100, 4, H)
-    own = ids.split(parts)[rank]
-    totals = []
-    for turn in range(5):
-        time.sleep(0.01 * ((rank + turn) % 3))
-        if layout == "replicated":
-            rows, gradient = vocab_parallel_embedding(ids, weight, sizes), draw(100, 4, H, seed=3)
-        elif layout == "part":
-            rows = vocab_parallel_embedding(ids, weight, sizes, None, parts)
-            gradient = whole.split(parts)[rank]
-        else:
-            rows = vocab_parallel_embedding(own, weight, sizes, input_is_parallel=True)
-            gradient = whole.split(parts)[rank]
-        totals += torch.autograd.grad(rows, weight, gradient.to(dtype))
-    return all(torch.equal(a, b) for a, b in pairwise(totals)), totals[0].abs().sum().item() > 0
-
-
-@pytest.mark.parametrize("layout", ["replicated", "part", "parallel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_at_every_run(worlds, dtype, layout):
-    answers = worlds.run(3, again_and_again, dtype, layout)
-    assert answers == [(True, True), (True, False), (True, True)]
-
-
 def many_copies(rank):
     """In bf16, 256 + 1 is 256: what is summed one by one stays there."""
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -213,18 +163,3 @@ def test_narrow_floats_are_summed_in_fp32(worlds):
     first, second = worlds.run(2, many_copies)
     assert first == [[0.0, 1000.0]] * 4
     assert second == [[0.0, 0.0]] * 4
-
-
-def frozen(rank):
-    failures = Failures()
-    for parts in (None, PARTS):
-        for method in ("masked", "indexed"):
-            weight = own_rows(draw(V, H), SIZES, rank)
-            rows = vocab_parallel_embedding(drawn_ids(6), weight, SIZES, None, parts, method)
-            with failures.named(parts, method):
-                assert not rows.requires_grad
-    return failures
-
-
-def test_frozen_weights_leave_no_graph(worlds):
-    assert_none(worlds.run(3, frozen))

@@ -219,25 +219,6 @@ def test_autocast(worlds):
     assert worlds.run(2, autocast) == [torch.float32] * 2
 
 
-def autocast_leaves_alone(rank):
-    """As torch's linear does, autocast casts neither fp64 nor complex numbers."""
-    dtypes = []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for dtype in (torch.float64, torch.complex64):
-            x, weight = torch.ones(2, IN, dtype=dtype), torch.ones(3, IN, dtype=dtype)
-            want = functional.linear(x, weight)
-            for y in (column_parallel_linear(x, weight), row_parallel_linear(x, weight / 2)):
-                assert torch.equal(y, want)
-                dtypes.append(y.dtype == want.dtype == dtype)
-        with pytest.raises(ArgumentError, match="float64 on cpu, but weight is of torch"):
-            column_parallel_linear(x.real.double(), weight.real)
-    return dtypes
-
-
-def test_autocast_of_wide_numbers(worlds):
-    assert worlds.run(2, autocast_leaves_alone) == [[True] * 4] * 2
-
-
 def narrow_sums(rank, ranks):
     """Gradients of bf16 are summed in fp32 and rounded once, unless use_fp32 is False."""
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)

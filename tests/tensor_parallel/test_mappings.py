@@ -143,34 +143,6 @@ def test_one_dimension_of_a_mesh(worlds):
     assert_none(worlds.run(4, in_mesh))
 
 
-def balanced(rank):
-    """What sizes are, where they are left out."""
-    x = torch.arange(5.0)
-    shard = tp.scatter_to_tensor_model_parallel_region(x)
-    return (
-        shard,
-        tp.scatter_to_sequence_parallel_region(x),
-        tp.reduce_scatter_to_sequence_parallel_region(x),
-        tp.reduce_scatter_last_dim_to_tensor_parallel_region(x),
-        tp.all_to_all(x),
-        tp.gather_from_tensor_model_parallel_region(shard),
-        tp.gather_from_sequence_parallel_region(shard),
-        tp.all_gather_last_dim_from_tensor_parallel_region(shard),
-    )
-
-
-def test_sizes_left_out(worlds):
-    x = torch.arange(5.0)
-    for rank, (shard, *others) in enumerate(worlds.run(3, balanced)):
-        own = x[[slice(0, 2), slice(2, 4), slice(4, 5)][rank]]
-        assert torch.equal(shard, own)
-        assert torch.equal(others[0], own)
-        assert torch.equal(others[1], 3 * own)
-        assert torch.equal(others[2], 3 * own)
-        assert torch.equal(others[3], own.repeat(3))
-        assert all(torch.equal(whole, x) for whole in others[4:])
-
-
 def communicated(rank):
     """Which bytes each mapping sends forward and backward, on 2 ranks, fp32, 3 + 1 rows."""
     sizes, told = [3, 1], {}

@@ -33,21 +33,19 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return what the queries of some heads read from values; no communication.
+    """Return scaled dot-product attention with the sequence first; no communication.
 
     Parameters
     ----------
     query : torch.Tensor
-        Floats ``(S, *F, heads, D)``, the sequence first.
-    key : torch.Tensor
-        ``(T, *F, kv_heads, D)``. Each of these heads serves ``heads / kv_heads`` successive ones of
-        `query`: grouped-query attention [2]_. There may be no heads at all.
-    value : torch.Tensor
-        ``(T, *F, kv_heads, E)``.
+        Floats ``(S, *F, heads, D)``.
+    key, value : torch.Tensor
+        ``(T, *F, kv_heads, D)`` and ``(T, *F, kv_heads, E)``; each of these heads serves ``heads /
+        kv_heads`` successive heads of `query`. There may be no heads at all.
     causal : bool
         Whether a query sees keys up to its own place only; then S is T.
     scale : float, optional
-        Of the products of queries and keys; None is ``1 / sqrt(D)``.
+        Factor of the products of queries and keys; None is ``1 / sqrt(D)``.
 
     Returns
     -------
@@ -61,23 +59,16 @@ def attention(
 
     Notes
     -----
-    It is :func:`torch.nn.functional.scaled_dot_product_attention` [1]_, and torch chooses a kernel,
-    for values and first derivatives. Fused kernels have no second derivative and no forward mode.
-    So with ``create_graph=True``, and inside a forward-mode level, explicit products take their
-    place, which are of any order; these hold S x T numbers a head.
+    Values and first derivatives come from :func:`torch.nn.functional.scaled_dot_product_attention`.
+    With ``create_graph=True`` and in forward mode, which fused kernels do not support, explicit
+    products of S x T numbers per head replace it. Derivatives are of any order.
 
     Communication: none.
-
-    References
-    ----------
-    .. [1] A. Vaswani et al., "Attention is all you need", 2017, https://arxiv.org/abs/1706.03762
-    .. [2] J. Ainslie et al., "GQA: Training generalized multi-query transformer models from
-       multi-head checkpoints", 2023, https://arxiv.org/abs/2305.13245
 
     Examples
     --------
     >>> import torch
-    >>> from varcomm.tensor_parallel.attention import attention
+    >>> from varcomm.tensor_parallel import attention
     >>> one = torch.ones(3, 1, 1)  # three places, one head
     >>> attention(one, one, torch.tensor([1.0, 3.0, 5.0]).view(3, 1, 1)).flatten()
     tensor([1., 2., 3.])
@@ -217,32 +208,31 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
 def split_heads(
     qkv: torch.Tensor, head_dim: int, queries_per_key: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the heads of queries, keys and values that stand side by side; no communication.
+    """Split the output of three fused blocks into heads of queries, keys and values; views.
 
     Parameters
     ----------
     qkv : torch.Tensor
-        ``(*F, n * (queries_per_key + 2) * head_dim)`` for n heads of keys, zero allowed: what a
-        column-parallel layer of three fused blocks gives, on however many ranks.
+        ``(*F, n * (queries_per_key + 2) * head_dim)`` for n heads of keys, zero allowed.
     head_dim : int
-        Features of a head.
+        Features per head.
     queries_per_key : int
-        Heads of queries for each one of keys.
+        Heads of queries per head of keys.
 
     Returns
     -------
     query, key, value : torch.Tensor
-        Views ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
+        ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
 
     Raises
     ------
     ArgumentError
-        If the last dimension is of no whole number of heads, or these are not positive.
+        If the last dimension is not a whole number of heads, or these are not positive.
 
     Examples
     --------
     >>> import torch
-    >>> from varcomm.tensor_parallel.attention import split_heads
+    >>> from varcomm.tensor_parallel import split_heads
     >>> [x.shape[-2:] for x in split_heads(torch.zeros(7, 40), head_dim=5, queries_per_key=2)]
     [torch.Size([4, 5]), torch.Size([2, 5]), torch.Size([2, 5])]
     """
@@ -266,31 +256,28 @@ def split_heads(
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention of which each rank has some groups of heads.
+    """Self-attention whose heads are sharded across ranks in groups; made collectively.
 
-    A group is a head of keys and values with the heads of queries that it serves [2]_; in
-    multi-head attention [1]_ that is one. Queries, keys and values come of one column-parallel
-    layer, and a row-parallel one adds up what heads have read [3]_. Neither the number of heads nor
-    that of ranks needs to divide the other.
+    A group is a head of keys and values with the heads of queries that it serves. One
+    column-parallel layer computes queries, keys and values, and a row-parallel layer sums the
+    heads' results. The number of heads does not need to divide by the number of ranks.
 
     Parameters
     ----------
     hidden_size : int
         Features ``H`` of input and output.
-    num_heads : int
-        Heads of queries.
-    num_kv_heads : int, optional
-        Heads of keys and values, a divisor of `num_heads`; None is `num_heads`.
+    num_heads, num_kv_heads : int
+        Heads of queries, and of keys and values, a divisor; None is `num_heads`.
     head_dim : int, optional
-        Features of a head; None is ``hidden_size / num_heads``, which must be whole.
+        Features per head; None is ``hidden_size / num_heads``, which must be an integer.
     sizes : sequence of int, optional
-        Heads of keys and values of each rank, one int a rank, zeros allowed; None is balanced.
+        Heads of keys and values per rank; zeros allowed; None is balanced.
     bias : bool
         Whether the two layers have biases.
     causal : bool
-        Whether each place sees itself and what is before it only.
+        Whether each place sees only itself and earlier places.
     sequence_sizes : sequence of int, optional
-        Rows of the sequence on each rank: sequence parallelism.
+        Rows of the sequence per rank: sequence parallelism.
     init, group, device, dtype
         As in :class:`~varcomm.tensor_parallel.ColumnParallelLinear`.
 
@@ -301,38 +288,26 @@ class ParallelAttention(nn.Module):
     out : RowParallelLinear
         From the heads' results to the output.
     sizes : ShardSizes
-        Heads of keys and values of each rank.
+        Heads of keys and values per rank.
 
     Raises
     ------
-    ArgumentError
-        On every rank, if arguments are wrong on one of them.
-    DisagreementError
-        On every rank, if they differ.
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
 
     Notes
     -----
-    Making one is collective. Derivatives are of any order, see :func:`attention`.
-
-    Communication: that of the two layers, none between them: without `sequence_sizes` an all-reduce
-    of the output, and in backward one of the gradient of the input.
+    Communication: that of the two layers: without `sequence_sizes` an all-reduce of the output, and
+    in backward one of the gradient of the input.
 
     In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 
-    References
-    ----------
-    .. [1] A. Vaswani et al., "Attention is all you need", 2017, https://arxiv.org/abs/1706.03762
-    .. [2] J. Ainslie et al., "GQA: Training generalized multi-query transformer models from
-       multi-head checkpoints", 2023, https://arxiv.org/abs/2305.13245
-    .. [3] M. Shoeybi et al., "Megatron-LM: Training multi-billion parameter language models using
-       model parallelism", 2019, https://arxiv.org/abs/1909.08053
-
     Examples
     --------
-    Two heads on one rank, and on three, of which the last has none:
+    Two heads on one rank, and on three ranks, of which the last has none:
 
     >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.attention import ParallelAttention
+    >>> from varcomm.tensor_parallel import ParallelAttention
     >>> def fn(rank):
     ...     torch.manual_seed(0)
     ...     layer = ParallelAttention(8, num_heads=2)
@@ -371,7 +346,7 @@ class ParallelAttention(nn.Module):
                 )
             if head_dim is None and hidden % heads:
                 raise ArgumentError(
-                    f"hidden_size {hidden} is no multiple of num_heads {heads}; pass head_dim."
+                    f"hidden_size {hidden} is not a multiple of num_heads {heads}. Pass head_dim."
                 )
             width = hidden // heads if head_dim is None else at_least(1, head_dim, "head_dim")
             own = ShardSizes.balanced(groups, ranks.size) if sizes is None else sizes
@@ -417,28 +392,10 @@ class ParallelAttention(nn.Module):
         rotary: Rotary | None = None,
         sequence_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return what each place has read.
+        """Return the attention of `x`, ``(S, *F, H)``, the sequence first, replicated or in parts.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            ``(S, *F, H)``, the sequence first and any dimensions for a batch, replicated; in
-            sequence parallelism this rank's rows of it.
-        rotary : callable, optional
-            What is done to queries and to keys, ``(S, *F, heads, head_dim)`` of the whole sequence
-            and this rank's heads: a rotary embedding of their places.
-        sequence_sizes : sequence of int, optional
-            In place of what the layer was made with.
-
-        Returns
-        -------
-        torch.Tensor
-            As `x`.
-
-        Raises
-        ------
-        ArgumentError
-            If `x` has no dimension for the sequence, or does not fit the layer.
+        ``rotary(heads)`` is applied to queries and to keys, ``(S, *F, heads, head_dim)`` of the
+        whole sequence and this rank's heads. `sequence_sizes` replace the layer's in this call.
         """
         with checking("ParallelAttention", self.qkv.group) as where:
             if isinstance(x, torch.Tensor) and x.dim() < 2:
@@ -456,7 +413,7 @@ class ParallelAttention(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """Tell heads and their sizes."""
+        """Return heads and their sizes."""
         heads = self.sizes.total * self.queries_per_key
         return (
             f"num_heads={heads}, num_kv_heads={self.sizes.total}, head_dim={self.head_dim}, "

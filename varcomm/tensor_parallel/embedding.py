@@ -79,12 +79,12 @@ def vocab_parallel_embedding(
     padding_idx : int, optional
         The id, counted over the full table, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of the sequence, the first dimension of all ids, for each rank; zeros allowed. None
-        returns all rows on all ranks or, with `input_is_parallel`, each rank's own.
+        Rows of the sequence, the first dimension of all ids, per rank; zeros allowed. None returns
+        all rows on all ranks or, with `input_is_parallel`, each rank's own.
     method : {"auto", "masked", "indexed"}
-        *masked*: every rank looks up the ids it owns, puts zeros for others, and these are summed
-        over ranks. *indexed*: the row of each distinct id travels once from its owner to each rank
-        that needs it. *auto*: the one for which the busiest rank sends or receives fewer bytes.
+        *masked*: every rank looks up the ids it owns, and the rows are summed over ranks.
+        *indexed*: the row of each distinct id travels once from its owner to each rank that needs
+        it. *auto*: the one for which the busiest rank sends or receives fewer bytes.
     input_is_parallel : bool
         Whether each rank passes the ids of its own part of the sequence only.
     group : ProcessGroup or DeviceMesh, optional
@@ -108,18 +108,12 @@ def vocab_parallel_embedding(
     Adjoint: gradients of the same id are summed at its owner in a fixed order, bit for bit the same
     at every run; floats narrower than 4 bytes are summed in fp32.
 
-    Communication: in rows of H elements, for T ids on P ranks, *masked* is an all-reduce of T rows
-    and nothing in backward; or a reduce-scatter of T rows, and an all-gather in backward. *indexed*
-    sends each rank the rows of the distinct ids that it needs and does not own, and nothing in
-    backward; for parts of the sequence, the gradients of the same rows return. Ids travel only with
-    `input_is_parallel`: every rank sends its ids to every other rank.
-
-    Memory: beside the result, *masked* holds the T rows that are summed for parts of the sequence,
-    *indexed* the distinct rows that are sent and received. Backward keeps ids, and no rows.
+    Communication: *masked* is an all-reduce of all rows and nothing in backward, or a
+    reduce-scatter, and an all-gather in backward. *indexed* sends each rank the rows of the
+    distinct ids that it needs and does not own; gradients of parts of the sequence return the same
+    way. Ids travel only with `input_is_parallel`, to every rank. Backward keeps ids, and no rows.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
-
-    Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, for *masked*.
 
     Examples
     --------
@@ -183,13 +177,11 @@ def feature_parallel_embedding(
     weight : torch.Tensor
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
-        Columns per rank; zeros allowed. None asks all ranks, which costs a round of messages.
-    padding_idx : int, optional
-        The id whose row gets no gradient.
+        Columns per rank; zeros allowed. None asks all ranks.
+    padding_idx, group
+        As in :func:`vocab_parallel_embedding`.
     gather_output : bool
         Whether the result has all columns, replicated, or this rank's only.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
 
     Returns
     -------
@@ -199,15 +191,11 @@ def feature_parallel_embedding(
 
     Raises
     ------
-    ArgumentError
-        If an id is out of range, or sizes, ids and weight do not fit.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if ids differ.
+    ArgumentError, DisagreementError
+        As in :func:`vocab_parallel_embedding`.
 
     Notes
     -----
-    Adjoint: gradients of one id are summed in a fixed order, the same at every run bit for bit.
-
     Communication: with `gather_output` every rank sends its columns of the result to every other
     rank; nothing in backward.
 
@@ -247,18 +235,9 @@ _LOCAL = len(_METHODS)
 class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
-    Attributes
-    ----------
-    ids : torch.Tensor
-        All ids, flat, int64, identical on all ranks.
-    sizes : tuple of int
-        Rows of the table per rank.
-    padding : int
-        The id whose row gets no gradient, or -1.
-    method : int
-        Index into `_METHODS`, or `_LOCAL`.
-    parts : tuple of int
-        Ids whose rows are for each rank; empty if all ranks get all rows.
+    `ids` are all ids, flat, int64, identical on all ranks. `sizes` are rows of the table per rank,
+    `padding` is an id or -1, `method` an index into `_METHODS` or `_LOCAL`, and `parts` the number
+    of ids whose rows are for each rank, empty if all ranks get all rows.
     """
 
     group: Group
@@ -700,12 +679,8 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     ) -> Self:
         """Shard an embedding that is identical on all ranks; collective.
 
-        Raises
-        ------
-        ArgumentError
-            On every rank, if it has options that a sharded table has not.
-        DisagreementError
-            On every rank, if the weights differ.
+        All ranks raise ArgumentError if it has options that a sharded table has not, and
+        DisagreementError if the weights differ.
         """
         return cls._from(
             embedding,

@@ -115,9 +115,6 @@ def column_parallel_linear(
 
     In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``.
 
-    Sources: Korthikanti et al., "Reducing activation recomputation in large transformer models",
-    2022; the gather around the rank's own rows is nanotron's.
-
     Examples
     --------
     >>> import torch, varcomm
@@ -166,21 +163,17 @@ def row_parallel_linear(
     x : torch.Tensor
         Floats ``(*F, sizes[rank])``: this rank's columns of the input. Without
         `input_is_parallel`, all columns, replicated.
-    weight : torch.Tensor
-        This rank's columns of the weight, ``(N, sizes[rank])``; ``main_grad`` works as in
-        :func:`column_parallel_linear`.
-    bias : torch.Tensor, optional
-        The full bias, ``(N,)``, replicated and added once. Its gradient is complete on every rank.
+    weight, bias : torch.Tensor
+        This rank's columns of the weight, ``(N, sizes[rank])``, and the full bias, ``(N,)``,
+        replicated and added once, or None. Its gradient is complete on every rank.
     sizes : sequence of int, optional
         Inputs per rank; zeros allowed. Used only without `input_is_parallel`; None is balanced.
     input_is_parallel : bool
         Whether `x` has this rank's columns only.
     sequence_sizes : sequence of int, optional
         Rows of the output's first dimension per rank; zeros allowed: sequence parallelism.
-    use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+    use_fp32, group
+        As in :func:`column_parallel_linear`, like ``weight.main_grad``.
 
     Returns
     -------
@@ -625,23 +618,11 @@ class _ParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
-        """Shard a Linear that every rank has; collective.
+        """Shard a Linear that is identical on all ranks; collective.
 
-        Parameters
-        ----------
-        linear : torch.nn.Linear
-            Identical on all ranks. It is not changed, and shares no memory with the result.
-        group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
-        **options
-            Arguments of the constructor beside features, bias, init, device and dtype.
-
-        Raises
-        ------
-        ArgumentError
-            On every rank, if `linear` is not a plain Linear or an option is wrong on one of them.
-        DisagreementError
-            On every rank, if weights differ.
+        `linear` is not changed and shares no memory with the result. `options` are arguments of
+        the constructor beside features, bias, init, device and dtype. All ranks raise ArgumentError
+        if one passes no plain Linear or a wrong option, DisagreementError if weights differ.
         """
         kind: Any = cls
         fixed = {"in_features", "out_features", "bias", "device", "dtype", "init"}
@@ -670,10 +651,7 @@ class _ParallelLinear(ShardedModule):
     def to_linear(self) -> nn.Linear:
         """Gather the weight and return an equal Linear on every rank; collective.
 
-        Raises
-        ------
-        ArgumentError
-            On every rank, if the layer has no weight of its own.
+        All ranks raise ArgumentError if the layer has no weight of its own.
         """
 
         def check() -> torch.Tensor:
@@ -758,19 +736,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Attributes
     ----------
-    weight : torch.nn.Parameter or None
-        This rank's rows, ``(spec.local, in_features)``.
-    bias : torch.nn.Parameter or None
-        This rank's part, ``(spec.local,)``.
+    weight, bias : torch.nn.Parameter or None
+        This rank's rows, ``(spec.local, in_features)``, and part, ``(spec.local,)``.
     spec : ShardSpec
         How both are sharded.
 
     Raises
     ------
-    ArgumentError
-        On every rank, if arguments are wrong on one of them.
-    DisagreementError
-        On every rank, if arguments differ.
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
 
     Notes
     -----
@@ -843,19 +817,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> Output:
         """Return this rank's outputs, or all outputs; see :func:`column_parallel_linear`.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            ``(*F, in_features)``, replicated; in sequence parallelism this rank's part.
-        weight : torch.Tensor, optional
-            Used instead of the layer's weight, ``(spec.local, in_features)``.
-        gather_output, sequence_sizes : optional
-            Used instead of the constructor's.
-
-        Returns
-        -------
-        torch.Tensor, or (torch.Tensor, torch.Tensor or None)
-            With `skip_bias_add` also the bias, gathered if the output is gathered.
+        `weight`, `gather_output` and `sequence_sizes` replace the layer's own in this call. With
+        `skip_bias_add` the result is ``(output, bias)``, both gathered or both sharded.
         """
         gather = self.gather_output if gather_output is None else gather_output
         with checking(type(self).__name__, self.group, gather_output=gather) as where:
@@ -905,19 +868,15 @@ class RowParallelLinear(_ParallelLinear):
 
     Attributes
     ----------
-    weight : torch.nn.Parameter or None
-        This rank's columns, ``(out_features, spec.local)``.
-    bias : torch.nn.Parameter or None
-        ``(out_features,)``.
+    weight, bias : torch.nn.Parameter or None
+        This rank's columns, ``(out_features, spec.local)``, and ``(out_features,)``.
     spec : ShardSpec
         How the weight is sharded.
 
     Raises
     ------
-    ArgumentError
-        On every rank, if arguments are wrong on one of them.
-    DisagreementError
-        On every rank, if arguments differ.
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
 
     Notes
     -----
@@ -983,19 +942,8 @@ class RowParallelLinear(_ParallelLinear):
     ) -> Output:
         """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            ``(*F, spec.local)``; all inputs without `input_is_parallel`.
-        weight : torch.Tensor, optional
-            Used instead of the layer's weight, ``(out_features, spec.local)``.
-        sequence_sizes : sequence of int, optional
-            Used instead of the constructor's.
-
-        Returns
-        -------
-        torch.Tensor, or (torch.Tensor, torch.Tensor or None)
-            With `skip_bias_add` also the bias, to be added to the output on each rank.
+        `weight` and `sequence_sizes` replace the layer's own in this call. With `skip_bias_add` the
+        result is ``(output, bias)``; the bias is to be added on each rank.
         """
         pg = self.group.process_group
         with checking(type(self).__name__, self.group) as where:
