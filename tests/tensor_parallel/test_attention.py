@@ -1,5 +1,7 @@
 """Attention of some heads, and heads sharded over ranks, against plain products on one process."""
 
+import warnings
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -94,6 +96,22 @@ def test_nothing_to_attend_to_is_ordinary(shape):
     gradients = torch.autograd.grad(out.sum(), operands, create_graph=True)
     assert out.shape == shape
     assert all(g.shape == shape and g.requires_grad for g in gradients)
+
+
+def test_transforms():
+    """Hessians by vmap, and forward mode over backward; attention does not communicate."""
+    x, t = drawn(1, 3, 2, 2), drawn(2, 3, 2, 2)
+
+    def loss(of, x):
+        return of(x, x, 2 * x).sin().sum()
+
+    hessian = torch.autograd.functional.hessian(lambda x: loss(plain, x), x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        got = torch.func.hessian(lambda x: loss(attention, x))(x)
+    _, along = torch.func.jvp(torch.func.grad(lambda x: loss(attention, x)), (x,), (t,))
+    torch.testing.assert_close(got, hessian)
+    torch.testing.assert_close(along, torch.tensordot(hessian, t, 3))
 
 
 def test_a_plain_backward_keeps_no_products():

@@ -65,9 +65,10 @@ def test_indexed_to_parts_is_the_bound(worlds, input_is_parallel):
         sent = sum(need[other][rank] for other in range(3) if other != rank)
         assert forward == (sent * ROW, received * ROW)
         assert backward == (received * ROW, sent * ROW)
-        # 8 bytes an id, and 8 a rank that tell how many they are
-        told = (received + 2) * 8, (sent + 2) * 8
-        assert of_ids == (told if input_is_parallel else (0, 0))
+        # each rank's ids, of 8 bytes, to all ranks
+        own = PARTS[rank] * 5
+        travelled = own * 2 * 8, (30 - own) * 8
+        assert of_ids == (travelled if input_is_parallel else (0, 0))
 
 
 def each_method(rank):
@@ -106,12 +107,12 @@ def taken(rank, ids, sizes, parts=None):
 def test_auto(worlds):
     """On 3 ranks the sum of 6 rows of 3 in one round makes each rank send 12."""
     spread = torch.arange(6)
-    assert worlds.run(3, taken, spread, [2, 2, 7]) == [["rows_of_all"]] * 3
+    assert worlds.run(3, taken, spread, [2, 2, 7]) == [["parallel_embedding"]] * 3
     assert worlds.run(3, taken, spread, [6, 2, 3]) == [["replicated_sum"]] * 3
     # many places, few rows
-    assert worlds.run(3, taken, spread.repeat(2), [6, 2, 3]) == [["rows_of_all"]] * 3
+    assert worlds.run(3, taken, spread.repeat(2), [6, 2, 3]) == [["parallel_embedding"]] * 3
     assert worlds.run(3, taken, spread, [6, 2, 3], [0, 0, 6]) == [["exchange"]] * 3
-    assert worlds.run(2, taken, spread, [4, 7]) == [["rows_of_all"]] * 2
+    assert worlds.run(2, taken, spread, [4, 7]) == [["parallel_embedding"]] * 2
     assert worlds.run(1, taken, spread, [11]) == [["replicated_sum"]]
     assert worlds.run(1, taken, spread, [11], [6]) == [["reduce_scatter_v"]]
 
@@ -143,7 +144,7 @@ def choices(rank):
 def test_auto_moves_no_more_than_either(worlds):
     answers = worlds.run(3, choices)
     assert_none([failures for failures, _ in answers])
-    both = {(n, name) for n in (20, 3000) for name in ("replicated_sum", "rows_of_all")}
+    both = {(n, name) for n in (20, 3000) for name in ("replicated_sum", "parallel_embedding")}
     assert [taken for _, taken in answers] == [both] * 3
 
 

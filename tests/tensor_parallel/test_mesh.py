@@ -68,5 +68,3 @@ def trained(rank):
 @pytest.mark.slow
 def test_training_on_a_mesh(worlds):
     assert_none(worlds.run(4, trained))
-
-

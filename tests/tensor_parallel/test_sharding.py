@@ -1,6 +1,5 @@
 """How parameters are sharded, marks that stay, and pieces of uneven sizes."""
 
-
 import pytest
 import torch
 

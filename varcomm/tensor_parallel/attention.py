@@ -98,6 +98,8 @@ class _Differentiable(torch.autograd.Function):
     recorded, the inputs get their gradients from here instead.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(out: torch.Tensor, *operands: Any) -> torch.Tensor:
         return out.view_as(out)

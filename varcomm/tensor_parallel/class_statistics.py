@@ -71,19 +71,15 @@ class Statistics:
     def __call__(self, rows: Tensors, shared: Tensors) -> Tensors:
         """Return ``(top, log, part)``, chunk by chunk; `shared` are head, bias and weights."""
         if torch.compiler.is_compiling():
-            rest = iter(shared)
-            flags = self.of_hidden, self.biased, self.weighted
-            head, bias, weight = (next(rest) if flag else None for flag in flags)
-            found: Tensors = _in_graph(*rows, head, bias, weight, self.share, self.chunk_rows)
+            found: Tensors = _in_graph(*rows, *self.named(shared), self.share, self.chunk_rows)
             return found
-        return in_chunks(self.row_map, self.chunks(rows, shared), rows, shared)
+        return in_chunks(_row_map(self), self.chunks(rows, shared), rows, shared)
 
-    @property
-    def row_map(self) -> RowMap:
-        """The map; after its rows come head, bias and weights, those that exist."""
-        if self.of_hidden:
-            return _of_hidden(self.share, self.weighted, self.biased)
-        return _of_logits(self.share, self.weighted)
+    def named(self, shared: Tensors) -> tuple[torch.Tensor | None, ...]:
+        """Return head, bias and weights; None for those that do not exist."""
+        rest = iter(shared)
+        flags = self.of_hidden, self.biased, self.weighted
+        return tuple(next(rest) if flag else None for flag in flags)
 
     def chunks(self, rows: Tensors, shared: Tensors) -> Chunks:
         """Return the chunks of these rows."""
@@ -145,45 +141,29 @@ def gradient(
     return result.scatter_add_(-1, y.unsqueeze(-1), -(q * of_part).unsqueeze(-1)).to(z.dtype)
 
 
-def _of_logits(share: float, weighted: bool) -> RowMap:
-    """Return the map from logits: ``rows = (z, y, q)``, ``shared = (weight,)`` if `weighted`."""
+def _row_map(of: Statistics) -> RowMap:
+    """Return the map of ``rows = (values, y, q)`` and of head, bias and weights, if they exist."""
 
-    def forward(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        z, y, q = rows
-        return statistics(z, y, q, shared[0] if weighted else None, share), ()
-
-    def adjoint(rows: Tensors, shared: Tensors, g: Gradients) -> tuple[Tensors, Tensors]:
-        z, y, q = rows
-        return (gradient(z, y, q, shared[0] if weighted else None, share, g),), ()
-
-    return RowMap(forward, results=3, constants=1, adjoint=adjoint)
-
-
-def _of_hidden(share: float, weighted: bool, biased: bool) -> RowMap:
-    """Return the map from hidden states, which computes the logits of one chunk at a time.
-
-    ``rows = (hidden, y, q)``, with hidden (*T, H); ``shared = (head, bias, weight)``, with head
-    (K, H) and bias (K,), the last two if `biased` and if `weighted`.
-    """
-
-    def split(shared: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        return shared[0], shared[1] if biased else None, shared[-1] if weighted else None
+    def logits(values: torch.Tensor, shared: Tensors) -> torch.Tensor:
+        head, bias, _ = of.named(shared)
+        return values if head is None else F.linear(values, head, bias)
 
     def forward(rows: Tensors, shared: Tensors) -> tuple[Tensors, Sums]:
-        hidden, y, q = rows
-        head, bias, weight = split(shared)
-        return statistics(F.linear(hidden, head, bias), y, q, weight, share), ()
+        values, y, q = rows
+        weight = of.named(shared)[2]
+        return statistics(logits(values, shared), y, q, weight, of.share), ()
 
     def adjoint(rows: Tensors, shared: Tensors, g: Gradients) -> tuple[Tensors, Sums]:
-        hidden, y, q = rows
-        head, bias, weight = split(shared)
-        of_logits = gradient(F.linear(hidden, head, bias), y, q, weight, share, g)
-        tokens = q.numel()
-        flat = of_logits.reshape(tokens, len(head))
+        values, y, q = rows
+        head, _, weight = of.named(shared)
+        of_logits = gradient(logits(values, shared), y, q, weight, of.share, g)
+        if head is None:
+            return (of_logits,), ()
+        flat = of_logits.reshape(q.numel(), len(head))
         sums: list[torch.Tensor | Product] = []
         if g.needed[len(rows)]:
-            sums.append(Product(flat.t(), hidden.reshape(tokens, head.shape[1])))
-        if biased and g.needed[len(rows) + 1]:
+            sums.append(Product(flat.t(), values.reshape(q.numel(), head.shape[1])))
+        if of.biased and g.needed[len(rows) + 1]:
             sums.append(flat.sum(0))
         return (of_logits @ head,) if g.needed[0] else (), tuple(sums)
 
@@ -263,7 +243,7 @@ def _prepared(
 ) -> tuple[RowMap, Chunks, Tensors]:
     of = Statistics(share, head is not None, bias is not None, weight is not None, chunk_rows)
     shared = tuple(x for x in (head, bias, weight) if x is not None)
-    return of.row_map, of.chunks((values, q, q), shared), shared
+    return _row_map(of), of.chunks((values, q, q), shared), shared
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:

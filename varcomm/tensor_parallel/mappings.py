@@ -17,17 +17,7 @@ backward of the other:
 
 All of them return new tensors, accept empty shards and any dtype unless the docstring names one,
 have derivatives of any order, and raise ArgumentError before any communication if the arguments
-do not fit. Parameters that recur:
-
-``sizes``
-    Rows per rank along `dim`; zeros allowed, identical on all ranks. If `tensor` is whole, None
-    means balanced. If it is a shard, None asks all ranks, which costs a round of messages.
-``dim``
-    Sharded dimension.
-``use_fp32``
-    Sum floats narrower than 4 bytes in fp32 and round once.
-``group``
-    Ranks that take part; None is the whole world.
+do not fit.
 """
 
 from __future__ import annotations
@@ -80,13 +70,20 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
 
+_RECURRING = {
+    "sizes": "sequence of int, optional\n    Rows per rank along `dim`; zeros allowed, identical "
+    "on all ranks. None is\n    balanced if `tensor` is whole; otherwise it asks all ranks.",
+    "dim": "int\n    Sharded dimension.",
+    "use_fp32": "bool\n    Sum floats narrower than 4 bytes in fp32 and round once.",
+    "group": "ProcessGroup or DeviceMesh, optional\n    Ranks that take part; None is the whole "
+    "world.",
+}
+
 _SECTIONS = """
 Parameters
 ----------
 {parameters}
-    {tensor} `sizes`, `dim`, `use_fp32` and `group` are explained in
-    :mod:`varcomm.tensor_parallel.mappings`.
-{more}
+
 Returns
 -------
 torch.Tensor
@@ -94,7 +91,7 @@ torch.Tensor
 
 Notes
 -----
-Adjoint: {adjoint}
+Adjoint: :func:`{adjoint}`.
 
 Communication: {communication}
 
@@ -115,19 +112,20 @@ def _documented(
 
     def complete(mapping: F) -> F:
         summary, _, example = cleandoc(mapping.__doc__ or "").partition("\n>>> ")
-        names = [name for name in signature(mapping).parameters if name not in more]
+        first, *others = signature(mapping).parameters
+        known = _RECURRING | {name: f"optional\n    {text}" for name, text in more.items()}
+        entries = [f"{first} : torch.Tensor\n    {tensor}"]
+        entries += [f"{name} : {known[name]}" for name in others]
         sections = _SECTIONS.format(
-            parameters=", ".join(names),
-            tensor=tensor,
-            more="".join(f"{name}\n    {text}\n" for name, text in more.items()),
+            parameters="\n".join(entries),
             returns=returns,
-            adjoint=f":func:`{adjoint}`.",
+            adjoint=adjoint,
             communication=communication,
             twin=twin,
             name=mapping.__name__,
             example=f">>> {example}",
         )
-        mapping.__doc__ = f"{summary}\n{sections}"
+        mapping.__doc__ = f"{summary.rstrip()}\n{sections}"
         return mapping
 
     return complete
@@ -371,6 +369,15 @@ def reduce_scatter_to_sequence_parallel_region(
     )
 
 
+@_documented(
+    "``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.",
+    "``sum(output_split_sizes)`` rows along `dim`, sender by sender.",
+    "all_to_all",
+    "every rank sends all rows except the block for itself.",
+    "see :func:`varcomm.all_to_all_v`.",
+    output_split_sizes="Rows from each rank; None asks all ranks.",
+    input_split_sizes="Rows for each rank; None is balanced.",
+)
 def all_to_all(
     tensor: torch.Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -380,32 +387,6 @@ def all_to_all(
 ) -> torch.Tensor:
     """Assume nothing, and send rows to every rank, like :func:`varcomm.all_to_all_v`.
 
-    Parameters
-    ----------
-    tensor, dim, group
-        ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
-    output_split_sizes : sequence of int, optional
-        Rows from each rank. None asks all ranks, which costs a round of messages.
-    input_split_sizes : sequence of int, optional
-        Rows for each rank; None is balanced.
-
-    Returns
-    -------
-    torch.Tensor
-        ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
-
-    Notes
-    -----
-    Adjoint: :func:`all_to_all` with the two kinds of sizes exchanged.
-
-    Communication: every rank sends all rows except the block for itself.
-
-    In one process: see :func:`varcomm.all_to_all_v`.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_to_all
     >>> varcomm.launch(lambda rank: all_to_all(torch.arange(3) + 10 * rank), 2)
     [tensor([ 0,  1, 10, 11]), tensor([ 2, 12])]
     """
@@ -416,6 +397,15 @@ def all_to_all(
     return all_to_all_v(tensor, sends, output_split_sizes, dim, group)
 
 
+@_documented(
+    "This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.",
+    "``(sum(sequence_sizes), *F, hidden_sizes[rank])``.",
+    "all_to_all_hp2sp",
+    ":func:`varcomm.transpose_v`.",
+    "the whole tensor is the same before and after.",
+    sequence_sizes="Rows of the first dimension per rank; None asks all ranks.",
+    hidden_sizes="Columns of the last dimension per rank; None is balanced.",
+)
 def all_to_all_sp2hp(
     tensor: torch.Tensor,
     sequence_sizes: Sequence[int] | None = None,
@@ -424,32 +414,6 @@ def all_to_all_sp2hp(
 ) -> torch.Tensor:
     """Assume nothing, and turn parts of the sequence into shards of the hidden dimension.
 
-    Parameters
-    ----------
-    tensor, group
-        This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
-    sequence_sizes : sequence of int, optional
-        Rows of the first dimension per rank; None asks all ranks.
-    hidden_sizes : sequence of int, optional
-        Columns of the last dimension per rank; None is balanced.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
-
-    Notes
-    -----
-    Adjoint: :func:`all_to_all_hp2sp`, which is also the inverse.
-
-    Communication: :func:`varcomm.transpose_v`.
-
-    In one process: the whole tensor is the same before and after.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_to_all_sp2hp
     >>> def fn(rank):
     ...     return all_to_all_sp2hp(torch.arange(3).expand(rank + 1, 3))
     >>> varcomm.launch(fn, 2)[1]
@@ -463,6 +427,15 @@ def all_to_all_sp2hp(
     return transpose_v(tensor, -1, columns, 0, rows, group)
 
 
+@_documented(
+    "This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.",
+    "``(sequence_sizes[rank], *F, sum(hidden_sizes))``.",
+    "all_to_all_sp2hp",
+    ":func:`varcomm.transpose_v`.",
+    "the whole tensor is the same before and after.",
+    sequence_sizes="Rows of the first dimension per rank; None is balanced.",
+    hidden_sizes="Columns of the last dimension per rank; None asks all ranks.",
+)
 def all_to_all_hp2sp(
     tensor: torch.Tensor,
     sequence_sizes: Sequence[int] | None = None,
@@ -471,32 +444,6 @@ def all_to_all_hp2sp(
 ) -> torch.Tensor:
     """Assume nothing, and turn shards of the hidden dimension into parts of the sequence.
 
-    Parameters
-    ----------
-    tensor, group
-        This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
-    sequence_sizes : sequence of int, optional
-        Rows of the first dimension per rank; None is balanced.
-    hidden_sizes : sequence of int, optional
-        Columns of the last dimension per rank; None asks all ranks.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
-
-    Notes
-    -----
-    Adjoint: :func:`all_to_all_sp2hp`, which is also the inverse.
-
-    Communication: :func:`varcomm.transpose_v`.
-
-    In one process: the whole tensor is the same before and after.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel import all_to_all_hp2sp
     >>> varcomm.launch(lambda rank: all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
     tensor([[0, 1, 1]])
     """

@@ -27,6 +27,9 @@ States = dict[str, torch.Tensor]
 
 _KINDS = ("cpu", "cuda")
 
+# Directory of torch, whose own frames may lie between a checkpoint and the function that it calls.
+_TORCH = torch.__path__[0]
+
 
 class RandomStreams:
     """Streams of random numbers, each with its own seed; the constructor is collective.
@@ -288,10 +291,12 @@ def _inside_torch_checkpoint() -> bool:
     """Return whether torch's checkpoint calls a function that no :class:`Replay` has wrapped."""
     called, frame = "", inspect.currentframe()
     while frame is not None:
-        calling = frame.f_code.co_filename
-        if calling == torch.utils.checkpoint.__file__ and called not in (calling, __file__):
+        file = frame.f_code.co_filename
+        if file == torch.utils.checkpoint.__file__ and called != __file__:
             return True
-        called, frame = calling, frame.f_back
+        if not file.startswith(_TORCH):
+            called = file
+        frame = frame.f_back
     return False
 
 
