@@ -246,11 +246,11 @@ def shared_out(rank, heads, kv_heads):
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads", "sizes"),
     [
-        (4, 14, None, [4, 4, 3, 3]),
+        pytest.param(4, 14, None, [4, 4, 3, 3], marks=pytest.mark.slow),
         (3, 5, None, [2, 2, 1]),
         (3, 2, None, [1, 1, 0]),
         (3, 10, 5, [2, 2, 1]),
-        (4, 6, 1, [1, 0, 0, 0]),
+        pytest.param(4, 6, 1, [1, 0, 0, 0], marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):

@@ -221,35 +221,6 @@ def test_all_ranks_run_the_function_to_its_end(worlds):
     assert worlds.run(2, keeping_different_tensors, timeout=30) == [[64.0] * 2, [1.0] * 2]
 
 
-def inside_a_block(rank):
-    """Checkpoints within a block of the same stream, in forward or in backward."""
-    results = []
-    for apply in (plain, checkpoint):
-        streams = RandomStreams(7)
-
-        def dropped(x, streams=streams):
-            with streams.fork("sharded"):
-                return F.dropout(x.exp(), 0.5)
-
-        x = torch.zeros(32, requires_grad=True)
-        y = apply(dropped, x)
-        with streams.fork("sharded"):
-            z = apply(lambda x: F.dropout(x.exp(), 0.5), x)
-            drawn = [torch.rand(3)]
-            drawn += torch.autograd.grad(y.sum(), x)
-            drawn += [torch.rand(3)]
-            with pytest.raises(ArgumentError, match="is open"):
-                streams.fork("sharded").__enter__()
-        drawn += torch.autograd.grad(z.sum(), x)
-        with streams.fork("sharded"):
-            results.append([*drawn, torch.rand(3)])
-    return all(map(torch.equal, *results))
-
-
-def test_blocks_around_a_checkpoint(worlds):
-    assert worlds.run(2, inside_a_block) == [True] * 2
-
-
 def forward_over_reverse(rank):
     tangents = []
     for apply in (plain, checkpoint, distributed(None)):

@@ -21,7 +21,6 @@ from varcomm.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-
 # by the number of ranks: parts of a sequence, features, classes
 SEQUENCE = {1: [5], 3: [4, 0, 1]}
 FEATURES = {1: [7], 3: [3, 4, 0]}

@@ -191,28 +191,3 @@ def features(rank, ranks):
 @pytest.mark.parametrize("ranks", WORLDS[:3])
 def test_sharded_by_features(worlds, ranks):
     assert_none(worlds.run(ranks, features, ranks))
-
-
-def beyond(rank):
-    """What callers may leave out or give: sizes, sequence sizes, scalars, narrow dtypes."""
-    whole, ids = draw(V, H, dtype=torch.bfloat16), drawn_ids(5)
-    sizes = [4, 7]
-    weight = own_rows(whole, sizes, rank)
-    own = ids[: 2 + rank]
-    return [
-        torch.equal(vocab_parallel_embedding(ids, weight), whole[ids]),
-        torch.equal(vocab_parallel_embedding(torch.tensor(8), weight, sizes), whole[8]),
-        torch.equal(
-            vocab_parallel_embedding(own, weight, sizes, input_is_parallel=True), whole[own]
-        ),
-        torch.equal(
-            vocab_parallel_embedding(own, weight, sizes, None, None, "masked", True), whole[own]
-        ),
-        torch.equal(vocab_parallel_embedding(ids, weight.t().contiguous().t(), sizes), whole[ids]),
-        vocab_parallel_embedding(ids, weight[:, :0], sizes).shape == (5, 0),
-        vocab_parallel_embedding(ids[:0], weight[:0], [0, 0]).shape == (0, H),
-    ]
-
-
-def test_what_may_be_left_out(worlds):
-    assert worlds.run(2, beyond) == [[True] * 7] * 2

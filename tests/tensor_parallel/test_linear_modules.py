@@ -26,7 +26,6 @@ from varcomm import ArgumentError, GroupError
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    gather_from_sequence_parallel_region,
     shard_spec,
 )
 from varcomm.transport.group import resolve
@@ -195,45 +194,6 @@ def test_one_dimension_of_a_mesh(worlds):
     assert_none(worlds.run(4, in_groups))
 
 
-def trained(rank):
-    """Steps of an optimizer: parameters and their ``.grad`` are those of one process."""
-    torch.manual_seed(0)
-    up, down = nn.Linear(IN, 6, dtype=DOUBLE), nn.Linear(6, IN, dtype=DOUBLE)
-    layers = [
-        ColumnParallelLinear.from_linear(up, sizes=[4, 0, 2], sequence_sizes=[1, 3, 0]),
-        RowParallelLinear.from_linear(
-            down, sizes=[4, 0, 2], sequence_sizes=[1, 3, 0], skip_bias_add=True
-        ),
-    ]
-    one = torch.optim.Adam([*up.parameters(), *down.parameters()], lr=0.1)
-    many = torch.optim.Adam([p for layer in layers for p in layer.parameters()], lr=0.1)
-    x = drawn(1, 4, IN)
-    for _ in range(3):
-        one.zero_grad()
-        many.zero_grad()
-        (down(up(x).tanh()) ** 2).sum().backward()
-        y, bias = layers[1](layers[0](x.split([1, 3, 0])[rank]).tanh())
-        total = gather_from_sequence_parallel_region(
-            y + bias, tensor_parallel_output_grad=False, sizes=[1, 3, 0]
-        )
-        (total**2).sum().backward()
-        one.step()
-        many.step()
-    failures = Failures()
-    for layer, linear in zip(layers, (up, down), strict=True):
-        for name, param in layer.named_parameters():
-            whole, spec = getattr(linear, name), shard_spec(param)
-            for which, value in (("value", whole.detach()), ("gradient", whole.grad)):
-                own = param.detach() if which == "value" else param.grad
-                with failures.named(type(layer).__name__, name, which):
-                    torch.testing.assert_close(own, value if spec is None else spec.shard(value))
-    return failures
-
-
-def test_training_is_that_of_one_process(worlds):
-    assert_none(worlds.run(3, trained))
-
-
 SIZES = {
     ColumnParallelLinear: {1: [7], 2: [2, 5], 3: [3, 0, 4], 5: [1, 0, 0, 6, 0]},
     RowParallelLinear: {1: [6], 2: [6, 0], 3: [1, 2, 3], 5: [0, 2, 3, 1, 0]},
@@ -330,32 +290,6 @@ def tied(rank):
 
 def test_weights_that_are_lent(worlds):
     assert worlds.run(2, tied) == [([[], ["bias"]], True, 3), ([[], ["bias"]], True, 2)]
-
-
-def bias_outside(rank):
-    """What is returned beside the output."""
-    x, told = torch.ones(2, IN), []
-    for options in ({}, {"gather_output": True}):
-        y, bias = ColumnParallelLinear(IN, 5, sizes=[3, 2], skip_bias_add=True, **options)(x)
-        told.append((y.shape[-1], bias.shape[0]))
-    part = x.split([1, 1])[rank][:, :2]
-    for options in ({}, {"sequence_sizes": [1, 1]}):
-        layer = RowParallelLinear(IN, 5, skip_bias_add=True, **options)
-        y, bias = layer(x[:, :2])
-        (y * 0 + bias).sum().backward()
-        told.append((len(y), layer.bias.grad.tolist()))
-    none = [
-        ColumnParallelLinear(IN, 5, False, skip_bias_add=True)(x)[1],
-        RowParallelLinear(IN, 5, False, sequence_sizes=[1, 1], skip_bias_add=True)(x[:, :2])[1],
-    ]
-    return told, none, part.shape[0]
-
-
-def test_bias_that_the_caller_adds(worlds):
-    for rank, (told, none, _) in enumerate(worlds.run(2, bias_outside)):
-        # of a sequence, each rank adds it to one row; else all ranks to the same two
-        assert told == [(3 - rank, 3 - rank), (5, 5), (2, [2.0] * 5), (1, [2.0] * 5)]
-        assert none == [None, None]
 
 
 def marks(rank):
