@@ -78,9 +78,6 @@ def checkpoint(
 
     In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
 
-    Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al.,
-    "Reducing Activation Recomputation in Large Transformer Models", 2022.
-
     Examples
     --------
     >>> import torch, varcomm
@@ -202,23 +199,9 @@ class CheckpointWithoutOutput:
     def checkpoint(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
         """Call a function whose output is not kept by other operations in this block.
 
-        Parameters
-        ----------
-        function : callable
-            Returns a tensor or a tuple of tensors, and does the same each time it is called.
-        *args, **kwargs
-            Arguments of `function`, which are kept.
-
-        Returns
-        -------
-        torch.Tensor or tuple of torch.Tensor
-            The result of `function`.
-
-        Raises
-        ------
-        ArgumentError
-            Outside the block, and if `function` returns something else. In backward, if its output
-            has another layout when it runs again.
+        `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
+        are kept. Raises ArgumentError outside the block, if `function` returns something else, and
+        in backward, if its output has another layout when it runs again.
         """
         if self._outputs is None:
             raise ArgumentError(

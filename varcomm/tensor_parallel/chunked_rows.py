@@ -212,7 +212,7 @@ class _InChunks(torch.autograd.Function):
         return (*[None] * of.constants, *found)
 
     @staticmethod
-    def vmap(*_: Any) -> NoReturn:
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
         refuse_vmap("a tensor-parallel cross entropy")
 
 

@@ -274,7 +274,7 @@ class _Use(torch.autograd.Function):
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(*_: Any) -> NoReturn:
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
         refuse_vmap("linear_cross_entropy")
 
 

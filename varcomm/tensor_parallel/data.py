@@ -78,12 +78,12 @@ def broadcast_data(
     own: list[torch.Tensor] = []
 
     def check() -> dict[str, Any]:
-        checked = {"keys": _checked_keys(keys), "dtype": dtype}
+        asked = _checked_keys(keys)
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
         if ranks.rank == 0:
-            own.extend(_checked_data(checked["keys"], data, dtype))
-        return checked
+            own.extend(_checked_data(asked, data, dtype))
+        return {"keys": asked, "dtype": dtype}
 
     def described() -> tuple[str, list[list[int]]]:
         kind = own[0].device.type if own else ""

@@ -209,25 +209,18 @@ def row_linear_norm(
 
     Parameters
     ----------
-    x : torch.Tensor
-        Floats ``(sum(sequence_sizes), *F, k)``: this rank's columns of the input.
-    weight : torch.Tensor
-        This rank's columns of the weight, ``(N, k)``.
+    x, weight : torch.Tensor
+        This rank's columns of the input, ``(sum(sequence_sizes), *F, k)``, and of the weight,
+        ``(N, k)``.
     bias : torch.Tensor or None
         The full bias, ``(N,)``, replicated and added once.
     residual : torch.Tensor
         This rank's rows, ``(sequence_sizes[rank], *F, N)``. A residual that the previous call
         returned with the same `buffers` is updated in place; no other is changed.
-    norm : torch.nn.LayerNorm or torch.nn.RMSNorm
-        Over the last dimension, replicated.
-    sequence_sizes : sequence of int
-        Rows of the output's first dimension per rank; zeros allowed.
     gather : bool
         Return the normed rows of all ranks; otherwise this rank's only.
-    buffers : Buffers, optional
-        Memory for the results, which the next call with it overwrites.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
+    norm, sequence_sizes, buffers, group
+        As in :func:`norm_column_linear`; `sequence_sizes` are the output's rows per rank.
 
     Returns
     -------
@@ -239,14 +232,12 @@ def row_linear_norm(
     Raises
     ------
     ArgumentError
-        Before any communication, if arguments do not fit, or one of them requires a gradient.
+        As in :func:`norm_column_linear`.
 
     Notes
     -----
     Communication: a reduce-scatter of the product, summed in rank order, and an all-gather of the
     normed rows. Without `gather`, :func:`norm_column_linear` gathers while it multiplies.
-
-    Memory: the product (later the normed rows), the received products and the sum, in `buffers`.
 
     In one process: ``residual + torch.nn.functional.linear(x, weight, bias)``, and its norm.
 

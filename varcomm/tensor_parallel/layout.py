@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,8 +29,6 @@ __all__ = [
     "param_is_not_tensor_parallel_duplicate",
 ]
 
-T = TypeVar("T")
-
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
 
@@ -41,19 +39,15 @@ def agreed(
     what: str,
     arguments: Callable[[], Mapping[str, Any]],
     group: Group,
-    of_first: Callable[[], T] | None = None,
-) -> tuple[dict[str, Any], T]:
+    of_first: Callable[[], Any] | None = None,
+) -> tuple[dict[str, Any], Any]:
     """Return checked arguments that are identical on all ranks; collective.
 
     `arguments` checks them and returns them by name; their ``repr`` is compared, in one round of
     messages. With them comes ``of_first()`` of the group's first rank, a plain value.
 
-    Raises
-    ------
-    VarcommError
-        On every rank, if `arguments` raised on one of them.
-    DisagreementError
-        On every rank, if the arguments differ; the message names the first that does.
+    All ranks raise VarcommError if `arguments` raised on one of them, and DisagreementError, which
+    names the first argument that differs, if they are not identical.
     """
 
     def described(checked: Mapping[str, Any]) -> tuple[dict[str, str], Any]:
@@ -102,20 +96,9 @@ def module_seed(group: GroupLike = None) -> int:
 class Layout:
     """A weight that is sharded along one dimension, as a layer's constructor describes it.
 
-    Attributes
-    ----------
-    names, shape : tuple
-        Names and lengths of the two dimensions of the full weight.
-    dim : int
-        Sharded dimension.
-    sizes : sequence of int, or of such sequences, optional
-        Rows per rank along `dim`; None is balanced. For fused blocks, those of each block.
-    sequence_sizes : sequence of int, optional
-        Rows of the sequence per rank.
-    init : callable, optional
-        ``init(tensor, generator)`` draws elements in place.
-    group, device, dtype
-        As in the layers.
+    `names` and `shape` are those of the two dimensions of the full weight, `dim` is the sharded
+    one, and `sizes` are rows per rank along it, or those of several fused blocks; None is balanced.
+    The other fields are the arguments of the layers.
     """
 
     names: tuple[str, str]
@@ -234,11 +217,8 @@ class ShardedModule(nn.Module):
 def check_plain(layer: nn.Module, kind: type[nn.Module], name: str) -> dict[str, Any]:
     """Return digests of the parameters of a plain torch layer that is to be replaced.
 
-    Raises
-    ------
-    ArgumentError
-        If `layer` is not of this kind, or has hooks, a parametrization or its own ``forward``,
-        which the replacement would lose.
+    Raises ArgumentError if `layer` is not of this kind, or has hooks, a parametrization or its own
+    ``forward``, which the replacement would lose.
     """
     if not isinstance(layer, kind):
         got = type(layer).__name__

@@ -334,7 +334,7 @@ class _Product(torch.autograd.Function):
         return tangent if of_bias is None else tangent + of_bias, of_token, None
 
     @staticmethod
-    def vmap(*_: Any) -> NoReturn:
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
         refuse_vmap("a tensor-parallel linear layer")
 
 

@@ -135,13 +135,8 @@ class RandomStreams:
         """Draw from a stream with torch's default generators until the ``with`` block ends.
 
         These are the CPU's generator and the current CUDA device's, if CUDA is in use. Afterwards
-        they have their previous state, also if the block raises, and the stream continues from here
-        the next time. Blocks of different streams may be nested.
-
-        Parameters
-        ----------
-        name : str
-            Name of the stream.
+        they have their previous state, and the stream continues from here the next time. Blocks of
+        different streams may be nested.
 
         Raises
         ------
@@ -184,10 +179,7 @@ class RandomStreams:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return seed and states of all streams of this rank, as tensors only.
 
-        Raises
-        ------
-        ArgumentError
-            Inside :meth:`fork`.
+        Raises ArgumentError inside :meth:`fork`.
         """
         self._check_closed("state_dict")
         return {
@@ -199,13 +191,10 @@ class RandomStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Restore all streams.
+        """Restore all streams; raise ArgumentError, without a change, if `state` does not fit.
 
-        Raises
-        ------
-        ArgumentError
-            Inside :meth:`fork`; if `state` has other streams, another seed, rank or coordinates, or
-            an entry that is no state. Then nothing changes.
+        It does not fit inside :meth:`fork`, or if it has other streams, another seed, rank or
+        coordinates, or an entry that is no state of a generator.
         """
         self._check_closed("load_state_dict")
         if state.keys() != self._seeds.keys():
