@@ -11,11 +11,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-
-import varcomm as vc
 from suite.floors import schedules
 from suite.peers import PEERS, CannotError, anemoi_halo, entered
 from suite.task import FLOOR, OURS, PEER, Contender, Layout, Task, contender, reference, tolerance
+
+import varcomm as vc
 
 # By operation: its primitive, and that of its adjoint.
 PRIMITIVES = {

@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as nn
+from suite.task import PEER, contender
 from torch.nn.functional import pad
 
-from suite.task import PEER, contender
 from varcomm.cli.workload import ROOT
 
 PACKAGES = {"anemoi": "anemoi-models", "physicsnemo": "nvidia-physicsnemo"}

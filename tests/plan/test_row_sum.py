@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.allocations import allocated
 
 from tests.ops.primitives import random
+from tests.plan.allocations import allocated
 from varcomm.plan.row_sum import RowSum
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]

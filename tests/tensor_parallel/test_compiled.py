@@ -21,8 +21,6 @@ from varcomm.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-WORLDS = (1, 3)
-
 # by the number of ranks: parts of a sequence, features, classes
 SEQUENCE = {1: [5], 3: [4, 0, 1]}
 FEATURES = {1: [7], 3: [3, 4, 0]}
@@ -30,7 +28,7 @@ CLASSES = {1: [17], 3: [1, 0, 16]}
 HIDDEN, VOCABULARY, LENGTH, BATCH = 7, 17, 5, 2
 
 
-@pytest.fixture(params=WORLDS, ids="world {}".format)
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 3], ids="world {}".format)
 def world(request):
     return request.param
 
@@ -67,6 +65,7 @@ def mappings(rank, ranks):
     return failures
 
 
+@pytest.mark.slow
 def test_mappings(worlds, world):
     assert_none(worlds.run(world, mappings, world))
 
@@ -174,6 +173,7 @@ def losses(rank, ranks):
     return failures
 
 
+@pytest.mark.slow
 def test_losses(worlds, world):
     assert_none(worlds.run(world, losses, world))
 
@@ -196,6 +196,7 @@ def attention(rank, ranks):
     return failures
 
 
+@pytest.mark.slow
 def test_attention_and_norms(worlds, world):
     assert_none(worlds.run(world, attention, world))
 
@@ -227,6 +228,7 @@ def training(rank, ranks, sequence):
     return len(found[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_a_language_model_is_trained(worlds, world, in_parts):
     found = worlds.run(world, training, world, SEQUENCE[world] if in_parts else None)

@@ -5,13 +5,11 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-import varcomm
-from tests.ops.comparing import LAYOUTS, Failures, assert_none
+from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.cross_entropy_cases import (
     CLASSES,
     SPLITS,
@@ -20,6 +18,7 @@ from tests.tensor_parallel.cross_entropy_cases import (
     reference,
     targets,
 )
+from tests.worlds import WORLDS
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 OPTIONS = [
@@ -64,56 +63,9 @@ def check_options(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_equals_torch_on_the_whole_logits(worlds, ranks):
     assert_none(worlds.run(ranks, check_options, ranks))
-
-
-def test_the_reference_is_torchs_own():
-    """Where torch has the option, its own mean is taken as well."""
-    logits, target, weight = drawn(12, CLASSES), targets(12), class_weights()
-    options = {"label_smoothing": 0.3, "weight": weight, "reduction": "mean"}
-    torch.testing.assert_close(
-        reference(logits, target, **options), F.cross_entropy(logits, target, **options)
-    )
-
-
-def check_shapes(rank):
-    failures = Failures()
-    sizes = [5, 0, 6]
-    for shape in ((), (1,), (0,), (2, 0, 3), (7,), (2, 3, 4)):
-        whole, target = drawn(*shape, CLASSES), targets(*shape)
-        for options in ({}, {"label_smoothing": 0.1, "reduction": "sum"}):
-            compare(failures, rank, sizes, whole, target, **options)
-    return failures
-
-
-def test_tokens_of_any_shape(worlds):
-    assert_none(worlds.run(3, check_shapes))
-
-
-def check_layouts(rank, shape):
-    """Strides of any kind, in several chunks, the last of which is smaller."""
-    failures = Failures()
-    sizes = [9_000, 11_000]
-    whole, target = drawn(*shape, 20_000), targets(*shape, classes=20_000)
-    want = reference(whole, target)
-    of_whole = whole.softmax(-1)
-    of_whole.scatter_add_(-1, target.clamp(min=0).unsqueeze(-1), of_whole.new_full((*shape, 1), -1))
-    of_whole = of_whole.masked_fill((target < 0).unsqueeze(-1), 0).split(sizes, -1)[rank]
-    for layout in (LAYOUTS["transposed"], LAYOUTS["strided"], torch.clone):
-        logits = layout(whole.split(sizes, -1)[rank]).requires_grad_()
-        got = vocab_parallel_cross_entropy(logits, target, sizes)
-        (gradient,) = torch.autograd.grad(got.sum(), logits)
-        with failures.named(layout.__name__):
-            torch.testing.assert_close(got.detach(), want, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(gradient, of_whole, rtol=1e-12, atol=1e-12)
-    return failures
-
-
-@pytest.mark.parametrize("shape", [(33, 5), (2, 61), (123,)])
-def test_chunks_of_logits_of_any_strides(worlds, shape):
-    assert_none(worlds.run(2, check_layouts, shape))
 
 
 def in_subgroups(rank):
@@ -135,6 +87,7 @@ def in_subgroups(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_subgroups_without_rank_0(worlds):
     assert_none(worlds.run(5, in_subgroups))
 
@@ -166,7 +119,7 @@ def sizes_left_out(rank, sizes):
     return torch.equal(asked, vocab_parallel_cross_entropy(shard, target, sizes))
 
 
-@pytest.mark.parametrize("sizes", [[2, 0, 5], [1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[2, 0, 5]])
 def test_sizes_of_none_asks_the_ranks(worlds, sizes):
     assert worlds.run(3, sizes_left_out, sizes) == [True] * 3
 
@@ -190,39 +143,12 @@ def narrow(rank, dtype):
     return str(loss.dtype), str(shard.grad.dtype), error, within
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_logits_are_computed_in_fp32(worlds, dtype):
     for of_loss, of_gradient, error, within in worlds.run(3, narrow, dtype):
         assert (of_loss, of_gradient) == ("torch.float32", str(dtype))
         assert error < 2e-6
         assert within
-
-
-def under_autocast(rank):
-    whole, target = drawn(5, 9, dtype=torch.float32), targets(5, classes=9)
-    shard = whole.split([4, 5], -1)[rank]
-    options = {"sizes": [4, 5], "weight": class_weights(9), "label_smoothing": 0.2}
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = vocab_parallel_cross_entropy(shard, target, **options)
-    return torch.equal(inside, vocab_parallel_cross_entropy(shard, target, **options))
-
-
-def test_autocast_changes_nothing(worlds):
-    assert worlds.run(2, under_autocast) == [True] * 2
-
-
-def another_ignore_index(rank):
-    """A class may be ignored too, as in torch."""
-    failures = Failures()
-    whole, target = drawn(8, CLASSES), torch.tensor([0, 3, 3, 10, 5, 6, 3, 1])
-    for options in ({}, {"label_smoothing": 0.2, "weight": class_weights(), "reduction": "mean"}):
-        compare(failures, rank, [4, 7], whole, target, ignore_index=3, **options)
-        compare(failures, rank, [4, 7], whole, target, ignore_index=10, **options)
-    return failures
-
-
-def test_an_ignored_class(worlds):
-    assert_none(worlds.run(2, another_ignore_index))
 
 
 def all_ignored(rank):
@@ -244,28 +170,3 @@ def test_all_tokens_ignored(worlds):
         value, gradient = answers["mean"]
         assert value != value
         assert gradient == 0.0
-
-
-def same_everywhere(rank):
-    logits, target = drawn(50, 4, seed=rank, dtype=torch.float32), targets(50, classes=12)
-    loss = vocab_parallel_cross_entropy(logits, target, [4, 4, 4], label_smoothing=0.1)
-    again = vocab_parallel_cross_entropy(logits, target, [4, 4, 4], label_smoothing=0.1)
-    return loss.tolist(), torch.equal(loss, again)
-
-
-def test_the_same_on_all_ranks_bit_for_bit(worlds):
-    (first, again), *others = worlds.run(3, same_everywhere)
-    assert again
-    assert others == [(first, True)] * 2
-
-
-def in_debug(rank):
-    with varcomm.debug():
-        logits = drawn(4, 3 + rank).requires_grad_()
-        loss = vocab_parallel_cross_entropy(logits, targets(4, classes=7), [3, 4])
-        loss.sum().backward()
-        return logits.grad.shape
-
-
-def test_ranks_that_compare_their_calls(worlds):
-    assert worlds.run(2, in_debug) == [(4, 3), (4, 4)]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 
 from tests.tensor_parallel.cross_entropy_cases import class_weights, drawn, reference, targets
+from tests.worlds import WORLDS
 from varcomm.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -39,7 +39,7 @@ def check_against_finite_differences(rank, ranks):
     return True
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", WORLDS[:3])
 def test_first_and_second_derivatives_and_forward_mode(worlds, ranks):
     assert worlds.run(ranks, check_against_finite_differences, ranks) == [True] * ranks
 
@@ -118,25 +118,6 @@ def test_second_derivative_of_a_loss_that_differs_between_ranks(worlds):
     assert worlds.run(2, of_a_linear_penalty) == [True] * 2
 
 
-def tangents(rank):
-    whole, direction = drawn(3, 6), drawn(3, 6, seed=4)
-    target, weight = torch.tensor([5, -100, 2]), class_weights(6)
-    options = {"label_smoothing": 0.2, "weight": weight, "reduction": "mean"}
-    with forward_ad.dual_level():
-        shards = (x.split([0, 2, 4], -1)[rank] for x in (whole, direction))
-        loss = vocab_parallel_cross_entropy(
-            forward_ad.make_dual(*shards), target, [0, 2, 4], **options
-        )
-        got = forward_ad.unpack_dual(loss).tangent
-        twin = F.cross_entropy(forward_ad.make_dual(whole, direction), target, **options)
-        want = forward_ad.unpack_dual(twin).tangent
-    return torch.allclose(got, want, 1e-12)
-
-
-def test_forward_mode(worlds):
-    assert worlds.run(3, tangents) == [True] * 3
-
-
 def by_torch_func(rank):
     whole, target = drawn(3, 6), torch.tensor([5, 0, 2])
     shard = whole.split([2, 4], -1)[rank]
@@ -157,17 +138,3 @@ def test_torch_func(worlds):
     for same, moved in worlds.run(2, by_torch_func):
         assert same
         assert moved < 1e-15
-
-
-def without_a_graph(rank):
-    logits = drawn(3, 3)
-    target = torch.tensor([5, 0, 2])
-    with torch.no_grad():
-        silent = vocab_parallel_cross_entropy(logits.requires_grad_(), target, [3, 3])
-    with torch.inference_mode():
-        inferred = vocab_parallel_cross_entropy(logits, target, [3, 3])
-    return silent.requires_grad, torch.equal(silent, inferred)
-
-
-def test_no_grad_and_inference_mode(worlds):
-    assert worlds.run(2, without_a_graph) == [(False, True)] * 2

@@ -3,9 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.embeddings import (
@@ -19,6 +17,7 @@ from tests.tensor_parallel.embeddings import (
     on_one_process,
     own_rows,
 )
+from tests.worlds import WORLDS
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
 from varcomm.tensor_parallel.embedding import (
@@ -83,27 +82,9 @@ def compare_all(rank, ranks, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", WORLDS[:3])
 def test_values_and_derivatives(worlds, ranks, layout):
     assert_none(worlds.run(ranks, compare_all, ranks, layout))
-
-
-def in_groups(rank):
-    failures = Failures()
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    apart = dist.new_group([1, 3])
-    groups = [grid["tensor"], grid["data"]] + [apart] * (rank in (1, 3))
-    for number, group in enumerate(groups):
-        member = dist.get_rank(group if number == 2 else group.get_group())
-        for layout in LAYOUTS:
-            for method in ("masked", "indexed"):
-                pattern = PATTERNS[2]["uneven"]
-                compare(failures, (number,), layout, method, pattern, PAD, member, group)
-    return failures
-
-
-def test_groups_of_a_mesh_and_without_rank_0(worlds):
-    assert_none(worlds.run(4, in_groups))
 
 
 def finite_differences(rank, ranks):
@@ -138,7 +119,7 @@ def finite_differences(rank, ranks):
     return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_adjoints_and_forward_mode(worlds, ranks):
     assert worlds.run(ranks, finite_differences, ranks) == [True] * ranks
 
@@ -207,31 +188,6 @@ def features(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", WORLDS[:3])
 def test_sharded_by_features(worlds, ranks):
     assert_none(worlds.run(ranks, features, ranks))
-
-
-def beyond(rank):
-    """What callers may leave out or give: sizes, sequence sizes, scalars, narrow dtypes."""
-    whole, ids = draw(V, H, dtype=torch.bfloat16), drawn_ids(5)
-    sizes = [4, 7]
-    weight = own_rows(whole, sizes, rank)
-    own = ids[: 2 + rank]
-    return [
-        torch.equal(vocab_parallel_embedding(ids, weight), whole[ids]),
-        torch.equal(vocab_parallel_embedding(torch.tensor(8), weight, sizes), whole[8]),
-        torch.equal(
-            vocab_parallel_embedding(own, weight, sizes, input_is_parallel=True), whole[own]
-        ),
-        torch.equal(
-            vocab_parallel_embedding(own, weight, sizes, None, None, "masked", True), whole[own]
-        ),
-        torch.equal(vocab_parallel_embedding(ids, weight.t().contiguous().t(), sizes), whole[ids]),
-        vocab_parallel_embedding(ids, weight[:, :0], sizes).shape == (5, 0),
-        vocab_parallel_embedding(ids[:0], weight[:0], [0, 0]).shape == (0, H),
-    ]
-
-
-def test_what_may_be_left_out(worlds):
-    assert worlds.run(2, beyond) == [[True] * 7] * 2

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids
-from varcomm import ShardSizes
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 
@@ -107,37 +106,3 @@ def trained(rank, frozen):
 def test_flags_and_memory_of_its_own(worlds):
     assert worlds.run(1, trained, True) == [([False, False, False, False], True)]
     assert worlds.run(2, trained, False) == [([True, True, False, False], True)] * 2
-
-
-def saved(rank):
-    layer = VocabParallelEmbedding(V, H, [2, 9], 3)
-    other = VocabParallelEmbedding(V, H, [2, 9], 3, device="meta").to_empty(device="cpu")
-    other.load_state_dict(layer.state_dict())
-    same = torch.equal(other.weight, layer.weight) and shard_spec(other.weight) is other.spec
-    return list(layer.state_dict()), layer.sizes == ShardSizes([2, 9]), same, repr(layer)
-
-
-def test_state_dict_and_repr(worlds):
-    text = "VocabParallelEmbedding(11, 3, sizes=[2, 9], padding_idx=3)"
-    assert worlds.run(2, saved) == [(["weight"], True, True, text)] * 2
-
-
-def five_steps(rank, ranks):
-    """An optimizer on shards goes where one on the whole table goes."""
-    whole = torch.nn.Embedding.from_pretrained(draw(V, H), freeze=False, padding_idx=2)
-    parts = ShardSizes.balanced(6, ranks)
-    layer = VocabParallelEmbedding.from_embedding(whole, sequence_sizes=parts)
-    ids, target = drawn_ids(6, 2), draw(6, 2, H, seed=3)
-    own = target.split(list(parts))[rank]
-    for model, goal in ((whole, target), (layer, own)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for _ in range(5):
-            optimizer.zero_grad()
-            ((model(ids) - goal) ** 2).sum().backward()
-            optimizer.step()
-    return (layer.to_embedding().weight - whole.weight).abs().max().item()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_training(worlds, ranks):
-    assert max(worlds.run(ranks, five_steps, ranks)) < 1e-9

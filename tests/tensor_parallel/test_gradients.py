@@ -8,14 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 import varcomm
-from varcomm import ArgumentError, DisagreementError, ShardSizes
+from varcomm import ShardSizes
 from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
 
-WORLDS = (1, 2, 3, 5)
 DOUBLE = torch.float64
-ORDERS = (2.0, 1.0, 0.5, 3, math.inf)
 
 
 def whole_gradients(dtype):
@@ -66,15 +64,22 @@ def splits(ranks):
     }
 
 
-@pytest.mark.parametrize("norm_type", ORDERS)
-@pytest.mark.parametrize("split", ["even", "empty", "all on one"])
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(
+    ("ranks", "split", "norm_type"),
+    [
+        (1, "even", 2.0),
+        (3, "empty", 1.0),
+        (3, "all on one", math.inf),
+        (3, "even", 0.5),
+        pytest.param(2, "all on one", 3, marks=pytest.mark.slow),
+        pytest.param(5, "even", 2.0, marks=pytest.mark.slow),
+    ],
+)
 def test_as_in_one_process(worlds, ranks, split, norm_type):
     sizes = tuple(splits(ranks)[split])
-    for max_norm in (0.5, 1e3):
-        answers = worlds.run(ranks, compared, sizes, DOUBLE, max_norm, norm_type)
-        assert answers == [answers[0]] * ranks
-        assert (answers[0][0], answers[0][2]) == (True, True)
+    answers = worlds.run(ranks, compared, sizes, DOUBLE, 0.5, norm_type)
+    assert answers == [answers[0]] * ranks
+    assert (answers[0][0], answers[0][2]) == (True, True)
 
 
 def in_narrow(rank, dtype):
@@ -85,24 +90,11 @@ def in_narrow(rank, dtype):
     return norm.dtype, abs(norm.item() / exact.item() - 1) < 1e-6, clip_grad_norm_(own, 0.1).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients_are_summed_in_fp32(worlds, dtype):
     first, second = worlds.run(2, in_narrow, dtype)
     assert first == second
     assert first[:2] == (DOUBLE, True)
-
-
-def copies_that_differ(rank):
-    """A replicated gradient that differs between ranks, by rounding say, makes no other norm."""
-    bias = parameter(torch.full((4,), 1.0 + rank))
-    norm = clip_grad_norm_([bias], 0.5)
-    return norm.item(), (bias.grad / (1.0 + rank)).tolist()
-
-
-def test_the_norm_is_the_same_bit_for_bit(worlds):
-    answers = worlds.run(3, copies_that_differ)
-    assert answers[0][0] == 2.0
-    assert len({norm for norm, _ in answers}) == 1
 
 
 def of_two_by_two(rank):
@@ -113,33 +105,11 @@ def of_two_by_two(rank):
     return compared(rank, sizes, DOUBLE, 0.5, 2.0, group)[1]
 
 
+@pytest.mark.slow
 def test_subgroups(worlds):
     norms = worlds.run(5, of_two_by_two)
     expected = torch.cat([g.reshape(-1) for g in whole_gradients(DOUBLE)]).norm().item()
     assert norms == pytest.approx([expected] * 5, rel=1e-14)
-
-
-def forms(rank):
-    """A module, one tensor, a tied parameter named twice, no gradients at all, no parameters."""
-    module = nn.Linear(2, 2)
-    module.weight.grad = torch.full((2, 2), 2.0)
-    weight = module.weight
-    nothing = [grad_norm(given).item() for given in (nn.Linear(2, 2), [])]
-    return [grad_norm(given).item() for given in (module, weight, [weight, weight])], nothing
-
-
-def test_what_parameters_may_be(worlds):
-    assert worlds.run(2, forms) == [([4.0, 4.0, 4.0], [0.0, 0.0])] * 2
-
-
-def complex_gradient(rank):
-    weight = mark(nn.Parameter(torch.zeros(1, dtype=torch.complex128)), ShardSpec.of([1, 1]))
-    weight.grad = torch.tensor([3 + 4j if rank else 0j], dtype=torch.complex128)
-    return clip_grad_norm_([weight], 1.0).item(), weight.grad.abs().item()
-
-
-def test_complex_gradients(worlds):
-    assert worlds.run(2, complex_gradient) == [(5.0, 0.0), (5.0, pytest.approx(1.0, rel=1e-6))]
 
 
 def one_message(rank):
@@ -169,62 +139,9 @@ def not_finite(rank, value, norm_type):
     return untouched, same
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("value", "norm_type"), [(math.nan, 2.0), (math.inf, math.inf)])
 def test_what_is_not_finite(worlds, value, norm_type):
     assert worlds.run(2, not_finite, value, norm_type) == [(1.0, None)] * 2
-
-
-def called(rank, case):
-    own = parameter(torch.ones(2))
-    match case:
-        case "order":
-            grad_norm([own], 0)
-        case "no order":
-            grad_norm([own], "inf")
-        case "limit":
-            clip_grad_norm_([own], -1.0)
-        case "no limit":
-            clip_grad_norm_([own], math.nan)
-        case "sparse":
-            own.grad = own.grad.to_sparse()
-            grad_norm([own])
-        case "named":
-            grad_norm([("weight", own)])
-        case "flag":
-            grad_norm([own], error_if_nonfinite=1)
-        case "both":
-            own.main_grad = torch.ones(2)
-            grad_norm([own])
-        case "group":
-            alone = [dist.new_group([r]) for r in range(2)][rank]
-            grad_norm([own, mark(own, ShardSpec.of([2], 0, alone))])
-
-
-def refused(rank, case):
-    with pytest.raises(ArgumentError) as caught:
-        called(rank, case)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("order", "norm_type must be a number that is positive; got 0"),
-        ("no order", "norm_type must be a number that is positive; got 'inf'"),
-        ("limit", "max_norm must be a number that is not negative; got -1.0"),
-        ("no limit", "max_norm must be a number that is not negative; got nan"),
-        ("sparse", "the gradient of parameter 0 must be dense; got torch.sparse_coo"),
-        ("named", "parameter 0 must be a torch.Tensor; got tuple"),
-        ("flag", "error_if_nonfinite must be True or False; got 1"),
-        ("both", "parameter 0 has a part of its gradient in grad and one in main_grad"),
-        ("group", "parameter 0, of shape (2,), is sharded over another group (rank 0 of 1)"),
-    ],
-)
-def test_refusals(worlds, case, message):
-    for rank, text in enumerate(worlds.run(2, refused, case)):
-        assert f"grad_norm_ on rank {rank}" in text or f"grad_norm on rank {rank}" in text
-        assert message in text
 
 
 def in_main_grad(rank):
@@ -243,31 +160,3 @@ def test_gradients_in_main_grad(worlds):
         assert norm == pytest.approx(whole)
         assert grad is None
         assert left == pytest.approx(0.5**0.5)  # of each rank's half
-
-
-def other_parameters(rank):
-    own = parameter(torch.ones(2))
-    if rank == 1:
-        mark(own, ShardSpec.of([2, 2]))
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        grad_norm([own])
-    return str(caught.value)
-
-
-def test_debug_compares_what_is_sharded(worlds):
-    first, second = worlds.run(2, other_parameters)
-    assert first == second
-    assert "grad_norm: ranks disagree on sharded parameters: rank 0 has [False]" in first
-
-
-def other_limits(rank):
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        clip_grad_norm_([parameter(torch.ones(2))], 1.0 + rank)
-    return str(caught.value)
-
-
-def test_debug_compares_limits(worlds):
-    message = "clip_grad_norm_: ranks disagree on max_norm: rank 0 has 1.0; rank 1 has 2.0."
-    one, other = worlds.run(2, other_limits)
-    assert one == other
-    assert one.startswith(message)

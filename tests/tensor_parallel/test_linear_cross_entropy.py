@@ -4,11 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
-import torch.distributed as dist
 import torch.nn.functional as F
 
-import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.cross_entropy_cases import (
     CLASSES,
@@ -18,6 +15,7 @@ from tests.tensor_parallel.cross_entropy_cases import (
     reference,
     targets,
 )
+from tests.worlds import WORLDS
 from varcomm.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -95,7 +93,7 @@ def check_options(rank, ranks):
     return failures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_equals_torch_with_the_whole_head(worlds, ranks):
     assert_none(worlds.run(ranks, check_options, ranks))
 
@@ -111,24 +109,6 @@ def test_tokens_of_any_shape(worlds):
     assert_none(worlds.run(3, check_shapes))
 
 
-def in_subgroups(rank):
-    failures = Failures()
-    group = dist.new_group([1, 2, 3, 4])
-    pair = dist.new_group([1, 3])
-    if rank == 0:
-        return failures
-    for sizes in SPLITS[4].values():
-        for sequence in (False, True):
-            compare(failures, rank - 1, 4, sizes, (5, 2), OPTIONS[4], group, sequence)
-    if rank in (1, 3):
-        compare(failures, rank // 2, 2, [0, 11], (5,), {}, pair, True)
-    return failures
-
-
-def test_subgroups_without_rank_0(worlds):
-    assert_none(worlds.run(5, in_subgroups))
-
-
 def sizes_left_out(rank):
     hidden, target = drawn(6, WIDTH), targets(6, classes=7)
     head = drawn(7, WIDTH, seed=1).split([3, 4])[rank]
@@ -139,44 +119,6 @@ def sizes_left_out(rank):
 
 def test_sizes_of_none_asks_the_ranks(worlds):
     assert worlds.run(2, sizes_left_out) == [True] * 2
-
-
-def frozen(rank, learned):
-    """Gradients of some inputs only."""
-    sizes, target = [4, 7], targets(6)
-    inputs = {
-        "hidden": drawn(6, WIDTH),
-        "weight": drawn(CLASSES, WIDTH, seed=1),
-        "bias": drawn(CLASSES, seed=2),
-    }
-    twins = {name: x.clone().requires_grad_(name in learned) for name, x in inputs.items()}
-    reference(F.linear(*twins.values()), target).sum().backward()
-    own = {
-        name: (x if name == "hidden" else x.split(sizes)[rank]).clone()
-        for name, x in inputs.items()
-    }
-    for name in learned:
-        own[name].requires_grad_()
-    with varcomm.trace() as calls:
-        linear_cross_entropy(target=target, sizes=sizes, **own).sum().backward()
-    for name, x in own.items():
-        want = twins[name].grad
-        if want is None:
-            assert x.grad is None
-        else:
-            want = want if name == "hidden" else want.split(sizes)[rank]
-            torch.testing.assert_close(x.grad, want, rtol=1e-12, atol=1e-12)
-    return [call.name for call in calls]
-
-
-@pytest.mark.parametrize(
-    "learned",
-    [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("weight", "bias")],
-)
-def test_frozen_inputs(worlds, learned):
-    """Gradients that nobody wants are not computed, and not summed over ranks."""
-    names = ["replicated_gather"] + ["replicated_sum"] * ("hidden" in learned)
-    assert worlds.run(2, frozen, learned) == [names] * 2
 
 
 def check_against_finite_differences(rank, ranks, sequence):
@@ -202,13 +144,13 @@ def check_against_finite_differences(rank, ranks, sequence):
 
     inputs = (drawn(3, 2).split(rows), drawn(5, 2, seed=1).split(sizes), drawn(5).split(sizes))
     inputs = [x[rank] for x in inputs]
-    gradcheck(fn, *inputs)
+    gradcheck(fn, *inputs, fast_mode=True)
     gradgradcheck(fn, *inputs, fast_mode=True)
     return True
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_first_and_second_derivatives_and_forward_mode(worlds, ranks, sequence):
     done = worlds.run(ranks, check_against_finite_differences, ranks, sequence)
     assert done == [True] * ranks
@@ -246,26 +188,6 @@ def test_third_derivatives(worlds):
             torch.testing.assert_close(got, whole.split(sizes)[rank], rtol=1e-11, atol=1e-13)
 
 
-def tangents(rank):
-    sizes, target = [3, 4], targets(5, classes=7)
-    options = {"reduction": "mean", "label_smoothing": 0.2}
-    primals = (drawn(5, 3), drawn(7, 3, seed=1))
-    moves = (drawn(5, 3, seed=2), drawn(7, 3, seed=3))
-    with forward_ad.dual_level():
-        hidden, head = map(forward_ad.make_dual, primals, moves)
-        want = forward_ad.unpack_dual(reference(F.linear(hidden, head), target, **options)).tangent
-        own = forward_ad.make_dual(*(x.split(sizes)[rank] for x in (primals[1], moves[1])))
-        loss = linear_cross_entropy(hidden, own, target, sizes, chunk_rows=2, **options)
-        got = forward_ad.unpack_dual(loss).tangent
-        frozen = linear_cross_entropy(hidden, own.detach(), target, sizes, **options)
-        moved = forward_ad.unpack_dual(frozen).tangent
-    return torch.allclose(got, want, 1e-12), not torch.allclose(moved, want, 1e-12)
-
-
-def test_forward_mode(worlds):
-    assert worlds.run(2, tangents) == [(True, True)] * 2
-
-
 def narrow(rank, autocast):
     """The same as of logits made at once, up to the rounding of gradients to bf16."""
     sizes, target = [40, 0, 23], targets(30, classes=63)
@@ -301,21 +223,6 @@ def test_narrow_floats(worlds, autocast):
     assert_none(worlds.run(3, narrow, autocast))
 
 
-def sum_of_many_chunks(rank):
-    """In bf16 a sum of halves would stay at 128: the next half is lost."""
-    hidden = torch.ones(600, 1, dtype=torch.bfloat16)
-    head = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    bias = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    target = torch.zeros(600, dtype=torch.int64)
-    loss = linear_cross_entropy(hidden, head, target, [1, 1], bias=bias, chunk_rows=1)
-    loss.sum().backward()
-    return head.grad.item(), bias.grad.item()
-
-
-def test_sums_over_chunks_in_fp32(worlds):
-    assert worlds.run(2, sum_of_many_chunks) == [(-300.0, -300.0), (300.0, 300.0)]
-
-
 def overwritten(rank, which):
     inputs = {"hidden": drawn(5, 3).requires_grad_(), "weight": drawn(2, 3).requires_grad_()}
     target = torch.tensor([0, 3, 2, 1, -100])
@@ -332,16 +239,3 @@ def overwritten(rank, which):
 def test_inputs_that_a_user_overwrites_are_noticed(worlds, which):
     """hidden is not copied, and is read again in backward."""
     assert worlds.run(2, overwritten, which) == [True] * 2
-
-
-def twice(rank):
-    hidden, head = drawn(5, 3).requires_grad_(), drawn(2, 3, seed=rank).requires_grad_()
-    loss = linear_cross_entropy(hidden, head, torch.tensor([0, 3, 2, 1, -100]), [2, 2])
-    loss.sum().backward(retain_graph=True)
-    first = hidden.grad.clone(), head.grad.clone()
-    loss.sum().backward()
-    return torch.equal(hidden.grad, 2 * first[0]), torch.equal(head.grad, 2 * first[1])
-
-
-def test_backward_twice(worlds):
-    assert worlds.run(2, twice) == [(True, True)] * 2

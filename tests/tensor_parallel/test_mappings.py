@@ -8,23 +8,14 @@ import varcomm
 import varcomm.tensor_parallel as tp
 from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import (
-    PATTERNS,
     REPLICATED,
-    WORLDS,
+    SPLITS,
     Sharded,
     compare,
     drawn,
     split,
 )
-from varcomm import ArgumentError, DisagreementError, VarcommError
 from varcomm.transport.group import resolve
-
-
-def whole_of(layout, *rest):
-    """A tensor that can be sharded so."""
-    shape = list(rest)
-    shape[layout.dim] = sum(layout.sizes)
-    return drawn(1, *shape)
 
 
 # A partial value is a shard of a stack along a new dimension, over which the twin sums.
@@ -134,8 +125,7 @@ def run(rank, pattern):
     return failures
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_values_and_derivatives(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, run, pattern))
 
@@ -148,36 +138,9 @@ def in_mesh(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_one_dimension_of_a_mesh(worlds):
     assert_none(worlds.run(4, in_mesh))
-
-
-def balanced(rank):
-    """What sizes are, where they are left out."""
-    x = torch.arange(5.0)
-    shard = tp.scatter_to_tensor_model_parallel_region(x)
-    return (
-        shard,
-        tp.scatter_to_sequence_parallel_region(x),
-        tp.reduce_scatter_to_sequence_parallel_region(x),
-        tp.reduce_scatter_last_dim_to_tensor_parallel_region(x),
-        tp.all_to_all(x),
-        tp.gather_from_tensor_model_parallel_region(shard),
-        tp.gather_from_sequence_parallel_region(shard),
-        tp.all_gather_last_dim_from_tensor_parallel_region(shard),
-    )
-
-
-def test_sizes_left_out(worlds):
-    x = torch.arange(5.0)
-    for rank, (shard, *others) in enumerate(worlds.run(3, balanced)):
-        own = x[[slice(0, 2), slice(2, 4), slice(4, 5)][rank]]
-        assert torch.equal(shard, own)
-        assert torch.equal(others[0], own)
-        assert torch.equal(others[1], 3 * own)
-        assert torch.equal(others[2], 3 * own)
-        assert torch.equal(others[3], own.repeat(3))
-        assert all(torch.equal(whole, x) for whole in others[4:])
 
 
 def communicated(rank):
@@ -237,64 +200,3 @@ def test_nothing_is_written_into_nor_lost(worlds):
         assert (a, b) == (2.0, 2.0)
         assert x == pytest.approx(two)
         assert y == [[2.0, 2.0]] * 3
-
-
-X = torch.zeros(3, 4)
-WRONG = {
-    "whole": (
-        lambda: tp.scatter_to_tensor_model_parallel_region(X, [1, 2]),
-        "has 4 rows along dim 1, but sizes sum to 3",
-    ),
-    "shard": (
-        lambda: tp.gather_from_tensor_model_parallel_region(X, [1, 2]),
-        r"has 4 rows along dim 1, but sizes\[.\] is [12]",
-    ),
-    "number of sizes": (
-        lambda: tp.scatter_to_sequence_parallel_region(X, [3]),
-        "sizes must have one entry a rank, 2",
-    ),
-    "no tensor": (
-        lambda: tp.copy_to_tensor_model_parallel_region([1.0]),
-        "tensor must be a torch.Tensor; got list",
-    ),
-    "bool": (
-        lambda: tp.reduce_from_tensor_model_parallel_region(X > 0),
-        "a sum of torch.bool is not defined",
-    ),
-    "flag": (
-        lambda: tp.gather_from_sequence_parallel_region(X, [2, 1]),
-        "tensor_parallel_output_grad must be True or False",
-    ),
-    "dim": (
-        lambda: tp.scatter_to_tensor_model_parallel_region(X, dim=2),
-        "dim=2 is out of range",
-    ),
-    "hidden": (
-        lambda: tp.all_to_all_sp2hp(X, [3, 3], [1, 2]),
-        "split_sizes sum to 3",
-    ),
-}
-
-
-def refused(rank, name):
-    call, text = WRONG[name]
-    with pytest.raises(ArgumentError, match=text):
-        call()
-    return varcomm.all_reduce(torch.ones(1)).item()
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(worlds, name):
-    assert worlds.run(2, refused, name) == [2.0, 2.0]
-
-
-def asking(rank):
-    with pytest.raises(VarcommError, match="refused on rank 1 of 2: tensor must be"):
-        tp.gather_from_tensor_model_parallel_region(X if rank == 0 else None)
-    with pytest.raises(DisagreementError, match="disagree on sizes"), varcomm.debug():
-        tp.gather_from_tensor_model_parallel_region(X, [[4, 4], [5, 4]][rank])
-    return True
-
-
-def test_ranks_that_disagree(worlds):
-    assert worlds.run(2, asking) == [True, True]

@@ -1,5 +1,6 @@
 """Tensor parallelism along one dimension of a mesh, replicas along the other: all of it at once."""
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -8,9 +9,7 @@ import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.test_parallelize import PLAN, VOCABULARY, made
 from varcomm.tensor_parallel import (
-    RandomStreams,
     broadcast_data,
-    checkpoint,
     clip_grad_norm_,
     parallelize,
     shard_spec,
@@ -66,33 +65,6 @@ def trained(rank):
     return failures
 
 
+@pytest.mark.slow
 def test_training_on_a_mesh(worlds):
     assert_none(worlds.run(4, trained))
-
-
-def dropped(rank):
-    """What ranks of the mesh drop, in a function that is run again from pieces of its input."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    streams = RandomStreams(5, mesh["tensor"], data=mesh["data"].get_local_rank())
-    x = torch.ones(101, requires_grad=True)
-
-    def function(x, name):
-        with streams.fork(name):
-            return functional.dropout(x.exp(), 0.5)
-
-    found = []
-    for name in ("replicated", "sharded"):
-        y = checkpoint(function, x, name, distribute_saved_activations=True, group=mesh["tensor"])
-        (gradient,) = torch.autograd.grad(y.sum(), x)
-        assert torch.equal(gradient, y.detach())
-        found.append((gradient > 0).tolist())
-    return found
-
-
-def test_dropout_on_a_mesh(worlds):
-    # ranks 0 and 1 share a model, and so do 2 and 3
-    (a, w), (b, x), (c, y), (d, z) = worlds.run(4, dropped)
-    assert a == b
-    assert c == d
-    assert a != c
-    assert len({tuple(masks) for masks in (a, c, w, x, y, z)}) == 6

@@ -1,26 +1,19 @@
 """How parameters are sharded, marks that stay, and pieces of uneven sizes."""
 
-import copy
-import io
-import pickle
-import re
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import varcomm
-from varcomm import ArgumentError, GroupError, ShardSizes
-from varcomm.sharding import ShardSpec, mark, shard_spec
-from varcomm.tensor_parallel.sharding import ShardedModule, param_is_not_tensor_parallel_duplicate
-from varcomm.tensor_parallel.splitting import (
+from tests.worlds import WORLDS
+from varcomm import ShardSizes
+from varcomm.sharding import ShardSpec
+from varcomm.tensor_parallel.mappings import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_chunks,
     vocab_range,
 )
 from varcomm.testing import gradcheck, gradgradcheck
-from varcomm.transport.group import resolve
 
 BLOCKS = {
     1: [[[4]], [[3], [0], [2]]],
@@ -65,8 +58,8 @@ def sharded_and_back(rank, ranks, dim):
     return failures
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_shard_and_gather(worlds, ranks, dim):
     assert worlds.run(ranks, sharded_and_back, ranks, dim) == [[]] * ranks
 
@@ -90,126 +83,6 @@ def test_gather_is_one_all_gather_and_differentiable(worlds):
     ]
 
 
-def in_subgroup(rank):
-    members = [1, 2]
-    group = dist.new_group(members)
-    if rank not in members:
-        return None
-    spec = ShardSpec.of([1, 3], group=group)
-    own = torch.full((spec.local,), rank)
-    first = param_is_not_tensor_parallel_duplicate(torch.zeros(2), group)
-    whole, piece = spec.gather(own).tolist(), split_tensor_into_1d_chunks(torch.arange(3), group)
-    return whole, piece.tolist(), gather_split_1d_tensor(piece, group=group).tolist(), first
-
-
-def test_subgroup_without_rank_0(worlds):
-    none, first, second = worlds.run(3, in_subgroup)
-    assert none is None
-    assert first == ([1, 2, 2, 2], [0, 1], [0, 1, 2], True)
-    assert second == ([1, 2, 2, 2], [2], [0, 1, 2], False)
-
-
-class Layer(ShardedModule):
-    def __init__(self):
-        super().__init__()
-        self.spec = ShardSpec.of([2, 1])
-        self.weight = mark(torch.nn.Parameter(torch.ones(self.spec.local, 4)), self.spec)
-        self.register_parameter("none", None)
-        self.bias = torch.nn.Parameter(torch.zeros(4))
-
-
-def marks(rank):
-    model = torch.nn.Sequential(Layer())
-    spec = model[0].spec
-    alike = copy.deepcopy(model)
-    moved = copy.deepcopy(alike).to(torch.float64)
-    models = [model, alike, moved, moved.to("meta"), moved.to_empty(device="cpu")]
-    sharded = [shard_spec(m[0].weight) is spec for m in models]
-    replicated = [shard_spec(m[0].bias) is None for m in models]
-    counted = [param_is_not_tensor_parallel_duplicate(p) for p in model.parameters()]
-    alone = alike[0].weight is not model[0].weight and type(alike[0].weight) is torch.nn.Parameter
-    return all(sharded), all(replicated), alone, counted
-
-
-def test_marks_stay(worlds):
-    """The type stays Parameter: torch's optimizers take their fast path for no other."""
-    assert worlds.run(2, marks) == [
-        (True, True, True, [True, True]),
-        (True, True, True, [True, False]),
-    ]
-
-
-def saved(rank):
-    layer = Layer()
-    file = io.BytesIO()
-    torch.save([layer.state_dict(), layer.state_dict(keep_vars=True)], file)
-    file.seek(0)
-    plain, kept = torch.load(file, weights_only=True)
-    try:
-        pickle.dumps(layer)
-    except GroupError as error:
-        refused = str(error)
-    return plain["weight"].shape, shard_spec(kept["weight"]), list(plain), refused
-
-
-def test_state_dicts_know_nothing_of_marks(worlds):
-    for rank, (shape, spec, names, refused) in enumerate(worlds.run(2, saved)):
-        assert (tuple(shape), spec, names) == ((2 - rank, 4), None, ["weight", "bias"])
-        assert re.search(r"tied to the ranks of its group .* Keep state_dict\(\)", refused)
-
-
-BAD = {
-    "blocks": (lambda: ShardSpec.of([[1, 2], [3]]), "sizes must have one entry a rank, 2; got 1"),
-    "sizes": (lambda: ShardSpec.of([1, -2]), "sizes must not be negative"),
-    "no sizes": (lambda: ShardSpec.of([]), "sizes must have one entry a rank, 2; got 0"),
-    "dim": (lambda: ShardSpec.of([1, 2], -1), "dim of a ShardSpec must be an int that is not neg"),
-    "whole": (
-        lambda: ShardSpec.of([1, 2]).shard(torch.zeros(4)),
-        r"the whole has 3 rows along dim 0; got a tensor of shape \(4,\)",
-    ),
-    "no whole": (lambda: ShardSpec.of([1, 2]).shard(3), "whole must be a torch.Tensor; got int"),
-    "part": (
-        lambda: ShardSpec.of([1, 2], 1).gather(torch.zeros(3, 3)),
-        r"the part of rank . of 2 has . rows along dim 1; got a tensor of shape \(3, 3\)",
-    ),
-    "mark": (
-        lambda: mark(torch.nn.Parameter(torch.zeros(3)), ShardSpec.of([1, 2])),
-        r"the part of rank . of 2 has . rows along dim 0; got a tensor of shape \(3,\)",
-    ),
-    "last dim": (
-        lambda: split_tensor_along_last_dim(torch.zeros(2, 3), [2, 2]),
-        r"sizes \[2, 2\] sum to 4, but the tensor of shape \(2, 3\) has 3 columns",
-    ),
-    "no tensor": (
-        lambda: split_tensor_into_1d_chunks([1.0]),
-        "split_tensor_into_1d_chunks on rank . of 2: tensor must be a torch.Tensor; got list",
-    ),
-    "piece": (
-        lambda: gather_split_1d_tensor(torch.zeros(2, 2)),
-        r"piece must have one dimension; got shape \(2, 2\)",
-    ),
-    "numel": (
-        lambda: gather_split_1d_tensor(torch.zeros(4), 5),
-        r"has 4 rows along dim 0, but sizes\[.\] is . \(sizes \[3, 2\]\)",
-    ),
-    "rank": (lambda: vocab_range([1, 2], 2), "rank must be a rank of the group, 0...1; got 2"),
-}
-
-
-def called_wrongly(rank, name):
-    try:
-        BAD[name][0]()
-    except ArgumentError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_wrong_use(worlds, name):
-    for answer in worlds.run(2, called_wrongly, name):
-        assert re.search(BAD[name][1], answer), answer
-
-
 def pieces(rank, ranks):
     answers = []
     for shape in ((), (0,), (2, 3), (7, 1, 2)):
@@ -231,7 +104,7 @@ def pieces(rank, ranks):
     return answers
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_pieces_of_elements(worlds, ranks):
     for answers in worlds.run(ranks, pieces, ranks):
         assert answers == [True] * 24
@@ -249,11 +122,3 @@ def test_parts_of_the_last_dimension():
 
 def test_ranges_of_ids():
     assert [vocab_range([5, 0, 3], rank) for rank in range(3)] == [(0, 5), (5, 5), (5, 8)]
-
-
-def of_group(rank):
-    return ShardSpec(resolve(None), 0, (ShardSizes([1, 2]),)) == ShardSpec.of([1, 2])
-
-
-def test_specs_compare(worlds):
-    assert worlds.run(2, of_group) == [True, True]

@@ -26,7 +26,7 @@ from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.sharding.files import FolderSave, check_cover, new_token
 from varcomm.transport.agreement import on_all_ranks
-from varcomm.transport.aside import aside
+from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import GroupLike
 
 __all__ = ["PendingSave", "finish_pending", "save"]

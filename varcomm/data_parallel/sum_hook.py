@@ -16,8 +16,8 @@ from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, de
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
-from varcomm.transport.group import Group, GroupLike, resolve
 from varcomm.transport.auxiliary_group import weakly
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["sum_hook"]
 

@@ -2,9 +2,7 @@
 
 from varcomm.sharding import ShardSpec, shard_spec
 from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
-from varcomm.tensor_parallel.buffers import Buffers
-from varcomm.tensor_parallel.checkpoint import checkpoint
-from varcomm.tensor_parallel.checkpoint_without_output import CheckpointWithoutOutput
+from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
 from varcomm.tensor_parallel.cross_entropy import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -17,7 +15,8 @@ from varcomm.tensor_parallel.embedding import (
     vocab_parallel_embedding,
 )
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
-from varcomm.tensor_parallel.inference import norm_column_linear, row_linear_norm
+from varcomm.tensor_parallel.inference import Buffers, norm_column_linear, row_linear_norm
+from varcomm.tensor_parallel.layout import param_is_not_tensor_parallel_duplicate
 from varcomm.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -32,22 +31,18 @@ from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    gather_split_1d_tensor,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
-)
-from varcomm.tensor_parallel.parallelize import parallelize
-from varcomm.tensor_parallel.random import RandomStreams
-from varcomm.tensor_parallel.sequence import sequence_parallel
-from varcomm.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
-from varcomm.tensor_parallel.splitting import (
-    gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_chunks,
     vocab_range,
 )
+from varcomm.tensor_parallel.parallelize import parallelize, sequence_parallel
+from varcomm.tensor_parallel.random import RandomStreams
 
 __all__ = [
     "Buffers",

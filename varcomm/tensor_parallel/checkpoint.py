@@ -1,28 +1,38 @@
-"""Compute activations again in backward, rather than keep them."""
+"""Activation checkpointing: compute activations again in backward instead of keeping them."""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.autograd import uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.sizes import ShardSizes
+from varcomm.tensor_parallel.mappings import split_tensor_into_1d_chunks
 from varcomm.tensor_parallel.random import Replay
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["checkpoint", "run_again_in_backward"]
+__all__ = ["CheckpointWithoutOutput", "checkpoint"]
 
 T = TypeVar("T")
+Outputs = TypeVar("Outputs", bound="torch.Tensor | tuple[torch.Tensor, ...]")
+
+_NAME = "CheckpointWithoutOutput"
+_CALLS = "a checkpoint runs calls again, not a graph; compile inside of it"
 
 
-@uncompiled("what is computed again in backward are calls, not a graph; compile inside of it")
+@uncompiled(_CALLS)
 def checkpoint(
     function: Callable[..., T],
     *args: Any,
@@ -30,48 +40,41 @@ def checkpoint(
     group: GroupLike = None,
     **kwargs: Any,
 ) -> T:
-    """Call `function`, and keep for backward only its arguments; it is run again there.
+    """Call `function`, keep only its arguments, and run it again in backward.
 
-    This is torch's non-reentrant checkpoint, where dropout in blocks of
-    :meth:`RandomStreams.fork` is the same in both runs as well. Nothing is to be passed for that.
+    This is torch's non-reentrant checkpoint, and blocks of :meth:`RandomStreams.fork` draw the same
+    numbers in both runs.
 
     Parameters
     ----------
     function : callable
         Does the same each time it is called, collectives included.
     *args, **kwargs
-        What it is called with.
+        Arguments of `function`.
     distribute_saved_activations : bool
         Assume that the first argument, a tensor, is replicated, and keep a balanced ``1 / P`` of
-        its elements on each rank, a copy. They are gathered before `function` is run again.
+        its elements on each rank. They are gathered before `function` runs again.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks among which it is distributed; None is the whole world. Not used otherwise.
+        Ranks that share the first argument; None is the whole world.
 
     Returns
     -------
     object
-        What `function` returns. Derivatives of any order are those without a checkpoint.
+        The result of `function`, with the same derivatives of any order.
 
     Raises
     ------
     ArgumentError
-        If the first argument is to be distributed and is no dense tensor, or `function` forks other
-        streams when it is run again. What else torch's checkpoint finds to differ between runs
-        raises its own CheckpointError.
+        If `function` is not callable, the first argument should be distributed and is no dense
+        tensor, or `function` forks other streams when it runs again.
 
     Notes
     -----
-    Communication: none in forward, beside what `function` does; with
-    `distribute_saved_activations` each backward begins with :func:`varcomm.all_gather_v` of the
-    pieces, in which each rank receives every other piece once. What `function` exchanges is
-    exchanged again.
+    Communication: that of `function`, twice; with `distribute_saved_activations` each backward
+    begins with :func:`varcomm.all_gather_v` of the pieces.
 
-    `function` is run again to its end. torch would stop at the last tensor that is needed, and
-    ranks that keep other tensors would stop before a collective where others wait for them.
-
-    Method: Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016;
-    the distribution is that of Korthikanti et al., "Reducing Activation Recomputation in Large
-    Transformer Models", 2022.
+    `function` runs again to its end. torch would stop at the last tensor that is needed, and ranks
+    that need other tensors would stop before a collective in which other ranks wait.
 
     In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
 
@@ -97,56 +100,249 @@ def checkpoint(
         with checking("checkpoint", ranks) as where:
             checked_tensor(args[0] if args else None, where, "the first argument")
     if ranks is None or ranks.size == 1 or not torch.is_grad_enabled():
-        return run_again_in_backward(lambda *own: function(*own, **kwargs), args)
+        return _run_again_in_backward(lambda *own: function(*own, **kwargs), args)
     whole, *others = args
-    piece = _Piece(whole, ranks)
-    whole_at_first = [whole]  # no argument, which would be kept
+    gathered = _gather_of(whole, ranks)
+    first = [whole]  # not an argument, which torch's checkpoint would keep
 
-    def run(values: torch.Tensor, *others: Any) -> T:
-        x = whole_at_first.pop() if whole_at_first else piece.gathered(values)
-        return function(x, *others, **kwargs)
+    def run(piece: torch.Tensor, *others: Any) -> T:
+        return function(first.pop() if first else gathered(piece), *others, **kwargs)
 
-    return run_again_in_backward(run, (piece.taken(whole), *others))
+    with torch.no_grad():
+        piece = split_tensor_into_1d_chunks(whole, ranks.process_group)
+    return _run_again_in_backward(run, (piece, *others))
 
 
-def run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """Apply torch's checkpoint to what draws from streams."""
-    replay = Replay()
+def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """Call torch's checkpoint on a function that draws from streams."""
 
-    def run(*args: Any) -> T:
-        with replay.run(), set_checkpoint_early_stop(False):
+    def to_the_end(*args: Any) -> T:
+        with set_checkpoint_early_stop(False):
             return function(*args)
 
     with set_checkpoint_early_stop(False):
+        run = Replay().around(to_the_end)
         return torch_checkpoint(run, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-class _Piece:
-    """What a rank keeps of a replicated tensor: elements in logical order, and the way back."""
+def _gather_of(whole: torch.Tensor, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from this rank's piece to a copy of `whole`, which is not kept."""
+    sizes, requires_grad = ShardSizes.balanced(whole.numel(), group.size), whole.requires_grad
+    like = torch.empty_like(whole, device="meta", requires_grad=False)  # its shape and strides
 
-    def __init__(self, whole: torch.Tensor, group: Group) -> None:
-        self._sizes = ShardSizes.balanced(whole.numel(), group.size)
-        self._group = group
-        self._requires_grad = whole.requires_grad
-        # with the strides of `whole`, where it has no gaps
-        self._like = torch.empty_like(whole, device="meta", requires_grad=False)
-
-    @torch.no_grad()
-    def taken(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of `whole`, without a copy of others if it is contiguous."""
-        mine = self._sizes.range(self._group.rank)
-        row = max(1, whole.numel() // max(1, len(whole))) if whole.dim() else 1
-        whole = whole if whole.dim() else whole.view(1)
-        first, end = mine.start // row, -(-mine.stop // row)
-        values = whole[first:end].reshape(-1).narrow(0, mine.start - first * row, len(mine))
-        return values.clone()
-
-    def gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that equals the whole; collective."""
+    def gathered(piece: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            flat = all_gather_v(values, self._sizes, group=self._group.process_group)
-            whole = flat.view(self._like.shape)
-            if self._like.stride() != whole.stride():
-                strided = flat.new_empty_strided(self._like.shape, self._like.stride())
-                whole = strided.copy_(whole)
-        return whole.requires_grad_(self._requires_grad)
+            flat = all_gather_v(piece, sizes, group=group.process_group).view(like.shape)
+            if like.stride() != flat.stride():
+                flat = flat.new_empty_strided(like.shape, like.stride()).copy_(flat)
+        return flat.requires_grad_(requires_grad)
+
+    return gathered
+
+
+class CheckpointWithoutOutput:
+    """Keep not even a function's output: it is computed again when a gradient needs it.
+
+    An activation that is cheap to compute, and that a matrix product keeps for the gradient of its
+    weight (a norm before a linear), need not stay in memory. Surround the function and the users of
+    its output::
+
+        with CheckpointWithoutOutput() as keep:
+            hidden = keep.checkpoint(norm, x)
+            y = linear(hidden)
+        del hidden
+
+    A tensor that an operation inside the block keeps for backward, and that is the output or a view
+    of it, is replaced by a note. The first gradient that needs it runs the function again, once per
+    backward. A use of the output outside the block keeps it. One block may contain several
+    functions. Streams, collectives and derivatives work as in :func:`checkpoint`.
+
+    Raises
+    ------
+    ArgumentError
+        If the block is entered twice, or :meth:`checkpoint` is called outside of it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.tensor_parallel import CheckpointWithoutOutput
+    >>> x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    >>> with CheckpointWithoutOutput() as keep:
+    ...     y = keep.checkpoint(torch.exp, x) * w
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([2.7183, 2.7183, 2.7183])
+    """
+
+    @uncompiled(_CALLS)
+    def __init__(self) -> None:
+        self._outputs: list[_Output] | None = None
+        self._hooks = saved_tensors_hooks(self._pack, lambda note: note())
+
+    def __enter__(self) -> Self:
+        if self._outputs is not None:
+            raise ArgumentError(f"{_NAME}: this block is open. Make one object for each block.")
+        self._outputs = []
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+        self._outputs = None
+
+    @uncompiled(_CALLS)
+    def checkpoint(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
+        """Call a function whose output is not kept by other operations in this block.
+
+        `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
+        are kept. Raises ArgumentError outside the block, if `function` returns something else, and
+        in backward, if its output has another layout when it runs again.
+        """
+        if self._outputs is None:
+            raise ArgumentError(
+                f"{_NAME}.checkpoint: called outside of its block, where users of the output would "
+                "keep it. Call the function and its users inside."
+            )
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        run = _Run()
+        known = weakref.ref(run)  # the run owns the graph, which owns the function below
+
+        def recorded(*args: Any) -> tuple[Outputs, torch.Tensor]:
+            result = function(*args, **kwargs)
+            if (own := known()) is not None:
+                own.computed(_tensors(result))
+            return result, _kept(torch.empty(0, device="cpu"))
+
+        result, run.anchor = _run_again_in_backward(recorded, args)
+        self._outputs += [_Output(run, i, output) for i, output in enumerate(_tensors(result))]
+        return result
+
+    def _pack(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        for output in self._outputs or ():
+            if output.covers(x):
+                return output.note(x)
+        # kept as outside of this block: by the hooks around it, with torch's own checks
+        self._hooks.__exit__()
+        try:
+            kept = _kept(x.detach())
+        finally:
+            self._hooks.__enter__()
+        return lambda: kept.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+
+
+class _Output:
+    """An output of a run, recognised by its memory, which is not kept."""
+
+    def __init__(self, run: _Run, index: int, output: torch.Tensor) -> None:
+        self._run, self._index = run, index
+        self._output, self._version = weakref.ref(output), output._version
+
+    def covers(self, x: torch.Tensor) -> bool:
+        """Return whether `x` is a view of the output, unchanged since it was computed."""
+        output = self._output()
+        return (
+            output is not None
+            and x.layout == torch.strided
+            and x.dtype == output.dtype
+            and x._version == self._version
+            and not (x.is_conj() or x.is_neg())
+            and 0 != x.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+        )
+
+    def note(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return the function that gets `x` back from the next run."""
+        run, index = self._run, self._index
+        view = x.shape, x.stride(), x.storage_offset()
+        run.uses[index] += 1
+        return lambda: run.output(index).as_strided(*view)
+
+
+class _Run:
+    """The runs of a function, owned by the notes of its outputs."""
+
+    # A tensor whose node asks torch's checkpoint for a saved tensor, so that the function runs.
+    anchor: torch.Tensor
+
+    def __init__(self) -> None:
+        self.uses: Counter[int] = Counter()  # notes per output
+        self._left: Counter[int] = Counter()  # notes per output that this backward has not read
+        self._found: dict[int, torch.Tensor] = {}
+        self._layouts: list[tuple[object, ...]] | None = None
+        self._is_awaited = False
+
+    def computed(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Record the layouts of the first run; keep outputs of a later run that notes await."""
+        layouts: list[tuple[object, ...]] = [
+            (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in outputs
+        ]
+        if self._layouts is None:
+            self._layouts = layouts
+        if layouts != self._layouts:
+            raise ArgumentError(
+                f"{_NAME}: the function's output was {self._layouts} (shape, strides, offset, "
+                f"dtype, device), and {layouts} when it was run again. It must do the same each "
+                "time."
+            )
+        if self._is_awaited:
+            for index, output in enumerate(outputs):
+                if self.uses[index] and index not in self._found:
+                    self._found[index], self._left[index] = output.detach(), self.uses[index]
+
+    def output(self, index: int) -> torch.Tensor:
+        """Return an output, for the last time after as many reads as there are notes."""
+        if index not in self._found:
+            self._is_awaited = True
+            try:
+                _ = self.anchor.grad_fn.saved_tensors  # type: ignore[union-attr]
+            finally:
+                self._is_awaited = False
+        if index not in self._found:
+            raise ArgumentError(
+                f"{_NAME}: the output is needed after the function's own gradient was computed. "
+                "Only a function on another device can be as late. Call it outside of the block."
+            )
+        output = self._found[index]
+        self._left[index] -= 1
+        if self._left[index] == 0:
+            del self._found[index]
+        return output
+
+
+class _Kept(torch.autograd.Function):
+    """A node that keeps a tensor, and takes part in no backward."""
+
+    @staticmethod
+    def forward(leaf: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        return torch.empty_like(leaf)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor whose node in the graph keeps `x`."""
+    with torch.enable_grad():
+        leaf = torch.empty(0, device="cpu", requires_grad=True)
+        return _Kept.apply(leaf, [x])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _tensors(result: object) -> tuple[torch.Tensor, ...]:
+    outputs = result if isinstance(result, tuple) else (result,)
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            raise ArgumentError(
+                f"{_NAME}: the function must return a tensor or a tuple of tensors; got "
+                f"{type(output).__name__}."
+            )
+    return outputs

@@ -1,4 +1,4 @@
-"""The norm of the gradient of a model whose parameters are partly sharded."""
+"""Norm and clipping of the gradients of a model whose parameters are partly sharded."""
 
 from __future__ import annotations
 
@@ -33,38 +33,37 @@ def grad_norm(
     Parameters
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
-        The same on every rank, in the same order. Those that :func:`shard_spec` says are sharded
-        count on each rank, others once: their gradients are assumed to be equal on all. That is
-        ``grad``, or ``main_grad`` of one that has it; one without either counts as zeros.
+        The same on every rank, in the same order. Sharded ones, by :func:`shard_spec`, count on
+        each rank, others once: their gradients are assumed to be identical on all ranks. The
+        gradient is ``main_grad`` of a parameter that has it, otherwise ``grad``; None is zeros.
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that hold shards of the model; None is the whole world.
+        Ranks that hold shards of the model; None is the whole world.
     error_if_nonfinite : bool
-        Raise torch's RuntimeError, on every rank, where the norm is NaN or infinite.
+        Raise torch's RuntimeError, on every rank, if the norm is NaN or infinite.
 
     Returns
     -------
     torch.Tensor
-        A scalar of float64, the same on all ranks, bit for bit.
+        A float64 scalar, bit for bit the same on all ranks.
 
     Raises
     ------
     ArgumentError
-        If `norm_type` is not positive, `parameters` holds what is no tensor, a gradient is sparse,
-        or a parameter is sharded over another group than `group`. A model with several such groups
-        takes a norm for each, and :func:`torch.nn.utils.clip_grads_with_norm_`.
+        If `norm_type` is not positive, a gradient is sparse, or a parameter is sharded over another
+        group. For several groups, compute a norm for each and use
+        :func:`torch.nn.utils.clip_grads_with_norm_`.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if they have other parameters.
+        Inside :func:`varcomm.debug`, on every rank, if parameters differ.
 
     Notes
     -----
-    Gradients narrower than 4 bytes are summed in float32, others in their own dtype, and the norms
-    of parameters and ranks in float64.
+    Gradients narrower than 4 bytes are summed in float32, norms of parameters and ranks in float64.
 
-    Communication: one number of 8 bytes from each rank to every other.
+    Communication: 8 bytes from each rank to every other rank.
 
-    In one process: ``torch.nn.utils.get_total_norm`` of the gradients of the whole model.
+    In one process: ``torch.nn.utils.get_total_norm`` of all gradients.
 
     Examples
     --------
@@ -92,32 +91,27 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that the norm of all of them is at most `max_norm`.
 
-    As :func:`torch.nn.utils.clip_grad_norm_` does for the unsharded model. All ranks scale by the
-    same number, so what is replicated stays equal.
-
     Parameters
     ----------
     parameters, norm_type, group, error_if_nonfinite
-        As in :func:`grad_norm`. With `error_if_nonfinite` gradients are not changed where it
-        raises; else a norm that is not finite makes them NaN or zeros, as torch does.
+        As in :func:`grad_norm`. If the norm is not finite and `error_if_nonfinite` is False,
+        gradients become NaN or zeros, as in torch.
     max_norm : float
-        What the norm is at most afterwards; the same on all ranks.
+        Upper bound of the norm afterwards; identical on all ranks.
 
     Returns
     -------
     torch.Tensor
-        The norm before, as of :func:`grad_norm`.
+        The norm before, as from :func:`grad_norm`.
 
     Raises
     ------
-    ArgumentError
-        If `max_norm` is negative or no number, and as :func:`grad_norm` does.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if `max_norm` or parameters differ.
+    ArgumentError, DisagreementError
+        As in :func:`grad_norm`, and if `max_norm` is negative or differs.
 
     Notes
     -----
-    Communication: as :func:`grad_norm`.
+    Communication: as in :func:`grad_norm`.
 
     In one process: :func:`torch.nn.utils.clip_grad_norm_`.
 
@@ -178,7 +172,7 @@ def _grad_norm(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what backward has added up for a parameter, in ``main_grad`` where it has one."""
+    """Return ``main_grad`` of a parameter that has it, otherwise ``grad``."""
     main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 
@@ -196,9 +190,8 @@ def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -
         checked_tensor(gradient, where, f"the gradient of parameter {index}")
     if gradient is not parameter.grad and parameter.grad is not None:
         raise ArgumentError(
-            f"{where}parameter {index} has a part of its gradient in grad and one in main_grad, as "
-            "an embedding and a head that are tied give it. Add grad to main_grad, and set grad to "
-            "None."
+            f"{where}parameter {index} has gradients in both grad and main_grad, as a tied "
+            "embedding and head do. Add grad to main_grad, and set grad to None."
         )
     spec = shard_spec(parameter)
     if spec is not None and spec.group != group:
@@ -212,12 +205,12 @@ def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -
 def _checked_number(value: object, name: str, where: str, least: float | None = None) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and not isnan(value)
     if not number or (value <= 0 if least is None else value < least):  # type: ignore[operator]
-        kind = "positive" if least is None else "not negative"
-        raise ArgumentError(f"{where}{name} must be a number that is {kind}; got {value!r}.")
+        kind = "positive" if least is None else "non-negative"
+        raise ArgumentError(f"{where}{name} must be a {kind} number; got {value!r}.")
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:
-    """Return each parameter once, since tied ones have one gradient."""
+    """Return each parameter once; tied parameters share one gradient."""
     if isinstance(parameters, torch.nn.Module):
         return list(parameters.parameters())
     if isinstance(parameters, torch.Tensor):

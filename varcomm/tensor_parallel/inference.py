@@ -1,15 +1,15 @@
 """Fused paths of inference: a norm before a column-parallel product, or after a row-parallel one.
 
-They give what the layers one after the other give, by the same operations in the same order, and
-keep nothing for a backward. Norms, sums and residuals are computed for a few rows at a time, so
-that these are in a cache from the first step to the last, and what they need on the way is small.
-Messages arrive where the next step reads them.
+They return the bits of the separate layers, and keep nothing for backward. Norms, sums and
+residuals are computed for a few rows at a time, which stay in a cache, and messages arrive where
+the next step reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import nn
@@ -22,15 +22,15 @@ from varcomm.ops.autograd import begin, uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import sum_in_rank_order
-from varcomm.tensor_parallel.buffers import Buffers
-from varcomm.tensor_parallel.linear.functional import (
+from varcomm.tensor_parallel.linear import (
     as_rows,
     autocast,
     checked_operands,
     checked_sequence,
     flattened,
+    multiplied,
+    multiplied_while_gathered,
 )
-from varcomm.tensor_parallel.linear.overlap import multiplied, multiplied_while_gathered
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import GroupLike, resolve
 
@@ -38,12 +38,69 @@ __all__ = ["Buffers", "norm_column_linear", "row_linear_norm"]
 
 Norm = nn.LayerNorm | nn.RMSNorm
 
-# Of rows that are computed together: small enough for a cache, unless there are many.
+# Bytes of rows that are computed together, which fit a cache, and the largest number of pieces.
 _PIECE = 256 * 1024
 _MOST_PIECES = 16
 
+_IN_PLACE = "it writes into the caller's buffers, which a graph does not"
 
-@uncompiled("it writes into memory that the caller keeps, which graphs do not")
+
+class Buffers:
+    """Memory for results and temporaries of fused calls, kept by the caller.
+
+    .. warning::
+       A result lives in its buffers, and is **valid until the next call with the same buffers,
+       which overwrites it.** Clone what you keep.
+
+    Make one for each place in a program that calls; layers in a loop may share it if no result of
+    one layer is used at the same place of the next. The first call allocates; later calls allocate
+    only if they need more memory, another device, or enter :class:`torch.inference_mode`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import Buffers, norm_column_linear
+    >>> def fn(rank):
+    ...     norm, buffers = torch.nn.RMSNorm(2), Buffers()
+    ...     with torch.inference_mode():
+    ...         first = norm_column_linear(torch.ones(1, 2), norm, torch.eye(2), buffers=buffers)
+    ...         again = norm_column_linear(-torch.ones(1, 2), norm, torch.eye(2), buffers=buffers)
+    ...     return first is not again, first.tolist()  # overwritten
+    >>> varcomm.launch(fn, 1)
+    [(True, [[-1.0, -1.0]])]
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def take(
+        self, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return uninitialised memory, the same one for a role while it is large enough."""
+        nbytes = prod(shape) * dtype.itemsize
+        memory = self._memory.get(role)
+        if (
+            memory is None
+            or memory.nbytes < nbytes
+            or memory.device != device
+            # outside of inference mode, its tensors cannot be written
+            or memory.is_inference() != torch.is_inference_mode_enabled()
+        ):
+            self._memory.pop(role, None)  # frees it before the new one is allocated
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._memory[role] = memory
+        return memory[:nbytes].view(dtype).view(*shape)
+
+    def hold(self, tensor: torch.Tensor) -> str | None:
+        """Return the role whose memory `tensor` uses, or None."""
+        place = tensor.untyped_storage().data_ptr()
+        for role, memory in self._memory.items():
+            if place and memory.untyped_storage().data_ptr() == place:
+                return role
+        return None
+
+
+@uncompiled(_IN_PLACE)
 def norm_column_linear(
     x: torch.Tensor,
     norm: Norm,
@@ -54,27 +111,25 @@ def norm_column_linear(
     buffers: Buffers | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Assume that `x` is replicated or a part of a sequence; norm it, and compute own columns.
+    """Assume that `x` is replicated or a part of a sequence; norm it, and compute own outputs.
 
     Equal to ``column_parallel_linear(norm(x), weight, bias, sequence_sizes=...)``, bit for bit.
 
     Parameters
     ----------
     x : torch.Tensor
-        Floats ``(*F, K)``, the same on all ranks; with `sequence_sizes`
-        ``(sequence_sizes[rank], *F, K)``, other ones on each.
+        Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
+        ``(sequence_sizes[rank], *F, K)``.
     norm : torch.nn.LayerNorm or torch.nn.RMSNorm
         Over the last dimension, replicated.
-    weight : torch.Tensor
-        This rank's rows of the weight, ``(n, K)``.
-    bias : torch.Tensor, optional
-        This rank's part of the bias, ``(n,)``.
+    weight, bias : torch.Tensor, torch.Tensor or None
+        This rank's rows of the weight, ``(n, K)``, and of the bias, ``(n,)``.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `x` on each rank, zeros allowed: sequence parallelism.
+        Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
     buffers : Buffers, optional
         Memory for the result, which the next call with it overwrites.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
 
     Returns
     -------
@@ -84,28 +139,24 @@ def norm_column_linear(
     Raises
     ------
     ArgumentError
-        Before any communication, if arguments do not fit on this rank, or one of them requires a
-        gradient and autograd is not off.
+        Before any communication, if arguments do not fit, or one of them requires a gradient.
 
     Notes
     -----
-    Communication: with `sequence_sizes` each rank receives the other rows, normed, while it
-    multiplies its own; else none.
+    Communication: with `sequence_sizes` each rank receives the other normed rows while it
+    multiplies its own; otherwise none.
 
-    Memory: the normed input and the result, in `buffers`, and on the way 256 KiB or a sixteenth of
-    the rows.
-
-    Where torch's norm of a row depends on how many there are, results are equal to rounding only:
-    on GPUs, for `x` that is not contiguous, and for rows of 32,768 values and more on several
+    Memory: the normed input and the result, in `buffers`, and temporaries of 256 KiB or a sixteenth
+    of the rows. Results are equal to rounding only if torch's norm of a row depends on the number
+    of rows: on GPUs, for non-contiguous `x`, and for rows of 32,768 values and more on several
     threads.
 
-    In one process: ``torch.nn.functional.linear(norm(x), weight, bias)``, of which each rank has
-    columns.
+    In one process: this rank's columns of ``torch.nn.functional.linear(norm(x), weight, bias)``.
 
     Examples
     --------
     >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.inference import norm_column_linear
+    >>> from varcomm.tensor_parallel import norm_column_linear
     >>> def fn(rank):
     ...     weight = torch.arange(6.0).view(3, 2).split([1, 2])[rank]
     ...     with torch.inference_mode():
@@ -138,7 +189,7 @@ def norm_column_linear(
     return y.view(sum(sequence), *x.shape[1:-1], columns)
 
 
-@uncompiled("it writes into memory that the caller keeps, which graphs do not")
+@uncompiled(_IN_PLACE)
 def row_linear_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -153,60 +204,47 @@ def row_linear_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Assume that `x` is sharded along its last dimension; sum products, add the residual, norm.
 
-    Equal to ``residual + row_parallel_linear(x, weight, bias, sequence_sizes=...)``, and the norm
-    of that gathered, bit for bit.
+    Equal to ``residual + row_parallel_linear(x, weight, bias, sequence_sizes=...)``, and its
+    gathered norm, bit for bit.
 
     Parameters
     ----------
-    x : torch.Tensor
-        Floats ``(sum(sequence_sizes), *F, k)``: this rank's columns of the input.
-    weight : torch.Tensor
-        This rank's columns of the weight, ``(N, k)``.
+    x, weight : torch.Tensor
+        This rank's columns of the input, ``(sum(sequence_sizes), *F, k)``, and of the weight,
+        ``(N, k)``.
     bias : torch.Tensor or None
-        The whole bias, ``(N,)``, replicated; added once.
+        The full bias, ``(N,)``, replicated and added once.
     residual : torch.Tensor
-        This rank's rows, ``(sequence_sizes[rank], *F, N)``. What the call before has returned with
-        the same `buffers` is added to in place; no other one is changed.
-    norm : torch.nn.LayerNorm or torch.nn.RMSNorm
-        Over the last dimension, replicated.
-    sequence_sizes : sequence of int
-        Rows of the output's first dimension for each rank, zeros allowed.
+        This rank's rows, ``(sequence_sizes[rank], *F, N)``. A residual that the previous call
+        returned with the same `buffers` is updated in place; no other is changed.
     gather : bool
-        Return the normed rows of all ranks; else this rank's own.
-    buffers : Buffers, optional
-        Memory for the results, which the next call with it overwrites.
-    group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Return the normed rows of all ranks; otherwise this rank's only.
+    norm, sequence_sizes, buffers, group
+        As in :func:`norm_column_linear`; `sequence_sizes` are the output's rows per rank.
 
     Returns
     -------
     normed : torch.Tensor
-        ``(sum(sequence_sizes), *F, N)``, replicated; without `gather` this rank's rows of it.
+        ``(sum(sequence_sizes), *F, N)``, replicated; without `gather` this rank's rows.
     residual : torch.Tensor
         This rank's rows of the sum, ``(sequence_sizes[rank], *F, N)``.
 
     Raises
     ------
     ArgumentError
-        Before any communication, if arguments do not fit on this rank, or one of them requires a
-        gradient and autograd is not off.
+        As in :func:`norm_column_linear`.
 
     Notes
     -----
-    Communication: a reduce-scatter of the product, summed in rank order, bf16 and fp16 in fp32 with
-    one rounding; and an all-gather of the normed rows. Without `gather`, :func:`norm_column_linear`
-    and :func:`column_parallel_linear` are what gathers them, while they multiply.
+    Communication: a reduce-scatter of the product, summed in rank order, and an all-gather of the
+    normed rows. Without `gather`, :func:`norm_column_linear` gathers while it multiplies.
 
-    Memory: the product, later the normed rows; what each rank sends of it; and the sum, all in
-    `buffers`. On the way as in :func:`norm_column_linear`, whose words on rounding hold here too.
-
-    In one process: ``residual + torch.nn.functional.linear(x, weight, bias)``, and the norm of
-    that.
+    In one process: ``residual + torch.nn.functional.linear(x, weight, bias)``, and its norm.
 
     Examples
     --------
     >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.inference import row_linear_norm
+    >>> from varcomm.tensor_parallel import row_linear_norm
     >>> def fn(rank):
     ...     x, weight, norm = torch.ones(2, 1), torch.ones(4, 1), torch.nn.RMSNorm(4, eps=0.0)
     ...     with torch.inference_mode():
@@ -223,7 +261,7 @@ def row_linear_norm(
         checked_operands(x, weight, bias, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
         if sequence is None:
-            raise ArgumentError(f"{where}sequence_sizes are needed, one int a rank; got None.")
+            raise ArgumentError(f"{where}sequence_sizes must be one int per rank; got None.")
         own = (sequence[ranks.rank], *x.shape[1:-1], weight.shape[0])
         checked_tensor(residual, where, "residual")
         if residual.shape != own or residual.device != x.device:
@@ -333,7 +371,6 @@ def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], where: str) -> None:
-    """Raise ArgumentError where somebody waits for a derivative that is not kept."""
     for name, operand in operands.items():
         tensors = list(operand.parameters()) if isinstance(operand, nn.Module) else [operand]
         for tensor in tensors:
@@ -341,16 +378,13 @@ def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], w
                 continue
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise ArgumentError(
-                    f"{where}{name} requires a gradient, and nothing is kept for it here. Call "
-                    "this under torch.inference_mode() or torch.no_grad(), or use the layers."
+                    f"{where}{name} requires a gradient, which is not computed here. Call this "
+                    "under torch.inference_mode() or torch.no_grad(), or use the layers."
                 )
-            if (
-                torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-                or forward_ad.unpack_dual(tensor).tangent is not None
-            ):
+            if forward_ad.unpack_dual(tensor).tangent is not None:
                 raise ArgumentError(
-                    f"{where}{name} is seen through torch.func or forward-mode differentiation, "
-                    "of which nothing is kept here. Use the layers."
+                    f"{where}{name} carries a forward-mode tangent, which is not computed here. "
+                    "Use the layers."
                 )
 
 

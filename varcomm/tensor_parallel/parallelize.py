@@ -1,24 +1,27 @@
-"""``parallelize``: the layers of a model that is there become parallel ones, in place."""
+"""Parallel layers and norms inside an existing model: ``parallelize`` and ``sequence_parallel``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from varcomm.errors import ArgumentError
+from varcomm.ops.digest import digest
 from varcomm.sharding import shard_spec
-from varcomm.tensor_parallel.agreement import agree_on_layer
 from varcomm.tensor_parallel.embedding import VocabParallelEmbedding
+from varcomm.tensor_parallel.layout import agreed
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from varcomm.tensor_parallel.sequence import agreed_parameters, change
+from varcomm.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from varcomm.transport.agreement import agree, on_all_ranks
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize", "sequence_parallel"]
 
+M = TypeVar("M", bound=nn.Module)
 Make = Callable[[Any], nn.Module]
 
 _WHAT = "parallelize"
@@ -31,48 +34,45 @@ def parallelize(
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> nn.Module:
-    """Replace layers of a model by parallel ones, in place, chosen by the patterns of their names.
+    """Replace layers of a model by parallel ones, in place, by patterns of their names.
 
-    Collective: every rank calls it with the same model, and all raise if one has to; then nothing
-    has been replaced.
+    Collective: every rank passes the same model. If one rank fails, all raise, and nothing is
+    replaced.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The same on all ranks, weights included.
+        Identical on all ranks, weights included.
     plan : mapping of str to str or callable
-        From names as :meth:`torch.nn.Module.named_modules` has them, in which ``*``, ``?`` and
-        ``[...]`` stand for what they do in a shell, to what such modules become: ``"column"`` and
-        ``"row"`` of Linear, ``"embedding"`` of Embedding, ``"sequence"`` for
-        :func:`sequence_parallel`, or a function of the module that returns another. For other sizes
-        than balanced ones that is, say,
+        From names as in :meth:`torch.nn.Module.named_modules`, with shell wildcards (``*``, ``?``,
+        ``[...]``), to ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding,
+        ``"sequence"`` for :func:`sequence_parallel`, or a function from the module to its
+        replacement, for example
         ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
-        match some module, and no module two.
+        match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
-        Sequence parallelism: what ``"column"``, ``"row"`` and ``"embedding"`` layers are made with.
+        Passed to ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
 
     Returns
     -------
     torch.nn.Module
-        `module`, or, if a pattern is ``""``, what it became.
+        `module` or, if a pattern is ``""``, its replacement.
 
     Raises
     ------
     ArgumentError
-        On every rank, if the plan does not fit the model, or would part a weight that two of its
-        modules share.
+        On every rank, if the plan does not fit the model, or would separate a shared weight.
     DisagreementError
         On every rank, if models or plans differ.
 
     Notes
     -----
     Modules in several places are replaced in all of them. Parameters that modules share, as tied
-    embeddings and heads do, are shared afterwards; so they have to be sharded alike.
+    embeddings and heads do, stay shared; so they must be sharded identically.
 
-    Communication: short messages, by which ranks agree and compare digests of plans and weights;
-    each rank keeps its part of weights that it has. No weight travels.
+    Communication: short messages with digests of plans and weights. No weight travels.
 
     In one process: `module` as it is.
 
@@ -99,7 +99,7 @@ def parallelize(
         chosen.update(_chosen(module, plan))
         return {"modules": {name: _named(how) for name, (_, how) in chosen.items()}}
 
-    agree_on_layer(_WHAT, check, ranks)
+    agreed(_WHAT, check, ranks)
     options: dict[str, Any] = {"group": group}
     in_parts = options | {"sequence_sizes": sequence_sizes}
     makers: dict[str, Make] = {
@@ -111,7 +111,7 @@ def parallelize(
     in_place: list[tuple[nn.Module, list[str]]] = []
     for name, (layer, how) in chosen.items():
         if how == "sequence":
-            in_place.append((layer, agreed_parameters(layer, ranks)))
+            in_place.append((layer, _agreed_parameters(layer, ranks)))
         else:
             made[id(layer)] = _made(name, layer, how if callable(how) else makers[how], ranks)
 
@@ -119,9 +119,9 @@ def parallelize(
         _tied(module, made)
         return {"what modules become": [type(layer).__name__ for layer in made.values()]}
 
-    agree_on_layer(_WHAT, alike, ranks)
+    agreed(_WHAT, alike, ranks)
     for layer, names in in_place:
-        change(layer, names, ranks)
+        _change(layer, names, ranks)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if id(child) in made:
@@ -130,7 +130,7 @@ def parallelize(
 
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
-    """Return the modules that a plan is for, each once, by the first of its names."""
+    """Return the modules that a plan matches, each once, by the first of its names."""
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
     if not isinstance(plan, Mapping):
@@ -169,27 +169,23 @@ def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
 
 
 def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
-    """Return what a module becomes, and let other ranks know where that fails on this one."""
+    """Return a module's replacement; if making it fails on this rank, all ranks raise."""
     try:
         new = make(layer)
         if not isinstance(new, nn.Module):
             raise ArgumentError(
-                f"what {name!r} becomes must be a torch.nn.Module; got {type(new).__name__}."
+                f"the replacement of {name!r} must be a torch.nn.Module; got {type(new).__name__}."
             )
-    except Exception as error:
-        if not on_all_ranks(error):
-            _tell(error, group)
+    except Exception as caught:
+        error = caught
+
+        def fail() -> None:
+            raise error
+
+        if not on_all_ranks(error):  # the other ranks are in an agreement, or about to be
+            agree(_WHAT, fail, group)
         raise
     return new
-
-
-def _tell(error: Exception, group: Group) -> None:
-    """Raise an error of this rank's on all, which are in, or about to come to, an agreement."""
-
-    def fail() -> None:
-        raise error
-
-    agree(_WHAT, fail, group)
 
 
 def _named(how: str | Make) -> str:
@@ -225,3 +221,102 @@ def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
                 )
         for layer, name in new[1:]:
             layer._parameters[name] = first
+
+
+def sequence_parallel(module: M, group: GroupLike = None) -> M:
+    """Sum the gradients of a module's parameters over ranks with different parts of a sequence.
+
+    The parameters are replicated, but each rank uses them for other rows, so their gradients are
+    partial. The module is changed in place: in its ``forward``, parameters are read through
+    :func:`copy_to_tensor_model_parallel_region`. Its state dict and optimizers stay valid.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A module whose ``forward`` reads its own parameters by name, as LayerNorm and RMSNorm do.
+        Parameters of submodules are not included.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.nn.Module
+        `module` itself.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if `module` is no module on one of them, or is sequence-parallel already.
+    DisagreementError
+        On every rank, if parameters differ.
+
+    Notes
+    -----
+    Communication: in backward an all-reduce per parameter. Do not sum these gradients again.
+
+    In one process: `module` as it is.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import sequence_parallel
+    >>> def fn(rank):
+    ...     norm = sequence_parallel(torch.nn.RMSNorm(2, eps=0.0))
+    ...     norm(torch.ones(rank + 1, 2)).sum().backward()
+    ...     return norm.weight.grad.tolist()
+    >>> varcomm.launch(fn, 2)
+    [[3.0, 3.0], [3.0, 3.0]]
+    """
+    ranks = resolve(group)
+    _change(module, _agreed_parameters(module, ranks), ranks)
+    return module
+
+
+def _agreed_parameters(module: Any, group: Group) -> list[str]:
+    """Return the names of a module's parameters, which are identical on all ranks; collective."""
+
+    def check() -> dict[str, object]:
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
+        if isinstance(module, _SequenceParallel):
+            raise ArgumentError(
+                f"the gradients of this {type(module).__name__} are summed already. Do it once."
+            )
+        params = {name: p for name, p in module._parameters.items() if p is not None}
+        return {name: (digest(p), p.requires_grad) for name, p in params.items()}
+
+    return list(agreed("sequence_parallel", check, group)[0])
+
+
+def _change(module: nn.Module, names: Iterable[str], group: Group) -> None:
+    """Give a module the class that reads these parameters through a mapping."""
+    kind = type(module)
+    readers: dict[str, Any] = {name: _reader(name, group) for name in names}
+    module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), readers)
+
+
+class _SequenceParallel(nn.Module):
+    """Base class of changed modules, which marks the time of their forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.__dict__.get(_COMPUTES, False)
+        self.__dict__[_COMPUTES] = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__[_COMPUTES] = before
+
+
+# Set while a module is in its forward; all other readers of a parameter get the parameter itself.
+_COMPUTES = "_varcomm_computes"
+
+
+def _reader(name: str, group: Group) -> property:
+    def read(module: nn.Module) -> torch.Tensor | None:
+        parameter = module._parameters[name]
+        computes = module.__dict__.get(_COMPUTES, False) and torch.is_grad_enabled()
+        if parameter is None or not computes:
+            return parameter
+        return copy_to_tensor_model_parallel_region(parameter, group=group.process_group)
+
+    return property(read)

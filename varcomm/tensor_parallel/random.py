@@ -1,45 +1,51 @@
-"""Named streams of random numbers: which ranks draw alike, and which do not."""
+"""Named streams of random numbers, identical on all ranks or different on each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError
 from varcomm.ops.autograd import uncompiled
 from varcomm.sizes import exact_int
-from varcomm.transport.agreement import share
+from varcomm.tensor_parallel.layout import agreed
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["RandomStreams", "Replay"]
+
+T = TypeVar("T")
 
 # The states of a stream, by kind of device.
 States = dict[str, torch.Tensor]
 
 _KINDS = ("cpu", "cuda")
 
+# Directory of torch, whose own frames may lie between a checkpoint and the function that it calls.
+_TORCH = torch.__path__[0]
+
 
 class RandomStreams:
-    """Streams of random numbers, each with a seed of its own; collective where it is made.
+    """Streams of random numbers, each with its own seed; the constructor is collective.
 
-    Two are there from the start, for what tensor-parallel layers draw: ``"replicated"`` is the same
-    on all ranks of the group, for activations of which every rank has a copy, and ``"sharded"`` is
-    another one on each rank, for activations that are sharded. :meth:`add` makes others.
+    Two exist from the start: ``"replicated"``, identical on all ranks of the group, for replicated
+    activations, and ``"sharded"``, different on each rank, for sharded ones. :meth:`add` adds more.
 
     Parameters
     ----------
     seed : int
-        The same on all ranks of the group.
+        Identical on all ranks of the group.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that hold shards of one model; None is the whole world.
+        Ranks that hold shards of one model; None is the whole world.
     **coordinates : int
-        Where this group stands among others, by names of your choice; the same on all its ranks.
-        Replicas of the model draw alike unless they differ here:
+        Position of this group among others, under names of your choice; identical on all its
+        ranks. Replicas of the model draw the same numbers unless they differ here:
         ``data=mesh["data"].get_local_rank()``.
 
     Raises
@@ -47,20 +53,17 @@ class RandomStreams:
     ArgumentError
         On every rank, if `seed` or a coordinate is not an integer on one of them.
     DisagreementError
-        On every rank, if they have other seeds or coordinates.
+        On every rank, if seeds or coordinates differ.
 
     Notes
     -----
-    A stream's seed is a hash (BLAKE2b, 63 bits) of `seed`, its name, the coordinates and, for
-    ``"sharded"``, the rank. So those of nearby seeds and ranks have nothing in common, as they
-    have where ranks are added to seeds. Generators of CUDA take all of it, torch's of the CPU 32
-    bits. What a stream draws on one kind of device says nothing about the other.
+    A stream's seed is a hash (BLAKE2b, 63 bits) of `seed`, name, coordinates and, for
+    ``"sharded"``, the rank, so nearby seeds and ranks have nothing in common. CUDA generators use
+    all 63 bits, torch's CPU generator 32. ``random`` and ``numpy.random`` are not changed.
 
-    Streams are torch's: ``random`` and ``numpy.random`` are left alone.
+    Communication: one round of messages in the constructor.
 
-    Communication: one round of messages, to agree. Nothing else communicates.
-
-    In one process: one :class:`torch.Generator` for each stream.
+    In one process: one :class:`torch.Generator` per stream.
 
     Examples
     --------
@@ -69,9 +72,9 @@ class RandomStreams:
     >>> def fn(rank):
     ...     streams = RandomStreams(7)
     ...     with streams.fork("replicated"):
-    ...         alike = torch.rand(()).item()
+    ...         same = torch.rand(()).item()
     ...     with streams.fork("sharded"):
-    ...         return alike, torch.rand(()).item()
+    ...         return same, torch.rand(()).item()
     >>> (a, b), (c, d) = varcomm.launch(fn, 2)
     >>> a == c, b == d
     (True, False)
@@ -79,17 +82,13 @@ class RandomStreams:
 
     def __init__(self, seed: int, group: GroupLike = None, **coordinates: int) -> None:
         ranks = resolve(group)
-        told = share("RandomStreams", lambda: (_int(seed, "seed"), _ints(coordinates)), ranks)
-        if any(other != told[0] for other in told):
-            said = "; ".join(
-                f"rank {rank} has seed {seed} and {coordinates}"
-                for rank, (seed, coordinates) in enumerate(told)
-            )
-            raise DisagreementError(
-                f"RandomStreams: ranks disagree: {said}. Let one group have one seed; what differs "
-                "between ranks of a group is for add()."
-            )
-        self._seed, self._coordinates = told[0]
+
+        def check() -> dict[str, Any]:
+            return {"seed": _int(seed, "seed"), "coordinates": _ints(coordinates)}
+
+        # coordinates that differ between ranks of a group are for add()
+        checked, _ = agreed("RandomStreams", check, ranks)
+        self._seed, self._coordinates = checked["seed"], checked["coordinates"]
         self._seeds: dict[str, int] = {}
         self._states: dict[str, States] = {}
         self._open: frozenset[str] = frozenset()
@@ -133,30 +132,24 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Let torch's default generators go on with a stream, until the ``with`` block ends.
+        """Draw from a stream with torch's default generators until the ``with`` block ends.
 
-        Those are the generator of the CPU and that of the current CUDA device, if CUDA is in use.
-        Afterwards they are as they were, also where the block raises, and the stream goes on from
-        here the next time. Blocks of other streams may be nested.
-
-        Parameters
-        ----------
-        name : str
-            The stream.
+        These are the CPU's generator and the current CUDA device's, if CUDA is in use. Afterwards
+        they have their previous state, and the stream continues from here the next time. Blocks of
+        different streams may be nested.
 
         Raises
         ------
         ArgumentError
-            If there is no such stream, or this one is under way; if CUDA is used for the first time
-            inside; or in backward, unless it is :func:`varcomm.tensor_parallel.checkpoint` that
-            runs its function again. Under torch.utils.checkpoint the stream would have gone on
-            since, and gradients would be wrong.
+            If there is no such stream, or its block is open; if CUDA is used for the first time
+            inside; or inside :func:`torch.utils.checkpoint.checkpoint`, which would draw other
+            numbers in backward. Use :func:`varcomm.tensor_parallel.checkpoint` there.
         """
         if name not in self._seeds:
             raise ArgumentError(f"fork: there is no stream {name!r}, only {sorted(self._seeds)}.")
         if name in self._open:
             raise ArgumentError(
-                f"fork: {name!r} is under way. Draw from it there, or add() another stream."
+                f"fork: the block of {name!r} is open. Draw there, or add() another stream."
             )
         for replay in _replays():
             replay.meet(self)
@@ -172,26 +165,21 @@ class RandomStreams:
             yield
         finally:
             after = {kind: generator.get_state() for kind, generator in generators.items()}
-            # as a new one: those who have taken down the states keep what they have
+            # a new dict, because replays hold the old one
             self._states[name] = {**self._states[name], **after}
             self._open -= {name}
             for kind, generator in generators.items():
                 generator.set_state(before[kind])
         if late := _generators().keys() - generators.keys():
             raise ArgumentError(
-                f"fork: {sorted(late)} was used for the first time inside {name!r}, whose numbers "
-                "there were not of the stream. Call torch.cuda.init() first."
+                f"fork: {sorted(late)} was used for the first time inside {name!r}, and did not "
+                "draw from the stream. Call torch.cuda.init() first."
             )
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return where all streams are: for each its seed, and a state for each kind of device.
+        """Return seed and states of all streams of this rank, as tensors only.
 
-        Each rank has its own. Tensors only, so ``torch.load(..., weights_only=True)`` takes it.
-
-        Raises
-        ------
-        ArgumentError
-            Inside :meth:`fork`.
+        Raises ArgumentError inside :meth:`fork`.
         """
         self._check_closed("state_dict")
         return {
@@ -203,13 +191,10 @@ class RandomStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Put all streams where they were.
+        """Restore all streams; raise ArgumentError, without a change, if `state` does not fit.
 
-        Raises
-        ------
-        ArgumentError
-            Inside :meth:`fork`; if `state` is of other streams, or of another seed, rank or
-            coordinates; or if it holds something else than states. Then nothing changes.
+        It does not fit inside :meth:`fork`, or if it has other streams, another seed, rank or
+        coordinates, or an entry that is no state of a generator.
         """
         self._check_closed("load_state_dict")
         if state.keys() != self._seeds.keys():
@@ -231,62 +216,77 @@ class RandomStreams:
 
     def _check_closed(self, what: str) -> None:
         if self._open:
-            raise ArgumentError(f"{what}: {sorted(self._open)} is under way. Call it after fork().")
+            raise ArgumentError(f"{what}: {sorted(self._open)} is open. Call it after fork().")
 
 
 class Replay:
-    """What streams a function has forked in its first run, for those that follow.
+    """Streams that a function forks in its first run, restored for later runs.
 
-    A run after the first draws from each stream what the first has drawn, and leaves all streams
-    where they were before it. Default generators are not taken care of.
+    A later run draws the same numbers as the first, and leaves all streams as they were before it.
+    Default generators are not included.
     """
 
     def __init__(self) -> None:
         self._met: dict[RandomStreams, tuple[dict[str, States], frozenset[str]]] = {}
         self._complete = False
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Surround a run of the function."""
-        now = {streams: _taken_down(streams) for streams in self._met}
-        for streams, then in self._met.items():
-            for around in _running.get():
-                around.meet(streams)  # as it is now, and not as it was then
-            _put(streams, then)
-        token = _running.set((*_running.get(), self))
-        try:
-            yield
-        finally:
-            self._complete = True
-            _running.reset(token)
-            for streams, state in now.items():
-                _put(streams, state)
+    def around(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return the function that restores streams in every run after its first."""
+
+        def run(*args: Any) -> T:
+            now = {streams: _taken_down(streams) for streams in self._met}
+            for streams, then in self._met.items():
+                for replay in _running.get():
+                    replay.meet(streams)  # as it is before it is restored
+                _put(streams, then)
+            token = _running.set((*_running.get(), self))
+            try:
+                return function(*args)
+            finally:
+                self._complete = True
+                _running.reset(token)
+                for streams, state in now.items():
+                    _put(streams, state)
+
+        return run
 
     def meet(self, streams: RandomStreams) -> None:
-        """Take down where streams are which the first run is about to fork."""
+        """Record the streams that the first run is about to fork."""
         if streams not in self._met:
             if self._complete:
                 raise ArgumentError(
-                    "fork: a checkpointed function forks streams, when it is run again, that it "
-                    "did not in its first run. It must do the same each time."
+                    "fork: a checkpointed function forks streams in a later run that it did not "
+                    "fork in the first. It must do the same each time."
                 )
             self._met[streams] = _taken_down(streams)
 
 
-# The replays that are under way in this thread, the outermost first.
+# Running replays of this thread, the outermost first.
 _running: ContextVar[tuple[Replay, ...]] = ContextVar("running", default=())
 
 
-@uncompiled("fork() changes generators, of which graphs know nothing; compile inside of its block")
+@uncompiled("fork() changes generators, which a graph cannot; compile inside of its block")
 def _replays() -> tuple[Replay, ...]:
-    running = _running.get()
-    first = not any(replay._complete for replay in running)
-    if first and torch._C._current_graph_task_id() != -1:
+    if torch.is_grad_enabled() and _inside_torch_checkpoint():
         raise ArgumentError(
-            "fork: called in backward, as torch.utils.checkpoint does to compute anew. The stream "
-            "has gone on since. Take varcomm.tensor_parallel.checkpoint, which puts it back."
+            "fork: called inside torch.utils.checkpoint, which runs its function again in backward "
+            "when the stream has gone on. Use varcomm.tensor_parallel.checkpoint, which puts "
+            "streams back."
         )
-    return running
+    return _running.get()
+
+
+def _inside_torch_checkpoint() -> bool:
+    """Return whether torch's checkpoint calls a function that no :class:`Replay` has wrapped."""
+    called, frame = "", inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == torch.utils.checkpoint.__file__ and called != __file__:
+            return True
+        if not file.startswith(_TORCH):
+            called = file
+        frame = frame.f_back
+    return False
 
 
 def _taken_down(streams: RandomStreams) -> tuple[dict[str, States], frozenset[str]]:
@@ -298,7 +298,6 @@ def _put(streams: RandomStreams, then: tuple[dict[str, States], frozenset[str]])
 
 
 def _generators() -> dict[str, torch.Generator]:
-    """Return the generators that torch's functions draw from here and now."""
     found = {"cpu": torch.default_generator}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -306,7 +305,7 @@ def _generators() -> dict[str, torch.Generator]:
 
 
 def _state(name: str, kind: Any, state: Any) -> torch.Tensor:
-    """Return a copy of what is a generator's state, for all that can be told without the device."""
+    """Return a copy of a generator's state, checked as far as possible without the device."""
     if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or kind not in _KINDS:
         raise ArgumentError(
             f"load_state_dict: {name!r} has {kind!r}, which is no state of a generator."

@@ -16,8 +16,8 @@ from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
+from varcomm.transport.auxiliary_group import Lane, weakly
 from varcomm.transport.group import Group
-from varcomm.transport.lane import Lane, weakly
 
 __all__ = ["NAME", "Reducer", "Traffic"]
 

@@ -25,11 +25,11 @@ from varcomm.ops.broadcast import broadcast
 from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
 from varcomm.transport.agreement import agree, agree_and_share, debugging
+from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
 from varcomm.transport.engine import wait_for
 from varcomm.transport.engines import peers_answer
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.lane import free_lanes, take_lane, weakly
 
 __all__ = ["ShardedGradients"]
 

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the number of ranks, though no rank holds the whole."""
+"""Initial weights that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import ShardSpec
 
-__all__ = ["Fill", "check_fill", "initialised"]
+__all__ = ["Fill", "initialised"]
 
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], object]
 
-# Of two dimensions and more, the first two are cut; a vector is cut into as many elements.
+# A weight is cut along its first two dimensions, a vector into as many elements.
 _ROWS, _COLUMNS = 64, 256
 
 
@@ -29,37 +29,35 @@ def initialised(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Return this rank's part of a random weight that is the same on any number of ranks.
+    """Return this rank's shard of a random weight that is the same on any number of ranks.
 
-    The whole is cut into tiles of 64 x 256, each drawn by a generator of its own; of these a rank
-    draws the ones that meet its part, on the CPU, so that all devices get the same numbers.
+    The weight is cut into tiles of 64 x 256, each drawn by its own generator. A rank draws only the
+    tiles that meet its shard, always on the CPU, so that all devices get the same numbers.
 
     Parameters
     ----------
     shape : sequence of int
-        Of the whole.
+        Shape of the full weight.
     spec : ShardSpec, optional
-        How it is sharded; None draws the whole.
+        How the weight is sharded; None draws the full weight.
     fill : callable
-        ``fill(tensor, generator)`` draws each element of a tensor in place, all from the same
-        distribution, e.g. ``lambda t, g: t.uniform_(-a, a, generator=g)``.
+        ``fill(tensor, generator)`` draws each element in place, all from the same distribution.
     seed : int
-        The same on all ranks, and another one for each weight:
-        :func:`~varcomm.tensor_parallel.agreement.module_seed`.
+        Identical on all ranks, and different for each weight.
     dtype : torch.dtype, optional
-        Floats narrower than 4 bytes are drawn in fp32 and rounded. None is torch's default.
+        Floats narrower than 4 bytes are drawn in fp32 and rounded; None is torch's default.
     device : torch.device or str, optional
-        Where the result is to be; None is torch's default. Nothing is drawn for ``"meta"``.
+        Device of the result; None is torch's default. Nothing is drawn for ``"meta"``.
 
     Raises
     ------
     ArgumentError
-        If `spec` is of a tensor of another size.
+        If `spec` describes a tensor of another size.
 
     Examples
     --------
     >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.initial import initialised
+    >>> from varcomm.tensor_parallel.init import initialised
     >>> from varcomm.sharding import ShardSpec
     >>> normal = lambda tensor, generator: tensor.normal_(generator=generator)
     >>> def fn(rank):
@@ -75,7 +73,7 @@ def initialised(
     if spec is not None:
         dim, own = spec.dim, spec.ranges(spec.group.rank)
         if dim >= len(shape) or shape[dim] != spec.total:
-            raise ArgumentError(f"{spec} is of {spec.total} rows along dim {dim}; got {shape}.")
+            raise ArgumentError(f"{spec} has {spec.total} rows along dim {dim}; got {shape}.")
         local[dim] = spec.local
     weight = torch.empty(local, dtype=dtype, device=device)
     if weight.is_meta:
@@ -96,7 +94,7 @@ def initialised(
 def _tiles(
     shape: Sequence[int], tile: Sequence[int], dim: int, start: int, stop: int
 ) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield the tiles that meet ``start...stop`` along `dim`: number, where it begins, extent."""
+    """Yield number, first indices and extent of each tile that meets ``start...stop``."""
     if start == stop or 0 in shape:
         return
     counts = [-(-n // t) for n, t in zip(shape, tile, strict=True)]
@@ -110,18 +108,11 @@ def _tiles(
         yield number, begins, [min(t, n - b) for t, n, b in zip(tile, shape, begins, strict=True)]
 
 
-def check_fill(init: object) -> None:
-    """Raise ArgumentError if a layer's `init` is neither None nor a function."""
-    if init is not None and not callable(init):
-        raise ArgumentError(f"init must be a function of a tensor and a generator; got {init!r}.")
-
-
 def _drawn(
     shape: Sequence[int], fill: Fill, seed: int, number: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Draw one tile."""
-    # torch's CPU generators use 32 bits of a seed. A hash of seed and number would give some tiles
-    # of a large weight the same numbers; of these sums no two are equal within a weight.
+    # torch's CPU generators use 32 bits of a seed. Hashing seed and number together could give two
+    # tiles of one weight the same seed; these sums are distinct within a weight.
     hashed = int.from_bytes(blake2b(repr(seed).encode(), digest_size=4).digest(), "little")
     generator = torch.Generator("cpu").manual_seed((hashed + number) % 2**32)
     values = torch.empty(tuple(shape), dtype=accumulation_dtype(dtype, True), device="cpu")

@@ -1,9 +1,9 @@
-"""Functions of rows, computed a few rows at a time, with derivatives of any order.
+"""Functions of rows, computed in chunks of rows, with derivatives of any order.
 
-What a loss needs for a row of logits is several times as large as the row. Rows do not depend on
-each other, so no more of it has to exist at once than a *chunk* of rows needs. The derivative of
-such a function is of the same kind, and so is the derivative of that: each is computed chunk by
-chunk from the inputs, and nothing of the size of the logits is kept.
+Rows do not depend on each other, so the temporaries of a loss need to exist only for one *chunk*
+of rows. The derivative of such a function is a function of rows again, and so are all higher
+derivatives: each is computed chunk by chunk from the inputs, and nothing of the size of the logits
+is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
+from varcomm.tensor_parallel.linear import refuse_vmap
 
 __all__ = [
     "Chunks",
@@ -35,7 +35,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Product:
-    """A sum over rows as its factors, ``a @ b``: what can be added to a total without memory."""
+    """A sum over rows as its factors, ``a @ b``, which ``addmm_`` adds without a temporary."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -47,7 +47,7 @@ Values = tuple[Tensors, Sums]
 
 @dataclass(frozen=True)
 class Gradients:
-    """What an adjoint by hand is asked: gradients of `results`, and of which inputs to give any."""
+    """Arguments of a hand-written adjoint; `needed` marks the inputs that get a gradient."""
 
     results: Tensors
     of_results: Tensors
@@ -61,16 +61,15 @@ class RowMap:
     Attributes
     ----------
     fn : callable
-        ``fn(rows, shared) -> (results, sums)``: from tensors with a row for each row of the
-        results, and tensors that all rows share, to such results and to sums over rows.
+        ``fn(rows, shared) -> (results, sums)``: `rows` and `results` have an entry per row,
+        `shared` are tensors that all rows use, and `sums` are totals over rows.
     results : int
-        How many results it has.
+        Number of results.
     constants : int
-        How many of them, the first ones, are constants in derivatives.
+        Number of leading results that are constants in derivatives.
     adjoint : callable, optional
-        ``adjoint(rows, shared, gradients) -> (of_rows, of_shared)``: the derivative by hand, for a
-        map without sums, of those inputs that are needed. It is made of differentiable operations
-        as well. Without it `fn` is computed again, and autograd differentiates it.
+        ``adjoint(rows, shared, gradients) -> (of_rows, of_shared)``: the derivative by hand of a
+        map without sums, for the inputs that are needed. Without it autograd differentiates `fn`.
     """
 
     fn: Callable[[Tensors, Tensors], Values]
@@ -81,13 +80,13 @@ class RowMap:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows in the leading dimensions `shape` of tensors, at most `size` of them at a time."""
+    """Chunks of at most `size` rows; `shape` are the leading dimensions of all tensors."""
 
     shape: tuple[int, ...]
     size: int
 
     def __iter__(self) -> Iterator[tuple[slice, ...]]:
-        """Yield what gives a view of each chunk, whatever the strides; of no rows, one chunk."""
+        """Yield the index of each chunk, a view for any strides; one chunk if there are no rows."""
         return _indices(self.shape, self.size)
 
 
@@ -107,9 +106,9 @@ def _indices(shape: tuple[int, ...], size: int) -> Iterator[tuple[slice, ...]]:
 def in_chunks(
     of: RowMap, chunks: Chunks, rows: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
 ) -> Tensors:
-    """Apply a map chunk by chunk: return its results, and its sums over all rows.
+    """Return the results of a map and its sums over all rows, computed chunk by chunk.
 
-    Sums of floats narrower than 4 bytes are taken in fp32 and rounded once.
+    Floats narrower than 4 bytes are summed in fp32 and rounded once.
     """
     return _InChunks.apply(of, chunks, len(rows), *rows, *shared)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -120,7 +119,7 @@ def results_in_chunks(of: RowMap, chunks: Chunks, rows: Tensors, shared: Tensors
     totals: list[_Total] = []
 
     def collect(index: tuple[slice, ...]) -> None:
-        # a function, so that nothing of a chunk is alive when the next one takes its memory
+        # a function, so that the memory of one chunk is free for the next
         parts, sums = of.fn(tuple(x[index] for x in rows), shared)
         if not results:
             lead = len(chunks.shape)
@@ -146,9 +145,9 @@ def pulled_back(
     gradients: Tensors,
     needed: tuple[bool, ...],
 ) -> Tensors:
-    """Return gradients of the inputs that are needed, from those of results and of sums.
+    """Return gradients of the inputs that are needed.
 
-    `kept` are all results of a map with an adjoint by hand, else nothing.
+    `kept` are all results of a map with a hand-written adjoint, otherwise nothing.
     """
     n, k, results = len(rows), len(kept), of.results - of.constants
     of_results, of_sums = gradients[:results], gradients[results:]
@@ -162,11 +161,10 @@ def pulled_back(
 
 
 class _InChunks(torch.autograd.Function):
-    """Apply a map; differentiate it by applying the maps that are its derivatives."""
+    """Applies a map; its derivatives apply the maps that are its derivatives."""
 
     @staticmethod
     def forward(of: RowMap, chunks: Chunks, split: int, *tensors: torch.Tensor) -> Tensors:
-        # a view that is made here would count as a leaf of its own, as its base may do
         plain = tuple(x.detach() for x in tensors)
         return results_in_chunks(of, chunks, plain[:split], plain[split:])
 
@@ -175,7 +173,7 @@ class _InChunks(torch.autograd.Function):
         of, ctx.chunks, ctx.split, *tensors = inputs
         ctx.of, ctx.inputs = of, len(tensors)
         ctx.mark_non_differentiable(*output[: of.constants])
-        # so that tangents which are not there can be told from zeros
+        # so that missing tangents are None, not zeros
         ctx.set_materialize_grads(False)
         ctx.like = [(y.shape, y.dtype, y.device) for y in output]
         kept = () if of.adjoint is None else output
@@ -214,28 +212,8 @@ class _InChunks(torch.autograd.Function):
         return (*[None] * of.constants, *found)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, of: RowMap, chunks: Chunks, split: int, *tensors: torch.Tensor
-    ) -> tuple[Tensors, int]:
-        """Take the entries of a batch as more rows, in front of the others."""
-        size, dims = info.batch_size, in_dims[3:]
-        pairs = list(zip(tensors, dims, strict=True))
-        if any(dim is not None for dim in dims[split:]):
-            raise ArgumentError(
-                "cross entropy: vmap has no rule for a batch of what all tokens share, such as the "
-                "weights of a head. Loop over them on all ranks alike."
-            )
-        rows = [
-            x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in pairs[:split]
-        ]
-        results = in_chunks(of, Chunks((size, *chunks.shape), chunks.size), rows, tensors[split:])
-        if len(results) > of.results:
-            raise ArgumentError(
-                "cross entropy: vmap has no rule for sums over tokens of each entry of a batch, "
-                "such as gradients of a head. Loop over the batch on all ranks alike."
-            )
-        return results, 0
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        refuse_vmap("a tensor-parallel cross entropy")
 
 
 class _Total:
@@ -247,7 +225,7 @@ class _Total:
 
     def add(self, part: torch.Tensor | Product) -> None:
         if self._sum is None:
-            # a tensor may be one of the inputs, and this one is written into
+            # the total is written into, and `part` may be an input
             self._sum = _value(part) if isinstance(part, Product) else part.clone()
             self._dtype = self._sum.dtype
             return
@@ -267,7 +245,7 @@ def _value(part: torch.Tensor | Product) -> torch.Tensor:
 
 
 def _saved(ctx: Any) -> tuple[Tensors, Tensors, Tensors]:
-    """Return rows and shared inputs, and the results where the adjoint takes them."""
+    """Return rows, shared inputs, and the results that a hand-written adjoint uses."""
     tensors = ctx.saved_tensors
     return tensors[: ctx.split], tensors[ctx.split : ctx.inputs], tensors[ctx.inputs :]
 
@@ -280,7 +258,6 @@ def _pull(
     gradients: Tensors,
     needed: tuple[bool, ...],
 ) -> Values:
-    """Return gradients of those inputs that are needed, of rows and of what rows share."""
     if of.adjoint is not None:
         return of.adjoint(rows, shared, Gradients(kept, gradients, needed))
     again = torch.is_grad_enabled()
@@ -318,7 +295,7 @@ def _push(
 def _recorded(
     of: RowMap, rows: Tensors, shared: Tensors, needed: tuple[bool, ...]
 ) -> tuple[Tensors, Tensors]:
-    """Compute the map with a graph; return what has a derivative, and the inputs asked for."""
+    """Compute the map with a graph; return outputs with a derivative, and the inputs needed."""
     inputs = tuple(
         x.detach().requires_grad_() if flag and not x.requires_grad else x
         for x, flag in zip((*rows, *shared), needed, strict=True)
@@ -333,7 +310,7 @@ def _weights(outputs: Tensors) -> Tensors:
 
 
 def _grad(outputs: Tensors, inputs: Tensors, gradients: Tensors, again: bool) -> Tensors:
-    """Differentiate; what does not depend on an input gives it zeros."""
+    """Differentiate; an input that no output depends on gets zeros."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     if not pairs:
         return tuple(map(torch.zeros_like, inputs))

@@ -1,0 +1,423 @@
+"""Attention whose heads are sharded: each rank has some groups of heads, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite, prod, sqrt
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.operator import checking
+from varcomm.ops.reduction import accumulation_dtype
+from varcomm.sizes import ShardSizes, at_least, checked_sizes, exact_int
+from varcomm.tensor_parallel.init import Fill
+from varcomm.tensor_parallel.layout import agreed
+from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["ParallelAttention", "Rotary", "attention", "split_heads"]
+
+Rotary: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return scaled dot-product attention with the sequence first; no communication.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Floats ``(S, *F, heads, D)``.
+    key, value : torch.Tensor
+        ``(T, *F, kv_heads, D)`` and ``(T, *F, kv_heads, E)``; each of these heads serves ``heads /
+        kv_heads`` successive heads of `query`. There may be no heads at all.
+    causal : bool
+        Whether a query sees keys up to its own place only; then S is T.
+    scale : float, optional
+        Factor of the products of queries and keys; None is ``1 / sqrt(D)``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(S, *F, heads, E)``.
+
+    Raises
+    ------
+    ArgumentError
+        If shapes, dtypes or devices do not fit.
+
+    Notes
+    -----
+    Values and first derivatives come from :func:`torch.nn.functional.scaled_dot_product_attention`.
+    With ``create_graph=True`` and in forward mode, which fused kernels do not support, explicit
+    products of S x T numbers per head replace it. Derivatives are of any order.
+
+    Communication: none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.tensor_parallel import attention
+    >>> one = torch.ones(3, 1, 1)  # three places, one head
+    >>> attention(one, one, torch.tensor([1.0, 3.0, 5.0]).view(3, 1, 1)).flatten()
+    tensor([1., 2., 3.])
+    """
+    _check(query, key, value, causal, scale)
+    scale = 1 / sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    q, k, v = (_heads_before_places(x) for x in (query, key, value))
+    # Fused kernels mask before they scale: minus infinity times what is not positive is no mask.
+    fused = scale > 0 or not causal
+    if q.numel() == 0 or v.numel() == 0 or not fused or _in_forward_mode():
+        weights = _weights(q, _for_each(q, k), causal, scale)
+        out = (weights @ _for_each(q, v).to(weights.dtype)).to(v.dtype)
+    else:
+        shared = q.shape[-3] != k.shape[-3]
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=shared
+        )
+        if not torch.compiler.is_compiling():  # whose derivatives have none themselves
+            out = _Differentiable.apply(out, q, k, v, causal, scale)  # type: ignore[no-untyped-call]
+    return out.permute(2, 0, 1, 3).reshape(*query.shape[:-1], value.shape[-1])
+
+
+class _Differentiable(torch.autograd.Function):
+    """Passes a fused kernel's output on; its second derivative uses products of the inputs.
+
+    In a plain backward the gradient goes to the kernel's own derivative. If the gradient is
+    recorded, the inputs get their gradients from here instead.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: torch.Tensor, *operands: Any) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, q, k, v, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return gradient, None, None, None, None, None
+        given = ctx.saved_tensors
+        wide = accumulation_dtype(gradient.dtype, True)
+        q, k, v = (x.to(wide) for x in given)
+        keys, values, gradient = _for_each(q, k), _for_each(q, v), gradient.to(wide)
+        weights = _weights(q, keys, ctx.causal, ctx.scale)
+        of_weights = gradient @ values.mT
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        of_scores = of_scores * ctx.scale
+        found = (
+            of_scores @ keys,
+            _summed(of_scores.mT @ q, k.shape[-3]),
+            _summed(weights.mT @ gradient, k.shape[-3]),
+        )
+        narrow = (x.to(like.dtype) for x, like in zip(found, given, strict=True))
+        return None, *narrow, None, None
+
+
+def _in_forward_mode() -> bool:
+    """Return whether a forward-mode level is open, in which tensors may carry tangents."""
+    if torch.compiler.is_compiling():
+        return False
+    empty = torch.empty(0)
+    try:
+        forward_ad.make_dual(empty, empty)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _weights(q: torch.Tensor, keys: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """Return how much each query reads from each place, (batch, heads, S, T)."""
+    wide = accumulation_dtype(q.dtype, True)
+    scores = (q.to(wide) * scale) @ keys.to(wide).mT
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1)
+
+
+def _for_each(q: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Repeat keys or values for each of the query heads that they serve."""
+    heads, kv_heads = q.shape[-3], shared.shape[-3]
+    return shared if heads == kv_heads else shared.repeat_interleave(heads // kv_heads, -3)
+
+
+def _summed(of_each: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Undo :func:`_for_each` for gradients."""
+    heads = of_each.shape[-3]
+    if heads == kv_heads:
+        return of_each
+    grouped: torch.Tensor = of_each.unflatten(-3, (kv_heads, heads // kv_heads))
+    return grouped.sum(-3)
+
+
+def _heads_before_places(x: torch.Tensor) -> torch.Tensor:
+    """Return (batch, heads, S, D), as the kernels want it; a view where there can be one."""
+    return x.reshape(len(x), prod(x.shape[1:-2]), *x.shape[-2:]).permute(1, 2, 0, 3)
+
+
+def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
+    where = "attention: "
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        checked_tensor(x, where, name)
+        if x.dim() < 3 or not x.is_floating_point():
+            raise ArgumentError(
+                f"{where}{name} must be floats (sequence, ..., heads, features); got {x.dtype} of "
+                f"shape {tuple(x.shape)}."
+            )
+    checked_flag(causal, "causal", where)
+    if len({(x.dtype, x.device) for x in (query, key, value)}) > 1:
+        raise ArgumentError(
+            f"{where}query, key and value must have one dtype and device; got {query.dtype}, "
+            f"{key.dtype}, {value.dtype} on {query.device}, {key.device}, {value.device}."
+        )
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if (
+        query.shape[1:-2] != key.shape[1:-2]
+        or query.shape[-1] != key.shape[-1]
+        or key.shape[:-1] != value.shape[:-1]
+        or (heads % kv_heads if kv_heads else heads)
+        or (causal and len(query) != len(key))
+    ):
+        length = "as many places" if causal else "T places"
+        raise ArgumentError(
+            f"{where}query (S, *F, heads, D) needs key (T, *F, kv_heads, D) and value "
+            f"(T, *F, kv_heads, E) of {length}, with heads a multiple of kv_heads; got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}, causal={causal}."
+        )
+    if scale is not None and not (
+        isinstance(scale, int | float) and not isinstance(scale, bool) and isfinite(scale)
+    ):
+        raise ArgumentError(f"{where}scale must be a finite number; got {scale!r}.")
+
+
+def split_heads(
+    qkv: torch.Tensor, head_dim: int, queries_per_key: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split the output of three fused blocks into heads of queries, keys and values; views.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor
+        ``(*F, n * (queries_per_key + 2) * head_dim)`` for n heads of keys, zero allowed.
+    head_dim : int
+        Features per head.
+    queries_per_key : int
+        Heads of queries per head of keys.
+
+    Returns
+    -------
+    query, key, value : torch.Tensor
+        ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
+
+    Raises
+    ------
+    ArgumentError
+        If the last dimension is not a whole number of heads, or these are not positive.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from varcomm.tensor_parallel import split_heads
+    >>> [x.shape[-2:] for x in split_heads(torch.zeros(7, 40), head_dim=5, queries_per_key=2)]
+    [torch.Size([4, 5]), torch.Size([2, 5]), torch.Size([2, 5])]
+    """
+    checked_tensor(qkv, "split_heads: ", "qkv")
+    for name, count in (("head_dim", head_dim), ("queries_per_key", queries_per_key)):
+        if (exact_int(count) or 0) < 1:
+            raise ArgumentError(f"split_heads: {name} must be a positive integer; got {count!r}.")
+    unit = head_dim * (queries_per_key + 2)
+    if qkv.dim() == 0 or qkv.shape[-1] % unit:
+        raise ArgumentError(
+            f"split_heads: the last dimension of qkv, of shape {tuple(qkv.shape)}, must be a "
+            f"multiple of {unit}, for {queries_per_key} + 2 heads of {head_dim}."
+        )
+    n = qkv.shape[-1] // unit
+    counts = (n * queries_per_key, n, n)
+    parts = qkv.split([count * head_dim for count in counts], -1)
+    query, key, value = (
+        part.unflatten(-1, (count, head_dim)) for part, count in zip(parts, counts, strict=True)
+    )
+    return query, key, value
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention whose heads are sharded across ranks in groups; made collectively.
+
+    A group is a head of keys and values with the heads of queries that it serves. One
+    column-parallel layer computes queries, keys and values, and a row-parallel layer sums the
+    heads' results. The number of heads does not need to divide by the number of ranks.
+
+    Parameters
+    ----------
+    hidden_size : int
+        Features ``H`` of input and output.
+    num_heads, num_kv_heads : int
+        Heads of queries, and of keys and values, a divisor; None is `num_heads`.
+    head_dim : int, optional
+        Features per head; None is ``hidden_size / num_heads``, which must be an integer.
+    sizes : sequence of int, optional
+        Heads of keys and values per rank; zeros allowed; None is balanced.
+    bias : bool
+        Whether the two layers have biases.
+    causal : bool
+        Whether each place sees only itself and earlier places.
+    sequence_sizes : sequence of int, optional
+        Rows of the sequence per rank: sequence parallelism.
+    init, group, device, dtype
+        As in :class:`~varcomm.tensor_parallel.ColumnParallelLinear`.
+
+    Attributes
+    ----------
+    qkv : ColumnParallelLinear
+        Three fused blocks, for queries, keys and values.
+    out : RowParallelLinear
+        From the heads' results to the output.
+    sizes : ShardSizes
+        Heads of keys and values per rank.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
+
+    Notes
+    -----
+    Communication: that of the two layers: without `sequence_sizes` an all-reduce of the output, and
+    in backward one of the gradient of the input.
+
+    In one process: :func:`attention` between two :class:`torch.nn.Linear`.
+
+    Examples
+    --------
+    Two heads on one rank, and on three ranks, of which the last has none:
+
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import ParallelAttention
+    >>> def fn(rank):
+    ...     torch.manual_seed(0)
+    ...     layer = ParallelAttention(8, num_heads=2)
+    ...     return list(layer.sizes), round(layer(torch.eye(8)).sum().item(), 4)
+    >>> one, three = varcomm.launch(fn, 1)[0], varcomm.launch(fn, 3)[2]
+    >>> one[0], three[0], one[1] == three[1]
+    ([2], [1, 1, 0], True)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        sizes: Sequence[int] | None = None,
+        bias: bool = False,
+        causal: bool = True,
+        sequence_sizes: Sequence[int] | None = None,
+        init: Fill | None = None,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        ranks = resolve(group)
+
+        def check() -> dict[str, Any]:
+            checked_flag(causal, "causal", "")
+            hidden = at_least(1, hidden_size, "hidden_size")
+            heads = at_least(1, num_heads, "num_heads")
+            groups = heads if num_kv_heads is None else at_least(1, num_kv_heads, "num_kv_heads")
+            if heads % groups:
+                raise ArgumentError(
+                    f"num_heads must be a multiple of num_kv_heads; got {heads} and {groups}."
+                )
+            if head_dim is None and hidden % heads:
+                raise ArgumentError(
+                    f"hidden_size {hidden} is not a multiple of num_heads {heads}. Pass head_dim."
+                )
+            width = hidden // heads if head_dim is None else at_least(1, head_dim, "head_dim")
+            own = ShardSizes.balanced(groups, ranks.size) if sizes is None else sizes
+            self.sizes = ShardSizes(checked_sizes(own, "sizes", ranks.size))
+            if self.sizes.total != groups:
+                raise ArgumentError(
+                    f"sizes {list(self.sizes)} sum to {self.sizes.total}, but there are {groups} "
+                    "heads of keys and values."
+                )
+            self.head_dim, self.queries_per_key = width, heads // groups
+            return {
+                "num_heads": heads,
+                "num_kv_heads": groups,
+                "head_dim": width,
+                "sizes": self.sizes,
+                "causal": causal,
+            }
+
+        # the layers compare the rest
+        agreed("ParallelAttention", check, ranks)
+        self.causal = causal
+        of_keys = self.sizes * self.head_dim
+        of_queries = of_keys * self.queries_per_key
+        options: dict[str, Any] = {
+            "sequence_sizes": sequence_sizes,
+            "init": init,
+            "group": group,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.qkv = ColumnParallelLinear(
+            hidden_size,
+            of_queries.total + 2 * of_keys.total,
+            bias,
+            [of_queries, of_keys, of_keys],
+            **options,
+        )
+        self.out = RowParallelLinear(of_queries.total, hidden_size, bias, of_queries, **options)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: Rotary | None = None,
+        sequence_sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of `x`, ``(S, *F, H)``, the sequence first, replicated or in parts.
+
+        ``rotary(heads)`` is applied to queries and to keys, ``(S, *F, heads, head_dim)`` of the
+        whole sequence and this rank's heads. `sequence_sizes` replace the layer's in this call.
+        """
+        with checking("ParallelAttention", self.qkv.group) as where:
+            if isinstance(x, torch.Tensor) and x.dim() < 2:
+                raise ArgumentError(
+                    f"{where}x must be (sequence, ..., {self.qkv.in_features}); got shape "
+                    f"{tuple(x.shape)}."
+                )
+        qkv = self.qkv(x, sequence_sizes=sequence_sizes)
+        with checking("ParallelAttention", self.qkv.group):
+            query, key, value = split_heads(qkv, self.head_dim, self.queries_per_key)
+            if rotary is not None:
+                query, key = rotary(query), rotary(key)
+            read = attention(query, key, value, self.causal)
+        out: torch.Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
+        return out
+
+    def extra_repr(self) -> str:
+        """Return heads and their sizes."""
+        heads = self.sizes.total * self.queries_per_key
+        return (
+            f"num_heads={heads}, num_kv_heads={self.sizes.total}, head_dim={self.head_dim}, "
+            f"sizes={list(self.sizes)}, causal={self.causal}"
+        )

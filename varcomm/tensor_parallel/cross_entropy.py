@@ -1,0 +1,542 @@
+"""Cross entropy over a vocabulary that is sharded, from logits or from hidden states and a head.
+
+Each rank reduces its own columns to three numbers per token (:mod:`.class_statistics`), a few rows
+at a time (:mod:`.chunked_rows`). These numbers are gathered, and every rank computes the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from numbers import Real
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.autograd import apply
+from varcomm.ops.checks import checked_shard, checked_tensor
+from varcomm.ops.digest import digest
+from varcomm.ops.library import refuse_linearize
+from varcomm.ops.operator import checking
+from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
+from varcomm.sizes import ShardSizes, checked_sizes, exact_int
+from varcomm.tensor_parallel.class_statistics import Statistics, computed_in
+from varcomm.tensor_parallel.linear import refuse_vmap
+from varcomm.tensor_parallel.mappings import shard_sizes
+from varcomm.transport.agreement import compare, debugging
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
+
+Reduction = Literal["none", "mean", "sum"]
+SmoothOver = Literal["all", "wrong"]
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "none",
+    weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+    group: GroupLike = None,
+    *,
+    smooth_over: SmoothOver = "all",
+) -> torch.Tensor:
+    """Assume that `target` is replicated, and compute the loss of sharded logits, replicated.
+
+    This is :func:`torch.nn.functional.cross_entropy` on the concatenated logits of all ranks. Every
+    rank calls ``backward`` on its copy of the loss, which counts once.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        Floats ``(*T, sizes[rank])``: this rank's classes along the *last* dimension. Not changed.
+    target : torch.Tensor
+        int64 ``(*T)``: the class of each token, of all classes; identical on all ranks.
+    sizes : sequence of int, optional
+        Classes per rank; zeros allowed. None asks all ranks, which costs a round of messages.
+    label_smoothing : float
+        Part of the target's mass that goes to all classes, in [0, 1).
+    ignore_index : int
+        Tokens with this target have loss and gradient 0 and do not count in a mean.
+    reduction : {"none", "mean", "sum"}
+        The mean is the sum of all losses over the sum of the weights of their targets; NaN if all
+        tokens are ignored.
+    weight : torch.Tensor, optional
+        Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
+    z_loss : float
+        Add ``z_loss * logsumexp(logits) ** 2`` per token that is not ignored (Chowdhery et al.,
+        "PaLM", 2022, section 5). The weights of classes do not multiply it.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    smooth_over : {"all", "wrong"}
+        Whether smoothing gives its mass to all K classes, as torch does, or to the K - 1 wrong
+        ones.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*T)``, or a scalar; bit for bit the same on all ranks. fp32 for narrower logits,
+        otherwise their dtype.
+
+    Raises
+    ------
+    ArgumentError
+        Before any data move, if arguments do not fit, or a target is neither a class nor
+        `ignore_index`.
+    DisagreementError
+        Inside :func:`varcomm.debug`, on every rank, if sizes, options, targets or weights differ.
+    GroupError
+        If this rank is not in `group`, or the group does not communicate on the logits' device.
+
+    Notes
+    -----
+    Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
+    bytes; nothing in backward. A second derivative gathers again.
+
+    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU:
+    statistics and their derivatives, of any order, are computed on chunks of rows.
+
+    In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import vocab_parallel_cross_entropy
+    >>> def fn(rank):
+    ...     sizes = [2, 1]
+    ...     logits = torch.zeros(2, sizes[rank], requires_grad=True)
+    ...     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), sizes)
+    ...     loss.sum().backward()
+    ...     return loss.exp().tolist(), (3 * logits.grad).round().tolist()
+    >>> for answer in varcomm.launch(fn, 2):
+    ...     print(*answer)
+    [3.0, 3.0] [[1.0, 1.0], [-2.0, 1.0]]
+    [3.0, 3.0] [[-2.0], [1.0]]
+    """
+    name, ranks = "vocab_parallel_cross_entropy", resolve(group)
+    options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    with checking(name, ranks) as where:
+        options.check(where)
+    asked = shard_sizes(name, logits, sizes, -1, ranks)
+    with checking(name, ranks) as where:
+        _check_floats(logits, where, "logits", 1)
+        what = f"the last dimension of logits, of shape {tuple(logits.shape)},"
+        known = _checked_sizes(asked, logits.shape[-1], what, ranks, where)
+        target = _checked_targets(target, logits[..., :0], known, options, name, ranks, where)
+        _check_weights(weight, "weight", logits.device, known, where)
+    dtype = computed_in(logits.dtype)
+    return _Targets(name, target, known, weight, options, dtype, ranks).loss(logits)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "none",
+    class_weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+    bias: torch.Tensor | None = None,
+    sequence_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+    *,
+    smooth_over: SmoothOver = "all",
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
+
+    :func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, of which only the logits
+    of one chunk of tokens exist at a time. The loss is replicated and counts once.
+
+    Parameters
+    ----------
+    hidden : torch.Tensor
+        Floats ``(*T, H)``, identical on all ranks; with `sequence_sizes`, this rank's part.
+    weight : torch.Tensor
+        ``(sizes[rank], H)``: the head's rows for this rank's classes, in the dtype of `hidden`.
+    target : torch.Tensor
+        int64 ``(*T)``: the class of each token, of all classes and all tokens; identical on all
+        ranks, also with `sequence_sizes`.
+    sizes : sequence of int, optional
+        Classes per rank; zeros allowed. None asks all ranks, which costs a round of messages.
+    label_smoothing, ignore_index, reduction, z_loss, smooth_over
+        As in :func:`vocab_parallel_cross_entropy`.
+    class_weight : torch.Tensor, optional
+        ``(sum(sizes),)``: a weight per class.
+    bias : torch.Tensor, optional
+        ``(sizes[rank],)``: the head's bias for this rank's classes.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
+        the gradient is scattered.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    chunk_rows : int, optional
+        Tokens whose logits exist together. None keeps the logits of a chunk as small as `hidden`,
+        or as much as a processor needs to be busy.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*T)``, or a scalar, as :func:`vocab_parallel_cross_entropy` returns it.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError, GroupError
+        As in :func:`vocab_parallel_cross_entropy`.
+
+    Notes
+    -----
+    Communication: one all-gather of three numbers per token. In backward an all-reduce of the
+    gradient of `hidden`; with `sequence_sizes` an all-gather of `hidden` before, and a
+    reduce-scatter instead.
+
+    Memory: `hidden` (gathered) and `weight` are kept, and some numbers per token. Beside gradients,
+    the logits of a chunk exist two or three times. Backward computes them again (four matrix
+    products instead of three), as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language
+    Models", 2025. Under ``torch.autocast`` operands are cast as for a linear layer.
+
+    In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
+    weight, bias)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import linear_cross_entropy
+    >>> def fn(rank):
+    ...     sizes = [2, 1]
+    ...     head = torch.zeros(sizes[rank], 4)
+    ...     return linear_cross_entropy(torch.ones(2, 4), head, torch.tensor([2, 0]), sizes).exp()
+    >>> varcomm.launch(fn, 2)
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    name, ranks = "linear_cross_entropy", resolve(group)
+    options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    with checking(name, ranks) as where:
+        options.check(where)
+        if chunk_rows is not None and (exact_int(chunk_rows) or 0) < 1:
+            raise ArgumentError(f"{where}chunk_rows must be a positive int; got {chunk_rows!r}.")
+    asked = shard_sizes(name, weight, sizes, 0, ranks)
+    with checking(name, ranks) as where:
+        _check_floats(hidden, where, "hidden", 1)
+        _check_head(hidden, weight, bias, where)
+        what = f"weight, of shape {tuple(weight.shape)},"
+        known = _checked_sizes(asked, weight.shape[0], what, ranks, where)
+        like = hidden[..., :0]
+        if sequence_sizes is not None:
+            parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
+            like = like.new_empty(sum(parts), *like.shape[1:])
+        target = _checked_targets(target, like, known, options, name, ranks, where)
+        _check_weights(class_weight, "class_weight", hidden.device, known, where)
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    targets = _Targets(name, target, known, class_weight, options, computed_in(dtype), ranks)
+    if sequence_sizes is not None:
+        hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
+    elif torch.compiler.is_compiling():
+        hidden = apply(ReplicatedUse(ranks, use_fp32=True), hidden)
+    else:
+        hidden = _Use.apply(hidden, ranks)  # type: ignore[no-untyped-call]
+    return targets.loss(hidden, weight, bias, None if chunk_rows is None else int(chunk_rows))
+
+
+class _Use(torch.autograd.Function):
+    """ReplicatedUse without its copy: `hidden` is only read here.
+
+    The gradient depends on the head on every rank, so its sum is recorded on all ranks or on none.
+    """
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: Group) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return apply(ReplicatedSum(ctx.group, use_fp32=True), gradient), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        refuse_vmap("linear_cross_entropy")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of both losses that are no tensors."""
+
+    label_smoothing: float
+    ignore_index: int
+    reduction: Reduction
+    z_loss: float
+    smooth_over: SmoothOver
+
+    def check(self, where: str) -> None:
+        """Raise ArgumentError if one of them is wrong."""
+        if not _is_number(self.label_smoothing) or not 0 <= self.label_smoothing < 1:
+            raise ArgumentError(
+                f"{where}label_smoothing must be a number in [0, 1); got {self.label_smoothing!r}."
+            )
+        if not _is_number(self.z_loss) or not 0 <= self.z_loss < inf:
+            raise ArgumentError(
+                f"{where}z_loss must be a finite number of at least 0; got {self.z_loss!r}."
+            )
+        if exact_int(self.ignore_index) is None:
+            raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
+        for name, kind in (("reduction", Reduction), ("smooth_over", SmoothOver)):
+            if getattr(self, name) not in get_args(kind):
+                allowed = ", ".join(map(repr, get_args(kind)))
+                raise ArgumentError(
+                    f"{where}{name} must be one of {allowed}; got {getattr(self, name)!r}."
+                )
+
+
+class _Targets:
+    """The distribution over classes that each token should have, as one rank needs it.
+
+    For the target `y` and smoothing `s`, class `c` has ``(1 - s) [c = y] + s / K`` or, if only the
+    wrong classes share `s`, ``(1 - s) [c = y] + s / (K - 1) [c != y]``; times its weight. Both are
+    `share` for each class, and a mass of its own for the target.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: torch.Tensor,
+        sizes: ShardSizes,
+        weight: torch.Tensor | None,
+        options: _Options,
+        dtype: torch.dtype,
+        group: Group,
+    ) -> None:
+        self.options, self.group = options, group
+        if not torch.compiler.is_compiling() and debugging():
+            call: dict[str, Any] = {
+                "operation": name,
+                "sizes": list(sizes),
+                "options": repr(options),
+                "shape of target": list(target.shape),
+                "values of target": digest(target),
+                "weights": None if weight is None else digest(weight),
+            }
+            compare(group, call)
+        smoothing, classes = float(options.label_smoothing), sizes.total
+        sharing = classes if options.smooth_over == "all" else max(classes - 1, 1)
+        self.share = smoothing / sharing
+        own = 1 - smoothing - (0 if options.smooth_over == "all" else self.share)
+
+        self.ignored = target == options.ignore_index
+        target = target.masked_fill(self.ignored, 0)
+        weights = None if weight is None else weight.detach().to(dtype)
+        counted = torch.ones_like(target, dtype=dtype) if weights is None else weights[target]
+        self.counted = counted.masked_fill(self.ignored, 0)
+        self.q = own * self.counted
+
+        ends = torch.tensor(list(sizes), device=target.device).cumsum(0)
+        self.owner = torch.bucketize(target, ends, right=True)
+        first, columns = sizes.offsets[group.rank], sizes[group.rank]
+        mine = self.owner == group.rank
+        self.local_q = self.q.masked_fill(~mine, 0)
+        self.column = (target - first).masked_fill(~mine, 0)
+        if weights is None:
+            self.local_weights: tuple[torch.Tensor, ...] = ()
+            self.of_shards = torch.tensor(list(sizes), dtype=dtype, device=target.device)
+        else:
+            self.local_weights = (weights[first : first + columns],)
+            self.of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
+
+    def loss(
+        self,
+        values: torch.Tensor,
+        head: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        chunk_rows: int | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of logits, or of hidden states and a head.
+
+        One collective, whose backward is a slice.
+        """
+        weighted = bool(self.local_weights)
+        statistics = Statistics(
+            self.share, head is not None, bias is not None, weighted, chunk_rows
+        )
+        shared = (*(x for x in (head, bias) if x is not None), *self.local_weights)
+        own = torch.stack(statistics((values, self.column, self.local_q), shared))
+        ranks = self.group.size
+        gather = ReplicatedGather(self.group, (len(own),) * ranks, 0, use_fp32=True)
+        of_ranks = apply(gather, own).unflatten(0, (ranks, len(own)))
+        return self._reduced(self._of_tokens(*of_ranks.unbind(1)))
+
+    def _of_tokens(self, top: torch.Tensor, log: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token from (P, *T) statistics."""
+        top = top.detach()
+        # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
+        # are used; `above` from their sum would be rounded.
+        peak = (top + log.detach()).amax(0)
+        rest = torch.logsumexp(top - peak + log, 0)
+        above = peak - top + rest  # the log-sum-exp above the top of each shard
+        loss = part.sum(0) + self.q * above.gather(0, self.owner.unsqueeze(0)).squeeze(0)
+        if self.share:
+            shares = self.of_shards.view(-1, *[1] * self.q.dim())
+            loss = loss + self.share * (shares * above).sum(0)
+        if self.options.z_loss:
+            loss = loss + self.options.z_loss * (peak + rest) ** 2
+        return loss.masked_fill(self.ignored, 0)
+
+    def _reduced(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.options.reduction == "none":
+            return loss
+        total = loss.sum()
+        return total if self.options.reduction == "sum" else total / self.counted.sum()
+
+
+def _check_floats(x: object, where: str, name: str, least: int) -> None:
+    checked_tensor(x, where, name)
+    assert isinstance(x, torch.Tensor)
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
+    if x.dim() < least:
+        raise ArgumentError(
+            f"{where}{name} must have at least {least} dimensions; got shape {tuple(x.shape)}."
+        )
+
+
+def _check_device(x: torch.Tensor, device: torch.device, name: str, where: str) -> None:
+    if x.device != device:
+        raise ArgumentError(f"{where}{name} must be on {device}; it is on {x.device}.")
+
+
+def _checked_sizes(
+    sizes: Sequence[int], columns: int, what: str, group: Group, where: str
+) -> ShardSizes:
+    """Return `sizes` if this rank's entry is the number of its columns."""
+    known = ShardSizes(checked_sizes(sizes, "sizes", group.size, where))
+    if known[group.rank] != columns:
+        raise ArgumentError(
+            f"{where}{what} is for {columns} classes, but sizes[{group.rank}] is "
+            f"{known[group.rank]} (sizes {list(known)}). Pass the number of classes of each rank."
+        )
+    if known.total == 0:
+        raise ArgumentError(f"{where}sizes sum to 0: there are no classes (sizes {list(known)}).")
+    return known
+
+
+def _check_head(hidden: torch.Tensor, weight: object, bias: object, where: str) -> None:
+    _check_floats(weight, where, "weight", 2)
+    assert isinstance(weight, torch.Tensor)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ArgumentError(
+            f"{where}weight must have shape (sizes[rank], {hidden.shape[-1]}), for hidden of shape "
+            f"{tuple(hidden.shape)}; got {tuple(weight.shape)}."
+        )
+    if bias is not None:
+        _check_floats(bias, where, "bias", 1)
+        assert isinstance(bias, torch.Tensor)
+        if bias.shape != weight.shape[:1]:
+            raise ArgumentError(
+                f"{where}bias must have shape {tuple(weight.shape[:1])}, one entry per row of "
+                f"weight; got {tuple(bias.shape)}."
+            )
+    for name, x in (("weight", weight), ("bias", bias)):
+        if isinstance(x, torch.Tensor):
+            _check_device(x, hidden.device, name, where)
+            if x.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+                raise ArgumentError(
+                    f"{where}{name} must have the dtype of hidden, {hidden.dtype}; got {x.dtype}."
+                )
+
+
+def _check_weights(
+    weight: object, name: str, device: torch.device, sizes: ShardSizes, where: str
+) -> None:
+    if weight is None:
+        return
+    _check_floats(weight, where, name, 1)
+    assert isinstance(weight, torch.Tensor)
+    if weight.shape != (sizes.total,):
+        raise ArgumentError(
+            f"{where}{name} must have one entry per class, {sizes.total} (sizes {list(sizes)}); "
+            f"got shape {tuple(weight.shape)}. Pass the complete tensor on all ranks."
+        )
+    if weight.requires_grad:
+        raise ArgumentError(f"{where}{name} gets no gradient. Pass {name}.detach().")
+    _check_device(weight, device, name, where)
+
+
+def _checked_targets(
+    target: object,
+    like: torch.Tensor,
+    sizes: ShardSizes,
+    options: _Options,
+    name: str,
+    group: Group,
+    where: str,
+) -> torch.Tensor:
+    """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
+    checked_tensor(target, where, "target")
+    assert isinstance(target, torch.Tensor)
+    shape = like.shape[:-1]
+    if target.dtype != torch.int64:
+        hint = " Convert: target.to(torch.int64)."
+        if target.is_floating_point():
+            hint = " Distributions over classes are not supported: pass the ids of classes."
+        raise ArgumentError(f"{where}target must be int64; got {target.dtype}.{hint}")
+    if target.shape != shape:
+        raise ArgumentError(
+            f"{where}target must have shape {tuple(shape)}, an id per token (classes are along the "
+            f"last dimension of logits); got {tuple(target.shape)}."
+        )
+    _check_device(target, like.device, "target", where)
+    refuse_linearize(where, "chunks of rows")
+    if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
+        raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
+    found: torch.Tensor = _known_classes(
+        target, sizes.total, int(options.ignore_index), name, group.rank, group.size
+    )
+    return found
+
+
+@torch.library.custom_op(
+    "varcomm::known_classes",
+    mutates_args=(),
+    schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
+)
+def _known_classes(
+    target: torch.Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
+) -> torch.Tensor:
+    """Return a copy of targets, or raise ArgumentError, in a compiled graph when it runs."""
+    outside = ((target < 0) | (target >= classes)) & (target != ignored)
+    if bool(outside.any()):
+        first = tuple(outside.nonzero()[0].tolist())
+        raise ArgumentError(
+            f"{name} on rank {rank} of {ranks}: target{list(first)} is {int(target[first])}, which "
+            f"is no class, 0...{classes - 1}, and not ignore_index, {ignored}; so are "
+            f"{int(outside.sum()) - 1} more."
+        )
+    return target.clone(memory_format=torch.contiguous_format)
+
+
+@_known_classes.register_fake
+def _(target: torch.Tensor, *_: object) -> torch.Tensor:
+    return target.new_empty(target.shape)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,784 @@
+"""Embeddings whose table is sharded, by ids or by features, in shards of any sizes.
+
+A lookup is one linear operator, from this rank's rows of the table to the rows of the ids, and its
+adjoint is another. How many rows travel depends on the values of the ids, so both are opaque in
+compiled graphs, and the ids are checked when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.ops import packing
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.autograd import apply
+from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
+from varcomm.ops.digest import digest
+from varcomm.ops.library import torch_operator
+from varcomm.ops.operator import Operator, checking
+from varcomm.ops.reduce_scatter_v import reduce_scatter_v
+from varcomm.ops.reduction import SMALL, checked_summable
+from varcomm.ops.replicated import ReplicatedSum
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.plan.row_sum import RowSum
+from varcomm.sizes import ShardSizes, checked_dim, exact_int
+from varcomm.tensor_parallel.init import Fill
+from varcomm.tensor_parallel.layout import (
+    Layout,
+    ShardedModule,
+    agreed,
+    check_plain,
+    module_seed,
+)
+from varcomm.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    shard_sizes,
+)
+from varcomm.transport.agreement import agree
+from varcomm.transport.engine import Pending
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = [
+    "FeatureParallelEmbedding",
+    "VocabParallelEmbedding",
+    "feature_parallel_embedding",
+    "vocab_parallel_embedding",
+]
+
+_METHODS = ("auto", "masked", "indexed")
+
+
+def vocab_parallel_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    padding_idx: int | None = None,
+    sequence_sizes: Sequence[int] | None = None,
+    method: str = "auto",
+    input_is_parallel: bool = False,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Look up embeddings in a table whose rows are sharded by ids.
+
+    Parameters
+    ----------
+    ids : torch.Tensor
+        int64 or int32 of any shape, the sequence first, identical on all ranks. With
+        `input_is_parallel`, the ids of this rank's part of the sequence.
+    weight : torch.Tensor
+        ``(sizes[rank], H)``: this rank's rows of the table.
+    sizes : sequence of int, optional
+        Ids per rank; zeros allowed: rank 0 owns the first ``sizes[0]`` ids, and so on. None asks
+        all ranks, which costs a round of messages.
+    padding_idx : int, optional
+        The id, counted over the full table, whose row gets no gradient.
+    sequence_sizes : sequence of int, optional
+        Rows of the sequence, the first dimension of all ids, per rank; zeros allowed. None returns
+        all rows on all ranks or, with `input_is_parallel`, each rank's own.
+    method : {"auto", "masked", "indexed"}
+        *masked*: every rank looks up the ids it owns, and the rows are summed over ranks.
+        *indexed*: the row of each distinct id travels once from its owner to each rank that needs
+        it. *auto*: the one for which the busiest rank sends or receives fewer bytes.
+    input_is_parallel : bool
+        Whether each rank passes the ids of its own part of the sequence only.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*ids.shape, H)``, replicated: its gradient must be identical on all ranks. With
+        `sequence_sizes` or `input_is_parallel` this rank's rows.
+
+    Raises
+    ------
+    ArgumentError
+        If an id is out of range (on every rank), or sizes, ids and weight do not fit.
+    DisagreementError
+        Inside :func:`varcomm.debug`, on every rank, if replicated ids differ.
+
+    Notes
+    -----
+    Adjoint: gradients of the same id are summed at its owner in a fixed order, bit for bit the same
+    at every run; floats narrower than 4 bytes are summed in fp32.
+
+    Communication: *masked* is an all-reduce of all rows and nothing in backward, or a
+    reduce-scatter, and an all-gather in backward. *indexed* sends each rank the rows of the
+    distinct ids that it needs and does not own; gradients of parts of the sequence return the same
+    way. Ids travel only with `input_is_parallel`, to every rank. Backward keeps ids, and no rows.
+
+    In one process: :func:`torch.nn.functional.embedding` in the full table.
+
+    Examples
+    --------
+    Ids 0, 1, 2 are on rank 0, and 3, 4 on rank 1:
+
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import vocab_parallel_embedding
+    >>> def fn(rank):
+    ...     weight = torch.arange(5.0).view(5, 1)[[slice(0, 3), slice(3, 5)][rank]]
+    ...     whole = vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2])
+    ...     part = vocab_parallel_embedding(
+    ...         torch.tensor([4, 0, 4]), weight, [3, 2], sequence_sizes=[2, 1]
+    ...     )
+    ...     return whole.view(-1).tolist(), part.view(-1).tolist()
+    >>> varcomm.launch(fn, 2)
+    [([4.0, 0.0, 4.0], [4.0, 0.0]), ([4.0, 0.0, 4.0], [4.0])]
+    """
+    name, ranks = "vocab_parallel_embedding", resolve(group)
+    owned = shard_sizes(name, weight, sizes, 0, ranks)
+    with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
+        _check_table(weight, owned, 0, ranks, where)
+        _check_ids(ids, weight, where)
+        _check_method(method, where)
+        padding = _checked_padding(padding_idx, sum(owned), where)
+        if input_is_parallel:
+            checked_dim(0, ids.shape, where)
+            if sequence_sizes is not None:
+                checked_shard(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
+    own = ids
+    if input_is_parallel:
+        sequence_sizes = shard_sizes(name, ids, sequence_sizes, 0, ranks, "sequence_sizes")
+        ids = all_gather_v(ids, sequence_sizes, group=group)
+    parts: tuple[int, ...] = ()
+    length = ids.shape[:1]
+    with checking(name, ranks) as where:
+        if sequence_sizes is not None:
+            rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
+            parts, length = tuple(n * ids.shape[1:].numel() for n in rows), (rows[ranks.rank],)
+            first = sum(rows[: ranks.rank])
+            own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
+    flat = ids.reshape(-1).to(torch.int64)
+    operator = _LookUp(ranks, flat, tuple(owned), padding, _METHODS.index(method), parts)
+    found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])
+    return _without_padding(found, own, padding)
+
+
+def feature_parallel_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    padding_idx: int | None = None,
+    gather_output: bool = True,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Look up embeddings in a table whose columns are sharded.
+
+    Parameters
+    ----------
+    ids : torch.Tensor
+        int64 or int32 of any shape, identical on all ranks.
+    weight : torch.Tensor
+        ``(V, sizes[rank])``: this rank's columns of the table.
+    sizes : sequence of int, optional
+        Columns per rank; zeros allowed. None asks all ranks.
+    padding_idx, group
+        As in :func:`vocab_parallel_embedding`.
+    gather_output : bool
+        Whether the result has all columns, replicated, or this rank's only.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks; or
+        ``(*ids.shape, sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        As in :func:`vocab_parallel_embedding`.
+
+    Notes
+    -----
+    Communication: with `gather_output` every rank sends its columns of the result to every other
+    rank; nothing in backward.
+
+    In one process: ``torch.nn.functional.embedding(ids, weight)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import feature_parallel_embedding
+    >>> def fn(rank):
+    ...     weight = torch.arange(6).view(2, 3)[:, [slice(0, 1), slice(1, 3)][rank]].float()
+    ...     return feature_parallel_embedding(torch.tensor([1]), weight, [1, 2])
+    >>> varcomm.launch(fn, 2)
+    [tensor([[3., 4., 5.]]), tensor([[3., 4., 5.]])]
+    """
+    name, ranks = "feature_parallel_embedding", resolve(group)
+    columns = shard_sizes(name, weight, sizes, 1, ranks)
+    with checking(name, ranks, gather_output=gather_output) as where:
+        _check_table(weight, columns, 1, ranks, where)
+        _check_ids(ids, weight, where)
+        padding = _checked_padding(padding_idx, len(weight), where)
+    # this rank owns all rows, and nothing travels
+    owned = tuple(len(weight) * (rank == ranks.rank) for rank in range(ranks.size))
+    flat = ids.reshape(-1).to(torch.int64)
+    rows = apply(_LookUp(ranks, flat, owned, padding, _LOCAL, ()), weight)
+    found = _without_padding(rows.view(*ids.shape, weight.shape[1]), ids, padding)
+    if not gather_output:
+        return found
+    return gather_from_tensor_model_parallel_region(found, columns, -1, group)
+
+
+# A method beside those of `_METHODS`: this rank has all rows.
+_LOCAL = len(_METHODS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup(Operator):
+    """Fields of a lookup and of its adjoint.
+
+    `ids` are all ids, flat, int64, identical on all ranks. `sizes` are rows of the table per rank,
+    `padding` is an id or -1, `method` an index into `_METHODS` or `_LOCAL`, and `parts` the number
+    of ids whose rows are for each rank, empty if all ranks get all rows.
+    """
+
+    group: Group
+    ids: torch.Tensor
+    sizes: tuple[int, ...]
+    padding: int
+    method: int
+    parts: tuple[int, ...]
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        local = self.method == _LOCAL
+        return {
+            "ids": digest(self.ids),
+            "sizes": sum(self.sizes) if local else list(self.sizes),
+            "padding_idx": self.padding,
+            "method": "local" if local else _METHODS[self.method],
+            "sequence_sizes": list(self.parts),
+            "shape of a row": [] if local else packing.rest(x.shape, 0),
+        }
+
+    def _transposed(self, kind: Any) -> Any:
+        made = kind(self.group, self.ids, self.sizes, self.padding, self.method, self.parts)
+        if "exchange" in vars(self):  # planned once for both
+            vars(made)["exchange"] = self.exchange
+        return made
+
+    @property
+    def _rows(self) -> range:
+        """The ids of this rank's rows."""
+        return ShardSizes(self.sizes).range(self.group.rank)
+
+    @property
+    def _is_masked(self) -> bool:
+        alone = self.method == 0 and self.group.size == 1
+        return alone or _METHODS[self.method] == "masked"
+
+    def _owned(self, without: int = -1) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the rows of ids that this rank owns, and their places; None is everywhere."""
+        mine = self._rows
+        own = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != without)
+        places = torch.nonzero(own).view(-1)
+        everywhere = len(places) == len(self.ids)
+        return self.ids[places] - mine.start, None if everywhere else places
+
+    @cached_property
+    def exchange(self) -> tuple[ExchangePlan, torch.Tensor, torch.Tensor]:
+        """The plan by which rows travel to their part, that part's ids, and the row of each."""
+        tokens, rank, ranks = ShardSizes(self.parts), self.group.rank, self.group.size
+        table, mine = ShardSizes(self.sizes), self._rows
+        own = self.ids[tokens.offsets[rank] :][: tokens[rank]]
+        needed, places = own.unique(return_inverse=True)
+        # the rows that others need of this rank's, requester by requester, each once per requester
+        asked = torch.nonzero((self.ids >= mine.start) & (self.ids < mine.stop)).view(-1)
+        width = max(table.total, 1)
+        wanted = (tokens.owner(asked) * width + self.ids[asked]).unique()
+        send = torch.bincount(wanted // width, minlength=ranks)
+        recv = torch.bincount(table.owner(needed), minlength=ranks)
+        sent, received = (tuple(row) for row in torch.stack([send, recv]).tolist())
+        plan = ExchangePlan(self.group, wanted % width - mine.start, sent, received, len(mine))
+        return plan, own, places
+
+
+@torch_operator
+class _LookUp(_Lookup):
+    """From this rank's rows of the table to the rows of ids."""
+
+    name = "parallel_embedding"
+
+    @torch.no_grad()
+    def start(self, x: torch.Tensor) -> Pending:
+        """Look up all rows at once; the engine's rounds depend on the ids."""
+        kind = "feature" if self.method == _LOCAL else "vocab"
+        _check_range(self.ids, sum(self.sizes), f"{kind}_parallel_embedding on {self.group}: ")
+        rows = self._looked_up(x)
+        return Pending([], lambda: rows)
+
+    def _looked_up(self, table: torch.Tensor) -> torch.Tensor:
+        if self.method == _LOCAL:
+            return table.index_select(0, self.ids)
+        if self.parts:
+            if self._is_masked:
+                pg = self.group.process_group
+                return reduce_scatter_v(self._masked(table), self.parts, group=pg)
+            plan, _, places = self.exchange
+            return plan(table).index_select(0, places)
+        if not self._is_masked:
+            distinct, places = self.ids.unique(return_inverse=True)
+            owners = ShardSizes(self.sizes).owner(distinct)
+            counts = torch.bincount(owners, minlength=self.group.size).tolist()
+            if self.method != 0 or not self._sum_is_no_more(counts, table):
+                return self._gathered(table, distinct, places, counts)
+        return apply(ReplicatedSum(self.group, use_fp32=True), self._masked(table))
+
+    def _masked(self, table: torch.Tensor) -> torch.Tensor:
+        own, places = self._owned()
+        picked = table.index_select(0, own)
+        if places is None:
+            return picked
+        rows = table.new_zeros(len(self.ids), *table.shape[1:])
+        return rows.index_copy_(0, places, picked)
+
+    def _gathered(
+        self, table: torch.Tensor, distinct: torch.Tensor, places: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
+        """Gather each distinct row once; the only copy repeats it at all its places."""
+        rank, row = self.group.rank, table.shape[1:]
+        first = sum(counts[:rank])
+        own = distinct[first : first + counts[rank]] - self._rows.start
+        values = packing.flat(table.index_select(0, own))
+        lengths = [count * row.numel() for count in counts]
+        works, received = packing.all_gather(self.name, self.group, values, lengths)
+        rows = received.view(len(distinct), *row)
+        return Pending(works, lambda: rows.index_select(0, places)).wait()
+
+    def _sum_is_no_more(self, counts: Sequence[int], table: torch.Tensor) -> bool:
+        """Return whether the busiest rank sends and receives no more by a sum than by a gather."""
+        ranks, distinct, tokens = self.group.size, sum(counts), len(self.ids)
+        gathering = max(max((ranks - 1) * own, distinct - own) for own in counts)
+        nbytes = tokens * table.shape[1:].numel() * table.element_size()
+        # the schedules of varcomm.ops.all_reduce
+        by_pieces = ranks > 2 and nbytes > SMALL
+        summing = 2 * tokens * (ranks - 1) / ranks if by_pieces else tokens * (ranks - 1)
+        return summing <= gathering
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
+        return x.new_empty(rows, *x.shape[1:])
+
+    @property
+    def adjoint(self) -> _SumUp:
+        return self._transposed(_SumUp)  # type: ignore[no-any-return]
+
+
+@torch_operator
+class _SumUp(_Lookup):
+    """From gradients of looked-up rows to those of this rank's rows of the table.
+
+    A replicated gradient is complete on every rank, so nothing travels for it.
+    """
+
+    name = "parallel_embedding_adjoint"
+
+    @torch.no_grad()
+    def start(self, x: torch.Tensor) -> Pending:
+        """Sum the gradients of each row, in the order of the ids."""
+        if not self.parts or self._is_masked:
+            if self.parts:
+                x = all_gather_v(x, self.parts, group=self.group.process_group)
+            total = self._summed(x, *self._owned(self.padding), len(self._rows))
+        else:
+            plan, own, places = self.exchange
+            kept = None
+            if self.padding >= 0:
+                kept = torch.nonzero(own != self.padding).view(-1)
+                places = places[kept]
+            total = plan.adjoint(self._summed(x, places, kept, sum(plan.recv_counts)))
+        return Pending([], lambda: total)
+
+    @staticmethod
+    def _summed(
+        x: torch.Tensor, index: torch.Tensor, places: torch.Tensor | None, rows: int
+    ) -> torch.Tensor:
+        return RowSum(index, rows)(x if places is None else x.index_select(0, places))
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(self.sizes[self.group.rank], *x.shape[1:])
+
+    @property
+    def adjoint(self) -> _LookUp:
+        return self._transposed(_LookUp)  # type: ignore[no-any-return]
+
+
+def _without_padding(rows: torch.Tensor, ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return `rows`, of which those of the padding id are constants in derivatives."""
+    if padding < 0:
+        return rows
+    return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+
+def _check_table(
+    weight: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str
+) -> None:
+    checked_summable(weight, where)
+    if weight.dim() != 2:
+        raise ArgumentError(
+            f"{where}weight must have two dimensions, ids and features; got shape "
+            f"{tuple(weight.shape)}."
+        )
+    checked_shard(weight, sizes, dim, group, where)
+
+
+def _check_ids(ids: torch.Tensor, weight: torch.Tensor, where: str) -> None:
+    checked_tensor(ids, where, "ids")
+    if ids.dtype not in (torch.int32, torch.int64):
+        hint = " Give an empty tensor its dtype." if ids.numel() == 0 else ""
+        raise ArgumentError(f"{where}ids must be int64 or int32; got {ids.dtype}.{hint}")
+    if ids.device != weight.device:
+        raise ArgumentError(f"{where}ids are on {ids.device}, weight is on {weight.device}.")
+
+
+def _check_range(ids: torch.Tensor, total: int, where: str) -> None:
+    if ids.numel():
+        low, high = torch.stack(ids.aminmax()).tolist()
+        if low < 0 or high >= total:
+            raise ArgumentError(
+                f"{where}ids span {low}...{high}, out of range for {total} embeddings."
+            )
+
+
+def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
+    """Return `padding_idx` counted from the front; -1 is none."""
+    if padding_idx is None:
+        return -1
+    value = exact_int(padding_idx)
+    if value is None or not -total <= value < total:
+        raise ArgumentError(
+            f"{where}padding_idx must be one of all {total} ids, not of this rank's; got "
+            f"{padding_idx!r}."
+        )
+    return value % total
+
+
+def _check_method(method: str, where: str) -> None:
+    if method not in _METHODS:
+        raise ArgumentError(f"{where}method must be one of {list(_METHODS)}; got {method!r}.")
+
+
+def _normal(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    tensor.normal_(generator=generator)
+
+
+class _ParallelEmbedding(ShardedModule):
+    """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
+
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        layout: Layout,
+        padding_idx: int | None,
+        max_norm: float | None,
+        options: Callable[[], dict[str, Any]],
+    ) -> None:
+        super().__init__()
+
+        def more() -> dict[str, Any]:
+            if max_norm is not None:
+                raise ArgumentError(
+                    "max_norm is refused: a lookup would overwrite rows of the table while "
+                    "autograd uses them. Normalise the result, or the weight after the step."
+                )
+            if len(self.spec.blocks) != 1:
+                raise ArgumentError(f"sizes must be one int per rank; got {layout.sizes!r}.")
+            padding = _checked_padding(padding_idx, layout.shape[0], "")
+            return {"padding_idx": None if padding < 0 else padding, **options()}
+
+        checked, seed = self._agree(layout, more)
+        self.num_embeddings, self.embedding_dim = (checked[name] for name in layout.names)
+        self.padding_idx: int | None = checked["padding_idx"]
+        self.sequence_sizes: ShardSizes | None = checked["sequence_sizes"]
+        self._layout = replace(layout, init=layout.init or _normal)
+        # a device may be missing or full on one rank, and `init` is the caller's
+        self.weight = agree(
+            type(self).__name__, lambda: self._drawn(self._layout, seed), self.group
+        )
+
+    @property
+    def sizes(self) -> ShardSizes:
+        """Ids or columns per rank."""
+        return self.spec.blocks[0]
+
+    def _drawn(self, layout: Layout, seed: int) -> torch.nn.Parameter:
+        assert layout.init is not None
+        parameter = layout.draw(self.spec, layout.init, seed)
+        own = range(self.num_embeddings)
+        if self.spec.dim == 0:
+            own = self.sizes.range(self.group.rank)
+        if self.padding_idx is not None and self.padding_idx in own:
+            with torch.no_grad():
+                parameter[own.index(self.padding_idx)] = 0
+        return parameter
+
+    def reset_parameters(self) -> None:
+        """Draw the weight again, with a seed that the ranks agree on; collective."""
+        seed = module_seed(self.group.process_group)
+        now = replace(self._layout, dtype=self.weight.dtype, device=self.weight.device)
+        with torch.no_grad():
+            self.weight.copy_(self._drawn(now, seed))
+
+    @classmethod
+    def _from(cls, embedding: torch.nn.Embedding, group: GroupLike, **options: Any) -> Self:
+        def check() -> dict[str, Any]:
+            digests = check_plain(embedding, torch.nn.Embedding, "embedding")
+            words = ("max_norm", "scale_grad_by_freq", "sparse")
+            if refused := [word for word in words if getattr(embedding, word)]:
+                raise ArgumentError(f"a sharded table has no {' and no '.join(refused)}.")
+            return {**digests, "padding_idx": embedding.padding_idx}
+
+        kind: Any = cls
+        # nothing is drawn here, so the caller's generator keeps its state
+        with torch.random.fork_rng(devices=[]):
+            agreed(f"{cls.__name__}.from_embedding", check, resolve(group))
+            layer: Self = kind(
+                embedding.num_embeddings,
+                embedding.embedding_dim,
+                padding_idx=embedding.padding_idx,
+                group=group,
+                device="meta",
+                dtype=embedding.weight.dtype,
+                **options,
+            )
+        layer._layout = replace(layer._layout, device=embedding.weight.device)
+        layer.weight = layer._own(embedding.weight, layer.spec)
+        return layer.train(embedding.training)
+
+    def to_embedding(self) -> torch.nn.Embedding:
+        """Return the full table as a torch.nn.Embedding, on every rank; collective."""
+        whole = self.spec.gather(self.weight.detach())
+        embedding: torch.nn.Embedding = torch.nn.Embedding.from_pretrained(
+            whole, freeze=not self.weight.requires_grad, padding_idx=self.padding_idx
+        )
+        return embedding.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the table and of its shards."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, sizes={list(self.sizes)}{padding}"
+
+
+_NAMES = ("num_embeddings", "embedding_dim")
+
+
+class VocabParallelEmbedding(_ParallelEmbedding):
+    """Embedding whose rows are sharded by ids; the constructor is collective.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim : int
+        Sizes of the full table.
+    sizes : sequence of int, optional
+        Ids per rank; zeros allowed; None is balanced.
+    padding_idx : int, optional
+        The id, of all ids, whose row starts as zeros and gets no gradient.
+    max_norm : None
+        Refused: rows would be overwritten during the forward.
+    sequence_sizes : sequence of int, optional
+        Rows of the sequence for each rank; see :func:`vocab_parallel_embedding`.
+    method : {"auto", "masked", "indexed"}
+        How rows travel; see :func:`vocab_parallel_embedding`.
+    input_is_parallel : bool
+        Whether each rank passes the ids of its own part of the sequence only.
+    init : callable, optional
+        ``init(tensor, generator)`` draws elements in place; None draws from the normal
+        distribution. One seed gives the same table on any number of ranks.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    device, dtype : optional
+        Device and dtype of the weight.
+
+    Attributes
+    ----------
+    weight : torch.nn.Parameter
+        ``(sizes[rank], embedding_dim)``: this rank's rows.
+    spec : ShardSpec
+        How the table is sharded.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
+
+    Notes
+    -----
+    Communication: per call as :func:`vocab_parallel_embedding`; short messages in the constructor.
+
+    In one process: :class:`torch.nn.Embedding`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import VocabParallelEmbedding
+    >>> def fn(rank):
+    ...     torch.manual_seed(0)
+    ...     layer = VocabParallelEmbedding(5, 4, padding_idx=3, sequence_sizes=[1, 2])
+    ...     return layer(torch.tensor([4, 3, 0])).shape, layer.weight.shape
+    >>> varcomm.launch(fn, 2)
+    [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        sizes: Sequence[int] | None = None,
+        padding_idx: int | None = None,
+        max_norm: None = None,
+        sequence_sizes: Sequence[int] | None = None,
+        method: str = "auto",
+        input_is_parallel: bool = False,
+        init: Fill | None = None,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (num_embeddings, embedding_dim)
+        layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
+
+        def options() -> dict[str, Any]:
+            _check_method(method, "")
+            return {"method": method, **self._checked({"input_is_parallel": input_is_parallel})}
+
+        super().__init__(layout, padding_idx, max_norm, options)
+        self.method, self.input_is_parallel = method, input_is_parallel
+
+    def forward(
+        self, ids: torch.Tensor, sequence_sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Look up `ids`; `sequence_sizes` of this call replace the constructor's."""
+        return vocab_parallel_embedding(
+            ids,
+            self.weight,
+            self.sizes,
+            self.padding_idx,
+            self.sequence_sizes if sequence_sizes is None else sequence_sizes,
+            self.method,
+            self.input_is_parallel,
+            self.group.process_group,
+        )
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: torch.nn.Embedding,
+        sizes: Sequence[int] | None = None,
+        sequence_sizes: Sequence[int] | None = None,
+        method: str = "auto",
+        input_is_parallel: bool = False,
+        group: GroupLike = None,
+    ) -> Self:
+        """Shard an embedding that is identical on all ranks; collective.
+
+        All ranks raise ArgumentError if it has options that a sharded table has not, and
+        DisagreementError if the weights differ.
+        """
+        return cls._from(
+            embedding,
+            group,
+            sizes=sizes,
+            sequence_sizes=sequence_sizes,
+            method=method,
+            input_is_parallel=input_is_parallel,
+        )
+
+
+class FeatureParallelEmbedding(_ParallelEmbedding):
+    """Embedding whose columns are sharded, for all ids; the constructor is collective.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim : int
+        Sizes of the full table.
+    sizes : sequence of int, optional
+        Columns per rank; zeros allowed; None is balanced.
+    padding_idx : int, optional
+        The id whose row starts as zeros and gets no gradient.
+    max_norm : None
+        Refused: rows would be overwritten during the forward.
+    gather_output : bool
+        Whether the result has all columns, replicated, or this rank's only.
+    init, group, device, dtype
+        As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
+
+    Attributes
+    ----------
+    weight : torch.nn.Parameter
+        ``(num_embeddings, sizes[rank])``: this rank's columns.
+    spec : ShardSpec
+        How the table is sharded.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
+
+    Notes
+    -----
+    Communication: per call as :func:`feature_parallel_embedding`; short messages in the
+    constructor.
+
+    In one process: :class:`torch.nn.Embedding`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import FeatureParallelEmbedding
+    >>> def fn(rank):
+    ...     layer = FeatureParallelEmbedding(5, 3)
+    ...     return layer(torch.tensor([[4, 3, 0]])).shape, layer.weight.shape
+    >>> varcomm.launch(fn, 2)[1]
+    (torch.Size([1, 3, 3]), torch.Size([5, 1]))
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        sizes: Sequence[int] | None = None,
+        padding_idx: int | None = None,
+        max_norm: None = None,
+        gather_output: bool = True,
+        init: Fill | None = None,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (num_embeddings, embedding_dim)
+        layout = Layout(_NAMES, shape, 1, sizes, None, init, group, device, dtype)
+
+        def options() -> dict[str, Any]:
+            return self._checked({"gather_output": gather_output})
+
+        super().__init__(layout, padding_idx, max_norm, options)
+        self.gather_output = gather_output
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up `ids`, which are identical on all ranks."""
+        group = self.group.process_group
+        return feature_parallel_embedding(
+            ids, self.weight, self.sizes, self.padding_idx, self.gather_output, group
+        )
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: torch.nn.Embedding,
+        sizes: Sequence[int] | None = None,
+        gather_output: bool = True,
+        group: GroupLike = None,
+    ) -> Self:
+        """Shard an embedding that is identical on all ranks; collective.
+
+        Raises as :meth:`VocabParallelEmbedding.from_embedding` does.
+        """
+        return cls._from(embedding, group, sizes=sizes, gather_output=gather_output)

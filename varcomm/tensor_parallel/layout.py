@@ -1,0 +1,278 @@
+"""Sharded weights of layers: how they are described, agreed on, made, marked and converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops.checks import checked_flag
+from varcomm.ops.digest import digest
+from varcomm.sharding import ShardSpec, mark, shard_spec
+from varcomm.sizes import ShardSizes, at_least, checked_sizes
+from varcomm.tensor_parallel.init import Fill, initialised
+from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = [
+    "Layout",
+    "ShardedModule",
+    "Sizes",
+    "agreed",
+    "check_plain",
+    "module_seed",
+    "param_is_not_tensor_parallel_duplicate",
+]
+
+# Rows per rank; for several fused blocks, those of each block.
+Sizes = Sequence[int] | Sequence[Sequence[int]]
+
+_MARKS = "_varcomm_shard_specs"
+
+
+def agreed(
+    what: str,
+    arguments: Callable[[], Mapping[str, Any]],
+    group: Group,
+    of_first: Callable[[], Any] | None = None,
+) -> tuple[dict[str, Any], Any]:
+    """Return checked arguments that are identical on all ranks; collective.
+
+    `arguments` checks them and returns them by name; their ``repr`` is compared, in one round of
+    messages. With them comes ``of_first()`` of the group's first rank, a plain value.
+
+    All ranks raise VarcommError if `arguments` raised on one of them, and DisagreementError, which
+    names the first argument that differs, if they are not identical.
+    """
+
+    def described(checked: Mapping[str, Any]) -> tuple[dict[str, str], Any]:
+        found = {name: repr(value) for name, value in checked.items()}
+        return found, None if of_first is None else of_first()
+
+    checked, told = agree_and_share(what, arguments, described, group)
+    first, shared = told[0]
+    for name in dict.fromkeys(name for given, _ in told for name in given):
+        values = [given.get(name) for given, _ in told]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            raise DisagreementError(
+                f"{what}: ranks disagree on {name}: rank 0 has {first.get(name)}; rank {others[0]} "
+                f"has {values[others[0]]}."
+            )
+    return dict(checked), shared
+
+
+def _random_seed() -> int:
+    """Return a seed from torch's default CPU generator."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def module_seed(group: GroupLike = None) -> int:
+    """Return a seed for new parameters, identical on all ranks; collective.
+
+    Every rank draws from torch's default CPU generator, and the draw of the group's first rank
+    counts: ``torch.manual_seed`` on that rank decides.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel.layout import module_seed
+    >>> def fn(rank):
+    ...     torch.manual_seed(rank)
+    ...     return module_seed()
+    >>> a, b = varcomm.launch(fn, 2)
+    >>> a == b
+    True
+    """
+    return agreed("module_seed", dict, resolve(group), _random_seed)[1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A weight that is sharded along one dimension, as a layer's constructor describes it.
+
+    `names` and `shape` are those of the two dimensions of the full weight, `dim` is the sharded
+    one, and `sizes` are rows per rank along it, or those of several fused blocks; None is balanced.
+    The other fields are the arguments of the layers.
+    """
+
+    names: tuple[str, str]
+    shape: tuple[int, int]
+    dim: int
+    sizes: Sizes | None
+    sequence_sizes: Sequence[int] | None
+    init: Fill | None
+    group: GroupLike
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+    def checked(self) -> tuple[ShardSpec, dict[str, Any]]:
+        """Return how the weight is sharded, and the arguments by name; no communication."""
+        ranks = resolve(self.group)
+        found: dict[str, Any] = {
+            name: at_least(0, length, name)
+            for name, length in zip(self.names, self.shape, strict=True)
+        }
+        whole, name = found[self.names[self.dim]], self.names[self.dim]
+        rows = ShardSizes.balanced(whole, ranks.size) if self.sizes is None else self.sizes
+        spec = ShardSpec.of(rows, self.dim, self.group)
+        if spec.total != whole:
+            raise ArgumentError(f"sizes {rows!r} sum to {spec.total}, but {name} is {whole}.")
+        sequence = self.sequence_sizes
+        if sequence is not None:
+            sequence = ShardSizes(checked_sizes(sequence, "sequence_sizes", ranks.size))
+        if self.init is not None and not callable(self.init):
+            raise ArgumentError(
+                f"init must be a function init(tensor, generator); got {self.init!r}."
+            )
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        if not (like.is_floating_point() or like.is_complex()):
+            raise ArgumentError(f"dtype must be floating point or complex; got {self.dtype}.")
+        return spec, {
+            **found,
+            "sizes": spec.blocks,
+            "sequence_sizes": sequence,
+            "dtype": like.dtype,
+            "an init": self.init is not None,
+        }
+
+    def draw(self, spec: ShardSpec | None, fill: Fill, seed: int, dims: int = 2) -> nn.Parameter:
+        """Return a marked parameter: a shard of the first `dims` dimensions, by `spec`."""
+        values = initialised(self.shape[:dims], spec, fill, seed, self.dtype, self.device)
+        parameter = nn.Parameter(values)
+        return parameter if spec is None else mark(parameter, spec)
+
+
+class ShardedModule(nn.Module):
+    """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them.
+
+    :func:`copy.deepcopy` and ``to_empty`` make new parameters, and
+    ``load_state_dict(..., assign=True)`` assigns others.
+    """
+
+    spec: ShardSpec
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the weight."""
+        return self.spec.group
+
+    def _agree(self, layout: Layout, more: Callable[[], dict[str, Any]]) -> tuple[Any, int]:
+        """Return all checked arguments and a seed, and set `spec`; collective."""
+
+        def check() -> dict[str, Any]:
+            self.spec, found = layout.checked()
+            return found | more()
+
+        return agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
+
+    @staticmethod
+    def _checked(flags: Mapping[str, object]) -> dict[str, Any]:
+        for name, value in flags.items():
+            checked_flag(value, name, "")
+        return dict(flags)
+
+    def _own(self, whole: torch.Tensor, spec: ShardSpec | None) -> nn.Parameter:
+        """Return this rank's shard of a full parameter, in memory of its own."""
+        own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
+        parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
+        return parameter if spec is None else mark(parameter, spec)
+
+    def _marks(self) -> dict[str, ShardSpec]:
+        named = self._parameters.items()
+        specs = {name: shard_spec(param) for name, param in named if param is not None}
+        return {name: spec for name, spec in specs.items() if spec is not None}
+
+    def _mark(self, marks: dict[str, ShardSpec]) -> None:
+        for name, spec in marks.items():
+            param = self._parameters[name]
+            if param is not None:
+                mark(param, spec)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, _MARKS: self._marks()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marks = state.pop(_MARKS)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark(marks)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        marks = self._marks()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark(marks)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        marks = self._marks()
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark(marks)
+
+
+def check_plain(layer: nn.Module, kind: type[nn.Module], name: str) -> dict[str, Any]:
+    """Return digests of the parameters of a plain torch layer that is to be replaced.
+
+    Raises ArgumentError if `layer` is not of this kind, or has hooks, a parametrization or its own
+    ``forward``, which the replacement would lose.
+    """
+    if not isinstance(layer, kind):
+        got = type(layer).__name__
+        raise ArgumentError(f"{name} must be a torch.nn.{kind.__name__}; got {got}.")
+    hooks = (
+        layer._forward_pre_hooks,
+        layer._forward_hooks,
+        layer._backward_pre_hooks,
+        layer._backward_hooks,
+    )
+    lost = None
+    if parametrize.is_parametrized(layer):
+        lost = "a parametrization"
+    elif any(hooks):
+        lost = "hooks"
+    elif type(layer).forward is not kind.forward:
+        lost = "a forward of its own"
+    if lost is not None:
+        raise ArgumentError(
+            f"{name}, of class {type(layer).__name__}, has {lost}, which would be lost. Remove it, "
+            "and add it to the parallel layer."
+        )
+    return {word: (digest(value), value.requires_grad) for word, value in layer.named_parameters()}
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, group: GroupLike = None) -> bool:
+    """Return whether this rank counts a parameter, so that all ranks together count it once.
+
+    True for a sharded parameter on every rank, and for a replicated one on the group's first rank.
+
+    Parameters
+    ----------
+    param : torch.Tensor
+        A parameter; sharded if :func:`shard_spec` returns a spec.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    bool
+        Whether sums over parameters should include it on this rank.
+
+    Notes
+    -----
+    Communication: none.
+
+    In one process: True for all parameters.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    >>> bias = torch.nn.Parameter(torch.zeros(4))
+    >>> varcomm.launch(lambda rank: param_is_not_tensor_parallel_duplicate(bias), 2)
+    [True, False]
+    """
+    return shard_spec(param) is not None or resolve(group).rank == 0

@@ -1,0 +1,976 @@
+"""Linear layers whose weight is sharded along its outputs (column) or its inputs (row).
+
+Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-parallel layer,
+`before` makes this rank's use of the input: the input is replicated, or gathered from the parts of
+a sequence. For a row-parallel layer, `after` sums the products of all ranks, or sums and scatters
+them along the sequence. Messages travel while products are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from math import prod, sqrt
+from typing import Any, ClassVar, Literal, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
+from varcomm.ops.autograd import apply, begin, in_forward_mode, uncompiled
+from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import checking
+from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
+from varcomm.sharding import ShardSpec
+from varcomm.sizes import checked_sizes
+from varcomm.tensor_parallel.init import Fill
+from varcomm.tensor_parallel.layout import Layout, ShardedModule, Sizes, agreed, check_plain
+from varcomm.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from varcomm.transport.agreement import agree
+from varcomm.transport.group import Group, GroupLike, resolve
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "as_rows",
+    "autocast",
+    "checked_operands",
+    "checked_sequence",
+    "column_parallel_linear",
+    "flattened",
+    "multiplied",
+    "multiplied_while_gathered",
+    "refuse_vmap",
+    "row_parallel_linear",
+]
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+Before = ReplicatedUse | AllGatherV
+After = ReplicatedSum | ReduceScatterV
+
+
+def column_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+    *,
+    gather_output: bool = False,
+    sequence_sizes: Sequence[int] | None = None,
+    save: Literal["input", "gathered"] = "input",
+    use_fp32: bool = True,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Assume that `x` is replicated or a part of a sequence, and compute this rank's outputs.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
+        ``(sequence_sizes[rank], *F, K)``.
+    weight : torch.Tensor
+        This rank's rows of the weight, ``(sizes[rank], K)``. If it has an attribute ``main_grad``,
+        ``backward()`` adds its gradient to that, in its dtype, and not to ``weight.grad``.
+    bias : torch.Tensor, optional
+        This rank's part of the bias, ``(sizes[rank],)``.
+    sizes : sequence of int, optional
+        Outputs per rank; zeros allowed. Used only by `gather_output`; None asks all ranks.
+    gather_output : bool
+        Return all outputs, replicated.
+    sequence_sizes : sequence of int, optional
+        Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
+    save : {"input", "gathered"}
+        Keep this rank's part for backward and gather it again, or keep the gathered input, which
+        takes P times the memory. Compiled graphs keep the gathered input.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, sizes[rank])``, or ``(sum(sequence_sizes), *F, sizes[rank])``.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if shapes, dtypes or sizes do not fit on this rank.
+
+    Notes
+    -----
+    Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
+    Derivatives are of any order. ``torch.autocast`` works as for ``torch.nn.functional.linear``.
+
+    Communication: with `sequence_sizes` every rank sends its rows of `x` to every other rank while
+    it multiplies its own, and again in backward with ``save="input"``. `gather_output` sends the
+    outputs. In backward an all-reduce or reduce-scatter of the gradient of `x` travels while the
+    gradient of `weight` is computed. Nothing is kept or sent for operands without a gradient.
+
+    In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import column_parallel_linear
+    >>> def fn(rank):
+    ...     weight = torch.arange(6.0).view(3, 2).split([1, 2])[rank]
+    ...     return column_parallel_linear(torch.ones(1, 2), weight)
+    >>> varcomm.launch(fn, 2)
+    [tensor([[1.]]), tensor([[5., 9.]])]
+    """
+    ranks = resolve(group)
+    flags = {"gather_output": gather_output, "use_fp32": use_fp32}
+    with checking("column_parallel_linear", ranks, **flags) as where:
+        checked_operands(x, weight, bias, where)
+        if save not in ("input", "gathered"):
+            raise ArgumentError(f'{where}save must be "input" or "gathered"; got {save!r}.')
+        _check_sizes(weight, sizes, 0, ranks, where)
+        sequence = checked_sequence(x, sequence_sizes, ranks, where)
+        sink = _gradient_sink(weight, where)
+    x, weight, bias = autocast(x, weight, bias)
+    before: Before = ReplicatedUse(ranks, use_fp32)
+    length = x.shape[:-1]
+    if sequence is not None:
+        before = AllGatherV(ranks, flattened(sequence, x), 0, use_fp32)
+        length = torch.Size((sum(sequence), *x.shape[1:-1]))
+    y = _product(as_rows(x), weight, bias, sink, before, None, save == "gathered")
+    y = y.view(*length, weight.shape[0])
+    return gather_from_tensor_model_parallel_region(y, sizes, -1, group) if gather_output else y
+
+
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+    *,
+    input_is_parallel: bool = True,
+    sequence_sizes: Sequence[int] | None = None,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Assume that `x` is sharded along its last dimension, and sum the products of all ranks.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        Floats ``(*F, sizes[rank])``: this rank's columns of the input. Without
+        `input_is_parallel`, all columns, replicated.
+    weight, bias : torch.Tensor
+        This rank's columns of the weight, ``(N, sizes[rank])``, and the full bias, ``(N,)``,
+        replicated and added once, or None. Its gradient is complete on every rank.
+    sizes : sequence of int, optional
+        Inputs per rank; zeros allowed. Used only without `input_is_parallel`; None is balanced.
+    input_is_parallel : bool
+        Whether `x` has this rank's columns only.
+    sequence_sizes : sequence of int, optional
+        Rows of the output's first dimension per rank; zeros allowed: sequence parallelism.
+    use_fp32, group
+        As in :func:`column_parallel_linear`, like ``weight.main_grad``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows.
+
+    Raises
+    ------
+    ArgumentError
+        Before any communication, if shapes, dtypes or sizes do not fit on this rank.
+
+    Notes
+    -----
+    Adjoint: with respect to `x`, :func:`column_parallel_linear` with the transposed weight.
+
+    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter. In
+    backward nothing, or a gather of the gradient's rows while the rank's own are multiplied.
+    Without `input_is_parallel`, backward also gathers the gradient of `x`.
+
+    In one process: ``torch.nn.functional.linear(x, weight, bias)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import row_parallel_linear
+    >>> def fn(rank):
+    ...     weight = torch.arange(6.0).view(2, 3).split([1, 2], dim=1)[rank]
+    ...     return row_parallel_linear(torch.ones(1, rank + 1), weight, torch.tensor([0.5, 0.25]))
+    >>> varcomm.launch(fn, 2)
+    [tensor([[ 3.5000, 12.2500]]), tensor([[ 3.5000, 12.2500]])]
+    """
+    ranks = resolve(group)
+    flags = {"input_is_parallel": input_is_parallel, "use_fp32": use_fp32}
+    with checking("row_parallel_linear", ranks, **flags) as where:
+        checked_tensor(weight, where, "weight")
+        _check_sizes(weight, sizes, 1, ranks, where)
+    if not input_is_parallel:
+        x = scatter_to_tensor_model_parallel_region(x, sizes, -1, group)
+    with checking("row_parallel_linear", ranks) as where:
+        checked_operands(x, weight, bias, where)
+        sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
+        sink = _gradient_sink(weight, where)
+    x, weight, bias = autocast(x, weight, bias)
+    after: After = ReplicatedSum(ranks, use_fp32)
+    length = x.shape[:-1]
+    if sequence is not None:
+        after = ReduceScatterV(ranks, flattened(sequence, x), 0, use_fp32)
+        length = torch.Size((sequence[ranks.rank], *x.shape[1:-1]))
+    y = _product(as_rows(x), weight, bias, sink, None, after, False)
+    return y.view(*length, weight.shape[0])
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    before: Before | None,
+    after: After | None,
+    keep_gathered: bool,
+) -> torch.Tensor:
+    """Return ``after(before(x) @ weight.T) + bias`` for `x` of (rows, in), differentiable."""
+    if torch.compiler.is_compiling():
+        rows = x if before is None else apply(before, x)
+        if after is None:
+            return functional.linear(rows, weight, bias)
+        y = apply(after, functional.linear(rows, weight))
+        if bias is not None and isinstance(after, ReduceScatterV):
+            bias = apply(ReplicatedUse(after.group, after.use_fp32), bias)
+        return y if bias is None else y + bias
+    recorded = torch.is_grad_enabled() and any(
+        operand is not None and operand.requires_grad
+        for operand in ((x,) if after is None else (x, weight, sink))
+    )
+    used = weight if sink is None else weight.detach()
+    node: Any = _Product
+    y, *_ = node.apply(x, used, bias, sink, before, after, keep_gathered, recorded)
+    return y  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """Returns the product, an empty *token*, and the gathered rows if they are kept.
+
+    The token depends on the operands. A derivative that is recorded adds it to the operands of its
+    collectives, so that they are recorded on all ranks or on none, even if the gradient depends on
+    nothing on one of them.
+    """
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        before: Before | None,
+        after: After | None,
+        keep_gathered: bool,
+        recorded: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        token, rows = torch.empty(0, dtype=torch.float32, device=x.device), None
+        if isinstance(before, AllGatherV):
+            y, rows = multiplied_while_gathered(before, x, weight.T, bias, recorded)
+        elif after is None:
+            y = multiplied(x, weight.T, bias)
+        else:
+            y = begin(after, x @ weight.T, recorded).wait()
+            if bias is not None:
+                y += bias  # no other tensor shares this memory yet
+        return y, token, rows if keep_gathered else None
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        x, weight, _, sink, ctx.before, ctx.after, _, _ = inputs
+        _, token, rows = output
+        if rows is not None:
+            ctx.mark_non_differentiable(rows)
+        of_x, of_weight, ctx.of_bias, of_sink, *_ = ctx.needs_input_grad
+        ctx.sink_dtype = sink.dtype if of_sink else None
+        # nothing is kept for a gradient that is not needed
+        kept = (x, rows) if of_weight or of_sink else (None, None)
+        ctx.save_for_backward(*kept, weight if of_x else None, token)
+        ctx.save_for_forward(x, weight, token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, of_token, _ = gradients
+        x, rows, weight, token = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            of_bias = _of_replicated_bias(ctx.after, gradient) if ctx.of_bias else None
+            rows, gradient, of_x = _recorded(ctx, gradient, x, weight, token + of_token)
+            of_weight = _of_weight(ctx, gradient, rows)
+        else:
+            of_x, of_weight, gradient = _overlapped(ctx, gradient, x, rows, weight)
+            of_bias = gradient.sum(0) if ctx.of_bias else None
+        of_sink = None
+        if ctx.sink_dtype is not None:
+            of_weight, of_sink = None, of_weight
+        return of_x, of_weight, of_bias, of_sink, None, None, None, None
+
+    @staticmethod
+    @in_forward_mode
+    def jvp(
+        ctx: Any, saved: Any, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        of_x, of_weight, of_bias, *_ = tangents
+        x, weight, token = saved
+        # ranks communicate identically, whichever tangents exist on this rank
+        of_x = torch.zeros_like(x) if of_x is None else of_x
+        if ctx.before is not None:
+            pair = apply(ctx.before, _joined(torch.stack([of_x, x], dim=1), token))
+            of_x, x = pair[:, 0], pair[:, 1]
+        tangent = of_x @ weight.T
+        if of_weight is not None:
+            tangent = tangent + x @ of_weight.T
+        if ctx.after is not None:
+            tangent = apply(ctx.after, _joined(tangent, token))
+        of_token = tangent.reshape(-1)[:0].real.to(torch.float32)
+        return tangent if of_bias is None else tangent + of_bias, of_token, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        refuse_vmap("a tensor-parallel linear layer")
+
+
+def refuse_vmap(what: str) -> NoReturn:
+    """Raise the ArgumentError of operators that communicate, under ``torch.func.vmap``."""
+    raise ArgumentError(f"torch.func.vmap over {what} is not supported. Loop over the batch.")
+
+
+def _joined(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return the values of `x`, which then depend on `token` as well."""
+    return x + token.sum().to(x.dtype)
+
+
+def _recorded(
+    ctx: Any,
+    gradient: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    token: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Return all rows, the gradient of all products, and that of `x`, all differentiable."""
+    rows = x if x is None or ctx.before is None else apply(ctx.before, _joined(x, token))
+    if ctx.after is not None:
+        gradient = apply(ctx.after.adjoint, _joined(gradient, token))
+    of_x = None if weight is None else gradient @ weight.conj()
+    if of_x is not None and ctx.before is not None:
+        of_x = apply(ctx.before.adjoint, _joined(of_x, token))
+    return rows, gradient, of_x
+
+
+def _overlapped(
+    ctx: Any,
+    gradient: torch.Tensor,
+    x: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Return the gradients of `x`, `weight` and all products; messages travel meanwhile."""
+    before, after, of_x, gathering = ctx.before, ctx.after, None, None
+    if x is not None and rows is None:
+        if isinstance(before, AllGatherV):
+            gathering = begin(before, x, False)
+        else:
+            rows = x
+    if isinstance(after, ReduceScatterV) and weight is not None:
+        factor = weight.conj()
+        of_x, gradient = multiplied_while_gathered(after.adjoint, gradient, factor, None, False)
+    elif isinstance(after, ReduceScatterV):
+        gradient = begin(after.adjoint, gradient, False).wait()
+    elif weight is not None:
+        of_x = gradient @ weight.conj()
+    if gathering is not None:
+        rows = gathering.wait()
+    if before is None or of_x is None:
+        return of_x, _of_weight(ctx, gradient, rows), gradient
+    summing = begin(before.adjoint, of_x, False)
+    of_weight = _of_weight(ctx, gradient, rows)
+    return summing.wait(), of_weight, gradient
+
+
+def _of_weight(ctx: Any, gradient: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
+    if rows is None:
+        return None
+    if ctx.sink_dtype is not None:
+        gradient, rows = gradient.to(ctx.sink_dtype), rows.to(ctx.sink_dtype)
+    return gradient.T @ rows.conj()
+
+
+def _of_replicated_bias(after: After | None, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a bias, differentiable; from own rows of a sequence, or from all."""
+    own = gradient.sum(0)
+    if not isinstance(after, ReduceScatterV):
+        return own
+    return apply(ReplicatedSum(after.group, after.use_fp32), own)
+
+
+def multiplied_while_gathered(
+    gather: AllGatherV,
+    x: torch.Tensor,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+    recorded: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather rows, and return ``rows @ factor + bias`` and the rows.
+
+    This rank's rows are multiplied while the others travel, and each product is written into its
+    place in `out`.
+    """
+    pending = begin(gather, x, recorded)
+    start = sum(gather.sizes[: gather.group.rank])
+    stop = start + len(x)
+    if out is None:
+        out = x.new_empty(sum(gather.sizes), factor.shape[1])
+    multiplied(x, factor, bias, out[start:stop])
+    rows = pending.wait()
+    multiplied(rows[:start], factor, bias, out[:start])
+    multiplied(rows[stop:], factor, bias, out[stop:])
+    return out, rows
+
+
+def multiplied(
+    x: torch.Tensor,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x @ factor + bias``, in `out` if given."""
+    if bias is None:
+        return torch.mm(x, factor, out=out)
+    return torch.addmm(bias, x, factor, out=out)
+
+
+def _gradient_sink(weight: torch.Tensor, where: str) -> torch.Tensor | None:
+    """Return a leaf whose gradient is ``weight.main_grad``, for a weight that has one."""
+    values = getattr(weight, "main_grad", None)
+    if values is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    return _made_sink(weight, values, where)
+
+
+@uncompiled("in a graph, backward() cannot add to weight.main_grad; delete it")
+def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor:
+    if not isinstance(values, torch.Tensor) or values.shape != weight.shape:
+        got = tuple(values.shape) if isinstance(values, torch.Tensor) else values
+        raise ArgumentError(
+            f"{where}weight.main_grad must be a tensor of the weight's shape, "
+            f"{tuple(weight.shape)}; got {got!r}."
+        )
+    if not weight.is_leaf:
+        raise ArgumentError(
+            f"{where}weight.main_grad is for parameters; this weight is computed from others."
+        )
+    sink = values.new_empty(()).expand(values.shape).requires_grad_()  # without memory
+    sink.grad = values
+
+    def check(sink: torch.Tensor) -> None:
+        if sink.grad is not values:  # torch has made a new tensor for a gradient with a graph
+            raise ArgumentError(
+                "backward(create_graph=True) with a weight.main_grad: gradients that are added to "
+                "it have no derivatives. Use torch.autograd.grad, or delete weight.main_grad."
+            )
+
+    sink.register_post_accumulate_grad_hook(check)
+    return sink
+
+
+def checked_operands(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, where: str
+) -> None:
+    """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed."""
+    checked_tensor(x, where, "x")
+    checked_tensor(weight, where, "weight")
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ArgumentError(
+            f"{where}x must be (..., in) and weight (out, in) on this rank; got x of shape "
+            f"{tuple(x.shape)} and weight of shape {tuple(weight.shape)}."
+        )
+    if bias is not None:
+        checked_tensor(bias, where, "bias")
+        if bias.shape != weight.shape[:1]:
+            raise ArgumentError(
+                f"{where}bias must be ({weight.shape[0]},), one entry per row of this rank's "
+                f"weight; got shape {tuple(bias.shape)}."
+            )
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and (_dtype(value) != _dtype(x) or value.device != x.device):
+            raise ArgumentError(
+                f"{where}x is {_dtype(x)} on {x.device}, but {name} is {_dtype(value)} on "
+                f"{value.device}."
+            )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentError(f"{where}x must be floats; got {x.dtype}.")
+
+
+def _check_sizes(
+    weight: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
+) -> None:
+    if sizes is None:
+        return
+    plain = checked_sizes(sizes, "sizes", group.size, where)
+    if weight.dim() == 2 and weight.shape[dim] != plain[group.rank]:
+        raise ArgumentError(
+            f"{where}weight of shape {tuple(weight.shape)} has {weight.shape[dim]} "
+            f"{('rows', 'columns')[dim]}, but sizes[{group.rank}] is {plain[group.rank]} (sizes "
+            f"{list(plain)})."
+        )
+
+
+def checked_sequence(
+    x: torch.Tensor,
+    sequence_sizes: Sequence[int] | None,
+    group: Group,
+    where: str,
+    whole: bool = False,
+) -> tuple[int, ...] | None:
+    """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
+    if sequence_sizes is None:
+        return None
+    if x.dim() < 2:
+        raise ArgumentError(
+            f"{where}with sequence_sizes, x must be (sequence, ..., in); got shape "
+            f"{tuple(x.shape)}."
+        )
+    sequence = checked_sizes(sequence_sizes, "sequence_sizes", group.size, where)
+    rows = sum(sequence) if whole else sequence[group.rank]
+    if x.shape[0] != rows:
+        which = "sequence_sizes sum to" if whole else f"sequence_sizes[{group.rank}] is"
+        raise ArgumentError(
+            f"{where}x has {x.shape[0]} rows, but {which} {rows} (sequence_sizes {list(sequence)})."
+        )
+    return sequence
+
+
+def flattened(sequence: Sequence[int], x: torch.Tensor) -> tuple[int, ...]:
+    """Return the rows per rank of :func:`as_rows`."""
+    return tuple(size * prod(x.shape[1:-1]) for size in sequence)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with all dimensions but the last flattened."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return operands in the dtype of :class:`torch.autocast`, as torch's linear uses them."""
+    cast = None if bias is None else bias.to(_dtype(bias))
+    return x.to(_dtype(x)), weight.to(_dtype(weight)), cast
+
+
+def _dtype(operand: torch.Tensor) -> torch.dtype:
+    # autocast leaves fp64 and complex numbers alone
+    device, dtype = operand.device.type, operand.dtype
+    if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+class _ParallelLinear(ShardedModule):
+    """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
+
+    _dim: ClassVar[int]  # sharded dimension of the weight
+    _usual: ClassVar[dict[str, Any]]  # options that the repr leaves out
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, layout: Layout, flags: dict[str, bool], save: str = "input") -> None:
+        super().__init__()
+
+        def options() -> dict[str, Any]:
+            if save not in ("input", "gathered"):
+                raise ArgumentError(f'save must be "input" or "gathered"; got {save!r}.')
+            return {**self._checked(flags), "save": save}
+
+        checked, seed = self._agree(layout, options)
+        self.out_features, self.in_features = (checked[name] for name in layout.names)
+        self.sequence_sizes = checked["sequence_sizes"]
+        bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
+
+        def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
+            tile.uniform_(-bound, bound, generator=generator)
+
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+        def make() -> None:
+            if flags["allocate_weight"]:
+                self.weight = layout.draw(self.spec, layout.init or uniform, seed)
+            if flags["bias"]:  # from another seed, so that it does not repeat the weight
+                self.bias = layout.draw(self._bias_spec, uniform, seed + 1, dims=1)
+
+        # a device may be missing or full on one rank, and `init` is the caller's
+        agree(type(self).__name__, make, self.group)
+
+    @property
+    def _bias_spec(self) -> ShardSpec | None:
+        return self.spec if self._dim == 0 else None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
+        """Shard a Linear that is identical on all ranks; collective.
+
+        `linear` is not changed and shares no memory with the result. `options` are arguments of
+        the constructor beside features, bias, init, device and dtype. All ranks raise ArgumentError
+        if one passes no plain Linear or a wrong option, DisagreementError if weights differ.
+        """
+        kind: Any = cls
+        fixed = {"in_features", "out_features", "bias", "device", "dtype", "init"}
+
+        def check() -> dict[str, Any]:
+            digests = check_plain(linear, nn.Linear, "linear")
+            known = signature(kind).parameters.keys() - fixed - {"allocate_weight"}
+            if unknown := [name for name in options if name not in known]:
+                raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
+            return digests
+
+        agreed(f"{cls.__name__}.from_linear", check, resolve(group))
+        made: Self = kind(
+            linear.in_features,
+            linear.out_features,
+            False,
+            allocate_weight=False,
+            dtype=linear.weight.dtype,
+            **{"group": group, **options},
+        )
+        made.weight = made._own(linear.weight, made.spec)
+        if linear.bias is not None:
+            made.bias = made._own(linear.bias, made._bias_spec)
+        return made.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """Gather the weight and return an equal Linear on every rank; collective.
+
+        All ranks raise ArgumentError if the layer has no weight of its own.
+        """
+
+        def check() -> torch.Tensor:
+            if self.weight is None:
+                raise ArgumentError("the layer has no weight of its own: allocate_weight=False.")
+            return self.weight
+
+        weight = agree(f"{type(self).__name__}.to_linear", check, self.group)
+        linear: nn.Linear = nn.utils.skip_init(
+            nn.Linear,
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        with torch.no_grad():
+            linear.weight.copy_(self.spec.gather(weight.detach()))
+            linear.weight.requires_grad_(weight.requires_grad)
+            if self.bias is not None:
+                spec, bias = self._bias_spec, self.bias.detach()
+                linear.bias.copy_(bias if spec is None else spec.gather(bias))
+                linear.bias.requires_grad_(self.bias.requires_grad)
+        return linear.train(self.training)
+
+    def _weight(self, given: torch.Tensor | None, where: str) -> torch.Tensor:
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise ArgumentError(
+                f"{where}the layer was made with allocate_weight=False. Pass a weight to each call."
+            )
+        return weight
+
+    def extra_repr(self) -> str:
+        """Return features, sizes, and options that differ from their defaults."""
+        sizes = [list(block) for block in self.spec.blocks]
+        words = [
+            f"in_features={self.in_features}, out_features={self.out_features}",
+            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}",
+        ]
+        if self.sequence_sizes is not None:
+            words.append(f"sequence_sizes={list(self.sequence_sizes)}")
+        options = ((name, getattr(self, name), usual) for name, usual in self._usual.items())
+        words += [f"{name}={value!r}" for name, value, usual in options if value != usual]
+        return ", ".join(words)
+
+
+_NAMES = ("out_features", "in_features")
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Linear layer whose output features are sharded across ranks.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Features of the full layer.
+    bias : bool
+        Whether the layer has a bias, sharded like the outputs.
+    sizes : sequence of int, or of such sequences, optional
+        Outputs per rank; zeros allowed; None is balanced. For several fused blocks (queries, keys
+        and values; gate and up), those of each block: a rank has its part of every block.
+    gather_output : bool
+        Return all outputs, replicated.
+    sequence_sizes : sequence of int, optional
+        Rows of the input's first dimension per rank: sequence parallelism.
+    init : callable, optional
+        ``init(tensor, generator)`` draws elements of the weight in place, all from the same
+        distribution; it is called for pieces. None draws as :class:`torch.nn.Linear` does.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    device, dtype : optional
+        Device and dtype of the parameters.
+    skip_bias_add : bool
+        Return ``(output, bias)`` and leave the addition to the caller.
+    save : {"input", "gathered"}
+        Tensor that backward keeps in sequence parallelism; see :func:`column_parallel_linear`.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once.
+    allocate_weight : bool
+        Whether the layer has its own weight; otherwise each call passes one, as tied heads do.
+
+    Attributes
+    ----------
+    weight, bias : torch.nn.Parameter or None
+        This rank's rows, ``(spec.local, in_features)``, and part, ``(spec.local,)``.
+    spec : ShardSpec
+        How both are sharded.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
+
+    Notes
+    -----
+    The constructor is collective. The full weight depends on torch's default generator on the
+    group's first rank and not on the number of ranks, and no rank holds it.
+
+    Communication: per call as :func:`column_parallel_linear`; short messages in the constructor.
+
+    In one process: :class:`torch.nn.Linear`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    >>> def fn(rank):
+    ...     torch.manual_seed(0)
+    ...     up = ColumnParallelLinear(4, 7)
+    ...     down = RowParallelLinear(7, 4)
+    ...     return up.weight.shape[0], round(down(up(torch.ones(2, 4)).relu()).sum().item(), 4)
+    >>> one, two = varcomm.launch(fn, 1), varcomm.launch(fn, 2)
+    >>> one[0][1] == two[0][1] == two[1][1], [rows for rows, _ in two]
+    (True, [4, 3])
+    """
+
+    _dim = 0
+    _usual: ClassVar[dict[str, Any]] = {
+        "gather_output": False,
+        "skip_bias_add": False,
+        "save": "input",
+        "use_fp32": True,
+    }
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        sizes: Sizes | None = None,
+        gather_output: bool = False,
+        sequence_sizes: Sequence[int] | None = None,
+        init: Fill | None = None,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        skip_bias_add: bool = False,
+        save: Literal["input", "gathered"] = "input",
+        use_fp32: bool = True,
+        allocate_weight: bool = True,
+    ) -> None:
+        shape = (out_features, in_features)
+        layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
+        flags = {
+            "bias": bias,
+            "gather_output": gather_output,
+            "skip_bias_add": skip_bias_add,
+            "use_fp32": use_fp32,
+            "allocate_weight": allocate_weight,
+        }
+        super().__init__(layout, flags, save)
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.save, self.use_fp32 = save, use_fp32
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        gather_output: bool | None = None,
+        sequence_sizes: Sequence[int] | None = None,
+    ) -> Output:
+        """Return this rank's outputs, or all outputs; see :func:`column_parallel_linear`.
+
+        `weight`, `gather_output` and `sequence_sizes` replace the layer's own in this call. With
+        `skip_bias_add` the result is ``(output, bias)``, both gathered or both sharded.
+        """
+        gather = self.gather_output if gather_output is None else gather_output
+        with checking(type(self).__name__, self.group, gather_output=gather) as where:
+            weight = self._weight(weight, where)
+        y = column_parallel_linear(
+            x,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            self.spec.sizes,
+            sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
+            save=self.save,
+            use_fp32=self.use_fp32,
+            group=self.group.process_group,
+        )
+        bias: torch.Tensor | None = self.bias
+        if gather:
+            y = self._gathered(y)
+            bias = bias if bias is None or not self.skip_bias_add else self._gathered(bias)
+        return (y, bias) if self.skip_bias_add else y
+
+    def _gathered(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return all outputs, in the order of the full layer."""
+        sizes, pg = self.spec.sizes, self.group.process_group
+        return self.spec.ordered(
+            gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg), -1
+        )
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Linear layer whose input features are sharded across ranks.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Features of the full layer.
+    bias : bool
+        Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
+    sizes : sequence of int, or of such sequences, optional
+        Inputs per rank; zeros allowed; None is balanced. For several fused blocks, those of each
+        block, as in :class:`ColumnParallelLinear`.
+    input_is_parallel : bool
+        Whether calls pass this rank's inputs; otherwise all inputs, replicated.
+    sequence_sizes : sequence of int, optional
+        Rows of the output's first dimension per rank: sequence parallelism.
+    init, group, device, dtype, skip_bias_add, use_fp32, allocate_weight
+        As in :class:`ColumnParallelLinear`.
+
+    Attributes
+    ----------
+    weight, bias : torch.nn.Parameter or None
+        This rank's columns, ``(out_features, spec.local)``, and ``(out_features,)``.
+    spec : ShardSpec
+        How the weight is sharded.
+
+    Raises
+    ------
+    ArgumentError, DisagreementError
+        On every rank, if arguments are wrong on one of them, or differ.
+
+    Notes
+    -----
+    The constructor works as that of :class:`ColumnParallelLinear`, whose example has both layers.
+
+    Communication: per call as :func:`row_parallel_linear`; short messages in the constructor.
+
+    In one process: :class:`torch.nn.Linear`.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from varcomm.tensor_parallel import RowParallelLinear
+    >>> def fn(rank):
+    ...     layer = RowParallelLinear(3, 2)
+    ...     return layer.weight.shape, layer(torch.ones(4, 2 - rank)).shape
+    >>> varcomm.launch(fn, 2)
+    [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]
+    """
+
+    _dim = 1
+    _usual: ClassVar[dict[str, Any]] = {
+        "input_is_parallel": True,
+        "skip_bias_add": False,
+        "use_fp32": True,
+    }
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        sizes: Sizes | None = None,
+        input_is_parallel: bool = True,
+        sequence_sizes: Sequence[int] | None = None,
+        init: Fill | None = None,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        skip_bias_add: bool = False,
+        use_fp32: bool = True,
+        allocate_weight: bool = True,
+    ) -> None:
+        shape = (out_features, in_features)
+        layout = Layout(_NAMES, shape, 1, sizes, sequence_sizes, init, group, device, dtype)
+        flags = {
+            "bias": bias,
+            "input_is_parallel": input_is_parallel,
+            "skip_bias_add": skip_bias_add,
+            "use_fp32": use_fp32,
+            "allocate_weight": allocate_weight,
+        }
+        super().__init__(layout, flags)
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.use_fp32 = use_fp32
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        sequence_sizes: Sequence[int] | None = None,
+    ) -> Output:
+        """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
+
+        `weight` and `sequence_sizes` replace the layer's own in this call. With `skip_bias_add` the
+        result is ``(output, bias)``; the bias is to be added on each rank.
+        """
+        pg = self.group.process_group
+        with checking(type(self).__name__, self.group) as where:
+            weight = self._weight(weight, where)
+            if not self.input_is_parallel:
+                checked_tensor(x, where, "x")
+                if tuple(x.shape[-1:]) != (self.in_features,):
+                    raise ArgumentError(
+                        f"{where}x must have all {self.in_features} inputs in its last dimension; "
+                        f"got shape {tuple(x.shape)}."
+                    )
+        if not self.input_is_parallel:
+            x = self.spec.by_rank(x, -1)
+            x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
+        sequence = self.sequence_sizes if sequence_sizes is None else sequence_sizes
+        y = row_parallel_linear(
+            x,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            self.spec.sizes,
+            sequence_sizes=sequence,
+            use_fp32=self.use_fp32,
+            group=pg,
+        )
+        if not self.skip_bias_add:
+            return y
+        if sequence is None or self.bias is None:
+            return y, self.bias
+        # each rank adds the bias to its own part, so gradients are summed
+        return y, copy_to_tensor_model_parallel_region(self.bias, group=pg)
