@@ -1,7 +1,5 @@
 """Distributed models in one graph of torch.compile, forward and backward, and moved to others."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,6 @@ from torch_geometric import nn as pyg
 from torch_geometric.data import HeteroData
 
 from tests.graph.graphs import split_by, wild
-from varcomm.data_parallel import sum_gradients
 from varcomm.errors import ArgumentError
 from varcomm.graph import distribute, message_passing, partition
 from varcomm.models.mesh_graph_net import MeshGraphNet
@@ -169,31 +166,6 @@ def other_edges(rank):
 @slow
 def test_what_is_wrong_is_an_error_as_well(worlds):
     assert worlds.run(2, other_edges, timeout=300) == [None] * 2
-
-
-def summed(rank):
-    """Gradients of replicated parameters, summed over ranks, compiled or not."""
-    fresh()
-    data = wild()
-    graph = partition(data, method="random")
-    torch.manual_seed(0)
-    model = pyg.GraphSAGE(4, 6, 2, 2).double()
-    steps = [Step(distribute(copy.deepcopy(model), graph), graph) for _ in range(2)]
-    fast = torch.compile(steps[0], backend="aot_eager", fullgraph=True)
-    given = graph.x, graph.edge_index, graph.edge_attr, graph.y, graph.train_mask
-    for step, call in zip(steps, (fast, steps[1]), strict=True):
-        call(*given)[1].backward()
-        sum_gradients(step)
-    alone = F.mse_loss(model(data.x, data.edge_index), data.y, reduction="none")
-    alone[data.train_mask].mean().backward()
-    of_both = [[p.grad for p in one.parameters()] for one in (*steps, model)]
-    torch.testing.assert_close(of_both[0], of_both[1], **CLOSE)
-    torch.testing.assert_close(of_both[0], of_both[2], **CLOSE)
-
-
-@slow
-def test_gradients_of_replicated_parameters(worlds):
-    assert worlds.run(2, summed, timeout=300) == [None] * 2
 
 
 def in_parts(rank):

@@ -172,26 +172,6 @@ def test_copies_are_independent(worlds):
     assert worlds.run(3, copies) == [True] * 3
 
 
-def compiled(rank):
-    graph, given = partition(wild(), method="random"), whole(C, nodes=24)
-    model = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Tanh()).double()
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(1))
-    alone = copy.deepcopy(model)
-    on(model[1], graph)
-    x, own = given.x.clone().requires_grad_(), given.x[graph.owned_ids].requires_grad_()
-    out, got = alone(x), torch.compile(model, backend="aot_eager")(own)
-    torch.testing.assert_close(got, out[graph.owned_ids], **FIRST)
-    out.square().sum().backward()
-    got.square().sum().backward()
-    torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **FIRST)
-
-
-@pytest.mark.slow
-def test_compiled(worlds):
-    assert worlds.run(2, compiled) == [None] * 2
-
-
 class OwnForward(nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x) + 1
