@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -361,14 +362,20 @@ class _Plan:
             self.pieces[writer].append(piece)
             dtype = self.entries[piece[0]].dtype
             load[writer] += (dtype.itemsize if dtype else 1) * prod(piece[2])
+        for rank, pieces in enumerate(self.pieces):
+            name, times = Counter(map(self._name, pieces)).most_common(1)[0] if pieces else ("", 1)
+            if times > 1:
+                raise ArgumentError(
+                    f"rank {rank} would save two tensors as {name!r}. Rename one of them."
+                )
 
     def contents(self, flat: Flat, rank: int) -> dict[str, torch.Tensor]:
         """Return the tensors that a rank writes by their names in its file."""
-        found: dict[str, torch.Tensor] = {}
-        for piece in self.pieces[rank]:
-            key, offsets, sizes = piece
-            found[part_name(key, self.entries[key].shape, offsets, sizes)] = _box(flat, piece)
-        return found
+        return {self._name(piece): _box(flat, piece) for piece in self.pieces[rank]}
+
+    def _name(self, piece: _Piece) -> str:
+        key, offsets, sizes = piece
+        return part_name(key, self.entries[key].shape, offsets, sizes)
 
     def index(self) -> dict[str, Any]:
         """Return the content of the index."""
