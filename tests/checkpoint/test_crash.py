@@ -23,7 +23,7 @@ def run(how, folder, *more):
 
 
 def test_killed_before_and_after_the_rename(tmp_path):
-    killed, (files,) = run("at_steps", tmp_path, 2, 6)
+    killed, (files,) = run("at_steps", tmp_path, 3, 9)
     assert [after == new for _, new, after in killed] == [False, True]
     assert files == 2  # the leftovers are gone
 

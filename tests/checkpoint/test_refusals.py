@@ -93,6 +93,11 @@ REFUSED = {  # the state of a rank, the error, words of its message
     "numbers": (lambda rank: {1: 2}, ArgumentError, r"state must be a dict.*\[1\]"),
     "itself": (lambda rank: itself(), ArgumentError, "contains itself"),
     "same key": (lambda rank: {"a.b": 1, "a": {"b": 2}}, ArgumentError, "'a.b'"),
+    "key of a box": (
+        lambda rank: {**boxes((0, 2), (2, 2))(rank), "w[0:2, 0:3]": boxes((0, 4))(rank)["w"]},
+        ArgumentError,
+        r"'w\[0:2, 0:3\]'",
+    ),
     "optimizer": (lambda rank: {"o": sgd(nn.Linear(2, 1).parameters())}, ArgumentError, "'o': par"),
     "Rows of a rank": (
         lambda rank: {"x": PerRank(Rows(torch.ones(1), torch.zeros(1), 1))},

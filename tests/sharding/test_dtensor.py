@@ -64,12 +64,12 @@ def test_the_same_as_torch_makes_of_the_whole(worlds, dtype):
 def strides_of(rank):
     """Of shards that do not lie row by row in memory, the whole lies as they do."""
     mesh = init_device_mesh("cpu", (3,))
-    sizes, failures = ShardSizes.chunked(5, 3), Failures()
-    image = torch.zeros(5, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    sizes, failures = ShardSizes.chunked(6, 3), Failures()
+    image = torch.zeros(6, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     for name, whole, dim in (
         ("channels_last", image, 0),
-        ("transposed", torch.zeros(4, 5).t(), 0),
-        ("columns", torch.zeros(4, 5), 1),
+        ("transposed", torch.zeros(4, 6).t(), 0),
+        ("columns", torch.zeros(4, 6), 1),
     ):
         own = whole.narrow(dim, 2 * rank, sizes[rank])
         made = to_dtensor(own, sizes, dim, mesh)

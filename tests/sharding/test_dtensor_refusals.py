@@ -17,7 +17,7 @@ def other_sizes(rank):
         own = torch.arange(float(sum(sizes))).split(list(sizes))[rank]
         with pytest.raises(ArgumentError, match=rf"\[{', '.join(map(str, chunks))}\].*from_needed"):
             to_dtensor(own, sizes)
-        there = torch.tensor(ShardSizes(chunks).range(rank))
+        there = torch.tensor(ShardSizes(chunks).range(rank), dtype=torch.int64)
         moved = ExchangePlan.from_needed(there, sizes, None)(own, dim=0)
         assert torch.equal(to_dtensor(moved, chunks).full_tensor(), torch.arange(sum(sizes)) * 1.0)
     return True

@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
@@ -252,8 +252,7 @@ def _in_order(text: str) -> str:
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass
-class _Shared:
+class _Shared(NamedTuple):
     """The description of one rank's state that all ranks get."""
 
     entries: dict[str, _Entry]
@@ -262,21 +261,23 @@ class _Shared:
 
 
 def _describe(flat: Flat) -> _Shared:
-    entries, boxes = {}, []
-    for key, tensor in flat.tensors.items():
-        whole = is_whole(tensor)
-        entries[key] = _Entry(flat.paths[key], tensor.dtype, tuple(tensor.shape), whole, "")
-        if not whole:
-            found = boxes_of(key, tensor)
+    entries: dict[str, _Entry] = {}
+    boxes: list[_Piece] = []
+    rows: dict[str, _Entry] = {}
+    for key, path in flat.paths.items():
+        if key in flat.values:
+            entries[key] = _Entry(path, None, (), True, flat.values[key])
+        elif key in flat.rows:
+            one = flat.rows[key]
+            shape = (one.total, *one.tensor.shape[1:])
+            rows[key] = _Entry(path, one.tensor.dtype, shape, True, "")
+        else:
+            tensor = flat.tensors[key]
+            whole = is_whole(tensor)
+            entries[key] = _Entry(path, tensor.dtype, tuple(tensor.shape), whole, "")
+            found = [] if whole else boxes_of(key, tensor)
             boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
-    for key, text in flat.values.items():
-        entries[key] = _Entry(flat.paths[key], None, (), True, text)
-    rows = {}
-    for key, one in flat.rows.items():
-        shape = (one.total, *one.tensor.shape[1:])
-        rows[key] = _Entry(flat.paths[key], one.tensor.dtype, shape, True, "")
-    order = {key: entries[key] for key in flat.paths if key in entries}
-    return _Shared(order, boxes, rows)
+    return _Shared(entries, boxes, rows)
 
 
 def _share(
@@ -289,49 +290,37 @@ def _share(
 
     Mostly ranks have the same keys, and share only a digest of them.
     """
-    mine = new_token()
+    token = new_token()
 
-    def gather() -> tuple[Flat, Path, _Shared]:
+    def gather() -> tuple[Flat, Path, dict[str, _Entry], _Shared]:
         flat, target = collect()
-        return flat, target, _describe(flat)
+        entries, boxes, rows = _describe(flat)
+        common = {key: entry for key, entry in entries.items() if key not in flat.own}
+        own = {key: entry for key, entry in entries.items() if key in flat.own}
+        return flat, target, common, _Shared(own, boxes, rows)
 
-    def brief(gathered: tuple[Flat, Path, _Shared]) -> tuple[Any, ...]:
-        flat, _, own = gathered
+    def brief(gathered: tuple[Flat, Path, dict[str, _Entry], _Shared]) -> tuple[Any, ...]:
+        *_, common, rest = gathered
         call = {"folder": str(Path(folder)), "async_": async_}
-        of_rank = {key: own.entries[key] for key in flat.own}
-        return (
-            mine,
-            call,
-            crc32(repr(sorted(common_of(gathered).items())).encode()),
-            (
-                of_rank,
-                own.boxes,
-                own.rows,
-            ),
-        )
+        return token, call, crc32(repr(sorted(common.items())).encode()), rest
 
-    def common_of(gathered: tuple[Flat, Path, _Shared]) -> dict[str, _Entry]:
-        flat, _, own = gathered
-        return {key: entry for key, entry in own.entries.items() if key not in flat.own}
-
-    gathered, given = ranks.agree_and_share(_WHAT, gather, brief)
-    calls = [call for _, call, *_ in given]
+    (flat, target, common, _), given = ranks.agree_and_share(_WHAT, gather, brief)
+    tokens, calls, digests, rests = zip(*given, strict=True)
     for word, first in calls[0].items():
         if others := [rank for rank, call in enumerate(calls) if call[word] != first]:
             raise DisagreementError(
                 f"{_WHAT}: ranks disagree on {word}: rank 0 has {first}, rank {others[0]} has "
                 f"{calls[others[0]][word]}."
             )
-    common: Mapping[str, Any] = common_of(gathered)
-    if len({crc for _, _, crc, _ in given}) == 1:
-        commons = [common] * ranks.size
-    else:
+    commons = [common] * ranks.size
+    if len(set(digests)) > 1:
         commons = ranks.share(_WHAT, lambda: common)
     shared = []
-    for every, (*_, (own, boxes, rows)) in zip(commons, given, strict=True):
+    for every, (own, boxes, rows) in zip(commons, rests, strict=True):
+        # NamedTuples arrive as tuples
         entries = {key: _Entry(*entry) for key, entry in {**every, **own}.items()}
         shared.append(_Shared(entries, boxes, {key: _Entry(*entry) for key, entry in rows.items()}))
-    return gathered[0], gathered[1], given[0][0], shared
+    return flat, target, tokens[0], shared
 
 
 class _Plan:
@@ -373,14 +362,20 @@ class _Plan:
             self.pieces[writer].append(piece)
             dtype = self.entries[piece[0]].dtype
             load[writer] += (dtype.itemsize if dtype else 1) * prod(piece[2])
+        for rank, pieces in enumerate(self.pieces):
+            name, times = Counter(map(self._name, pieces)).most_common(1)[0] if pieces else ("", 1)
+            if times > 1:
+                raise ArgumentError(
+                    f"rank {rank} would save two tensors as {name!r}. Rename one of them."
+                )
 
     def contents(self, flat: Flat, rank: int) -> dict[str, torch.Tensor]:
         """Return the tensors that a rank writes by their names in its file."""
-        found: dict[str, torch.Tensor] = {}
-        for piece in self.pieces[rank]:
-            key, offsets, sizes = piece
-            found[part_name(key, self.entries[key].shape, offsets, sizes)] = _box(flat, piece)
-        return found
+        return {self._name(piece): _box(flat, piece) for piece in self.pieces[rank]}
+
+    def _name(self, piece: _Piece) -> str:
+        key, offsets, sizes = piece
+        return part_name(key, self.entries[key].shape, offsets, sizes)
 
     def index(self) -> dict[str, Any]:
         """Return the content of the index."""

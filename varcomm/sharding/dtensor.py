@@ -226,9 +226,9 @@ def _check_chunks(sizes: Sequence[int], dim: int, ranks: int, where: str) -> Non
     if tuple(sizes) != chunks:
         raise ArgumentError(
             f"{where}torch splits {total} rows over {ranks} ranks into {list(chunks)}, and a "
-            f"DTensor has no other sizes; got {list(sizes)}. Take chunks = ShardSizes.chunked("
-            f"{total}, {ranks}) from the start, or move the rows that differ, on all ranks: "
-            "ExchangePlan.from_needed(torch.tensor(chunks.range(rank)), sizes, group)"
+            f"DTensor has no other sizes; got {list(sizes)}. Use chunks = ShardSizes.chunked("
+            f"{total}, {ranks}) from the start, or move rows on all ranks with ExchangePlan."
+            "from_needed(torch.tensor(chunks.range(rank), dtype=torch.int64), sizes, group)"
             f"(tensor, dim={dim})."
         )
 
