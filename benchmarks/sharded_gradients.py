@@ -127,6 +127,7 @@ def main():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     given = parser.parse_args()
 
     size = given.rows * given.columns * given.layers * 4
@@ -136,9 +137,9 @@ def main():
         f"{given.layers} weights of {given.rows} x {given.columns}, {size / 1e6:.1f} MB, on "
         f"{given.ranks} ranks; the fewest that each has to send in a step: {fewest / 1e6:.1f} MB\n"
     )
-    results = {way: [] for way in WAYS}
+    results = {way: [] for way in given.ways}
     for turn in range(given.repeats):
-        for way in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
+        for way in given.ways if turn % 2 else given.ways[::-1]:
             arguments = (way, given.rows, given.columns, given.layers, given.steps)
             results[way].append(vc.launch(train, given.ranks, *arguments))
     outcomes = [outcome for runs in results.values() for run in runs for *_, outcome in run]
