@@ -1,5 +1,6 @@
 """The rules about files and imports that no single module can break alone."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -43,3 +44,32 @@ def test_import_leaves_optional_packages_alone():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_can_be_read_at_one_sitting(path):
     assert len(path.read_text().splitlines()) <= (300 if path.parent == ROOT / "models" else 400)
+
+
+def imports_of(path):
+    """Return the modules that a file imports as it loads: not in functions, not for types alone."""
+    found, todo = set(), [*ast.parse(path.read_text()).body]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo += node.orelse
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "varcomm").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    left = {name: imports_of(path) & modules.keys() for name, path in modules.items()}
+    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, "in a circle, or importing one: " + ", ".join(sorted(left))

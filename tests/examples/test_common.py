@@ -19,7 +19,7 @@ def rates(steps, rise):
 
 
 @pytest.mark.parametrize("rise", [0.15, 0.2, 0.3])
-@pytest.mark.parametrize("steps", range(1, 16))
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 15])
 def test_trainings_of_any_length_have_rates(steps, rise):
     found = rates(steps, rise)
     assert len(found) == steps

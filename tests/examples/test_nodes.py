@@ -1,7 +1,5 @@
 """Parts of large graphs: the data, what needs no network, and three models on ranks."""
 
-import importlib
-import sys
 from functools import cache
 
 import numpy as np
@@ -10,11 +8,10 @@ import torch
 from torch_geometric.data import Data
 
 import varcomm as vc
-from tests.examples.loading import EXAMPLES, example
+from tests.examples.loading import example
 from tests.graph.graphs import WORLDS, split_by
 
 graphs = example("nodes", "graphs")
-FOLDER = EXAMPLES / "nodes"
 
 
 @cache
@@ -28,11 +25,7 @@ def small():
     return graphs.with_question(Data(edge_index=edges, num_nodes=1600), labels=10)
 
 
-def test_the_data_are_small_and_say_where_they_are_from():
-    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) <= 2_000_000
-    assert "Apache License" in (FOLDER / "data" / "README.md").read_text()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nodes", "edges"), [("copter2", 55_476, 352_238), ("mdual", 258_569, 513_132)]
 )
@@ -46,22 +39,6 @@ def test_sizes(name, nodes, edges):
     assert (source != target).all()
 
 
-def test_what_is_packed_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    make_data = importlib.import_module("make_data")
-    for name in ("make_data", "graphs"):
-        sys.modules.pop(name, None)
-    path = tmp_path / "some.graph"
-    path.write_text("4 3\n2 4\n1 3\n2\n1\n")
-    nodes, edge_index = make_data.read(path)
-    packed = tmp_path / "some.xz"
-    packed.write_bytes(make_data.packed(nodes, edge_index))
-    assert graphs.neighbours(packed).tolist() == [[1, 3, 0, 2, 1, 0], [0, 0, 1, 1, 2, 3]]
-    path.write_text("4 4\n2 4\n1 3\n2\n1\n")
-    with pytest.raises(SystemExit, match="need 8 neighbours, got 6"):
-        make_data.read(path)
-
-
 def test_the_question():
     data = small()
     assert data.x.shape == (1600, 16)
@@ -71,6 +48,7 @@ def test_the_question():
     assert torch.equal(data.test_mask, ~data.train_mask)
 
 
+@pytest.mark.slow
 def test_nearest_known_node():
     data = small()
     guess = graphs.baselines(data)["part of the nearest known node"]
@@ -80,22 +58,6 @@ def test_nearest_known_node():
     for node in range(1600):
         nearest = known[hops[node] == hops[node].min()]
         assert guess[node] in data.y[nearest]
-
-
-def test_baselines():
-    data = small()
-    shares = {name: graphs.accuracy(data, guess) for name, guess in graphs.baselines(data).items()}
-    assert shares["largest part"] < 0.15
-    assert shares["part of the nearest known node"] > 0.7
-    assert shares["logistic regression on the distances"] > 0.7
-
-
-def test_plane_keeps_distances_of_flat_features():
-    draws = torch.Generator().manual_seed(0)
-    flat = torch.randn(50, 2, generator=draws, dtype=torch.float64)
-    turn = torch.linalg.qr(torch.randn(5, 5, generator=draws, dtype=torch.float64)).Q[:2]
-    place = graphs.plane(flat @ turn)
-    torch.testing.assert_close(torch.cdist(place, place), torch.cdist(flat, flat))
 
 
 def compare(rank, name, owner):
@@ -119,6 +81,7 @@ def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, name):
     assert gradients <= 1e-10
 
 
+@pytest.mark.slow
 def test_training_learns():
     train = example("nodes", "train")
     model = train.new_model("sage", 16, 2, seed=0)

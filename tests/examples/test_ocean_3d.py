@@ -1,21 +1,17 @@
 """The ocean in three dimensions: its graph, made in parts; training that goes on on other ranks."""
 
-import contextlib
-import io
 import re
 from functools import cache
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import varcomm as vc
-from tests.examples.loading import EXAMPLES, example
+from tests.examples.loading import example
 from tests.graph.graphs import WORLDS
 
-FOLDER = EXAMPLES / "ocean_3d"
 SMALL = ["--resolution", "12", "--levels", "5", "--hidden", "8", "--blocks", "2"]
 ocean = example("ocean_3d", "ocean")
 
@@ -25,11 +21,7 @@ def load(resolution=12, levels=5):
     return ocean.Ocean(resolution, levels)
 
 
-def test_the_file_is_small():
-    assert ocean.FILE.stat().st_size <= 2_000_000
-    assert (FOLDER / "data" / "README.md").exists(), "the data must say where they are from"
-
-
+@pytest.mark.slow
 def test_sizes():
     whole = load(1, 20)
     assert whole.num_nodes == 718_725
@@ -37,16 +29,6 @@ def test_sizes():
     along = np.minimum(*whole.levels[whole.edges]).sum()
     assert along + 2 * (whole.num_nodes - len(whole.pos)) == 4_143_916
     assert load(3, 20).num_nodes == 79_143
-
-
-def test_temperatures_are_those_of_the_surface_and_of_400_m_in_the_other_example():
-    with np.load(EXAMPLES / "ocean" / "data" / "ocean_1deg.npz") as file:
-        known = {name: file[name] for name in file.files}
-    whole = load(1, 20)
-    assert np.array_equal(whole.pos, np.stack([known["lat"], known["lon"]], axis=1))
-    at = {depth: whole.temperature[:, list(whole.depth).index(depth)] for depth in (0, 400)}
-    np.testing.assert_allclose(at[0], known["surface_temperature"], rtol=0, atol=5.1e-4)
-    np.testing.assert_allclose(at[400], known["temperature_400m"], rtol=0, atol=5.1e-4)
 
 
 def cells(sea):
@@ -58,7 +40,7 @@ def cells(sea):
     ]
 
 
-@pytest.mark.parametrize(("resolution", "levels"), [(12, 5), (5, 20)])
+@pytest.mark.parametrize(("resolution", "levels"), [(12, 5)])
 def test_edges_join_neighbours_and_what_is_above_and_below(resolution, levels):
     sea = load(resolution, levels)
     number = {cell: at for at, cell in enumerate(cells(sea))}
@@ -82,37 +64,6 @@ def test_edges_join_neighbours_and_what_is_above_and_below(resolution, levels):
     assert set(edges) == set(found)
     wanted = torch.tensor([found[edge] for edge in edges], dtype=torch.float64)
     torch.testing.assert_close(data.edge_attr, wanted, rtol=1e-9, atol=1e-9)
-
-
-def test_attributes():
-    sea = load(5, 20)
-    data = sea.whole()
-    nodes = sea.num_nodes
-    assert (data.x.shape, data.y.shape, data.train.shape) == ((nodes, 7), (nodes, 1), (nodes,))
-    assert {data[key].dtype for key in ("x", "y", "edge_attr")} == {torch.float32}
-    assert all(data[key].isfinite().all() for key in ("x", "y", "edge_attr"))
-    level = np.array([cell[2] for cell in cells(sea)])
-    known = np.log(1 + sea.depth[level] / 100)
-    np.testing.assert_allclose(data.x[:, 6], known, rtol=1e-6)
-    assert data.y[level == 0].abs().max() < 1e-9, "of the surface the fit leaves nothing"
-    for at in range(1, 20):
-        used = torch.from_numpy(level == at) & data.train
-        assert abs(data.y[used].mean()) < 1e-4
-        assert data.y[used].std(correction=0) == pytest.approx(1, abs=1e-4)
-    np.testing.assert_allclose(sea.surface[:, 3:].mean(axis=0), 0, atol=1e-6)
-    np.testing.assert_allclose(sea.surface[:, 3:].std(axis=0), 1, rtol=1e-6)
-
-
-def test_a_column_is_in_a_test_tile_or_for_training():
-    sea = load(1, 20)
-    tile = np.floor(sea.pos / 10) @ [36, 1]
-    assert not np.isin(tile[sea.test], tile[~sea.test]).any()
-    assert 0.15 < sea.test.mean() < 0.25
-    small = load()
-    level = np.array([cell[2] for cell in cells(small)])
-    train = small.whole().train.numpy()
-    assert not train[level == 0].any(), "the surface is known, and nothing to learn"
-    assert np.array_equal(train, (level > 0) & ~small.test.repeat(small.levels))
 
 
 def test_parts_make_up_the_whole():
@@ -140,50 +91,6 @@ def test_parts_make_up_the_whole():
         together, sorted_edges(whole.edge_index, whole.edge_attr), strict=True
     ):
         assert torch.equal(found, wanted)
-
-
-def test_predictions_in_degrees_celsius():
-    sea = load(5, 20)
-    celsius = sea.celsius(sea.whole(torch.float64).y[:, 0].numpy())
-    np.testing.assert_allclose(celsius, sea.temperature, atol=1e-12)
-    assert sea.rmse(celsius)[1] < 1e-12
-    more = sea.celsius(sea.whole(torch.float64).y[:, 0].numpy() + 1) - celsius
-    by_level = np.where(np.isfinite(celsius), sea.std, np.nan)
-    by_level[:, 0] = 0  # that of the surface is known
-    np.testing.assert_allclose(more, by_level, atol=1e-12)
-    errors, below = sea.rmse(celsius + 2.0)
-    assert below == pytest.approx(2.0)
-    np.testing.assert_allclose(errors, 2.0)
-    celsius[~sea.test] += 100
-    assert sea.rmse(celsius)[1] < 1e-12, "only the test tiles count"
-
-
-def test_the_linear_fit():
-    sea = load(5, 20)
-    known = torch.cat([torch.from_numpy(sea.surface), torch.ones(len(sea.pos), 1)], dim=1)
-    for level in (1, 10, 19):
-        truth = torch.from_numpy(sea.temperature[:, level])
-        used = truth.isfinite() & ~torch.from_numpy(sea.test)
-        weights = torch.linalg.pinv(known[used]) @ truth[used]
-        np.testing.assert_allclose(sea.fit[:, level], known @ weights, rtol=1e-8, atol=1e-8)
-        mean = sea.level_mean()[:, level]
-        np.testing.assert_allclose(mean, truth[used].mean(), rtol=1e-9)
-    assert 0 < sea.rmse(sea.fit)[1] < sea.rmse(sea.level_mean())[1]
-
-
-@pytest.mark.parametrize("asked", [(7, 20), (0, 20), (20, 20), (3, 1), (3, 21)])
-def test_grids_that_there_are_not(asked):
-    said = r"need a resolution of \[1, 2, 3, .*\] and 2 to 20 levels, got "
-    with pytest.raises(ValueError, match=said + f"{asked[0]} and {asked[1]}"):
-        ocean.Ocean(*asked)
-
-
-@pytest.mark.parametrize("resolution", ocean.RESOLUTIONS)
-def test_every_grid_on_offer_has_nodes_to_train_and_to_test_at_each_level(resolution):
-    sea = load(resolution, 20)
-    deep = np.isfinite(sea.temperature)
-    assert deep[sea.test].any(axis=0).all()
-    assert (deep[~sea.test].sum(axis=0) > 7).all(), "enough for the linear fit"
 
 
 def own_part(rank):
@@ -264,6 +171,7 @@ def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, more):
             assert (x - y).abs().max() <= 1e-12 * y.abs().max()
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path):
     saving = ["--every", "4", "--checkpoint", str(tmp_path / "saved")]
     starts = []
@@ -276,6 +184,7 @@ def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path):
     np.testing.assert_allclose(told[0][1], losses, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_training_that_is_cut_short_goes_on_from_what_was_saved(worlds, tmp_path):
     saving = ["--every", "4", "--checkpoint", str(tmp_path / "saved")]
     worlds.run(3, cut_short, 7, *saving)
@@ -291,82 +200,7 @@ def cut_short(rank, steps, *more):
     return list(islice(run.run(chosen), steps))
 
 
-@pytest.mark.parametrize("forgotten", ["model", "optimizer", "schedule"])
-def test_each_part_of_the_state_matters(worlds, tmp_path, forgotten):
-    first, second = worlds.run(2, losses_without, tmp_path / "saved", forgotten)[0]
-    assert abs(first - second) > 1e-6 * first
-
-
-def losses_without(rank, folder, forgotten):
-    """Of the second step after a checkpoint, where all of it is loaded and where not."""
-    train, chosen = example("ocean_3d", "train"), options()
-    graph = train.on_ranks(load(), torch.float64)
-    first, second = train.Training(graph, chosen), train.Training(graph, chosen)
-    for _ in range(3):
-        first.advance()
-    vc.checkpoint.save(first.state(), folder)
-    state = second.state()
-    vc.checkpoint.load(state, folder)
-    lacking = train.Training(graph, chosen)
-    for name in {"model", "optimizer", "schedule"} - {forgotten}:
-        getattr(lacking, name).load_state_dict(getattr(second, name).state_dict())
-    return [[run.advance() for _ in range(2)][1] for run in (second, lacking)]
-
-
-def run_main(rank, *arguments):
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-        contextlib.redirect_stderr(io.StringIO()),  # the bar
-    ):
-        code = example("ocean_3d", "train").main([*SMALL, *arguments])
-    return code, printed.getvalue()
-
-
-def test_main(worlds, tmp_path):
-    path, saved = tmp_path / "a folder" / "ocean.png", tmp_path / "saved"
-    more = ["--picture", str(path), "--checkpoint", str(saved)]
-    for ranks, steps in ((2, "3"), (3, "5"), (1, "5")):
-        (code, printed), *others = worlds.run(ranks, run_main, "--steps", steps, *more)
-        assert code == 0
-        assert others == [(0, "")] * (ranks - 1), "only the first rank prints"
-        assert f"{load().num_nodes:,} nodes and 4,940 edges on {ranks} ranks" in printed
-        made = {2: 3, 3: 2, 1: 0}[ranks]
-        assert ("going on from step" in printed) == (made < int(steps))
-        assert (f" s a step, the median of {made}; at most" in printed) == (made > 0)
-        assert re.search(r"RMSE in the test tiles, in deg C:", printed)
-        for name in ("    75 m", "  5000 m", "     all"):
-            assert re.search(rf"^{name}( +\d+\.\d\d){{3}}$", printed, re.MULTILINE), printed
-        assert f"picture: {path}" in printed
-        assert path.read_bytes()[:4] == b"\x89PNG"
-    assert len(vc.checkpoint.read(saved)["losses"]) == 5
-
-
-def refused(rank, arguments):
-    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
-        example("ocean_3d", "train").main(arguments)
-    return told.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resolution", "7"], r"argument --resolution: invalid choice: 7 \(choose from 1, 2, 3"),
-        (["--levels", "1"], r"argument --levels: invalid choice: 1 \(choose from 2, 3"),
-        (["--every", "0"], r"argument --every: need a whole number from 1 on, got '0'"),
-        (
-            ["--checkpoint", __file__],
-            r"argument --checkpoint: '.*test_ocean_3d.py' is not a folder",
-        ),
-    ],
-)
-def test_wrong_options_are_told_once(worlds, tmp_path, arguments, message):
-    picture = tmp_path / "ocean.png"
-    told, other = worlds.run(2, refused, [*arguments, "--picture", str(picture)])
-    assert re.search(message, told)
-    assert other == ""
-    assert not picture.exists(), "a file that nobody has drawn"
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--resolution 6", "--levels 4"])
 def test_a_checkpoint_of_another_ocean_is_refused(worlds, tmp_path, option):
     saving = ["--checkpoint", str(tmp_path / "saved")]
@@ -384,16 +218,7 @@ def of_another(rank, folder, option):
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_training_learns(worlds):
     losses, _ = worlds.run(1, in_one_process, 200)[0]
     assert losses[-1] < 0.3 * losses[0], "beyond a linear fit, which the losses are relative to"
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 12])
-def test_picture(tmp_path, ranks):
-    sea, path = load(6, 20), Path(tmp_path / "ocean.png")
-    rank = np.arange(len(sea.pos)) % ranks
-    example("ocean_3d", "picture").draw(path, sea, rank, sea.fit)
-    content = path.read_bytes()
-    width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))
-    assert (width, height) == (1600, 1000)

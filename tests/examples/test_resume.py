@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.examples import test_every_example
 from tests.examples.loading import EXAMPLES
@@ -23,20 +22,6 @@ SMALL = ["--side", "12", "--hidden", "4", "--blocks", "1"]
 
 def example(name):
     return module("resume", name)
-
-
-def test_the_mesh():
-    mesh = example("mesh").load(12)
-    source, target = mesh.edge_index
-    assert mesh.num_nodes == 144
-    pairs = source * 144 + target
-    assert len(pairs.unique()) == mesh.num_edges, "an edge comes once"
-    assert torch.equal(pairs.sort().values, (target * 144 + source).sort().values), "both ways"
-    assert torch.bincount(target).max() == 6
-    torch.testing.assert_close(mesh.edge_attr[:, :2], mesh.pos[target] - mesh.pos[source])
-    assert 5 <= mesh.known.sum() <= 25
-    assert mesh.x.dtype == mesh.y.dtype == mesh.edge_attr.dtype == torch.float64
-    assert torch.equal(mesh.x, example("mesh").load(12).x), "the same wherever it is made"
 
 
 def run_main(rank, folder, *arguments):
@@ -52,6 +37,7 @@ def runs(folder):
     return example("history").History(folder.with_suffix(".jsonl")).runs()
 
 
+@pytest.mark.slow
 def test_training_learns(worlds, tmp_path):
     ((code, printed),) = worlds.run(1, run_main, tmp_path / "one", "--steps", "100")
     assert code == 0
@@ -63,7 +49,7 @@ def test_training_learns(worlds, tmp_path):
     assert printed.endswith(f"{run.cost}\n")
 
 
-@pytest.mark.parametrize("more", [[], ["--async"]], ids=["", "async"])
+@pytest.mark.parametrize("more", [[], pytest.param(["--async"], marks=pytest.mark.slow)])
 def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path, more):
     folder, alone = tmp_path / "several", tmp_path / "one"
     for ranks, steps in ((3, "15"), (2, "30"), (5, "45"), (1, "50")):
@@ -100,12 +86,14 @@ def losses_without(rank, folder, forgotten):
 PARTS = [["model", "optimizer"], ["optimizer"], ["schedule"], ["draws"], ["mean"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", PARTS, ids=" and ".join)
 def test_each_part_of_the_state_matters(worlds, tmp_path, forgotten):
     losses, *_ = worlds.run(2, losses_without, tmp_path / "folder", forgotten)[0]
     assert max(abs(whole - lacking) / whole for whole, lacking in losses) > 1e-6
 
 
+@pytest.mark.slow
 def test_nothing_else_matters(worlds, tmp_path):
     losses, *steps = worlds.run(2, losses_without, tmp_path / "folder", [])[0]
     assert steps == [15, 15]
@@ -151,6 +139,7 @@ def demonstration(folder, *arguments):
             process.terminate()  # of which it ends, and all that it has started
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_while_it_saves_and_two_go_on(tmp_path):
     in_readme = test_every_example.command("resume")
     assert in_readme[1:] == ["examples/resume/kill_and_resume.py"]
@@ -170,6 +159,7 @@ def test_a_rank_is_killed_while_it_saves_and_two_go_on(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running_where_it_is_interrupted(tmp_path):
     with demonstration(tmp_path, "--smoke", "--steps", "100000") as process:
         deadline = time.monotonic() + 60
@@ -212,6 +202,7 @@ def test_waiting(tmp_path, code, seconds, failure):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_cannot_be_killed(tmp_path):
     driver = example("kill_and_resume")
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -221,28 +212,6 @@ def test_a_rank_that_has_ended_cannot_be_killed(tmp_path):
         run = driver.Run(3, 0, {processes.pid("agent"): ended.pid})
         with pytest.raises(driver.Failure, match=r"training was over before its time; take more"):
             driver.kill(processes, "agent", run)
-
-
-def test_a_history_whose_last_line_is_being_written(tmp_path):
-    history = example("history").History(tmp_path / "history.jsonl")
-    assert history.last() is None
-    history.note("start", ranks=3, step=0, processes=[[11, 1], [12, 2], [13, 3]])
-    history.note("step", step=0, loss=0.5)
-    with history.path.open("a") as file:
-        file.write('{"event": "step", "st')
-    (run,) = history.runs()
-    assert (run.ranks, run.start, run.children) == (3, 0, {1: 11, 2: 12, 3: 13})
-    assert run.losses == {0: 0.5}
-
-
-def test_differences():
-    history = example("history")
-    alone = history.Run(1, 0, {}, {0: 2.0, 1: 1.0})
-    run = history.Run(3, 1, {}, {1: 1.25})
-    assert list(history.differences(alone, [alone, run])) == [0.0, 0.0, 0.25]
-    assert history.table(alone, [run]).split("\n")[-1].split() == [
-        *("1", "1.00000000000000", "1.25000000000000")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -258,15 +227,3 @@ def test_wrong_options(capsys, arguments, message):
     with pytest.raises(SystemExit, match=r"^2$"):
         example("kill_and_resume").main(arguments)
     assert message in capsys.readouterr().err
-
-
-def refused(rank, arguments):
-    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
-        example("train").main(arguments)
-    return told.getvalue()
-
-
-def test_wrong_options_of_a_rank_are_told_once(worlds):
-    told, other = worlds.run(2, refused, ["folder", "--side", "-3"])
-    assert "--side: need a whole number from 4 on, got '-3'" in told
-    assert other == ""

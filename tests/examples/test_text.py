@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import re
 import subprocess
 import sys
 from functools import cache, partial
@@ -13,6 +12,7 @@ import torch
 
 from tests.examples.loading import EXAMPLES
 from tests.examples.loading import example as load
+from tests.worlds import WORLDS
 
 FOLDER = EXAMPLES / "text"
 SMALL = ["--layers", "1", "--head-size", "4", "--length", "16", "--batch", "2", "--sample", "20"]
@@ -25,14 +25,7 @@ def text():
     return example("corpus").text()
 
 
-def test_the_text_is_documentation_in_plain_characters():
-    assert 300_000 < len(text()) < 2_000_000
-    assert set(text()) == set(example("corpus").CHARACTERS)
-    assert text().count("Return a shallow copy") < 10, "docstrings come once"
-    assert "Command-line parsing library" in text()
-    assert "Python" in text()
-
-
+@pytest.mark.slow
 def test_the_text_is_the_same_in_another_process():
     code = "import corpus, zlib; print(zlib.crc32(corpus.text().encode()))"
     printed = {
@@ -60,12 +53,6 @@ def test_tokens():
     assert vocabulary.decode(torch.arange(131)).startswith(example("corpus").CHARACTERS)
 
 
-def test_pairs_of_pairs():
-    vocabulary = example("corpus").Vocabulary("abcabcabcabcabx", size=98)
-    assert [vocabulary.decode(torch.tensor([number])) for number in (96, 97)] == ["ab", "abc"]
-    assert vocabulary.encode("abcab").tolist() == [97, 96]
-
-
 def options(folder, *more):
     return example("train").parsed([*SMALL, "--picture", str(folder / "text.png"), *more])
 
@@ -79,7 +66,7 @@ def compare(rank, folder, in_parts):
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_losses_and_gradients_are_those_of_one_process(worlds, tmp_path, ranks, in_parts):
     answers = worlds.run(ranks, compare, tmp_path, in_parts)
     assert answers == answers[:1] * ranks, "ranks differ"
@@ -97,24 +84,6 @@ def run_main(rank, arguments):
     return code, printed.getvalue()
 
 
-@pytest.mark.parametrize("more", [[], ["--sequence-parallel"]], ids=["", "in parts"])
-def test_main(worlds, tmp_path, more):
-    picture = tmp_path / "text.png"
-    arguments = [*SMALL, "--steps", "3", "--picture", str(picture), *more]
-    (code, printed), other = worlds.run(2, run_main, arguments)
-    assert code == 0
-    assert other == (0, ""), "only the first rank prints"
-    assert re.search(r"\d{3},\d{3} characters, \d{3},\d{3} tokens, 131 of them different", printed)
-    assert re.search(r"\[66, 65\] tokens, \[3, 2\] heads and \[\d+, \d+\] parameters a", printed)
-    assert re.search(r"a step, the median of 3; at most .* MiB a rank", printed)
-    assert "loss on held-out text after 3 steps, in nats a token:" in printed
-    for name in ("model", "frequency of tokens", "all tokens alike"):
-        assert re.search(rf"\d\.\d\d\d  {name}", printed)
-    assert re.search(r"--- sample 2 ---\nReturn", printed)
-    assert f"picture: {picture}" in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def losses_of_training(rank, folder):
     train, ids = (
         example("train"),
@@ -127,30 +96,10 @@ def losses_of_training(rank, folder):
     return losses[0], sum(losses[-20:]) / 20, known
 
 
+@pytest.mark.slow
 def test_training_learns_more_than_frequencies(worlds, tmp_path):
     first, last, known = worlds.run(1, losses_of_training, tmp_path)[0]
     assert first > known > last + 0.3
-
-
-def refused(rank, arguments):
-    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
-        example("train").main(arguments)
-    return told.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], r"argument --steps: need a whole number from 1 on, got '0'"),
-        (["--head-size", "5"], r"argument --head-size: need an even number from 2 on, got '5'"),
-        (["--length", "20000"], r"argument --length: need less than 20000, got 20000"),
-        (["--picture", "text.bmp"], r"need a name that ends in .png, .pdf or .svg: 'text.bmp'"),
-    ],
-)
-def test_wrong_options_are_told_once(worlds, tmp_path, arguments, message):
-    told, other = worlds.run(2, refused, ["--picture", str(tmp_path / "text.png"), *arguments])
-    assert re.search(message, told)
-    assert other == ""
 
 
 def differing(rank, folder):

@@ -12,8 +12,8 @@ import torch
 from tests.examples.loading import example as load
 
 SMALL = ["--side", "6", "--samples", "7", "--batch", "5", "--blocks", "1", "--wide", "13"]
-MESHES = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "1x3x1", "1x1x3", "1x2x2", "2x2x1", "2x1x2"]
-MESHES += ["1x5x1", "1x1x5", "5x1x1"]
+SLOW = ["2x1x1", "1x2x1", "1x1x2", "1x2x2", "2x2x1", "2x1x2", "1x5x1", "1x1x5", "5x1x1"]
+MESHES = ["1x1x1", "1x3x1", "1x1x3", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)]
 
 example = partial(load, "three_ways")
 
@@ -57,6 +57,7 @@ def replicated(rank, folder):
     return losses, error, found
 
 
+@pytest.mark.slow
 def test_copies_stay_equal(worlds, tmp_path):
     """Bit for bit, on all 8 ranks; and all know the same losses."""
     answers = worlds.run(8, replicated, tmp_path)
@@ -74,6 +75,7 @@ def run_main(rank, folder, *arguments):
     return code, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_main(worlds, tmp_path):
     meshes = ["--mesh", "1x2x2", "2x1x2"]
     (code, printed), *others = worlds.run(4, run_main, tmp_path, *meshes, "--check", "2")
@@ -100,63 +102,8 @@ def learned(rank, folder):
     return errors.mean().item(), train.plate.baselines(data)
 
 
+@pytest.mark.slow
 def test_training_learns_more_than_baselines(worlds, tmp_path):
     error, baselines = worlds.run(1, learned, tmp_path)[0]
     assert list(baselines.values()) == sorted(baselines.values(), reverse=True)
     assert error < 0.8 * min(baselines.values())
-
-
-def test_the_plate():
-    plate = example("plate")
-    data = plate.load(8, 4, 2)
-    assert data.x.shape == data.y.shape == (64, 4, 1)
-    assert data.test_x.shape == data.test_y.shape == (64, 2, 1)
-    assert torch.equal(data.y, plate.load(8, 4, 2).y), "the same wherever it is made"
-    both = {tuple(edge) for edge in data.edge_index.T.tolist()}
-    assert len(both) == data.num_edges
-    assert both == {(target, source) for source, target in both}
-    assert torch.bincount(data.edge_index[1]).min() > 0
-    assert torch.equal(data.edge_attr[:, :2].abs() > 2.5, torch.zeros(data.num_edges, 2).bool())
-
-
-def test_the_simulation_of_one_value():
-    """Where all nodes have the same value, nothing flows: u' = u - u**3 has a known solution."""
-    plate = example("plate")
-    start = 0.3 * torch.ones(2, 1).double().numpy()
-    edges = torch.tensor([[0, 1], [1, 0]]).numpy()
-    end = plate.later(start, edges, torch.ones(2).double().numpy())
-    grown = 0.3 * math.exp(plate.TIME)
-    exact = grown / math.sqrt(1 - 0.3**2 + grown**2)
-    assert abs(end - exact).max() < 0.02
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sizes"),
-    [(1, (1, 1, 1)), (3, (1, 1, 3)), (4, (1, 2, 2)), (8, (2, 2, 2)), (12, (2, 2, 3))],
-)
-def test_a_compact_mesh(ranks, sizes):
-    assert example("mesh").compact(ranks) == sizes
-
-
-def refused(rank, folder, arguments):
-    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit, match=r"^2$"):
-        example("train").main([*SMALL, *arguments, "--picture", str(folder / "three_ways.png")])
-    return told.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mesh", "2x2x1"], r"argument --mesh: 2 x 2 x 1 are not 2 ranks"),
-        (["--side", "1"], r"argument --side: need a whole number from 2 on, got '1'"),
-        (["--mesh", "1x2"], r"need data x graph x tensor ranks, such as 1x2x2, got '1x2'"),
-        (["--mesh", "0x2x1"], r"such as 1x2x2, got '0x2x1'"),
-        (["--mesh", "1x2xA"], r"such as 1x2x2, got '1x2xA'"),
-        (["--batch", "8"], r"argument --batch: need at most 7, got 8"),
-        (["--check", "0"], r"argument --check: need a whole number from 1 on, got '0'"),
-    ],
-)
-def test_wrong_options_are_told_once(worlds, tmp_path, arguments, message):
-    told, other = worlds.run(2, refused, tmp_path, arguments)
-    assert re.search(message, told)
-    assert other == ""

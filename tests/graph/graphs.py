@@ -3,7 +3,8 @@
 import torch
 from torch_geometric.data import Data
 
-WORLDS = (1, 2, 3, 5)
+from tests.worlds import WORLDS  # noqa: F401
+
 METHODS = ("metis", "rcb", "block", "random", "a rank owns nothing")
 
 

@@ -1,19 +1,19 @@
-"""Partitions as one would write them down: sort everything, then walk along it."""
+"""Reference partitions: sort all nodes, then walk along them."""
 
 import torch
 from torch_geometric.data import Data
 
 from varcomm import ShardSizes
-from varcomm.graph.partitioners.curve import hilbert_keys
+from varcomm.graph import assign
 
 
 def shares(total, parts):
-    """Where each share of `parts` starts."""
+    """Return the start of each share."""
     return ShardSizes.balanced(total, parts).offsets
 
 
 def behind(weights, cut):
-    """Of each node in order, whether its middle is behind a cut."""
+    """Return whether the middle of each node, in order, is behind a cut."""
     start, found = 0, []
     for weight in weights:
         found.append(start + (weight - 1) // 2 >= cut)
@@ -31,11 +31,11 @@ def in_order(order, weights, parts):
 
 
 def hilbert(pos, weights, parts):
+    """The order along the curve is that of as many parts as nodes."""
     if len(pos) == 0:
         return torch.zeros(0, dtype=torch.int64)
-    wide = pos.double()
-    keys = hilbert_keys(pos, wide.amin(0), wide.amax(0)).tolist()
-    return in_order(sorted(range(len(pos)), key=keys.__getitem__), weights, parts)
+    order = assign(at(pos), len(pos), "hilbert").argsort().tolist()
+    return in_order(order, weights, parts)
 
 
 def rcb(pos, weights, parts):

@@ -1,20 +1,26 @@
-"""Each way to say which rank owns which node."""
+"""``assign``: every method, with weights and types, and its refusals."""
 
 import builtins
 import importlib.util
-import re
 
+import numpy as np
 import pytest
 import torch
-from torch_geometric.data import Data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Data, HeteroData
 
 from tests.graph.graphs import grid, wild
+from tests.graph.naive_assign import NAIVE, at, awkward_positions, some_weights
 from varcomm import ArgumentError, MissingPackageError
 from varcomm.graph import assign
 
 METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
-PARTS = (1, 2, 3, 5, 8)
+MULTILEVEL = ("metis", "kahip")
+PARTS = (1, 2, 3, 8)
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
+NAN, INF = float("nan"), float("inf")
+TO, WITHIN = ("a", "to", "b"), ("b", "near", "b")
 
 
 def empty(nodes):
@@ -28,105 +34,69 @@ def empty(nodes):
 GRAPHS = {
     "wild": wild(),
     "grid": grid(20, 30),
-    "only self loops": Data(
-        edge_index=torch.arange(6).repeat(2, 2), pos=torch.zeros(6, 2), num_nodes=6
-    ),
+    "loops": Data(edge_index=torch.arange(6).repeat(2, 2), pos=torch.zeros(6, 2), num_nodes=6),
     "no edges": empty(9),
     "fewer nodes than ranks": empty(2),
-    "one node": empty(1),
     "no nodes": empty(0),
 }
 
 
-def counts(owner, parts):
-    return torch.bincount(owner, minlength=parts)
-
-
-@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_node_has_a_rank_always_the_same(method, graph, parts):
+def test_every_node_has_a_rank_always_the_same(method, graph):
     data = GRAPHS[graph]
-    owner = assign(data, parts, method)
-    assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,))
-    assert len(counts(owner, parts)) == parts, "a rank is out of range"
-    assert torch.equal(owner, assign(data.clone(), parts, method))
+    for parts in PARTS:
+        owner = assign(data, parts, method)
+        assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,))
+        counts = torch.bincount(owner, minlength=parts)
+        assert len(counts) == parts, "a rank is out of range"
+        assert torch.equal(owner, assign(data.clone(), parts, method))
+        if method in NAIVE:
+            assert counts.max() - counts.min() <= 1
 
 
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("method", ["rcb", "hilbert", "block"])
-def test_parts_differ_by_one_node(method, graph, parts):
-    many = counts(assign(GRAPHS[graph], parts, method), parts)
-    assert many.max() - many.min() <= 1
-
-
-@pytest.mark.parametrize("method", ["metis", "kahip"])
+@pytest.mark.parametrize("method", MULTILEVEL)
 @pytest.mark.parametrize("parts", PARTS)
 def test_few_edges_are_cut_and_parts_are_even(parts, method):
     data = grid(40, 50)
     owner = assign(data, parts, method)
-    assert counts(owner, parts).max() <= 1.05 * data.num_nodes / parts
+    counts = torch.bincount(owner, minlength=parts)
+    assert counts.max() <= 1.05 * data.num_nodes / parts
+    assert counts.min() > 0
     source, target = owner[data.edge_index]
-    # strips of the grid, the simplest partition there is, cut 40 edges at each border
+    # strips, the simplest partition of a grid, cut 40 edges at each border
     assert int((source != target).sum()) <= 40 * (parts - 1) * 1.5
-    assert counts(owner, parts).min() > 0
 
 
-def test_blocks_keep_the_order():
-    assert assign(empty(7), 3, "block").tolist() == [0, 0, 0, 1, 1, 2, 2]
-
-
-def test_bisection_cuts_across_the_widest_extent():
-    wide = assign(grid(2, 6), 2, "rcb").view(2, 6)
-    assert wide.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
-    thirds = assign(grid(9, 2), 3, "rcb").view(9, 2)
-    assert thirds.tolist() == [[0, 0]] * 3 + [[1, 1]] * 3 + [[2, 2]] * 3
+@pytest.mark.parametrize("method", MULTILEVEL)
+def test_direction_loops_and_repeats_do_not_count(method):
+    data = wild()
+    edges = data.edge_index
+    plain = edges[:, edges[0] != edges[1]].unique(dim=1)
+    both = torch.cat([edges, edges.flip(0)], 1)
+    owner = assign(data, 3, method)
+    for other in (plain, both):
+        assert torch.equal(owner, assign(Data(edge_index=other, num_nodes=24), 3, method))
 
 
 def test_random_uses_all_ranks():
-    many = counts(assign(empty(3000), 5, "random"), 5)
-    assert many.min() > 500
-    assert many.max() < 700
+    counts = torch.bincount(assign(empty(3000), 5, "random"))
+    assert counts.min() > 500
+    assert counts.max() < 700
 
 
-@pytest.mark.parametrize("method", ["metis", "kahip"])
-def test_a_directed_graph_is_seen_as_undirected(method):
-    data = grid(10, 10)
-    both = Data(edge_index=torch.cat([data.edge_index, data.edge_index.flip(0)], 1), num_nodes=100)
-    assert torch.equal(assign(data, 4, method), assign(both, 4, method))
-
-
-@pytest.mark.parametrize("method", ["metis", "kahip"])
-def test_neither_self_loops_nor_multi_edges_are_seen(method):
-    data = wild()
-    plain = data.edge_index[:, data.edge_index[0] != data.edge_index[1]].unique(dim=1)
-    plain = Data(edge_index=plain, num_nodes=data.num_nodes)
-    assert torch.equal(assign(data, 3, method), assign(plain, 3, method))
-
-
-def test_the_default_is_what_there_is(monkeypatch):
+def test_the_default_method(monkeypatch):
     data = grid(6, 5)
     assert torch.equal(assign(data, 3), assign(data, 3, "metis"))
+    assert torch.equal(assign(data, 40), assign(data, 40, "block")), "more parts than nodes"
+    assert torch.equal(assign(Data(pos=data.pos), 3), assign(data, 3, "rcb"))
+    assert torch.equal(assign(Data(num_nodes=30), 3), assign(data, 3, "block"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert torch.equal(assign(data, 3), assign(data, 3, "rcb"))
-    del data.pos
-    data.num_nodes = 30
-    assert torch.equal(assign(data, 3), assign(data, 3, "block"))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_the_default_of_positions_without_edges(parts):
-    data = Data(pos=torch.rand(12, 2))
-    assert torch.equal(assign(data, parts), assign(data, parts, "rcb"))
-    assert torch.equal(assign(Data(num_nodes=12), parts), assign(data, parts, "block"))
-
-
-@pytest.mark.parametrize(
-    ("method", "package", "extra"),
-    [("metis", "pymetis", "partition"), ("kahip", "kahip", "kahip")],
-)
-def test_without_the_package(monkeypatch, method, package, extra):
+@pytest.mark.parametrize(("method", "package"), [("metis", "pymetis"), ("kahip", "kahip")])
+def test_without_the_package(monkeypatch, method, package):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -135,52 +105,275 @@ def test_without_the_package(monkeypatch, method, package, extra):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    message = rf'method="{method}" needs {package}: pip install "varcomm\[{extra}\]"'
-    with pytest.raises(MissingPackageError, match=message):
+    with pytest.raises(MissingPackageError, match=package):
         assign(grid(3, 3), 2, method)
 
 
-def test_unknown_method():
-    names = "metis, kahip, rcb, hilbert, block, random"
-    with pytest.raises(ArgumentError, match=rf"must be one of {names}, or None; got 'scotch'\."):
-        assign(grid(3, 3), 2, "scotch")
+@pytest.mark.parametrize("method", NAIVE)
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    nodes=st.integers(0, 70),
+    dims=st.integers(1, 4),
+    parts=st.integers(1, 11),
+    weighted=st.booleans(),
+)
+def test_as_if_all_nodes_were_sorted(method, seed, nodes, dims, parts, weighted):
+    pos = awkward_positions(seed, nodes, dims)
+    weights = some_weights(seed, nodes) if weighted else None
+    owner = assign(at(pos), parts, method, node_weight=weights)
+    each = [1] * nodes if weights is None else weights.tolist()
+    assert torch.equal(owner, NAIVE[method](pos, each, parts))
+    if weighted and nodes:
+        got = torch.zeros(parts, dtype=torch.int64).index_add(0, owner, weights)
+        allowed = int(weights.max()) * (2 if method == "rcb" else 1) + 1
+        assert bool(((got - int(weights.sum()) / parts).abs() < allowed).all())
 
 
-def test_what_is_no_graph():
-    with pytest.raises(ArgumentError, match="data must be a Data or a HeteroData; got dict"):
-        assign({"edge_index": EDGES}, 2)
+def test_a_node_without_weight_behind_a_box_whose_cut_is_at_its_end():
+    """The left box weighs 1, less than its 3 parts; the right box starts with a weightless tie."""
+    pos = torch.tensor([[0.0, 0.0], [20.0, 9.0], [19.0, 9.0], [19.5, 0.0]])
+    owner = assign(at(pos), 6, "rcb", node_weight=torch.tensor([1, 0, 11, 0]))
+    assert owner.tolist() == [0, 3, 4, 3]
+
+
+@pytest.mark.parametrize("method", NAIVE)
+def test_weights(method):
+    pos = torch.rand(300, 2)
+    train = torch.arange(300) % 10 == 3
+    owner = assign(at(pos), 5, method, node_weight=train.int())
+    assert torch.bincount(owner[train]).tolist() == [6] * 5
+    even = assign(at(pos), 5, method)
+    for weight in (torch.ones(300, dtype=torch.uint8), torch.full((300,), 2**50)):
+        assert torch.equal(assign(at(pos), 5, method, node_weight=weight), even)
+
+
+@pytest.mark.parametrize(("dims", "bits"), [(1, 6), (2, 1), (2, 4), (3, 1), (3, 3), (4, 2)])
+def test_the_hilbert_curve_visits_each_cell_once_from_neighbour_to_neighbour(dims, bits):
+    cells = torch.cartesian_prod(*[torch.arange(1 << bits)] * dims).view(-1, dims)
+    for pos in (cells, cells.half(), cells.double() * 2.0**-900 - 3.0**-600):
+        place = assign(at(pos), len(cells), "hilbert")
+        assert torch.equal(place.sort().values, torch.arange(len(cells)))
+        assert bool((cells[place.argsort()].diff(dim=0).abs().sum(1) == 1).all())
+
+
+@pytest.mark.parametrize("method", ["rcb", "hilbert"])
+def test_positions(method):
+    pos = torch.rand(500, 3, dtype=torch.float64, requires_grad=True)
+    owner = assign(at(pos), 6, method)
+    assert not owner.requires_grad
+    pos, order = pos.detach(), torch.randperm(500)
+    assert torch.equal(assign(at(pos[order]), 6, method), owner[order])
+    assert torch.equal(assign(at(pos * 2.0**70), 6, method), owner)
+    assert torch.equal(assign(at(pos * 2.0**-900), 6, method), owner)
+    moved = (pos * 2**40).round()  # exact, so that nothing is rounded when it moves
+    one, other = moved - 2.0**41, moved + 2.0**40
+    assert torch.equal(assign(at(one), 6, method), assign(at(other), 6, method))
+    assert assign(at(torch.ones(7, 2)), 3, method).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    line = torch.tensor([3.0, 0.0, 2.0, 1.0])
+    for column in (line, line[:, None], line.int()):
+        assert assign(at(column), 2, method).tolist() == [1, 0, 1, 0]
+    for dims, parts, side in ((2, 16, 8), (3, 8, 4)):  # squares and cubes
+        cells = torch.cartesian_prod(*[torch.arange(float(side))] * dims)
+        owner = assign(at(cells), parts, method)
+        edge = side // round(parts ** (1 / dims))
+        for part in range(parts):
+            mine = cells[owner == part]
+            assert (mine.amax(0) - mine.amin(0)).tolist() == [edge - 1] * dims
+
+
+def test_bisection_cuts_across_the_widest_extent():
+    assert assign(grid(2, 6), 2, "rcb").view(2, 6).tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+    thirds = assign(grid(9, 2), 3, "rcb").view(9, 2)
+    assert thirds.tolist() == [[0, 0]] * 3 + [[1, 1]] * 3 + [[2, 2]] * 3
+
+
+def test_most_coordinates():
+    pos = torch.rand(20, 64)
+    assert torch.bincount(assign(at(pos[:, :63]), 2, "hilbert")).tolist() == [10, 10]
+    assert torch.bincount(assign(at(pos), 2, "rcb")).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("method", MULTILEVEL)
+def test_multilevel_weights(method):
+    data = grid(40, 40)
+    weight = torch.where(data.pos[:, 1] < 8, 9, 1)  # a fifth of the nodes has most of the weight
+    owner = assign(data, 5, method, node_weight=weight)
+    got = torch.zeros(5, dtype=torch.int64).index_add(0, owner, weight)
+    assert int(got.max()) <= 1.04 * int(weight.sum()) / 5
+    data = grid(12, 12)
+    source, target = data.edge_index
+    across = (target - source) > 1  # to the next row
+    for expensive in (across, ~across):
+        owner = assign(data, 4, method, edge_weight=torch.where(expensive, 100, 1))
+        assert not bool(((owner[source] != owner[target]) & expensive).any())
+    # weights of repeats and of both directions are added, and zero is no edge
+    edges, weight = data.edge_index, torch.randint(0, 30, (data.num_edges,))
+    pieces = [weight // 3, weight // 4, weight - weight // 3 - weight // 4]
+    repeated = Data(edge_index=torch.cat([edges, edges.flip(0), edges], 1), num_nodes=144)
+    rest = Data(edge_index=edges[:, weight > 0], num_nodes=144)
+    owner = assign(data, 3, method, edge_weight=weight)
+    assert torch.equal(owner, assign(repeated, 3, method, edge_weight=torch.cat(pieces)))
+    assert torch.equal(owner, assign(rest, 3, method, edge_weight=weight[weight > 0]))
+    # fewer nodes than parts: split in order
+    line = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+    weights = {"node_weight": torch.tensor([0, 5, 5]), "edge_weight": torch.ones(2).long()}
+    assert assign(line, 5, method, **weights).tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("weights", ["node_weight", "edge_weight"])
+def test_kahip_computes_in_32_bits(weights):
+    rows, ends = {"node_weight": (16, 1), "edge_weight": (24, 2)}[weights]
+    most = torch.full((rows,), (2**31 - 1) // (rows * ends))
+    assert torch.bincount(assign(grid(4, 4), 4, "kahip", **{weights: most})).max() <= 5
+    with pytest.raises(ArgumentError, match="32 bits"):
+        assign(grid(4, 4), 4, "kahip", **{weights: most + 1})
+    owner = assign(grid(4, 4), 4, "metis", **{weights: most * 2**20})
+    assert torch.bincount(owner).tolist() == [4] * 4
+
+
+def two_types(rows=12, columns=10):
+    """A grid with nodes of two types, and the same grid with one type in the same order."""
+    whole = grid(rows, columns)
+    is_b = torch.arange(whole.num_nodes) % 10 < 3
+    data = HeteroData()
+    number = torch.where(is_b, is_b.cumsum(0), (~is_b).cumsum(0)) - 1
+    data["a"].pos, data["b"].pos = whole.pos[~is_b], whole.pos[is_b]
+    source, target = whole.edge_index
+    kinds = {
+        ("a", "near", "a"): ~is_b[source] & ~is_b[target],
+        TO: ~is_b[source] & is_b[target],
+        ("b", "back", "a"): is_b[source] & ~is_b[target],
+        WITHIN: is_b[source] & is_b[target],
+    }
+    for kind, edges in kinds.items():
+        data[kind].edge_index = number[whole.edge_index][:, edges]
+    order = torch.cat([torch.nonzero(~is_b), torch.nonzero(is_b)]).view(-1)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    edges = [place[whole.edge_index[:, edges]] for edges in kinds.values()]
+    return data, Data(pos=whole.pos[order], edge_index=torch.cat(edges, dim=1))
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "block"])
+def test_types_are_split_together(method):
+    data, as_one = two_types()
+    nodes = {kind: torch.randint(0, 9, (data[kind].num_nodes,)) for kind in data.node_types}
+    weights = {"node_weight": nodes}
+    joined = {"node_weight": torch.cat(list(nodes.values()))}
+    if method in MULTILEVEL:
+        edges = {kind: torch.randint(0, 9, (data[kind].num_edges,)) for kind in data.edge_types}
+        weights["edge_weight"], joined["edge_weight"] = edges, torch.cat(list(edges.values()))
+    if method == "random":
+        weights, joined = {}, {}
+    owner = assign(data, 4, method, **weights)
+    assert {kind: len(owner[kind]) for kind in owner} == {"a": 84, "b": 36}
+    assert torch.equal(torch.cat(list(owner.values())), assign(as_one, 4, method, **joined))
+    data["none"].pos = torch.rand(0, 2)
+    assert assign(data, 3, method)["none"].shape == (0,)
+
+
+def test_blocks_split_each_type():
+    data, _ = two_types()
+    weight = {"a": torch.arange(84), "b": torch.ones(36).int()}
+    owner = assign(data, 5, "block", node_weight=weight)
+    alone = assign(Data(pos=data["a"].pos), 5, "block", node_weight=weight["a"])
+    assert torch.equal(owner["a"], alone)
+    assert torch.bincount(owner["b"]).tolist() == [8, 7, 7, 7, 7]
+
+
+def square(**changes):
+    return Data(**({"num_nodes": 4, "edge_index": EDGES, "pos": torch.rand(4, 2)} | changes))
+
+
+def typed(kind, **changes):
+    data, _ = two_types()
+    if isinstance(kind, str):
+        data[kind].num_nodes = data[kind].num_nodes
+    for name, value in changes.items():
+        data[kind][name] = value
+    return data
+
+
+ONES = torch.ones(4, dtype=torch.int64)
+NEITHER_A_NOR_B = typed(("a", "to", "c"), edge_index=torch.tensor([[0], [0]]))
+# the graph and other arguments, and words of the message
+REFUSED = [
+    ({"edge_index": EDGES}, 2, None, {}, "data must be"),
+    (HeteroData(), 2, None, {}, "data has no node types"),
+    (square(), 2, "scotch", {}, "method must be"),
+    *((square(), parts, "block", {}, "parts must be") for parts in (0, -1, 2.0, True)),
+    *(
+        (square(pos=pos), 2, method, {}, "data.pos")
+        for method in ("rcb", "hilbert")
+        for pos in (
+            None,
+            torch.rand(3, 2),
+            torch.rand(4, 2, 2),
+            torch.rand(4, 0),
+            torch.rand(4, 2) + 0j,
+            torch.ones(4, 2, dtype=torch.bool),
+            np.ones((4, 2)),
+            torch.tensor([0.0, 0.0, 0.0, -INF]),
+            torch.tensor([[0.0, 0.0], [1.0, NAN], [0.0, 0.0], [0.0, INF]]),
+        )
+    ),
+    (square(pos=torch.rand(4, 64)), 2, "hilbert", {}, "63"),
+    # out of range would be read out of bounds by the packages; checked even with nothing to cut
+    *(
+        (square(edge_index=edges), parts, "metis", {}, "data.edge_index")
+        for parts in (1, 2, 9)
+        for edges in (None, EDGES.int(), EDGES.T.contiguous(), EDGES[0], EDGES + 2, EDGES - 1)
+    ),
+    *(
+        (square(), 2, method, {"edge_weight": ONES[:3]}, "edge_weight")
+        for method in ("rcb", "hilbert", "block", "random")
+    ),
+    (square(), 2, "random", {"node_weight": ONES}, "node_weight"),
+    *(
+        (square(edge_index=EDGES[:, [0, 1, 2, 0]]), 2, "metis", {name: weight}, name)
+        for name in ("node_weight", "edge_weight")
+        for weight in (
+            [1] * 4,
+            ONES.float(),
+            ONES.bool(),
+            ONES[:3],
+            ONES[:, None],
+            ONES - 2,
+            ONES * 2**62,
+        )
+    ),
+    *(
+        (square(), 2, method, {"node_weight": ONES * factor}, "node_weight")
+        for method in ("metis", "kahip", "rcb", "hilbert", "block")
+        for factor in (0, 2**60)
+    ),
+    (typed("b", pos=None), 2, "rcb", {}, r"data\['b'\].pos"),
+    (typed("b", pos=torch.rand(36, 3)), 2, "rcb", {}, "coordinates"),
+    (typed(TO, edge_index=None), 2, "metis", {}, "edge_index"),
+    (typed(TO, edge_index=torch.tensor([[83], [36]])), 2, "metis", {}, "out of range"),
+    (NEITHER_A_NOR_B, 2, "kahip", {}, "out of range"),
+    *(
+        (two_types()[0], 2, "block", {"node_weight": weight}, "node_weight")
+        for weight in (
+            torch.ones(120).int(),
+            {"a": torch.ones(84).int()},
+            {"a": torch.ones(84).int(), "b": torch.ones(84).int()},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refused(number):
+    data, parts, method, options, words = REFUSED[number]
+    with pytest.raises(ArgumentError, match=words):
+        assign(data, parts, method, **options)
 
 
 def test_a_graph_of_unknown_size():
-    with (
-        pytest.warns(UserWarning, match="num_nodes"),
-        pytest.raises(
-            ArgumentError, match=r"data does not tell how many nodes it has: set num_nodes\."
-        ),
-    ):
-        assign(Data(), 2, "block")
-
-
-@pytest.mark.parametrize("method", ["metis", "kahip"])
-@pytest.mark.parametrize("parts", [1, 2, 9])
-@pytest.mark.parametrize(
-    ("edge_index", "message"),
-    [
-        (None, "needs data.edge_index, a tensor of torch.int64."),
-        (EDGES.int(), "needs data.edge_index, a tensor of torch.int64."),
-        (EDGES.T.contiguous(), "data.edge_index must have shape (2, E); got (3, 2)."),
-        (EDGES[0], "data.edge_index must have shape (2, E); got (3,)."),
-        (EDGES + 2, "data.edge_index spans 2...4, out of range for the 4 nodes of data."),
-        (EDGES - 1, "data.edge_index spans -1...1, out of range for the 4 nodes of data."),
-    ],
-)
-def test_edges_that_will_not_do(method, parts, edge_index, message):
-    """Whatever is out of range would be read out of bounds by the packages."""
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        assign(Data(edge_index=edge_index, num_nodes=4), parts, method)
-
-
-@pytest.mark.parametrize("parts", [0, -1, 2.0, True])
-def test_parts_must_be_a_positive_integer(parts):
-    with pytest.raises(ArgumentError, match=rf"parts must be a positive integer; got {parts!r}"):
-        assign(grid(3, 3), parts, "block")
+    typed = HeteroData()
+    typed["a"].pos, typed["b"].name = torch.rand(3, 2), "without nodes"
+    for data in (Data(), typed):
+        with pytest.warns(UserWarning, match="num_nodes"), pytest.raises(ArgumentError):
+            assign(data, 2, "block")

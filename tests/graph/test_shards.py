@@ -17,7 +17,7 @@ from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.parts import differences, same
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import partition
-from varcomm.graph.ascending import AscendingIds
+from varcomm.graph.delta_ids import AscendingIds
 
 IDS = st.lists(st.integers(0, 2**63 - 2), unique=True, max_size=40)
 CLOSE = st.lists(st.integers(0, 600), unique=True, max_size=40)

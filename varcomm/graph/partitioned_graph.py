@@ -1,63 +1,63 @@
-"""``PartitionedGraph``: the part of a graph that one rank owns, and how it reaches the others."""
+"""``PartitionedGraph``: one rank's part of a graph, and its exchanges with other ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.report import Report
 from varcomm.graph.shard import NodeShard, Shard, moved
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group, GroupLike
 
+if TYPE_CHECKING:
+    from varcomm.graph.report import Report
+
 __all__ = ["EdgeType", "NodeType", "PartitionedGraph"]
 
-# None in a graph whose nodes, and whose edges, are all of one type.
+# None in a graph with one type of nodes and one type of edges.
 NodeType = str | None
 EdgeType = tuple[str, str, str] | None
 
 S = TypeVar("S", bound=Shard)
 
-# What Data counts, which is unambiguous for its local part.
+# Counts of PyG, of the local part.
 _COUNTS = ("num_edges", "num_edge_features", "num_features", "num_node_features", "num_nodes")
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionedGraph:
-    """The part of a graph that this rank owns: nodes, all edges into them, and their attributes.
+    """One rank's part of a graph: owned nodes, all edges into them, and their attributes.
 
-    Made by :func:`partition` or :func:`from_edges`. Attributes of nodes and edges are those of the
-    whole graph, cut to what this rank owns: ``graph.x``, ``graph.edge_attr``, ``graph.y``, ... They
-    keep the order that they have there. ``graph.num_nodes`` and ``graph.num_edges`` count what this
-    rank owns, and ``"y" in graph`` tells whether there is such an attribute. The graph cannot be
-    changed.
+    Built by :func:`partition` or :func:`from_edges`, and immutable. Attributes of nodes and edges
+    are the rank's rows of the full graph's attributes, in the same order: ``graph.x``,
+    ``graph.edge_attr``, ``graph.y``, ... ``graph.num_nodes`` and ``graph.num_edges`` count the
+    rank's nodes and edges; ``"y" in graph`` is whether such an attribute exists.
 
-    Nodes have local numbers: ``0 ... n - 1`` are owned, ``n ... n + h - 1`` are the halo, copies of
-    other ranks' nodes from which edges come, owner by owner. ``graph.edge_index`` is in local
-    numbers.
+    Local ids of nodes: ``0 ... n - 1`` are owned, ``n ... n + h - 1`` are the halo, by owner.
+    ``graph.edge_index`` holds local ids.
 
-    A heterogeneous graph has these per type: ``graph["paper"]`` is a :class:`NodeShard`,
-    ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with a halo and a plan of its own,
-    ``graph.x_dict`` and ``graph.edge_index_dict`` go into a model. A graph with one type is short
-    for its ``graph.nodes`` and ``graph.edges``.
+    A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
+    ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with its own halo and plan, and
+    ``graph.x_dict`` and ``graph.edge_index_dict`` go into a model. A graph with one type has
+    ``graph.nodes`` and ``graph.edges``, and their members directly.
 
     Attributes
     ----------
     node_shards, edge_shards : mapping
-        What this rank has of each type; of the type None in a graph with one type.
+        The rank's part of each type; the type is None in a graph with one type.
     attributes : mapping of str
         Attributes of the graph as a whole.
     method : str
-        How the ranks of nodes were decided.
+        The method that assigned the nodes.
     """
 
     node_shards: Mapping[NodeType, NodeShard]
@@ -67,17 +67,17 @@ class PartitionedGraph:
 
     @property
     def group(self) -> Group:
-        """The ranks that the graph is split over."""
+        """The ranks over which the graph is split."""
         return next(iter(self.node_shards.values())).group
 
     @property
     def node_types(self) -> list[NodeType]:
-        """The types of nodes; [None] if there is one."""
+        """The types of nodes; [None] in a graph with one type."""
         return list(self.node_shards)
 
     @property
     def edge_types(self) -> list[EdgeType]:
-        """The types of edges; [None] if there is one."""
+        """The types of edges; [None] in a graph with one type."""
         return list(self.edge_shards)
 
     @property
@@ -93,7 +93,7 @@ class PartitionedGraph:
     def _only(self, shards: Mapping[Any, S]) -> S:
         if None not in shards:
             names = ", ".join(f"graph[{key!r}]" for key in shards)
-            raise ArgumentError(f"the graph has several types; say of which: {names}.")
+            raise ArgumentError(f"the graph has several types. Choose one: {names}.")
         return shards[None]
 
     def __getitem__(self, key: Any) -> Any:
@@ -108,13 +108,13 @@ class PartitionedGraph:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local part, such as ``x`` or ``edge_index``."""
-        # not during unpickling or copying, when there is nothing yet
+        # unpickling and copying ask before there are attributes
         if name.startswith("__") or "attributes" not in self.__dict__:
             raise AttributeError(name)
         for attributes in (self.attributes, *self._of_one_type):
             if name in attributes:
                 return attributes[name]
-        if name == "num_edges":  # of which the data have more, with halos of several hops
+        if name == "num_edges":  # with halos of several hops, the data have more
             return sum(shard.num_owned for shard in self.edge_shards.values())
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
             try:
@@ -124,7 +124,7 @@ class PartitionedGraph:
         if None not in self.node_shards:
             shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
             have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if name in shard]
-            hint = f"say of which type: {', '.join(have)}" if have else "nor has one of its types"
+            hint = f"choose a type: {', '.join(have)}" if have else "nor has one of its types"
             raise AttributeError(f"the graph as a whole has no attribute {name!r}; {hint}.")
         names = [*self.data.keys()]
         raise AttributeError(
@@ -138,17 +138,17 @@ class PartitionedGraph:
         return self.nodes.attributes, self.edges.attributes
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is such an attribute, or, where there are several, such a type."""
+        """Return whether an attribute exists, or a type in a graph with several types."""
         if None in self.node_shards:
             return name in self.data
         return name in self.node_shards or name in self.edge_shards or name in self.attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
-        """Return the graph itself, which is not changed: copies of a model run on the same."""
+        """Return the graph itself, which is immutable: copies of a model share it."""
         return self
 
     def __repr__(self) -> str:
-        """Return how much of the graph is here."""
+        """Return the sizes of this rank's part."""
         nodes = [shard.sizes for shard in self.node_shards.values()]
         mine = sum(sizes[self.group.rank] for sizes in nodes)
         total, edges = sum(sizes.total for sizes in nodes), self.edge_shards.values()
@@ -160,7 +160,7 @@ class PartitionedGraph:
 
     @cached_property
     def data(self) -> Data | HeteroData:
-        """The local part as PyG has it, edges in local numbers."""
+        """The local part as a PyG object, edges in local ids."""
         if None in self.node_shards:
             data = Data(edge_index=self.edges.edge_index, num_nodes=self.nodes.num_owned)
             for attributes in self._of_one_type:
@@ -177,7 +177,7 @@ class PartitionedGraph:
 
     @property
     def edge_index(self) -> torch.Tensor:
-        """Edges in local numbers, int64 of shape (2, E)."""
+        """Edges in local ids, int64 of shape (2, E)."""
         return self.edges.edge_index
 
     @property
@@ -187,27 +187,27 @@ class PartitionedGraph:
 
     @property
     def num_halo(self) -> int:
-        """Nodes of other ranks that this one has copies of, h."""
+        """Halo nodes of this rank, h."""
         return self.edges.num_halo
 
     @property
     def node_sizes(self) -> ShardSizes:
-        """Nodes that each rank owns."""
+        """Nodes per rank."""
         return self.nodes.sizes
 
     @property
     def owned_ids(self) -> torch.Tensor:
-        """Numbers of the owned nodes in the whole graph, ascending; int64 of shape (n,)."""
+        """Ids of the owned nodes in the full graph, ascending; int64 of shape (n,)."""
         return self.nodes.owned_ids
 
     @property
     def halo_ids(self) -> torch.Tensor:
-        """Numbers of the halo's nodes in the whole graph; int64 of shape (h,)."""
+        """Ids of the halo nodes in the full graph; int64 of shape (h,)."""
         return self.edges.halo_ids
 
     @property
     def plan(self) -> ExchangePlan:
-        """What fills the halo."""
+        """The plan that fills the halo."""
         return self.edges.plan
 
     @property
@@ -222,7 +222,7 @@ class PartitionedGraph:
 
     @property
     def hops(self) -> int:
-        """How many exchanges of one hop the halo replaces."""
+        """Exchanges of one hop that the halo replaces."""
         return max((shard.hops for shard in self.edge_shards.values()), default=1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,16 +234,16 @@ class PartitionedGraph:
         return self.edges.with_halo(x)
 
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
-        """Collect rows of all nodes, in the order of the whole graph; see :meth:`NodeShard.gather`.
+        """Collect rows of all nodes, in the order of the full graph; see :meth:`NodeShard.gather`.
 
-        ``graph.edges.gather`` does it for edges.
+        ``graph.edges.gather`` collects rows of edges.
         """
         return self.nodes.gather(x, dst)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
-        """Send each rank its rows of what `src` has for all nodes; see :meth:`NodeShard.scatter`.
+        """Send each rank its rows of a tensor of all nodes on `src`; see :meth:`NodeShard.scatter`.
 
-        ``graph.edges.scatter`` does it for edges.
+        ``graph.edges.scatter`` sends rows of edges.
         """
         return self.nodes.scatter(x, src)
 
@@ -275,44 +275,41 @@ class PartitionedGraph:
         node_type: NodeType = None,
         most: int = 200_000,
     ) -> None:
-        """Draw each node in the colour of the rank that owns it, and darker where others copy it.
+        """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws, and all return once the file is there. Positions are the attribute
-        ``pos``, of shape (n, 2) or (n, 3). Needs matplotlib.
+        Collective: rank 0 draws, and all ranks return when the file is complete. Positions are the
+        attribute ``pos``, (n, 2) or (n, 3). Needs matplotlib.
 
         Parameters
         ----------
         path : path
-            The file that rank 0 writes, in the format that its suffix says: .png, .pdf, .svg, ... A
-            file that is there is replaced; the folder must be there.
+            File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
+            Its folder must exist.
         projection : {None, "sphere", "lonlat", "latlon"}
-            What positions are. None: points of the plane or of space. The others are drawn on a map
-            of longitude and latitude: ``"sphere"`` takes vectors (n, 3) from the centre of a
-            sphere, ``"lonlat"`` and ``"latlon"`` degrees (n, 2) in this order.
+            None: ``pos`` holds points of the plane or of space. The others draw a map of longitude
+            and latitude: ``"sphere"`` from vectors (n, 3) around the centre of a sphere,
+            ``"lonlat"`` and ``"latlon"`` from degrees (n, 2) in this order.
         node_type : str, optional
-            Which nodes, in a graph of several types.
+            The type of nodes to draw, in a graph with several types.
         most : int
-            Nodes that are drawn at most. Of more, each rank draws the same share, by chance.
+            Largest number of drawn nodes. Of more, each rank draws the same share, at random.
 
         Raises
         ------
         ArgumentError
-            On every rank, if positions are missing or do not fit, if the suffix is none of a
-            picture, or if rank 0 cannot write there.
+            On every rank, if positions are missing or invalid, if the suffix is not a picture's, or
+            if rank 0 cannot write the file.
         DisagreementError
-            On every rank, if they call it with different arguments; of `path`, rank 0's counts.
+            On every rank, if arguments differ across ranks; the `path` of rank 0 counts.
         MissingPackageError
-            On every rank, if rank 0 has no matplotlib.
+            On every rank, if matplotlib is not installed on rank 0.
 
         Notes
         -----
-        A node is drawn darker if it is in the halo of another rank: such are the nodes whose values
-        travel. In space they are drawn a second time by themselves, since they are hidden inside.
+        In space, nodes with copies are drawn a second time by themselves. More than 8 ranks share 8
+        colours, so that ranks that exchange rows differ if possible, and carry their rank's number.
 
-        More than 8 ranks share 8 colours, so that ranks that exchange rows differ as far as
-        possible, and have their number written into their midst.
-
-        Communication: 40 bytes a node that is drawn, to rank 0.
+        Communication: 40 bytes per drawn node, to rank 0.
         """
         from varcomm.graph.files.plot import plot
 
@@ -324,8 +321,8 @@ class PartitionedGraph:
         Parameters
         ----------
         folder : path
-            Made if it is not there. A partition saved there before is replaced once this one is
-            complete; until then, files are collected in ``folder.saving``.
+            Created if missing. The complete new partition replaces one saved there before; until
+            then, files are collected in ``folder.saving``.
 
         Raises
         ------
@@ -336,34 +333,34 @@ class PartitionedGraph:
 
         Notes
         -----
-        A file a rank in NumPy's format and one in JSON, without pickle. Each rank writes what it
-        owns.
+        A file per rank in NumPy's format and one in JSON, without pickle. Each rank writes the rows
+        that it owns.
         """
-        from varcomm.graph.files.saved import save  # which builds graphs: it imports this module
+        from varcomm.graph.files.saved import save
 
         save(self, folder)
 
     @staticmethod
     def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
-        """Read what :meth:`save` wrote, on the same or on another number of ranks; collective.
+        """Read a saved partition, on the same or on another number of ranks; collective.
 
         Parameters
         ----------
         folder : path
             As for :meth:`save`.
         group : ProcessGroup or DeviceMesh, optional
-            The ranks that take part; None is the whole world.
+            Ranks that take part; None is the whole world.
 
         Returns
         -------
         PartitionedGraph
-            On the CPU. On as many ranks as saved it, the same parts. On others, nodes in the order
-            of the saved parts are cut evenly.
+            On the CPU. On the number of ranks that saved it, the same parts; on another, the nodes
+            in the order of the saved parts are divided evenly.
 
         Raises
         ------
         ArgumentError
-            On every rank, if a file is missing, cut short, altered, or of another graph.
+            On every rank, if a file is missing, incomplete, altered, or of another graph.
 
         Examples
         --------
@@ -383,17 +380,7 @@ class PartitionedGraph:
         return load(folder, group)
 
     def report(self) -> Report:
-        """Tell how even the parts are and what an exchange costs; collective."""
+        """Return the balance of the parts and the volume of an exchange; collective."""
+        from varcomm.graph.report import Report
+
         return Report.of(self)
-
-
-def _refuse_change(graph: PartitionedGraph, name: str, value: object = None) -> None:
-    raise FrozenInstanceError(
-        f"cannot change {name!r}: a partitioned graph stays as it is. Keep what you compute in a "
-        "variable of your own; or put it into the whole graph, before partition."
-    )
-
-
-# The dataclass's own say no more than that it is frozen.
-type.__setattr__(PartitionedGraph, "__setattr__", _refuse_change)
-type.__setattr__(PartitionedGraph, "__delattr__", _refuse_change)

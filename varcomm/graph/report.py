@@ -1,4 +1,4 @@
-"""How good a partition is: even parts, few edges between them, few bytes."""
+"""Quality of a partition: balance of parts, cut edges, bytes per exchange."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["Report"]
 
 @dataclass(frozen=True)
 class Report:
-    """What each rank has of a partitioned graph, rank by rank, and what a layer sends.
+    """Numbers per rank of a partitioned graph, and the rows that a layer sends.
 
-    Made by :meth:`PartitionedGraph.report`; the same on every rank. In a graph of several types all
-    are counted together.
+    Built by :meth:`PartitionedGraph.report`, identical on all ranks. In a graph with several types,
+    all types are counted together.
 
     Attributes
     ----------
     method : str
-        How the ranks of nodes were decided.
+        The method that assigned the nodes.
     owned, halo : tuple of int
-        Nodes that a rank owns, and copies of other ranks' nodes that it has.
+        Owned nodes and halo nodes per rank.
     edges, cut : tuple of int
-        Edges that a rank owns, and those of them that come from another rank.
+        Edges per rank, and those of them that come from another rank.
     sent : tuple of int
-        Rows that a rank sends when halos are exchanged; it receives as many as its halo has.
+        Rows that each rank sends in one exchange; it receives `halo` rows.
     neighbours : tuple of int
-        Other ranks with which a rank exchanges rows, in one direction at least.
+        Ranks with which each rank exchanges rows, in at least one direction.
 
     Examples
     --------
@@ -60,13 +60,13 @@ class Report:
 
     @classmethod
     def of(cls, graph: PartitionedGraph) -> Report:
-        """Collect the numbers of all ranks; collective, 48 bytes a rank and some for the pickle."""
+        """Collect the numbers of all ranks; collective, about 48 bytes per rank."""
         shards = graph.edge_shards.values()
         own = (
             sum(nodes.num_owned for nodes in graph.node_shards.values()),
             sum(edges.num_halo for edges in shards),
             sum(edges.num_owned for edges in shards),
-            # with halos of several hops, edges into the halo stand behind the owned ones
+            # with halos of several hops, edges into the halo stand behind the owned edges
             sum(int((e.edge_index[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
             sum(sum(edges.plan.send_counts) for edges in shards),
             len({rank for edges in shards for rank in edges.plan.neighbours}),
@@ -77,34 +77,34 @@ class Report:
 
     @property
     def edge_cut(self) -> float:
-        """Edges between ranks, as a share of all."""
+        """Cut edges as a share of all edges."""
         return sum(self.cut) / max(1, sum(self.edges))
 
     @property
     def imbalance(self) -> float:
-        """Nodes of the rank that owns most, over the mean; 1 is even."""
+        """Most nodes of a rank over the mean; 1 is even."""
         return _over_mean(self.owned)
 
     @property
     def edge_imbalance(self) -> float:
-        """Edges of the rank that owns most, over the mean: what computation waits for."""
+        """Most edges of a rank over the mean: the computation waits for this rank."""
         return _over_mean(self.edges)
 
     @property
     def halo_share(self) -> float:
-        """Copies of nodes on all ranks, as a share of the nodes."""
+        """Halo nodes of all ranks as a share of the nodes."""
         return sum(self.halo) / max(1, sum(self.owned))
 
     def nbytes(self, channels: int, itemsize: int = 4) -> tuple[int, ...]:
-        """Return the bytes that each rank sends in a layer that exchanges `channels` values a node.
+        """Return the bytes that each rank sends in a layer with `channels` values per node.
 
-        As many travel back in its backward. A halo of several hops is filled once for as many
+        Its backward sends as many bytes back. A halo of several hops is filled once for as many
         layers.
         """
         return tuple(rows * channels * itemsize for rows in self.sent)
 
     def nbytes_received(self, channels: int, itemsize: int = 4) -> tuple[int, ...]:
-        """Return the bytes that each rank receives in such a layer."""
+        """Return the bytes that each rank receives in a layer."""
         return tuple(rows * channels * itemsize for rows in self.halo)
 
     def communication_share(
@@ -116,42 +116,38 @@ class Report:
         itemsize: int = 4,
         latency: float = 0.0,
     ) -> float:
-        """Predict which share of a layer's time its exchange takes.
+        """Predict the share of a layer's time that its exchange takes.
 
         Parameters
         ----------
         channels : int
-            Values of a node that the layer exchanges.
+            Values per node that the layer exchanges.
         bandwidth : float
-            Bytes a second that a rank can send, and at the same time receive.
+            Bytes per second that a rank can send, and receive at the same time.
         edge_rate : float
-            Edges a second that a rank computes in this layer. Measure it: time the layer without
-            exchange, on one rank. Or divide: the device's flops a second by the layer's flops an
-            edge.
+            Edges per second that a rank computes in this layer, measured on one rank.
         itemsize : int
-            Bytes of a value.
+            Bytes per value.
         latency : float
-            Seconds that a message takes beyond its bytes.
+            Seconds per message in addition to its bytes.
 
         Returns
         -------
         float
-            From 0 to 1: the share of time that would be saved if messages were free.
+            From 0 to 1: the share of time that free messages would save.
 
         Raises
         ------
         ArgumentError
-            If `channels` or `itemsize` is no positive integer, a rate is not positive, or `latency`
-            is negative.
+            If `channels` or `itemsize` is not a positive integer, a rate is not positive, or
+            `latency` is negative.
 
         Notes
         -----
         The model of [1]_: rank r computes for ``c_r = edges / edge_rate`` and exchanges for ``e_r =
-        neighbours * latency + max(sent, received) bytes / bandwidth``. Nothing overlaps, nobody
-        shares a wire with somebody else, and all wait for the slowest. So the layer takes ``T = max
-        (c_r + e_r)``, without messages ``max(c_r)``; and the share is ``1 - max(c_r) / T``. A
-        backward moves as many bytes and computes about twice as much: in training the share is
-        lower. Overlap lowers it too; wires that ranks share raise it.
+        neighbours * latency + max(sent, received) bytes / bandwidth``, without overlap or shared
+        wires. All ranks wait for the slowest: the layer takes ``T = max(c_r + e_r)``, and the share
+        is ``1 - max(c_r) / T``. A backward moves as many bytes and computes about twice as much.
 
         References
         ----------
@@ -160,8 +156,7 @@ class Report:
 
         Examples
         --------
-        Each of two ranks computes 1000 edges in 1 ms, and receives 100 rows of 2000 bytes in 0.2
-        ms, at 1 GB a second:
+        Two ranks each compute 1000 edges in 1 ms and receive 200 kB in 0.2 ms:
 
         >>> report = Report("rcb", (500, 500), (100, 100), (1000, 1000), (100, 100), (100, 100),
         ...                 (1, 1))
@@ -192,20 +187,20 @@ class Report:
         edge_rate: float | None = None,
         latency: float = 0.0,
     ) -> dict[str, Any]:
-        """Return everything as plain numbers, lists and strings, which JSON can hold.
+        """Return all numbers as a dictionary for JSON.
 
         Parameters
         ----------
         channels, itemsize : int
-            With `channels`, also ``"bytes_sent"`` and ``"bytes_received"`` of a layer, rank by
-            rank.
+            With `channels`, also ``"bytes_sent"`` and ``"bytes_received"`` of a layer per rank.
         bandwidth, edge_rate, latency : float
-            With the first two, also ``"communication_share"``; as for :meth:`communication_share`.
+            With the first two, also :meth:`communication_share`.
 
         Raises
         ------
         ArgumentError
-            If a number is out of range, or `bandwidth` comes without `channels` and `edge_rate`.
+            If a number is out of range, or only some of `channels`, `bandwidth` and `edge_rate`
+            are given for a prediction.
 
         Examples
         --------
@@ -249,9 +244,7 @@ class Report:
         edge_rate: float | None = None,
         latency: float = 0.0,
     ) -> str:
-        """Return a table to print; with more arguments, as :meth:`to_dict` takes them, more of it.
-
-        ``print(report)`` prints the one without.
+        """Return a table with a line per rank; arguments are those of :meth:`to_dict`.
 
         Examples
         --------
@@ -266,18 +259,18 @@ class Report:
         bytes: in a layer that exchanges 64 values of 4 bytes
         predicted: communication takes 11.3 % of such a layer
         """
-        told = self.to_dict(channels, itemsize, bandwidth, edge_rate, latency)
+        found = self.to_dict(channels, itemsize, bandwidth, edge_rate, latency)
         heads = {"owned": 8, "halo": 8, "edges": 8, "cut": 8, "sent": 8, "neighbours": 11}
         if channels is not None:
             heads |= {"bytes_sent": 14, "bytes_received": 14}
         lines = [
-            f"{told['nodes']:,} nodes and {sum(self.edges):,} edges on {told['ranks']} ranks "
+            f"{found['nodes']:,} nodes and {sum(self.edges):,} edges on {found['ranks']} ranks "
             f"by {self.method}",
             "rank"
             + "".join(f" {name.replace('_', ' '):>{width}}" for name, width in heads.items()),
         ]
-        for rank in range(told["ranks"]):
-            cells = (f" {told[name][rank]:{width},}" for name, width in heads.items())
+        for rank in range(found["ranks"]):
+            cells = (f" {found[name][rank]:{width},}" for name, width in heads.items())
             lines.append(f"{rank:4}" + "".join(cells))
         lines += [
             f"edges between ranks: {sum(self.cut):,} ({100 * self.edge_cut:.1f} %); "
@@ -286,8 +279,8 @@ class Report:
         ]
         if channels is not None:
             lines.append(f"bytes: in a layer that exchanges {channels} values of {itemsize} bytes")
-        if "communication_share" in told:
-            share_of_time = 100 * told["communication_share"]
+        if "communication_share" in found:
+            share_of_time = 100 * found["communication_share"]
             lines.append(f"predicted: communication takes {share_of_time:.1f} % of such a layer")
         return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.ascending import AscendingIds
+from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.extent import counts_in, extent_of

@@ -10,7 +10,7 @@ import torch
 from varcomm.simulate.counts import Flows
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
-    from varcomm.graph.building.cut import Numbering
+    from varcomm.graph.building.assemble import Numbering
 
 __all__ = ["Needs"]
 

@@ -19,7 +19,7 @@ from varcomm.sizes import ShardSizes, exact_int
 from varcomm.transport.group import GroupLike, resolve
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
-    from varcomm.graph.building.cut import Numbering
+    from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import Method
     from varcomm.graph.building.tables import Tables
     from varcomm.graph.files.plot import Projection
@@ -86,10 +86,9 @@ class Parts(Counts):
         ArgumentError
             If the group has another number of ranks.
         """
-        from varcomm.graph.ascending import AscendingIds
-        from varcomm.graph.building.assemble import localised
-        from varcomm.graph.building.cut import owned_edges
+        from varcomm.graph.building.assemble import localised, owned_edges
         from varcomm.graph.building.tables import ends
+        from varcomm.graph.delta_ids import AscendingIds
         from varcomm.graph.edge_shard import EdgeShard
         from varcomm.graph.partitioned_graph import PartitionedGraph
 
@@ -207,8 +206,7 @@ class Parts(Counts):
         MissingPackageError
             If matplotlib is not installed.
         """
-        from varcomm.graph.files.picture import draw
-        from varcomm.graph.files.plot import check_target, places
+        from varcomm.graph.files.plot import check_target, draw, places
 
         check_target(path)
         if node_type not in self._numbered:
@@ -294,7 +292,7 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     ...     parts.part().halo_ids
     tensor([3])
     """
-    from varcomm.graph.building.cut import Numbering
+    from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import assigned, checked_method
     from varcomm.graph.building.tables import ends, read
     from varcomm.graph.partitioners.assign import method_used

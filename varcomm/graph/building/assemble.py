@@ -1,47 +1,103 @@
-"""From the edges that a rank owns, in global numbers, to its part of the graph in local ones."""
+"""One rank's part of a graph: owned nodes, the edges into them, and the halo."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from varcomm.graph.ascending import AscendingIds
-from varcomm.graph.building.tables import ends
+from varcomm.errors import ArgumentError
+from varcomm.graph.building.tables import EdgeTable, NodeTable, ends
+from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.shard import NodeShard
+from varcomm.graph.shard import NodeShard, described
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.sizes import ShardSizes
+from varcomm.sizes import ShardSizes, holds_integers
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = ["OwnedEdges", "assemble", "localised"]
+__all__ = ["Numbering", "OwnedEdges", "assemble", "checked_owner", "localised", "owned_edges"]
 
 
 @dataclass(frozen=True)
 class OwnedEdges:
     """The edges of one type into nodes that a rank owns.
 
-    Nodes have *global numbers* here: all nodes of a type counted rank after rank, so that owners
-    are found by arithmetic. Their numbers in the whole graph are another thing, `ids`.
-
-    Attributes
-    ----------
-    source, target : torch.Tensor
-        Global numbers, int64 of shape (E,).
-    ids : torch.Tensor
-        Positions of the edges in the whole graph, ascending.
-    attributes : mapping of str
-        Their attributes.
+    `source` and `target` are *global numbers*, which count the nodes of a type rank after rank, so
+    that the owner of a node follows from its number. `ids` are ascending positions in the full
+    graph.
     """
 
     source: torch.Tensor
     target: torch.Tensor
     ids: torch.Tensor
     attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Numbering:
+    """Global numbers of the nodes of one type, on a process that has the full graph.
+
+    `owner` is the rank of each node, `number` its global number, (N,); `order` the inverse of
+    `number`; `sizes` are nodes per rank.
+    """
+
+    owner: torch.Tensor
+    sizes: ShardSizes
+    order: torch.Tensor
+    number: torch.Tensor
+
+    @classmethod
+    def of(cls, owner: torch.Tensor, ranks: int) -> Self:
+        """Count the nodes of each owner, rank after rank.
+
+        >>> Numbering.of(torch.tensor([1, 0, 1]), 2).number
+        tensor([1, 0, 2])
+        """
+        sizes = ShardSizes(torch.bincount(owner, minlength=ranks).tolist())
+        order = torch.sort(owner, stable=True).indices
+        number = torch.empty_like(order)
+        number[order] = torch.arange(len(order), device=order.device)
+        return cls(owner, sizes, order, number)
+
+    def shard(self, nodes: NodeTable, group: Group) -> NodeShard:
+        """Return the nodes that this rank owns."""
+        mine = self.sizes.range(group.rank)
+        ids = self.order[mine.start : mine.stop]
+        attributes = {key: value.rows(ids) for key, value in nodes.attributes.items()}
+        return NodeShard(group, self.sizes, attributes, AscendingIds.of(ids))
+
+
+def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
+    """Return the rank of each node as int64, if `owner` is valid for `size` ranks."""
+    is_tensor = isinstance(owner, torch.Tensor)
+    if not is_tensor or owner.shape != (nodes,) or not holds_integers(owner):
+        raise ArgumentError(
+            f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
+            f"got {described(owner)}."
+        )
+    if nodes and not (int(owner.min()) >= 0 and int(owner.max()) < size):
+        raise ArgumentError(
+            f"method spans ranks {int(owner.min())}...{int(owner.max())}, out of range for "
+            f"{size} ranks."
+        )
+    return owner.to(torch.int64)
+
+
+def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Numbering) -> OwnedEdges:
+    """Return the edges into nodes that a rank owns, from all edges of the full graph."""
+    # a table of bools fits into the cache, a table of numbers does not
+    is_mine = targets.owner == rank
+    ids = torch.nonzero(is_mine[edges.edge_index[1]]).view(-1)
+    return OwnedEdges(
+        sources.number[edges.edge_index[0][ids]],
+        targets.number[edges.edge_index[1][ids]],
+        ids,
+        {key: value.rows(ids) for key, value in edges.attributes.items()},
+    )
 
 
 def assemble(
@@ -51,16 +107,16 @@ def assemble(
     method: str,
     group: Group,
 ) -> PartitionedGraph:
-    """Make a rank's part of the graph; collective."""
+    """Build this rank's part of the graph; collective."""
     counts = share("graph.partition", lambda: [len(own.source) for own in edges.values()], group)
     shards = {}
-    for number, (edge_type, own) in enumerate(edges.items()):
+    for place, (edge_type, own) in enumerate(edges.items()):
         sources, targets = (nodes[end] for end in ends(edge_type))
         edge_index, halo = localised(own.source, own.target, sources.sizes, targets.sizes, group)
         plan = ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group)
         shards[edge_type] = EdgeShard(
             group=group,
-            sizes=ShardSizes(count[number] for count in counts),
+            sizes=ShardSizes(count[place] for count in counts),
             attributes=own.attributes,
             ids=AscendingIds.of(own.ids),
             edge_index=edge_index,
@@ -78,10 +134,7 @@ def localised(
     targets: ShardSizes,
     group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return edges in local numbers, and the halo's global numbers, ascending.
-
-    Ascending numbers are owner by owner, and in each owner's order.
-    """
+    """Return edges in local numbers, and the halo's global numbers, ascending and so by owner."""
     mine = sources.range(group.rank)
     edge_index = torch.stack([source, target])
     edge_index[0] -= mine.start

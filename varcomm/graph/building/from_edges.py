@@ -1,37 +1,35 @@
-"""``from_edges``: a partitioned graph from pieces that ranks have read, which none ever joins."""
+"""``from_edges``: a partitioned graph from the edges and nodes that each rank has read."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.attribute import check_name
-from varcomm.graph.building.brought import (
+from varcomm.graph.building.assemble import checked_owner
+from varcomm.graph.building.hops import check_hops, deepened
+from varcomm.graph.building.redistribute import (
     BroughtEdges,
     BroughtNodes,
     at_home,
     by_position,
     sent_to_owners,
 )
-from varcomm.graph.building.hops import check_hops, deepened
-from varcomm.graph.building.tables import check_edge_index
+from varcomm.graph.building.tables import check_edge_index, check_name
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import described
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import differing
 from varcomm.plan.checks import checked_index
-from varcomm.sizes import ShardSizes, checked_sizes, holds_integers
+from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.transport.agreement import agree_and_share, share
 from varcomm.transport.engines import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.serialization import travels
 
 __all__ = ["from_edges"]
 
@@ -39,7 +37,7 @@ logger = logging.getLogger("varcomm")
 
 Attributes = Mapping[str, torch.Tensor]
 
-# Of each attribute, what its rows are like.
+# Dtype and shape of the rows of each attribute.
 Outline = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 _METHODS = ("block", "hilbert", "rcb")
@@ -57,36 +55,35 @@ def from_edges(
     method: str | torch.Tensor | None = None,
     hops: int = 1,
 ) -> PartitionedGraph:
-    """Build a partitioned graph from whatever edges and nodes each rank happened to read.
+    """Build a partitioned graph from the edges and nodes that each rank has read.
 
-    Collective: every rank calls it, and all raise if one has to, but for a wrong `group`, which
-    could tell nobody. No rank ever holds the graph: edges travel to the owner of their target, and
-    halos are found by asking owners.
+    Collective; an error on one rank is raised on all ranks. No rank holds the full graph: edges go
+    to the owner of their target, and owners supply the halos.
 
     Parameters
     ----------
     edge_index : torch.Tensor
-        Any edges, each on one rank, by the numbers of nodes in the whole graph; int64 of shape
-        (2, e). The edges of the whole graph are those of rank 0, then those of rank 1, and so on.
+        Any edges, each on one rank, by node ids of the full graph; int64 of shape (2, e). The full
+        graph has the edges of rank 0, then those of rank 1, and so on.
     sizes : sequence of int
-        The nodes that each rank speaks for, one int a rank, in sum N: rank 0 for the first
-        ``sizes[0]`` nodes, and so on.
+        Nodes that each rank describes, N in total: rank 0 the first ``sizes[0]`` nodes, and so on;
+        zeros allowed, identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
-        Attributes of nodes, (sizes[rank], *F), or of those in `node_ids`; any dtype. A rank with no
-        rows may leave them out.
+        Attributes of the nodes that this rank describes, (sizes[rank], *F), or of the nodes in
+        `node_ids`. A rank without rows may omit them.
     edge_attrs : mapping of str to torch.Tensor, optional
-        Attributes of this rank's edges, (e, *F). A rank without edges may leave them out.
+        Attributes of this rank's edges, (e, *F). A rank without edges may omit them.
     node_ids : torch.Tensor, optional
-        The nodes that the rows of `node_attrs` are of, where these are others than those that the
-        rank speaks for; each node on one rank, in any order. int32 or int64 of one dimension.
+        The nodes of the rows of `node_attrs`, if they are not the nodes that the rank describes;
+        each node on one rank, in any order. int32 or int64 of one dimension.
     method : {"block", "hilbert", "rcb"} or torch.Tensor, optional
-        Who owns what. ``"block"``, or None: each rank the nodes that it speaks for. ``"hilbert"``
-        and ``"rcb"``: as :func:`assign` does it, by the attribute ``pos``, which is never
-        collected. Or the ranks that own the nodes that this rank speaks for, (sizes[rank],).
+        Owners. ``"block"`` or None: each rank owns the nodes that it describes. ``"hilbert"`` and
+        ``"rcb"``: as in :func:`assign_sharded`, from the attribute ``pos``. A tensor: the ranks
+        that own the nodes that this rank describes, (sizes[rank],).
     hops : int
-        How many layers one exchange is to serve; see :func:`distribute`.
+        Layers that one exchange serves; see :func:`distribute`.
 
     Returns
     -------
@@ -96,20 +93,19 @@ def from_edges(
     Raises
     ------
     ArgumentError
-        On every rank, if what one of them brings will not do.
+        On every rank, if the arguments of one rank are invalid.
     DisagreementError
-        On every rank, if their sizes, methods, or names, dtypes or shapes of attributes differ, or
-        if a node is brought twice or not at all.
+        On every rank, if sizes, methods, or names, dtypes or shapes of attributes differ, or if a
+        node comes twice or not at all.
 
     Notes
     -----
-    Communication: each edge, its number and its attributes once to the owner of its target; each
-    node's attributes once to its owner. Unless nodes belong to the rank that speaks for them, also
-    16 bytes for each different node in a rank's edges, to ask who owns it. Memory a rank is in
-    proportion to what it brings and what it gets.
+    Communication: each edge, its id and its attributes once to the owner of its target; each node's
+    attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
+    in a rank's edges. Memory per rank is proportional to its input and its part.
 
-    Attributes are data: what is built is not differentiable with respect to them. Rows that stay
-    where they are share their memory with what is given.
+    The result is not differentiable with respect to attributes. Rows that stay on their rank share
+    memory with the input.
 
     In one process: ``torch_geometric.data.Data`` of all edges and nodes.
 
@@ -127,6 +123,7 @@ def from_edges(
     """
     ranks = resolve(group)
     began = time.perf_counter()
+    name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
 
     def check() -> tuple[BroughtNodes, BroughtEdges]:
         check_hops(hops, None)
@@ -142,19 +139,12 @@ def from_edges(
             count = len(ids)
         of_nodes = _checked_attributes(node_attrs, count, "node_attrs", "nodes", device)
         of_edges = _checked_attributes(edge_attrs, edges.shape[1], "edge_attrs", "edges", device)
-        owner = _checked_owner(method, ranges, ranks, device)
+        owner = None
+        if method is not None and name not in _METHODS:
+            owner = _checked_owner(method, ranges[ranks.rank], ranks.size, device)
         return BroughtNodes(ranges, owner, ids, of_nodes), BroughtEdges(edges, of_edges)
 
-    def tell(brought: tuple[BroughtNodes, BroughtEdges]) -> _Told:
-        nodes, edges = brought
-        count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
-        return _Told(
-            {word: crc32(repr(value).encode()) for word, value in alike(nodes.ranges).items()},
-            (count, _outline(nodes.attributes)),
-            (edges.edge_index.shape[1], _outline(edges.attributes)),
-        )
-
-    def alike(ranges: ShardSizes) -> dict[str, object]:
+    def equal_on_all_ranks(ranges: ShardSizes) -> dict[str, object]:
         return {
             "sizes": tuple(ranges),
             "method": name,
@@ -163,19 +153,30 @@ def from_edges(
             "the kind of device": edge_index.device.type,
         }
 
-    name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
-    (nodes, edges), told = agree_and_share(_WHAT, check, tell, ranks)
-    _check_alike([other.alike for other in told], alike(nodes.ranges), ranks)
+    def outline(brought: tuple[BroughtNodes, BroughtEdges]) -> tuple[Any, ...]:
+        """Return digests, because all ranks' sizes are P^2 numbers; rows, and their kinds."""
+        nodes, edges = brought
+        arguments = equal_on_all_ranks(nodes.ranges).items()
+        count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
+        return (
+            {word: crc32(repr(value).encode()) for word, value in arguments},
+            (count, _kinds(nodes.attributes)),
+            (edges.edge_index.shape[1], _kinds(edges.attributes)),
+        )
+
+    (nodes, edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
+    digests, node_outlines, edge_outlines = zip(*outlines, strict=True)
+    _check_equal(digests, equal_on_all_ranks(nodes.ranges), ranks)
     device = edges.edge_index.device
-    of_nodes = _completed(nodes.attributes, [other.nodes for other in told], "node_attrs", device)
-    of_edges = _completed(edges.attributes, [other.edges for other in told], "edge_attrs", device)
+    of_nodes = _completed(nodes.attributes, node_outlines, "node_attrs", device)
+    of_edges = _completed(edges.attributes, edge_outlines, "edge_attrs", device)
     if both := [key for key in of_nodes if key in of_edges]:
         raise ArgumentError(
             f"{_WHAT}: {both[0]!r} is in node_attrs and in edge_attrs: graph.{both[0]} could be "
             "either. Rename one."
         )
     nodes = at_home(BroughtNodes(nodes.ranges, nodes.owner, nodes.ids, of_nodes), ranks)
-    first = sum(count for count, _ in (other.edges for other in told[: ranks.rank]))
+    first = sum(count for count, _ in edge_outlines[: ranks.rank])
     edges = BroughtEdges(edges.edge_index, of_edges, first=first)
     if name in ("hilbert", "rcb"):
         nodes = by_position(nodes, name, ranks)
@@ -184,62 +185,43 @@ def from_edges(
     return deepened(graph, hops)
 
 
-@travels
-@dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others of what it brings.
-
-    Attributes
-    ----------
-    alike : dict of int
-        Digests of what must be the same on all ranks: sizes from each would be P^2 numbers.
-    nodes, edges : tuple
-        How many rows, and what the rows of each attribute are like.
-    """
-
-    alike: dict[str, int]
-    nodes: tuple[int, Outline]
-    edges: tuple[int, Outline]
-
-
-def _outline(rows: Attributes) -> Outline:
+def _kinds(rows: Attributes) -> Outline:
     return {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}
 
 
 def _completed(
     rows: Attributes, outlines: Sequence[tuple[int, Outline]], what: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return attributes with those that only ranks with rows of them have named."""
+    """Return attributes in one order on all ranks, with empty ones that only other ranks have."""
     first: dict[str, tuple[int, tuple[torch.dtype, torch.Size]]] = {}
     for rank, (_, outline) in enumerate(outlines):
         for name, kind in outline.items():
             of, expected = first.setdefault(name, (rank, kind))
             if kind != expected:
                 raise DisagreementError(
-                    f"{_WHAT}: {what}[{name!r}] is {_kind(*expected)} on rank {of} and "
-                    f"{_kind(*kind)} on rank {rank}."
+                    f"{_WHAT}: {what}[{name!r}] is {_described(*expected)} on rank {of} and "
+                    f"{_described(*kind)} on rank {rank}."
                 )
-    for rank, (there, outline) in enumerate(outlines):
-        if there and (missing := [name for name in first if name not in outline]):
+    for rank, (count, outline) in enumerate(outlines):
+        if count and (missing := [name for name in first if name not in outline]):
             raise DisagreementError(
-                f"{_WHAT}: rank {rank} brings {there} rows without {what}[{missing[0]!r}], which "
+                f"{_WHAT}: rank {rank} brings {count} rows without {what}[{missing[0]!r}], which "
                 f"rank {first[missing[0]][0]} has."
             )
-    # in the same order on all ranks, as they are sent one after the other
     return {
         name: rows[name] if name in rows else torch.empty(0, *shape, dtype=dtype, device=device)
         for name, (_, (dtype, shape)) in first.items()
     }
 
 
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{dtype} of shape ({', '.join(['n', *map(str, shape)])})"
 
 
-def _check_alike(
+def _check_equal(
     digests: Sequence[Mapping[str, int]], own: Mapping[str, object], group: Group
 ) -> None:
-    """Raise on every rank unless all have the same; collective where they do not."""
+    """Raise on every rank if digests differ; collective in that case."""
     _, names = differing(digests)
     if names:
         name = names[0]
@@ -277,27 +259,13 @@ def _check_device(value: torch.Tensor, name: str, device: torch.device) -> None:
         raise ArgumentError(f"{name} is on {value.device}, and edge_index on {device}.")
 
 
-def _checked_owner(
-    method: Any, ranges: ShardSizes, group: Group, device: torch.device
-) -> torch.Tensor | None:
-    if method is None or (isinstance(method, str) and method in _METHODS):
-        return None
-    count = ranges[group.rank]
+def _checked_owner(method: Any, count: int, size: int, device: torch.device) -> torch.Tensor:
     if not isinstance(method, torch.Tensor):
         raise ArgumentError(
             f"method must be one of {', '.join(_METHODS)}, a tensor of ranks, or None; got "
             f"{method if isinstance(method, str) else type(method).__name__}. The others of "
-            "graph.assign need the whole graph."
+            "graph.assign need the full graph."
         )
-    if method.shape != (count,) or not holds_integers(method):
-        raise ArgumentError(
-            f"method, if no name, must hold the rank of each of the {count} nodes that this rank "
-            f"speaks for, as integers; got {described(method)}."
-        )
-    _check_device(method, "method", device)
-    if count and not (int(method.min()) >= 0 and int(method.max()) < group.size):
-        raise ArgumentError(
-            f"method spans ranks {int(method.min())}...{int(method.max())}, out of range for "
-            f"{group.size} ranks."
-        )
-    return method.to(torch.int64)
+    owner = checked_owner(method, count, size)
+    _check_device(owner, "method", device)
+    return owner

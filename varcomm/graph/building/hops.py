@@ -1,4 +1,4 @@
-"""Halos of several hops: what a rank needs to compute several layers after one exchange."""
+"""Halos of several hops: the rows that several layers need, filled by one exchange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.travel import Route
+from varcomm.graph.building.redistribute import Shuffle
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.packing import taken
 from varcomm.plan.exchange_plan import ExchangePlan
@@ -25,28 +25,25 @@ def check_hops(hops: int, data: Any) -> None:
         raise ArgumentError(f"hops must be a positive integer; got {hops!r}.")
     if hops > 1 and isinstance(data, HeteroData):
         raise ArgumentError(
-            f"hops={hops} is for graphs with one type of nodes; in others, layers exchange one by "
-            "one."
+            f"hops={hops} is for graphs with one type of nodes. Leave hops at 1 for HeteroData."
         )
 
 
 def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
-    """Return the graph with a halo of `hops` hops, and the edges into all but the last of them.
+    """Return the graph with a halo of `hops` hops, and the edges into all but the last hop.
 
-    Collective. Each rank asks the owners of its outermost nodes for the edges into them, once a
-    hop, so nobody needs the whole graph.
-
-    Halo nodes are in the order of their global numbers as ever, whatever their hop; edges into the
-    halo stand behind the owned ones.
+    Collective. Per hop, each rank requests the edges into its outermost nodes from their owners.
+    Halo nodes stand in the order of their global numbers, whatever their hop; edges into the halo
+    stand behind the owned edges.
     """
     if hops == 1:
         return graph
     edges, sizes, group = graph.edges, graph.node_sizes, graph.group
-    for name, value in edges.attributes.items():  # of the same types on all ranks
+    for name, value in edges.attributes.items():  # the types agree across ranks
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
-                f"hops={hops} needs attributes of edges that are tensors, which can be sent; "
-                f"{name} is of {type(value).__name__}."
+                f"hops={hops} needs attributes of edges that are tensors; {name} is of "
+                f"{type(value).__name__}."
             )
     pg = group.process_group
     first, owned = sizes.offsets[group.rank], graph.num_owned
@@ -56,20 +53,20 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     own = {
         "source": number[edges.edge_index[0]],
         "target": number[edges.edge_index[1]],
-        # in an order that all ranks share, whatever that of their data
+        # sorted, because ranks may have their attributes in different orders
         **{f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)},
     }
     by_target = torch.sort(edges.edge_index[1], stable=True).indices
-    ends = torch.bincount(edges.edge_index[1], minlength=owned).cumsum(0)
+    stops = torch.bincount(edges.edge_index[1], minlength=owned).cumsum(0)
 
     found, frontier = [own], halo
     for _ in range(hops - 1):
         if not any(share("graph.partition", frontier.__len__, group)):
-            break  # nobody needs more, however many hops there are to be
+            break  # no rank needs more edges
         asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
-        index, destination = _edges_into(asked, by_target, ends)
-        route = Route.to(destination, group)
-        more = {key: route.carry(taken(value, index)) for key, value in own.items()}
+        index, destination = _edges_into(asked, by_target, stops)
+        shuffle = Shuffle.to(destination, group)
+        more = {key: shuffle.carry(taken(value, index)) for key, value in own.items()}
         found.append(more)
         source = more["source"].unique()
         is_new = (source < first) | (source >= first + owned)
@@ -94,12 +91,12 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
 
 
 def _edges_into(
-    asked: ExchangePlan, by_target: torch.Tensor, ends: torch.Tensor
+    asked: ExchangePlan, by_target: torch.Tensor, stops: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the edges into the nodes that are asked for, and the rank that asks, for each edge."""
-    counts = ends.diff(prepend=ends.new_zeros(1))[asked.send_index]
-    starts = ends[asked.send_index] - counts
-    # position of each edge among those of its node, and so in the list by targets
+    """Return the edges into the requested nodes, and the requesting rank of each edge."""
+    counts = stops.diff(prepend=stops.new_zeros(1))[asked.send_index]
+    starts = stops[asked.send_index] - counts
+    # position of each edge among the edges of its node, and so in `by_target`
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     nth = torch.arange(len(first), device=first.device) - first
     index = by_target[starts.repeat_interleave(counts) + nth]
@@ -109,7 +106,7 @@ def _edges_into(
 
 
 def _local(numbers: torch.Tensor, halo: torch.Tensor, sizes: ShardSizes, rank: int) -> torch.Tensor:
-    """Return the local numbers of nodes that are owned or in the halo."""
+    """Return the local numbers of owned and halo nodes."""
     first, owned = sizes.offsets[rank], sizes[rank]
     is_own = (numbers >= first) & (numbers < first + owned)
     return torch.where(is_own, numbers - first, owned + torch.searchsorted(halo, numbers))

@@ -1,4 +1,4 @@
-"""``partition``: from a graph that all ranks have, or one of them, to the part that each owns."""
+"""``partition``: each rank's part of a graph that all ranks, or one rank, have in full."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.assemble import assemble
-from varcomm.graph.building.cut import Numbering, owned_edges
-from varcomm.graph.building.from_one_rank import from_one_rank
+from varcomm.graph.building.assemble import Numbering, assemble, checked_owner, owned_edges
 from varcomm.graph.building.hops import check_hops, deepened
-from varcomm.graph.building.tables import Tables, ends, read
+from varcomm.graph.building.redistribute import BroughtEdges, BroughtNodes, sent_to_owners
+from varcomm.graph.building.tables import Attribute, Tables, ends, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing, digest
-from varcomm.sizes import checked_rank, holds_integers
+from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree, agree_and_share, share
 from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = ["Method", "assigned", "checked_method", "partition"]
 
@@ -32,6 +32,9 @@ logger = logging.getLogger("varcomm")
 Ranks = torch.Tensor | np.ndarray[Any, Any]
 Method = str | Ranks | Mapping[str, Ranks] | None
 Owners = dict[NodeType, torch.Tensor]
+
+# A graph, the rank of each node by type, and the name of the method.
+Assigned = tuple[Tables, Owners, str]
 
 _WHAT = "graph.partition"
 
@@ -43,29 +46,27 @@ def partition(
     src: int | None = None,
     hops: int = 1,
 ) -> PartitionedGraph:
-    """Split a graph over ranks: each owns some nodes, and all edges into them.
+    """Split a graph over ranks: each rank owns some nodes and all edges into them.
 
-    Collective: every rank calls it, and all raise if one has to, but for a wrong `group`, which
-    could tell nobody.
+    Collective; an error on one rank is raised on all ranks.
 
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The whole graph: edges of shape (2, E), and any attributes of nodes, of edges, and of the
-        graph as a whole. Directed, undirected, bipartite and heterogeneous graphs, self loops,
-        multi-edges and isolated nodes are all ordinary. On the device on which to train.
+        The full graph: edges of shape (2, E), and attributes of nodes, of edges, and of the graph
+        as a whole. Directed, bipartite and heterogeneous graphs, self loops, multi-edges and
+        isolated nodes are ordinary. On the device of the training.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that take part; None is the whole world.
+        Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
-        How :func:`assign` decides who owns what: ``"metis"``, ``"kahip"``, ``"rcb"``,
-        ``"hilbert"``, ``"block"`` or ``"random"``. Or the rank of each node, of shape (N,), by type
-        of node where there are several; ranks may own nothing. None takes METIS where pymetis is
-        installed, else bisection or blocks.
+        A method of :func:`assign`: ``"metis"``, ``"kahip"``, ``"rcb"``, ``"hilbert"``, ``"block"``
+        or ``"random"``. Or the rank of each node, (N,), by type of node if there are several. None
+        uses METIS if pymetis is installed, else bisection or blocks.
     src : int, optional
-        The rank, within the group, that alone has `data` and `method`; the others give None for
-        both. None: every rank has them, the same.
+        The rank, within the group, that alone has `data` and `method`; the other ranks pass None
+        for both. None: every rank has them, identically.
     hops : int
-        How many layers one exchange is to serve; see :func:`distribute`.
+        Layers that one exchange serves; see :func:`distribute`.
 
     Returns
     -------
@@ -75,34 +76,32 @@ def partition(
     Raises
     ------
     ArgumentError
-        On every rank, if the graph or the method will not do on one of them.
+        On every rank, if the graph or the method is invalid on one rank.
     DisagreementError
-        On every rank, if they have different graphs or ranks of nodes.
+        On every rank, if ranks have different graphs or methods.
     MissingPackageError
         If `method` needs a package that is not installed.
 
     Notes
     -----
-    Attributes are told apart as PyG does: one of N entries belongs to nodes and one of E entries to
-    edges, and both are cut to what a rank owns. If N equals E, ``edge`` in its name makes it one of
-    edges. Values and arrays of one entry belong to the graph, and are kept; arrays of any other
-    length are refused, as an attribute with a row too few would be one of them. An attribute of
-    the graph that by chance has N or E entries is cut too: give it a first dimension of one.
-    Numbers of nodes, such as ``face`` or ``edge_label_index``, are refused.
+    As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; both
+    are cut. If N equals E, ``edge`` in its name makes it an attribute of edges. Single values and
+    arrays of one entry belong to the graph as a whole. Arrays of any other length are refused, and
+    so are node ids such as ``face`` or ``edge_label_index``. Give an attribute of the graph that by
+    chance has N or E entries a first dimension of one.
 
-    Attributes of nodes and edges are data: what is cut out is not differentiable with respect to
-    the whole graph, and arrays of numbers become tensors. With `src` they must be either; lists,
-    and arrays of texts, only ranks that have the graph can cut.
+    The parts are not differentiable with respect to the full graph, and numeric arrays become
+    tensors. With `src`, attributes of nodes and edges must be tensors or numeric arrays.
 
-    Communication: where all ranks have the graph, rank 0 assigns the nodes and broadcasts their
-    ranks; everything else is computed on each rank for its own part, without a loop over nodes.
-    With `src`, that rank sends each rank its rows and edges, as :func:`from_edges` does.
+    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result;
+    every rank cuts its own part. With `src`, that rank sends each rank its rows and edges, as
+    :func:`from_edges` does.
 
     In one process: `data` itself.
 
     Examples
     --------
-    A directed ring of 4 nodes on 2 ranks: each rank needs one node of the other's.
+    A directed ring of 4 nodes on 2 ranks: each rank needs one node of the other rank.
 
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
@@ -117,7 +116,7 @@ def partition(
     if isinstance(group, str | torch.Tensor | np.ndarray):
         raise ArgumentError(
             f"{_WHAT}: group must be None, a ProcessGroup or a DeviceMesh; got "
-            f"{type(group).__name__}. How nodes are assigned is said by name: method=..."
+            f"{type(group).__name__}. Pass the assignment by name: method=..."
         )
     ranks = resolve(group)
     began = time.perf_counter()
@@ -126,7 +125,7 @@ def partition(
         check_hops(hops, data)
         return None if src is None else checked_rank(src, ranks.size, "src"), int(hops)
 
-    # before anything else, since what follows depends on it
+    # first of all, because everything that follows depends on both
     calls = share(_WHAT, call, ranks)
     if others := [rank for rank, other in enumerate(calls) if other != calls[0]]:
         raise DisagreementError(
@@ -143,49 +142,8 @@ def partition(
     return deepened(graph, hops)
 
 
-def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
-    def check() -> tuple[Tables, str | Owners | None]:
-        tables = read(data)
-        return tables, checked_method(method, tables, group.size)
-
-    def tell(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
-        tables, checked = own
-        return tables.digests() | _digests(checked), list(tables.nodes), list(tables.edges)
-
-    (tables, checked), told = agree_and_share(_WHAT, check, tell, group)
-    others, names = differing([digests for digests, *_ in told])
-    if others:
-        raise DisagreementError(
-            f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
-            f"{', '.join(sorted(names))}."
-        )
-    # each may have built the graph in an order of its own; all take that of the first
-    tables = tables.in_order(*told[0][1:])
-    owners, name = _owners(data, tables, checked, group)
-    return _own_part(tables, owners, name, group)
-
-
-def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedGraph:
-    def check() -> tuple[Tables, Owners, str] | None:
-        if group.rank != src:
-            for given, name in ((data, "data"), (method, "method")):
-                if given is not None:
-                    raise ArgumentError(
-                        f"{name} must be None here, since src={src} says that rank {src} has it."
-                    )
-            return None
-        tables = read(data)
-        checked = checked_method(method, tables, group.size)
-        if isinstance(checked, dict):
-            return tables, checked, "the ranks given"
-        name = method_used(data, group.size, checked)
-        return tables, assigned(data, group.size, name), name
-
-    return from_one_rank(_WHAT, agree(_WHAT, check, group), src, group)
-
-
 def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | None:
-    """Return the name of a method, or ranks of nodes by type, if they will do for `size` ranks."""
+    """Return the name of a method, or ranks of nodes by type, if valid for `size` ranks."""
     if method is None or isinstance(method, str):
         if method is not None and method not in METHODS:
             raise ArgumentError(
@@ -197,36 +155,58 @@ def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | 
     if given.keys() != tables.nodes.keys():
         types = [key for key in tables.nodes if key is not None]
         raise ArgumentError(
-            "method, if no name, must be "
+            "method, if not a name, must be "
             + (f"ranks by type of node, {types}" if types else "a tensor of ranks")
             + f"; got {list(given) if isinstance(method, Mapping) else type(method).__name__}."
         )
     return {
-        key: _checked_ranks(given[key], nodes.count, size) for key, nodes in tables.nodes.items()
+        key: checked_owner(_as_tensor(given[key]), nodes.count, size)
+        for key, nodes in tables.nodes.items()
     }
 
 
-def _checked_ranks(ranks: Any, nodes: int, size: int) -> torch.Tensor:
-    if isinstance(ranks, np.ndarray):
-        # of other kinds, only the dtype is to be complained of
-        whole = ranks.dtype.kind in "iu"
-        ranks = torch.tensor(ranks.astype(np.int64) if whole else np.zeros(ranks.shape))
-    if not isinstance(ranks, torch.Tensor) or ranks.shape != (nodes,) or not holds_integers(ranks):
-        got = (
-            f"{ranks.dtype} of shape {tuple(ranks.shape)}"
-            if isinstance(ranks, torch.Tensor)
-            else type(ranks).__name__
+def _as_tensor(ranks: Any) -> Any:
+    if not isinstance(ranks, np.ndarray):
+        return ranks
+    # of arrays without integers only dtype and shape are kept, for the message
+    has_ints = ranks.dtype.kind in "iu"
+    return torch.tensor(ranks.astype(np.int64) if has_ints else np.zeros(ranks.shape))
+
+
+def assigned(data: Any, parts: int, name: str) -> Owners:
+    """Return the rank of each node, by type, from a method of this name."""
+    owner = assign(data, parts, name)
+    return {None: owner} if isinstance(owner, torch.Tensor) else dict(owner)
+
+
+def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
+    """Cut this rank's part out of a graph that all ranks have; only halo ids travel."""
+
+    def check() -> tuple[Tables, str | Owners | None]:
+        tables = read(data)
+        return tables, checked_method(method, tables, group.size)
+
+    def outline(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
+        tables, checked = own
+        return tables.digests() | _digests(checked), list(tables.nodes), list(tables.edges)
+
+    (tables, checked), outlines = agree_and_share(_WHAT, check, outline, group)
+    others, names = differing([digests for digests, *_ in outlines])
+    if others:
+        raise DisagreementError(
+            f"{_WHAT}: ranks {others} have other arguments than rank 0; they differ in "
+            f"{', '.join(sorted(names))}."
         )
-        raise ArgumentError(
-            f"method, if no name, must hold the rank of each of the {nodes} nodes as "
-            f"integers; got {got}."
-        )
-    if nodes and not (int(ranks.min()) >= 0 and int(ranks.max()) < size):
-        raise ArgumentError(
-            f"method spans ranks {int(ranks.min())}...{int(ranks.max())}, out of range "
-            f"for {size} ranks."
-        )
-    return ranks.to(torch.int64)
+    # ranks may list their types in different orders; rank 0's order holds
+    tables = tables.in_order(*outlines[0][1:])
+    owners, name = _owners(data, tables, checked, group)
+    numbered = {key: Numbering.of(owners[key], group.size) for key in tables.nodes}
+    shards = {key: numbered[key].shard(nodes, group) for key, nodes in tables.nodes.items()}
+    owned = {
+        key: owned_edges(edges, group.rank, *(numbered[end] for end in ends(key)))
+        for key, edges in tables.edges.items()
+    }
+    return assemble(shards, owned, tables.attributes, name, group)
 
 
 def _digests(method: str | Owners | None) -> dict[str, object]:
@@ -241,7 +221,7 @@ def _digests(method: str | Owners | None) -> dict[str, object]:
 def _owners(
     data: Any, tables: Tables, method: str | Owners | None, group: Group
 ) -> tuple[Owners, str]:
-    """Return the rank of each node, the same on all ranks, and how it was decided."""
+    """Return the rank of each node, identical on all ranks, and the method's name."""
     device = tables.device
     if isinstance(method, dict):
         return {key: ranks.to(device) for key, ranks in method.items()}, "the ranks given"
@@ -256,18 +236,106 @@ def _owners(
     }, name
 
 
-def assigned(data: Any, parts: int, name: str) -> Owners:
-    """Return the rank of each node, by type, as a method of this name decides it."""
-    owner = assign(data, parts, name)
-    return {None: owner} if isinstance(owner, torch.Tensor) else dict(owner)
+def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedGraph:
+    """Send the graph of one rank to its owners: `src` contributes all nodes and edges."""
+
+    def check() -> Assigned | None:
+        if group.rank != src:
+            for given, name in ((data, "data"), (method, "method")):
+                if given is not None:
+                    raise ArgumentError(
+                        f"{name} must be None on this rank: src={src}, so rank {src} has it."
+                    )
+            return None
+        tables = read(data)
+        checked = checked_method(method, tables, group.size)
+        if isinstance(checked, dict):
+            return tables, checked, "the ranks given"
+        name = method_used(data, group.size, checked)
+        return tables, assigned(data, group.size, name), name
+
+    given = agree(_WHAT, check, group)
+
+    def outline() -> tuple[Any, ...] | None:
+        if given is None:
+            return None
+        tables, _, name = given
+        nodes = {
+            key: (table.count, _outline(table.attributes)) for key, table in tables.nodes.items()
+        }
+        edges = {key: _outline(table.attributes) for key, table in tables.edges.items()}
+        return nodes, edges, name, tables.device.type
+
+    of_src = share(_WHAT, outline, group)[src]
+    assert of_src is not None
+    node_outlines, edge_outlines, name, device = of_src
+    attributes = _sent_attributes(None if given is None else given[0].attributes, src, group)
+    nodes: dict[NodeType, BroughtNodes] = {}
+    for key, (count, rows) in node_outlines.items():
+        ranges = ShardSizes(count * (rank == src) for rank in range(group.size))
+        if given is None:
+            owner, own = torch.empty(0, dtype=torch.int64, device=device), _no_rows(rows, device)
+        else:
+            owner, own = given[1][key].to(given[0].device), _rows(given[0].nodes[key].attributes)
+        nodes[key] = BroughtNodes(ranges, owner, None, own)
+    edges = {}
+    for key, rows in edge_outlines.items():
+        if given is None:
+            edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
+            edges[key] = BroughtEdges(edge_index, _no_rows(rows, device))
+        else:
+            table = given[0].edges[key]
+            edges[key] = BroughtEdges(table.edge_index, _rows(table.attributes))
+    return sent_to_owners(nodes, edges, attributes, name, group)
 
 
-def _own_part(tables: Tables, owners: Owners, name: str, group: Group) -> PartitionedGraph:
-    """Cut out this rank's part of a graph that it has; only halos are asked for."""
-    numbered = {key: Numbering.of(owners[key], group.size) for key in tables.nodes}
-    shards = {key: numbered[key].shard(nodes, group) for key, nodes in tables.nodes.items()}
-    owned = {
-        key: owned_edges(edges, group.rank, *(numbered[end] for end in ends(key)))
-        for key, edges in tables.edges.items()
+def _sent_attributes(
+    attributes: Mapping[str, Any] | None, src: int, group: Group
+) -> dict[str, Any]:
+    """Return the attributes of the graph as a whole, which `src` has; collective."""
+
+    def packed() -> torch.Tensor | None:
+        if attributes is None:
+            return None
+        texts = {name: _packed(name, value) for name, value in attributes.items()}
+        return torch.frombuffer(bytearray(to_bytes(texts)), dtype=torch.uint8)
+
+    content = agree(_WHAT, packed, group)
+    if content is not None:
+        content = content.to(group.device())
+    content = broadcast(content, src=src, group=group.process_group).cpu()
+    if attributes is not None:
+        return dict(attributes)
+    texts: dict[str, str] = from_bytes(content.numpy().tobytes())
+    return {name: from_bytes(text.encode()) for name, text in texts.items()}
+
+
+def _packed(name: str, value: Any) -> str:
+    try:
+        return to_bytes(value).decode()
+    except TypeError as error:
+        raise ArgumentError(
+            f"data.{name} cannot be sent from one rank: {error}. Use tensors, numbers, strings, "
+            f"lists or dicts of them; or give data to all ranks, or remove it: del data.{name}."
+        ) from error
+
+
+def _outline(attributes: Mapping[str, Attribute]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {key: (value.dtype, value.shape[1:]) for key, value in _rows(attributes).items()}
+
+
+def _rows(attributes: Mapping[str, Attribute]) -> dict[str, torch.Tensor]:
+    for key, attribute in attributes.items():
+        if not isinstance(attribute.value, torch.Tensor):
+            raise ArgumentError(
+                f"data.{key} must be a tensor to be sent from one rank; got "
+                f"{type(attribute.value).__name__}. Make it one, or give data to all ranks."
+            )
+    return {key: attribute.value for key, attribute in attributes.items()}
+
+
+def _no_rows(outline: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.empty(0, *shape, dtype=dtype, device=device)
+        for key, (dtype, shape) in outline.items()
     }
-    return assemble(shards, owned, tables.attributes, name, group)

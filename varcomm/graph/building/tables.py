@@ -1,4 +1,4 @@
-"""A graph of PyG as tables: rows of nodes, rows of edges, and what belongs to neither."""
+"""Tables of a PyG graph: rows of nodes, rows of edges, and values of the graph as a whole."""
 
 from __future__ import annotations
 
@@ -12,16 +12,63 @@ import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
+from torch_geometric.utils import is_sparse, select
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.attribute import Attribute, check_name
-from varcomm.graph.partitioned_graph import EdgeType, NodeType
-from varcomm.graph.shard import described
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
+from varcomm.ops.packing import taken
 from varcomm.sizes import exact_int
 
-__all__ = ["EdgeTable", "NodeTable", "Tables", "check_edge_index", "ends", "read"]
+__all__ = [
+    "Attribute",
+    "EdgeTable",
+    "NodeTable",
+    "Tables",
+    "check_edge_index",
+    "check_name",
+    "ends",
+    "read",
+]
+
+# Names of members of the graph or of a shard would hide an attribute; so would PyG's counts.
+_MEMBERS = frozenset(
+    name
+    for kind in (PartitionedGraph, NodeShard, EdgeShard)
+    for name in (*dir(kind), *kind.__dataclass_fields__)
+) | {name for name in dir(Data) if name.startswith("num_")}
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A value per row: a dense tensor with rows along dimension 0, or a sequence of values."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Attribute:
+        """Check a value per row; numeric arrays become tensors."""
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            # torch refuses foreign byte orders and read-only memory
+            native = value.dtype.newbyteorder("=")
+            value = torch.from_numpy(np.require(value, native, requirements=["C", "W"]))
+        if isinstance(value, torch.Tensor):
+            checked_tensor(value, "", name)
+            value = value.detach()
+        return cls(value)
+
+    def rows(self, index: torch.Tensor) -> Any:
+        """Return the values of some rows."""
+        if isinstance(self.value, torch.Tensor):
+            return taken(self.value, index)
+        if isinstance(self.value, list | tuple):
+            return [self.value[row] for row in index.tolist()]
+        if isinstance(self.value, np.ndarray):
+            return self.value[index.cpu().numpy()]
+        return select(self.value, index, 0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +81,7 @@ class NodeTable:
 
 @dataclass(frozen=True)
 class EdgeTable:
-    """All edges of one type, by numbers of nodes."""
+    """All edges of one type, by node ids."""
 
     edge_index: torch.Tensor
     attributes: Mapping[str, Attribute]
@@ -42,7 +89,7 @@ class EdgeTable:
 
 @dataclass(frozen=True)
 class Tables:
-    """A whole graph. A graph with one type has the type None."""
+    """A full graph. The type of nodes and edges is None in a graph with one type."""
 
     nodes: Mapping[NodeType, NodeTable]
     edges: Mapping[EdgeType, EdgeTable]
@@ -50,11 +97,10 @@ class Tables:
 
     @property
     def device(self) -> torch.device:
-        """Where its rows are, which is one place."""
+        """The one device of all rows."""
         return next((value.device for _, value in self._tensors()), torch.device("cpu"))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield edges and rows by their names."""
         for edge_type, edges in self.edges.items():
             yield f"{_name(edge_type)}.edge_index", edges.edge_index
         tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
@@ -64,8 +110,8 @@ class Tables:
                 if isinstance(attribute.value, torch.Tensor):
                     yield f"{_name(key)}.{name}", attribute.value
 
-    def checked(self) -> Tables:
-        """Return the tables if their rows are on one device."""
+    def on_one_device(self) -> Tables:
+        """Return the tables, or raise ArgumentError if rows are on several devices."""
         for name, tensor in self._tensors():
             if tensor.device != self.device:
                 first, _ = next(self._tensors())
@@ -76,10 +122,7 @@ class Tables:
         return self
 
     def in_order(self, nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> Tables:
-        """Return the tables with the types in this order.
-
-        Some layers rely on it, as HGTConv does, which multiplies types in the order of the data's.
-        """
+        """Return the tables with types in this order, on which layers such as HGTConv rely."""
         return Tables(
             {key: self.nodes[key] for key in nodes},
             {key: self.edges[key] for key in edges},
@@ -87,7 +130,7 @@ class Tables:
         )
 
     def digests(self) -> dict[str, object]:
-        """Return, by its name, what tells each attribute apart from that of another rank."""
+        """Return a digest of each attribute, by name, to compare ranks."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
         found["the kind of device"] = self.device.type
         for node_type, nodes in self.nodes.items():
@@ -102,7 +145,7 @@ class Tables:
 
 
 def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
-    """Return the types of the nodes that edges of a type come from and go to.
+    """Return the types of an edge's source and target.
 
     >>> ends(("author", "writes", "paper")), ends(None)
     (('author', 'paper'), (None, None))
@@ -111,7 +154,7 @@ def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
 
 
 def read(data: Data | HeteroData) -> Tables:
-    """Return the tables of a graph, or raise ArgumentError where it will not do."""
+    """Return the tables of a graph, or raise ArgumentError."""
     if isinstance(data, HeteroData):
         return _read_types(data)
     if not isinstance(data, Data):
@@ -121,7 +164,7 @@ def read(data: Data | HeteroData) -> Tables:
     count = _count(data.num_nodes, "data")
     edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
     nodes, edges, whole = {}, {}, {}
-    for key, value in _attributes(data, "data"):
+    for key, value in _attributes(data.stores[0], "data"):
         name, dim = f"data.{key}", data.__cat_dim__(key, value)
         has_rows = _has_rows_first(value, dim, name)
         if has_rows and data.is_node_attr(key):
@@ -129,11 +172,11 @@ def read(data: Data | HeteroData) -> Tables:
         elif has_rows and data.is_edge_attr(key):
             edges[key] = Attribute.of(value, name)
         else:
-            if dim is not None:  # as a class of the user's says of what has no rows
+            if dim is not None:  # a user's class returns None for values without rows
                 _check_whole(value, name, f"{count} nodes nor {edge_index.shape[1]} edges")
             whole[key] = value
     tables = Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
-    return tables.checked()
+    return tables.on_one_device()
 
 
 def _read_types(data: HeteroData) -> Tables:
@@ -142,7 +185,7 @@ def _read_types(data: HeteroData) -> Tables:
     for node_type in data.node_types:
         store, name = data[node_type], _name(node_type)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PyG's, that it cannot tell: then we raise
+            warnings.simplefilter("ignore")  # PyG warns if it cannot count; _count raises
             count = _count(store.num_nodes, name)
         nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
     for edge_type in data.edge_types:
@@ -157,13 +200,14 @@ def _read_types(data: HeteroData) -> Tables:
         edges[edge_type] = EdgeTable(edge_index, rows)
     if not nodes:
         raise ArgumentError("data have no nodes of any type.")
-    return Tables(nodes, edges, dict(_attributes(data._global_store, "data"))).checked()
+    # the first store holds the values of the graph as a whole
+    return Tables(nodes, edges, dict(_attributes(data.stores[0], "data"))).on_one_device()
 
 
 def _count(given: Any, name: str) -> int:
     count = exact_int(given)
     if count is None or count < 0:
-        raise ArgumentError(f"{name} does not say how many nodes it has: set {name}.num_nodes.")
+        raise ArgumentError(f"{name} has no number of nodes. Set {name}.num_nodes.")
     return count
 
 
@@ -185,17 +229,43 @@ def _rows(
     return found
 
 
-def _attributes(store: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield all but the edges themselves, once their names have been checked."""
-    for key, value in store.items() if isinstance(store, BaseStorage) else store:
-        if key in ("edge_index", "num_nodes"):
-            continue
-        check_name(key, value, name)
-        yield key, value
+def _attributes(store: BaseStorage, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield all values of a store but the edges, after a check of their names."""
+    for key, value in store.items():
+        if key not in ("edge_index", "num_nodes"):
+            check_name(key, value, name)
+            yield key, value
+
+
+def check_name(key: Any, value: object, owner: str) -> None:
+    """Raise if an attribute holds node ids, by its name, or if a member would hide it."""
+    if not isinstance(key, str):
+        raise ArgumentError(f"{owner}: names of attributes must be str; got {key!r}.")
+    if _refers_to_nodes(key, value):
+        raise ArgumentError(
+            f"{owner}.{key} holds node ids, which partitioning changes. Remove it: del "
+            f"{owner}.{key}."
+        )
+    if key in _MEMBERS or key.startswith("_"):
+        raise ArgumentError(
+            f"{owner}.{key} has the name of a member of PartitionedGraph, which would hide it. "
+            f"Rename it: {owner}.my_{key} = {owner}.{key}; del {owner}.{key}."
+        )
+
+
+def _refers_to_nodes(key: str, value: object) -> bool:
+    """Return whether an attribute holds node ids, by its name; a leaf_area_index does not."""
+    if key in ("face", "adj", "adj_t", "ptr") or ("adj" in key and is_sparse(value)):
+        return True
+    if isinstance(value, torch.Tensor | np.ndarray):
+        has_ints = str(value.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    else:
+        has_ints = not isinstance(value, float | str | bool)
+    return has_ints and ("index" in key or "idx" in key)
 
 
 def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> torch.Tensor:
-    """Return edges if they are of int64, of shape (2, E) and between nodes that there are."""
+    """Return edges if they are int64, of shape (2, E), and within the numbers of nodes."""
     if isinstance(edge_index, EdgeIndex):
         edge_index = edge_index.as_tensor()
     if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
@@ -218,22 +288,21 @@ def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> 
 
 
 def _has_rows_first(value: Any, dim: int | None, name: str) -> bool:
-    """Return whether a value may have a row for each node or edge, by what PyG says of it."""
+    """Return whether a value may have a row per node or edge along dimension 0, as PyG sees it."""
     if not isinstance(value, torch.Tensor | np.ndarray):
         return True
     if value.ndim == 0 or dim is None:
         return False
     if dim % value.ndim != 0 and value.shape[0] > 1:
         raise ArgumentError(
-            f"{name} has its rows along dimension {dim}: so PyG reads a name with 'index', or "
-            "data.__cat_dim__ says. Only rows along dimension 0 are split: move them there, and "
-            "rename it."
+            f"{name} has its rows along dimension {dim}, by data.__cat_dim__ or because its name "
+            "contains 'index'. Move its rows to dimension 0, and rename it."
         )
     return dim % value.ndim == 0
 
 
 def _check_whole(value: object, name: str, rows: str) -> None:
-    """Raise if what belongs to the graph as a whole looks like rows of which some are missing."""
+    """Raise if a value of the graph as a whole looks like rows of which some are missing."""
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and value.shape[0] > 1:
         raise ArgumentError(
             f"{name} has {value.shape[0]} entries, for neither {rows}. If it belongs to the graph "

@@ -1,11 +1,7 @@
-"""Cells of a mesh: which of their points are joined, which cells touch, and how large they are.
+"""Cells of a mesh: edges between points, neighbours of cells, and volumes.
 
-Points of a cell stand in meshio's order [1]_, which is VTK's but for the wedge: corners first, then
-a point on each edge, then those inside of facets and of the cell.
-
-References
-----------
-.. [1] https://github.com/nschloe/meshio/wiki/Node-ordering-in-cells
+Points of a cell stand in meshio's order, https://github.com/nschloe/meshio/wiki/Node-ordering-in-cells:
+corners first, then a point on each edge, then points inside facets and the cell.
 """
 
 from __future__ import annotations
@@ -35,10 +31,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of a cell's corners: joined by edges, and around the facets that bound the cell.
-
-    Seen from outside, the corners of a solid's facets run counterclockwise.
-    """
+    """Edges and facets of a cell, by its corners; facets run counterclockwise from outside."""
 
     dim: int
     edges: Pairs
@@ -46,7 +39,7 @@ class Shape:
 
     @property
     def corners(self) -> int:
-        """How many corners there are."""
+        """The number of corners."""
         return 1 + max((max(facet) for facet in self.facets), default=0)
 
 
@@ -82,9 +75,8 @@ _SHAPES = {
     ),
 }
 
-# Quadratic cells, each edge of which has a point in the middle: points inside of facets or of the
-# cell, and the points around them that they are joined to. Those of wedges and pyramids come in
-# another order from each format, so that none can be relied on.
+# Quadratic cells, with a point in the middle of each edge: points inside facets or the cell, and
+# the points to which they are joined. Formats order those of wedges and pyramids differently.
 _INNER: dict[str, dict[int, tuple[int, ...]]] = {
     "line3": {},
     "triangle6": {},
@@ -106,17 +98,7 @@ _INNER: dict[str, dict[int, tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Cells:
-    """All cells of one kind.
-
-    Attributes
-    ----------
-    kind : str
-        meshio's name, such as ``"tetra10"``.
-    points : numpy.ndarray
-        Numbers of each cell's points, int64 of shape (C, K).
-    ids : numpy.ndarray
-        Where these cells stand among all, int64 of shape (C,).
-    """
+    """All cells of one kind, by meshio's name: their points, (C, K), and positions among all."""
 
     kind: str
     points: Array
@@ -124,12 +106,12 @@ class Cells:
 
     @property
     def shape(self) -> Shape:
-        """What the corners are joined by and bounded by."""
+        """Edges and facets."""
         return _shape(self.kind, self.points.shape[1])
 
     @property
     def joined(self) -> Pairs:
-        """Which of a cell's points are joined: along its edges, from point to point."""
+        """Pairs of points of a cell that are joined, along its edges."""
         shape = self.shape
         if self.kind in _INNER:
             middle = [(*ends, shape.corners + i) for i, ends in enumerate(shape.edges)]
@@ -157,7 +139,7 @@ def _shape(kind: str, points: int) -> Shape:
 
 
 def dimension(kind: str) -> int:
-    """Return the dimension of cells of a kind, or raise if it is none that there are graphs of.
+    """Return the dimension of cells of a kind, or raise if the kind is not supported.
 
     >>> dimension("tetra10"), dimension("line")
     (3, 1)
@@ -166,10 +148,9 @@ def dimension(kind: str) -> int:
 
 
 def cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[Cells]:
-    """Return the cells of a file by their kinds, or raise where one has a point that is not there.
+    """Return the cells of a file by kind, or raise if a point is out of range.
 
-    `blocks` are names of kinds and arrays of (C, K); a kind may have several blocks, even as many
-    as there are cells.
+    `blocks` are names of kinds and arrays of (C, K); a kind may have many blocks.
     """
     groups: dict[tuple[str, int], list[tuple[Array, int]]] = {}
     first = 0
@@ -191,7 +172,7 @@ def cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[Cells]:
 
 
 def point_edges(cells: Sequence[Cells], points: int) -> Array:
-    """Return the edges between points that are joined, (2, E): in both directions, sorted, once."""
+    """Return the edges between points, (2, E): in both directions, sorted, once."""
     pairs = [group.points[:, pair] for group in cells for pair in group.joined]
     return _both_directions(np.concatenate([np.zeros((0, 2), np.int64), *pairs]).T, points)
 
@@ -199,14 +180,13 @@ def point_edges(cells: Sequence[Cells], points: int) -> Array:
 def cell_edges(cells: Sequence[Cells], count: int, points: int) -> Array:
     """Return the edges between cells that share a facet, (2, E): in both directions, sorted, once.
 
-    Facets are the same if their corners are. All cells at a facet are joined to each other, be it
-    two or, where surfaces branch, more. A facet of a degenerate cell that has collapsed to fewer
-    dimensions is none.
+    Facets are equal if their corners are. All cells at a facet are joined to each other: two, or
+    more if surfaces branch. A facet that has collapsed to fewer dimensions does not count.
     """
     facets, owners = [], []
     for group in cells:
         for facet in group.shape.facets:
-            corners = np.full((len(group.points), 4), points)  # a number beyond: no corner
+            corners = np.full((len(group.points), 4), points)  # beyond the last point: no corner
             corners[:, : len(facet)] = group.points[:, facet]
             facets.append(corners)
             owners.append(group.ids)
@@ -216,7 +196,7 @@ def cell_edges(cells: Sequence[Cells], count: int, points: int) -> Array:
     is_facet = (corners < points).sum(axis=1) >= max(group.shape.dim for group in cells)
     corners, cell = corners[is_facet], np.concatenate(owners)[is_facet]
 
-    # two keys in place of four: points + 1 squared fits, with more points than there is memory for
+    # two keys instead of four: (points + 1) ** 2 fits into int64
     low, high = (corners[:, i] * (points + 1) + corners[:, i + 1] for i in (0, 2))
     order = _stable_order(low)
     order = order[_stable_order(high[order])]
@@ -224,7 +204,7 @@ def cell_edges(cells: Sequence[Cells], count: int, points: int) -> Array:
     left = np.arange(len(cell))
     step, pairs = 0, [np.zeros((2, 0), np.int64)]
     while len(left):
-        # cells of one facet are neighbours in this order; those with none at `step` have none after
+        # cells of one facet are consecutive; a cell without a partner at `step` has none after it
         step += 1
         left = left[left + step < len(cell)]
         left = left[(low[left] == low[left + step]) & (high[left] == high[left + step])]
@@ -244,8 +224,8 @@ def corner_means(cells: Sequence[Cells], points: Array, count: int) -> Array:
 def measures(cells: Sequence[Cells], points: Array, count: int) -> Array:
     """Return each cell's length, area or volume, (count,), from its corners.
 
-    Facets that are not flat are taken as triangles around the mean of their corners; the area of a
-    cell that is not flat is that of its projection onto the plane in which this is greatest.
+    A facet that is not flat counts as triangles around the mean of its corners; the area of a cell
+    that is not flat is that of its largest projection onto a plane.
     """
     found = np.zeros(count, points.dtype)
     where = np.zeros((len(points), 3), points.dtype)
@@ -282,13 +262,13 @@ def _cone(face: Array) -> Array:
 def _both_directions(pairs: Array, count: int) -> Array:
     low, high = pairs.min(axis=0), pairs.max(axis=0)
     keys = np.sort((low * count + high)[low != high])
-    keys = keys[np.diff(keys, prepend=-1) > 0]  # np.unique hashes, which takes 50 times as long
+    keys = keys[np.diff(keys, prepend=-1) > 0]  # np.unique takes 50 times as long
     low, high = keys // max(count, 1), keys % max(count, 1)
     keys = np.sort(np.concatenate([keys, high * count + low]))
     return np.stack([keys // max(count, 1), keys % max(count, 1)])
 
 
 def _stable_order(keys: Array) -> Array:
-    # torch's is three times as fast as NumPy's
+    # three times as fast as NumPy's
     order: Array = torch.from_numpy(keys).argsort(stable=True).numpy()
     return order

@@ -13,7 +13,7 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.building.attribute import check_name
+from varcomm.graph.building.tables import check_name
 from varcomm.graph.files.mesh import read_mesh
 
 __all__ = ["read_graph"]

@@ -1,4 +1,4 @@
-"""``read_mesh``: a mesh file as a graph of its points or cells, and results back into a file."""
+"""``read_mesh``: a mesh file as a graph of its points or cells; results as VTU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError, MissingPackageError
-from varcomm.graph.building.attribute import check_name
+from varcomm.graph.building.tables import check_name
 from varcomm.graph.files.cells import (
     cell_edges,
     cells_of,
@@ -37,26 +37,26 @@ logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
 
-_LONGEST = 300  # of what meshio says of a file
+_LONGEST = 300  # characters of a message of meshio
 
 _QUOTE = {'"': "&quot;"}
 
-# Attributes of PyG that are there to be set.
+# Attributes of PyG that users set.
 _FREE = ("x", "y", "edge_weight", "batch", "time")
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """A mesh as a graph, and what it takes to write results back; made by :func:`read_mesh`.
+    """A mesh as a graph, and its file, to write results back; built by :func:`read_mesh`.
 
     Attributes
     ----------
     data : torch_geometric.data.Data
         The graph, whose nodes are points or cells of the mesh.
     nodes : {"points", "cells"}
-        Which of them.
+        The nodes of the graph.
     source : meshio.Mesh
-        The file as it was read, with its points, its blocks of cells and all its fields.
+        The file: points, blocks of cells and all fields.
 
     Examples
     --------
@@ -76,19 +76,18 @@ class Mesh:
     _blocks: tuple[int, ...] = field(repr=False)
 
     def write(self, path: str | os.PathLike[str], /, **fields: Any) -> None:
-        """Write the mesh as VTU, with its own fields and with values of the graph's nodes.
+        """Write the mesh as VTU, with its fields and with values of the graph's nodes.
 
-        Not collective: the rank that has the values of all nodes calls it alone, rank 0 after
-        ``graph.gather(prediction, dst=0)``, say.
+        Not collective: one rank that has the values of all nodes calls it, such as rank 0 after
+        ``graph.gather(prediction, dst=0)``.
 
         Parameters
         ----------
         path : path
-            Of a file ``.vtu``, which is replaced; its folder must be there.
+            A file ``.vtu``, which is replaced; its folder must exist.
         **fields : torch.Tensor or numpy.ndarray
-            Values of each node in the order of the graph, (N, *F), by the names that they get. VTU
-            knows rows only, so further dimensions are flattened: a 3 x 3 tensor becomes 9
-            components, row by row. A field of the file with the same name is replaced.
+            Values of all nodes, (N, *F), by name. Further dimensions are flattened: a 3 x 3 tensor
+            becomes 9 components. A field of the file with the same name is replaced.
 
         Raises
         ------
@@ -98,13 +97,12 @@ class Mesh:
 
         Notes
         -----
-        If cells are the nodes, those of fewer dimensions, as on a boundary, are left out. Numbers
-        are written in full precision; VTU has no narrow floats, which become float32, and no bools,
-        which become uint8.
+        If cells are the nodes, cells of fewer dimensions, as on a boundary, are omitted. fp16 and
+        bf16 become float32, and bools become uint8; all other numbers keep their precision.
         """
         where = _checked_target(path)
         values = {name: self._checked(name, value) for name, value in fields.items()}
-        import meshio  # which has read the source
+        import meshio
 
         source = self.source
         point_data = {
@@ -125,7 +123,7 @@ class Mesh:
         mesh = meshio.Mesh(
             points,
             [(source.cells[i].type, source.cells[i].data) for i in self._blocks],
-            # meshio writes names into the XML as they are
+            # meshio does not escape names in XML
             {escape(name, _QUOTE): value for name, value in point_data.items()},
             {escape(name, _QUOTE): value for name, value in cell_data.items()},
         )
@@ -156,57 +154,53 @@ def read_mesh(
     nodes: Literal["points", "cells"] = "points",
     dtype: torch.dtype | None = None,
 ) -> Mesh:
-    """Read a mesh file as a graph: its points joined along edges of cells, or its cells.
+    """Read a mesh file as a graph of its points, or of its cells.
 
-    Not collective. All ranks may read the file, or one alone, which then gives the graph to all
-    by ``partition(data, src=...)``.
+    Not collective: all ranks read the file, or one rank that calls ``partition(data, src=...)``.
 
     Parameters
     ----------
     path : path
         A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ...
     nodes : {"points", "cells"}
-        What the nodes of the graph are.
+        The nodes of the graph.
 
-        - ``"points"``: all points, those of no cell too. Two are joined if an edge of a cell
-          connects them; the edges of quadratic cells go through the points in their middle.
-        - ``"cells"``: the cells of the highest dimension in the file; those of a boundary are left
-          out. Two are joined if they share a facet: a face, in two dimensions an edge.
+        - ``"points"``: all points, with an edge where an edge of a cell connects two of them; edges
+          of quadratic cells go through their middle points.
+        - ``"cells"``: the cells of the highest dimension, with an edge where two of them share a
+          facet: a face, or in two dimensions an edge.
     dtype : torch.dtype, optional
-        What floats are converted to; None keeps what the file has, most often float64.
+        The dtype of floats; None keeps the dtype of the file.
 
     Returns
     -------
     Mesh
         ``mesh.data`` is the graph, on the CPU, with
 
-        - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if z is zero
-          throughout, else what the file has.
+        - ``pos`` (N, D): the points, or the means of the cells' corners. D is 2 if all z are zero.
         - ``edge_index`` (2, E): both directions of each edge, sorted, once.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
-        - ``volume`` (N,), of cells alone: length, area or volume by the cell's dimension.
-        - every numeric field of the points, or of the cells, (N, *F), by its name. What cannot
-          stand in a name becomes ``_``; names that are taken get ``field_`` in front; ``index``
-          and ``idx``, for PyG numbers of nodes, become ``number``.
+        - ``volume`` (N,), of cells only: length, area or volume.
+        - every numeric field of the points, or of the cells, (N, *F), by its name. In names, other
+          characters than letters and digits become ``_``, reserved names begin with ``field_``, and
+          ``index`` and ``idx``, which mark node ids in PyG, become ``number``.
 
     Raises
     ------
     ArgumentError
-        If the file is missing or cannot be read whole; if it has no cells, or cells of a kind that
-        has no graph.
+        If the file is missing or cannot be read completely; if it has no cells, or cells of an
+        unsupported kind.
     MissingPackageError
         If meshio is not installed.
 
     Notes
     -----
-    Communication: none.
-
-    meshio reads one piece alone of a VTU file with several, and leaves out cells of kinds that it
-    does not know; both are errors here. What else it has to say goes to the log.
+    meshio reads only one piece of a VTU file with several, and omits cells of unknown kinds; both
+    are errors here. Its other messages go to the log. Communication: none.
 
     Examples
     --------
-    Two triangles that share an edge; a value of each is written back.
+    Two triangles that share an edge; a value per triangle is written back.
 
     >>> import meshio, tempfile
     >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]],
@@ -266,7 +260,7 @@ def read_mesh(
 
 
 def _read(path: Path) -> Any:
-    """Return what meshio reads, or raise where it would print, exit, or leave something out."""
+    """Return the file as meshio reads it, or raise if meshio prints, exits or omits cells."""
     try:
         import meshio
     except ImportError as error:
@@ -284,24 +278,24 @@ def _read(path: Path) -> Any:
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, on the way to a format
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, while meshio tries formats
             source = meshio.read(path)
     except (Exception, SystemExit) as error:
-        told = " ".join(said.getvalue().split())
-        reason = told if isinstance(error, SystemExit) else f"{error!r} {told}".strip()
-        if len(reason) > _LONGEST:  # it may quote the file
+        printed = " ".join(said.getvalue().split())
+        reason = printed if isinstance(error, SystemExit) else f"{error!r} {printed}".strip()
+        if len(reason) > _LONGEST:  # the message may quote the file
             reason = f"{reason[:_LONGEST]} ..."
         raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from error
-    told = " ".join(said.getvalue().split())
-    if "cannot handle" in told:
-        raise ArgumentError(f"read_mesh: {path} cannot be read whole: {told}")
-    if told:
-        logger.warning("read_mesh: %s: %s", path, told)
+    printed = " ".join(said.getvalue().split())
+    if "cannot handle" in printed:
+        raise ArgumentError(f"read_mesh: {path} cannot be read whole: {printed}")
+    if printed:
+        logger.warning("read_mesh: %s: %s", path, printed)
     return source
 
 
 def _numeric(fields: Iterator[tuple[str, list[Any]]]) -> Iterator[tuple[str, Array]]:
-    """Yield the fields that are numbers, each in one piece."""
+    """Yield the numeric fields, each in one piece."""
     for name, parts in fields:
         values = np.concatenate([np.asarray(part) for part in parts])
         if values.dtype.kind in "fiub":
@@ -309,7 +303,7 @@ def _numeric(fields: Iterator[tuple[str, list[Any]]]) -> Iterator[tuple[str, Arr
 
 
 def _attribute_name(name: str, data: Data) -> str:
-    """Return a name like this one that Data and PartitionedGraph leave free."""
+    """Return a similar name that Data and PartitionedGraph do not use."""
     name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
 
     def taken(name: str) -> bool:
@@ -329,7 +323,7 @@ def _attribute_name(name: str, data: Data) -> str:
 
 
 def _tensor(values: Array, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return an array as a tensor, of which operations exist, floats as `dtype`."""
+    """Return an array as a tensor of a dtype with operations, floats as `dtype`."""
     if values.dtype.kind == "u" and values.dtype.itemsize > 1:
         values = values.astype(np.int64)
     tensor = torch.from_numpy(np.ascontiguousarray(_native(values)))
@@ -337,14 +331,14 @@ def _tensor(values: Array, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _native(values: Array) -> Array:
-    """Return an array in this machine's order of bytes, and in a precision that torch has."""
+    """Return an array in native byte order, and in a precision that torch has."""
     if values.dtype.kind == "f" and values.dtype.itemsize > 8:
         return values.astype(np.float64)
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _rows(given: Any) -> Array | None:
-    """Return values as VTU has them, rows of numbers; None if they are not that."""
+    """Return values as rows of numbers, as VTU stores them; None for other values."""
     values: Array = np.asarray(given)
     if values.dtype.kind not in "fiub" or values.ndim == 0:
         return None

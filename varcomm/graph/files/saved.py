@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from varcomm.errors import DisagreementError, VarcommError
-from varcomm.graph.ascending import AscendingIds
-from varcomm.graph.building.brought import BroughtEdges, BroughtNodes, at_home, sent_to_owners
 from varcomm.graph.building.hops import deepened
+from varcomm.graph.building.redistribute import BroughtEdges, BroughtNodes, at_home, sent_to_owners
 from varcomm.graph.building.tables import ends
+from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.files.archive import read_manifest
 from varcomm.graph.files.contents import read_part, read_whole

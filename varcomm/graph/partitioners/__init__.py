@@ -1,1 +1,1 @@
-"""Which rank owns which node: by one process that has the graph, or by ranks that have pieces."""
+"""Partitioners: the owner of each node."""

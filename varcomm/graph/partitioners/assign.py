@@ -1,31 +1,36 @@
-"""Which rank owns which node, decided by one process that has the whole graph."""
+"""``assign``: the owner of each node, computed by one process that has the full graph."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import overload
+from itertools import accumulate
+from typing import Any, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.partitioners.assign_checks import check_node_weight
-from varcomm.graph.partitioners.coordinates import by_bisection, by_hilbert
+from varcomm.graph.partitioners.assign_checks import (
+    check_node_weight,
+    check_sum,
+    checked_positions,
+    checked_weight,
+)
+from varcomm.graph.partitioners.coordinates import AllRows, by_bisection, by_hilbert, by_order
 from varcomm.graph.partitioners.multilevel import Adjacency, by_kahip, by_metis
-from varcomm.graph.partitioners.shares import by_order
-from varcomm.graph.partitioners.totals import Alone
-from varcomm.graph.partitioners.whole_graph import edges_of, node_counts, positions_of, weights_of
 from varcomm.sizes import exact_int
 
 __all__ = ["METHODS", "assign", "method_used"]
 
 METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 
-# What a HeteroData takes by type, a Data takes as it is.
+# By type for a HeteroData, directly for a Data.
 NodeWeight = torch.Tensor | Mapping[str, torch.Tensor] | None
 EdgeWeight = torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None
+Ints = NDArray[np.int64]
 
 
 @overload
@@ -59,55 +64,51 @@ def assign(
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The whole graph: ``edge_index`` of shape (2, E) for ``"metis"`` and ``"kahip"``, and ``pos``
-        of shape (N, D) for ``"rcb"`` and ``"hilbert"``; of every type, if it has several.
+        The full graph: ``edge_index`` of shape (2, E) for ``"metis"`` and ``"kahip"``, ``pos`` of
+        shape (N, D) for ``"rcb"`` and ``"hilbert"``; of every type, if it has several.
     parts : int
-        How many ranks.
+        Number of ranks.
     method : {"metis", "kahip", "rcb", "hilbert", "block", "random"}, optional
-        - ``"metis"``: few edges between ranks, and parts that differ by a few percent [1]_. Needs
-          pymetis. Blocks, where there are not more nodes than ranks.
-        - ``"kahip"``: mostly fewer edges still, parts up to 3 % heavier than the mean, and more
-          time [2]_. Needs kahip. Blocks, where there are not more nodes than ranks.
-        - ``"rcb"``: recursive coordinate bisection, always across the widest extent [3]_; parts
-          differ by one node.
+        - ``"metis"``: few cut edges, parts that differ by a few percent [1]_. Needs pymetis. Blocks
+          if there are not more nodes than ranks.
+        - ``"kahip"``: mostly fewer cut edges, parts up to 3 % above the mean, slower [2]_. Needs
+          kahip. Blocks if there are not more nodes than ranks.
+        - ``"rcb"``: recursive coordinate bisection across the widest extent [3]_; parts differ by
+          one node.
         - ``"hilbert"``: pieces of a Hilbert curve through the positions [4]_; parts differ by one
-          node. In 2-D the curve distinguishes ``2 ** 31`` steps a side, in 3-D ``2 ** 21``.
-        - ``"block"``: nodes in the order given; parts differ by one node.
-        - ``"random"``: each node by chance, always the same; the worst case for communication.
+          node. The curve distinguishes ``2 ** 31`` steps per side in 2-D, ``2 ** 21`` in 3-D.
+        - ``"block"``: nodes in the given order; parts differ by one node.
+        - ``"random"``: each node at random, always the same; the most communication.
 
-        None takes the first of METIS, bisection and blocks for which there is what it needs.
+        None is METIS, bisection or blocks: the first method that has its package and its data.
     node_weight : torch.Tensor, optional
-        What each node costs: non-negative integers of shape (N,). Parts then are of equal weight,
-        not number; those of ``"hilbert"`` and ``"block"`` differ from the mean by less than the
-        heaviest node and one, those of ``"rcb"`` by less than twice that. Not for ``"random"``. Of
-        a HeteroData, a dict with the weights of every node type.
+        Cost of each node: non-negative integers of shape (N,); a dict by node type for a
+        HeteroData. Parts then have equal weight: those of ``"hilbert"`` and ``"block"`` differ from
+        the mean by less than the heaviest node and one, those of ``"rcb"`` by less than twice that.
+        Not for ``"random"``.
     edge_weight : torch.Tensor, optional
-        What each edge between ranks costs: non-negative integers of shape (E,), for ``"metis"`` and
-        ``"kahip"``. Weights of all edges between two nodes are added. Of a HeteroData, a dict with
-        the weights of every edge type.
+        Cost of each cut edge: non-negative integers of shape (E,), for ``"metis"`` and ``"kahip"``;
+        a dict by edge type for a HeteroData. Weights of all edges between two nodes are added.
 
     Returns
     -------
     torch.Tensor or dict of torch.Tensor
-        The rank of each node, int64 of shape (N,), on the CPU. The same for the same arguments. Of
-        a HeteroData, those of each node type. ``"block"`` splits each type by itself; all others
-        split the nodes of all types together, and balance their sum.
+        The rank of each node, int64 of shape (N,), on the CPU, by node type for a HeteroData;
+        deterministic. ``"block"`` splits each type by itself; all other methods split the nodes of
+        all types together.
 
     Raises
     ------
     ArgumentError
-        If `method` is unknown, `parts` is no positive integer, what the method needs is missing or
-        not finite, or weights do not fit.
+        If `method` is unknown, `parts` is not a positive integer, or positions, edges or weights
+        are missing or invalid.
     MissingPackageError
         If pymetis or kahip is needed and not installed.
 
     Notes
     -----
-    Communication: none.
-
-    METIS and KaHIP see an undirected graph without self loops, and without weights they see edges
-    between the same nodes as one. They take one thread, like the others, which look at the nodes a
-    few times each: 6 million take about a second.
+    METIS and KaHIP use the undirected graph without self loops; without weights, edges between the
+    same nodes count once. All methods use one thread. Communication: none.
 
     References
     ----------
@@ -137,33 +138,33 @@ def assign(
     if exact_int(parts) is None or parts < 1:
         raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
     parts = int(parts)
-    counts = node_counts(data)
-    asked = _asked(data, method)
-    weight = weights_of(node_weight, "node_weight", counts, "nodes")
+    counts = _node_counts(data)
+    chosen = _chosen(data, method)
+    weight = _weights(node_weight, "node_weight", counts, "nodes")
     if weight is not None:
-        if asked == "random":
+        if chosen == "random":
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
             check_node_weight(float(weight.double().sum()), parts, "node_weight")
-    if edge_weight is not None and asked not in ("metis", "kahip"):
-        raise ArgumentError(f'method="{asked}" takes no edge_weight; "metis" and "kahip" do.')
-    owner = _owners(data, parts, asked, weight, edge_weight)
+    if edge_weight is not None and chosen not in ("metis", "kahip"):
+        raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" and "kahip" do.')
+    owner = _owners(data, parts, chosen, weight, edge_weight)
     if isinstance(data, HeteroData):
         return dict(zip(counts, owner.split(list(counts.values())), strict=True))
     return owner
 
 
 def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
-    """Return how nodes will be assigned: the first method for which there is what it needs.
+    """Return the method that assigns the nodes: `method`, or the first that has its data.
 
-    METIS and KaHIP cut nothing into one part, and refuse more parts than nodes: then it is blocks.
+    METIS and KaHIP cannot cut into one part, or into more parts than nodes: blocks instead.
     """
-    method = _asked(data, method)
-    many = 1 < parts < sum(node_counts(data).values())
-    return "block" if method in ("metis", "kahip") and not many else method
+    method = _chosen(data, method)
+    can_cut = 1 < parts < sum(_node_counts(data).values())
+    return "block" if method in ("metis", "kahip") and not can_cut else method
 
 
-def _asked(data: Data | HeteroData, method: str | None) -> str:
+def _chosen(data: Data | HeteroData, method: str | None) -> str:
     if method is not None:
         return method
     has_edges = any(store.get("edge_index") is not None for store in data.edge_stores)
@@ -179,16 +180,16 @@ def _owners(
     weight: torch.Tensor | None,
     edge_weight: EdgeWeight,
 ) -> torch.Tensor:
-    """Return the rank of each node, those of one type after those of the other."""
-    counts = list(node_counts(data).values())
+    """Return the rank of each node, type after type."""
+    counts = list(_node_counts(data).values())
     if method in ("rcb", "hilbert"):
         by_coordinates = by_bisection if method == "rcb" else by_hilbert
-        return by_coordinates(positions_of(data, method), parts, Alone(), weight)
+        return by_coordinates(_positions(data, method), parts, AllRows(), weight)
     if method == "random":
         return torch.from_numpy(np.random.default_rng(0).integers(parts, size=sum(counts)))
     if method in ("metis", "kahip"):
         # checked even if there is nothing to cut
-        source, target, edge_costs = edges_of(data, method, edge_weight)
+        source, target, edge_costs = _edges(data, method, edge_weight)
         if method_used(data, parts, method) == method:
             by_edges = by_metis if method == "metis" else by_kahip
             graph = Adjacency.from_edges(source, target, sum(counts), edge_costs)
@@ -197,3 +198,101 @@ def _owners(
     weights = [None] * len(counts) if weight is None else weight.split(counts)
     each = [by_order(count, weights, parts) for count, weights in zip(counts, weights, strict=True)]
     return torch.cat(each)
+
+
+def _node_counts(data: Data | HeteroData) -> dict[Any, int]:
+    """Return the number of nodes by type; the type is None for a Data."""
+    counts = {kind: store.num_nodes for kind, store in _node_stores(data)}
+    if not counts:
+        raise ArgumentError("data has no node types.")
+    for kind, count in counts.items():
+        if count is None:
+            raise ArgumentError(f"{_name(kind)} has no number of nodes. Set num_nodes.")
+    return counts
+
+
+def _positions(data: Data | HeteroData, method: str) -> torch.Tensor:
+    """Return the positions of all nodes, of shape (N, D), on the CPU."""
+    counts, found = _node_counts(data), []
+    for kind, store in _node_stores(data):
+        name = f"{_name(kind)}.pos"
+        if store.get("pos") is None:
+            raise ArgumentError(f'method="{method}" needs the positions of the nodes in {name}.')
+        found.append(checked_positions(store.pos, name, method, counts[kind]).cpu())
+    if len({pos.shape[1] for pos in found}) > 1:
+        shapes = ", ".join(str(tuple(pos.shape)) for pos in found)
+        raise ArgumentError(
+            f'method="{method}" needs as many coordinates for nodes of every type; got positions '
+            f"of shapes {shapes}."
+        )
+    return _joined(found)
+
+
+def _edges(data: Data | HeteroData, method: str, weight: Any) -> tuple[Ints, Ints, Ints | None]:
+    """Return sources and targets of all edges, each of shape (E,), and their weights, if any."""
+    counts = _node_counts(data)
+    starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    ends, edges = [], {}
+    for kind, store in _edge_stores(data):
+        name = f"{_name(kind)}.edge_index"
+        edge_index = store.get("edge_index")
+        if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
+            raise ArgumentError(f'method="{method}" needs {name}, a tensor of torch.int64.')
+        if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+            raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
+        edges[kind] = edge_index.shape[1]
+        for end, ids in zip((kind[0], kind[2]) if kind else (kind, kind), edge_index, strict=True):
+            nodes = counts.get(end, 0)
+            low, high = torch.stack(ids.aminmax()).tolist() if len(ids) else (0, -1)
+            if low < 0 or high >= nodes:
+                raise ArgumentError(
+                    f"{name} spans {low}...{high}, out of range for the {nodes} nodes of "
+                    f"{_name(end)}."
+                )
+            start = starts.get(end, 0)
+            ends.append(ids.cpu() + start if start else ids.cpu())
+    given = _weights(weight, "edge_weight", edges, "edges")
+    source, target = _joined(ends[::2]).numpy(), _joined(ends[1::2]).numpy()
+    if given is None:
+        return source, target, None
+    check_sum(2 * float(given.double().sum()), 2.0**62, "edge_weight, from both ends,")
+    return source, target, given.numpy()
+
+
+def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> torch.Tensor | None:
+    """Return the weights of the nodes or edges of all types, int64 on the CPU, if any."""
+    if given is None:
+        return None
+    if None in counts:
+        given = {None: given}
+    if not isinstance(given, Mapping) or given.keys() != counts.keys():
+        got = list(given) if isinstance(given, Mapping) else type(given).__name__
+        raise ArgumentError(
+            f"{name} must be a dict with the weights of each of {list(counts)}; got {got}."
+        )
+    weights = []
+    for kind, count in counts.items():
+        each = name if kind is None else f"{name}[{kind!r}]"
+        weights.append(checked_weight(given[kind], each, count, rows).cpu())
+    return _joined(weights)
+
+
+def _node_stores(data: Data | HeteroData) -> list[tuple[Any, Any]]:
+    hetero = isinstance(data, HeteroData)
+    return list(data.node_items()) if hetero else [(None, data.node_stores[0])]
+
+
+def _edge_stores(data: Data | HeteroData) -> list[tuple[Any, Any]]:
+    hetero = isinstance(data, HeteroData)
+    return list(data.edge_items()) if hetero else [(None, data.edge_stores[0])]
+
+
+def _name(kind: object) -> str:
+    return "data" if kind is None else f"data[{kind!r}]"
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate; a single, possibly large, tensor is not copied."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What positions and weights must be like for nodes to be assigned by them."""
+"""Checks of positions and weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ __all__ = ["check_node_weight", "check_sum", "checked_positions", "checked_weigh
 
 
 def checked_positions(pos: object, name: str, method: str, rows: int | None = None) -> torch.Tensor:
-    """Return `pos` with two dimensions, if it is a finite position for each row.
-
-    `rows` is how many there must be, where known.
-    """
+    """Return `pos` as (n, D) if it holds finite positions; `rows` is the expected n, if known."""
     shape = f"({'n' if rows is None else rows}, D)"
     if not isinstance(pos, torch.Tensor) or pos.is_complex() or pos.dtype == torch.bool:
         got = pos.dtype if isinstance(pos, torch.Tensor) else type(pos).__name__
@@ -31,7 +28,7 @@ def checked_positions(pos: object, name: str, method: str, rows: int | None = No
             f'method="hilbert" takes at most {MOST_COORDINATES} coordinates; got {pos.shape[1]}. '
             'Choose method="rcb".'
         )
-    # of NaN, both are NaN
+    # a NaN makes both bounds NaN
     if pos.numel() and not bool(torch.stack(pos.aminmax()).isfinite().all()):
         row = int((~pos.isfinite()).any(1).nonzero()[0])
         raise ArgumentError(f"{name} must be finite; row {row} is {pos[row].tolist()}.")
@@ -39,7 +36,7 @@ def checked_positions(pos: object, name: str, method: str, rows: int | None = No
 
 
 def checked_weight(weight: torch.Tensor, name: str, rows: int, row: str) -> torch.Tensor:
-    """Return `weight` as int64, if it is a non-negative integer for each row.
+    """Return `weight` as int64, if it holds a non-negative integer per row.
 
     Sums of integers are exact, in any order and on any number of ranks.
     """
@@ -65,10 +62,7 @@ def check_node_weight(total: float, parts: int, name: str) -> None:
 
 
 def check_sum(total: float, limit: float, name: str) -> None:
-    """Raise ArgumentError if weights add up to more than can be computed with.
-
-    Both may be rounded: limits are half of what int64 holds, or less.
-    """
+    """Raise ArgumentError if a sum, possibly rounded, exceeds a limit below half of int64."""
     if total >= limit:
         raise ArgumentError(
             f"{name} adds up to {total:.3g}, and must stay below {limit:.3g}. Divide all weights."

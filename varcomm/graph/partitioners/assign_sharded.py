@@ -1,4 +1,4 @@
-"""Which rank owns which node, decided by ranks that each hold some of the positions."""
+"""``assign_sharded``: the owner of each node, computed from positions spread over ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from varcomm.graph.partitioners.assign_checks import (
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.coordinates import by_bisection, by_hilbert
-from varcomm.graph.partitioners.totals import Together
+from varcomm.graph.partitioners.coordinates import AllRows, by_bisection, by_hilbert
 from varcomm.sizes import exact_int
 from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engines import engine_for
@@ -30,25 +29,24 @@ def assign_sharded(
     *,
     node_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decide which of `parts` ranks owns each node, where no rank has the positions of all.
+    """Decide which of `parts` ranks owns each node, if no rank has all positions.
 
-    Collective: every rank calls it with the positions that it has, and all raise if one has to. The
-    result is exactly that of :func:`assign` for all positions, those of lower ranks first.
+    Collective; an error on one rank is raised on all ranks. The result equals that of
+    :func:`assign` for the positions of all ranks in rank order.
 
     Parameters
     ----------
     pos : torch.Tensor
-        This rank's positions, finite, of shape (n, D) or, for one coordinate, (n,); any n, zero
-        included. D and the dtype are the same on all ranks.
+        This rank's positions, finite, of shape (n, D) or (n,); n may be zero. D and the dtype are
+        identical on all ranks.
     parts : int
-        How many parts. They need not be as many as the ranks that decide.
+        Number of parts, independent of the number of ranks in `group`.
     method : {"hilbert", "rcb"}
-        As :func:`assign` has them.
+        As in :func:`assign`.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that hold positions; None is the whole world.
+        Ranks that take part; None is the whole world.
     node_weight : torch.Tensor, optional
-        What each node costs: non-negative integers of shape (n,), as :func:`assign` takes them; on
-        all ranks or on none.
+        Cost of each node: non-negative integers of shape (n,); on all ranks or on none.
 
     Returns
     -------
@@ -58,23 +56,21 @@ def assign_sharded(
     Raises
     ------
     ArgumentError
-        On every rank, if positions, weights, `parts` or `method` will not do on one of them.
+        On every rank, if positions, weights, `parts` or `method` are invalid on one rank.
     DisagreementError
-        On every rank, if they have other numbers of coordinates, dtypes or devices, `parts` or
-        methods, or only some have weights.
+        On every rank, if coordinates, dtypes, devices, `parts` or methods differ across ranks, or
+        only some ranks have weights.
     GroupError
-        If this rank is not in `group`; on every rank, if it does not communicate on the device of
-        `pos`.
+        If this rank is not in `group`; on every rank, if `group` does not serve the device.
 
     Notes
     -----
-    Positions stay where they are. The ranks only count how many of them, or what weight, lie in
-    ranges of the curve or of a coordinate, and narrow the ranges that hold a cut by 8 bits a round.
+    Positions stay on their rank. The ranks count positions, or weights, in ranges of the curve or
+    of a coordinate, and narrow the ranges that hold a cut by 8 bits per round.
 
-    Communication: for ``"hilbert"`` at most 8 rounds, for ``"rcb"`` at most 8 for each of the
-    ``log2(parts)`` levels of boxes, rounded up. A round is an :func:`all_reduce` of at most 2 KiB
-    for each cut that is looked for, however many positions there are. What else travels is smaller:
-    bounds of the boxes, and a few numbers a cut for positions that are equal.
+    Communication: at most 8 rounds for ``"hilbert"``; for ``"rcb"`` at most 8 for each of the
+    ``log2(parts)`` levels of boxes. A round is an :func:`all_reduce` of at most 2 KiB per cut, for
+    any number of positions.
 
     In one process: :func:`assign`.
 
@@ -107,7 +103,7 @@ def assign_sharded(
         totals, counts = zip(*share(what, lambda: (total, len(rows)), ranks), strict=True)
         if any(counts):
             check_node_weight(sum(totals), parts, f"{what}: node_weight")
-    return _METHODS[method](rows, int(parts), Together(ranks), weight)
+    return _METHODS[method](rows, int(parts), AllRows(ranks), weight)
 
 
 def _checked(

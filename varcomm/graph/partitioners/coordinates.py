@@ -1,51 +1,93 @@
-"""Parts made of positions alone: pieces of a Hilbert curve, and boxes of a recursive bisection."""
+"""Parts from positions: pieces of a Hilbert curve, and boxes of a recursive bisection."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from varcomm.graph.partitioners.curve import bits_of, hilbert_keys
-from varcomm.graph.partitioners.shares import cuts_passed, starts_of_shares, summed
-from varcomm.graph.partitioners.totals import Everyone
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.sizes import ShardSizes
+from varcomm.transport.group import Group
 
-__all__ = ["by_bisection", "by_hilbert"]
+__all__ = ["AllRows", "by_bisection", "by_hilbert", "by_order"]
+
+# Bits of a key per round of the radix selection: more bits are fewer rounds of more counts.
+_DIGIT = 8
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """Totals over the rows of all ranks, in rank order, or of one process that has all rows.
+
+    An algorithm that sees other ranks' rows only through these totals returns the same result on
+    any number of ranks. Each rank receives about twice the bytes of a tensor, for any number of
+    ranks. All ranks pass tensors of one shape and dtype.
+    """
+
+    group: Group | None = None
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks."""
+        return x if self.group is None else all_reduce(x, group=self.group.process_group)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over lower ranks."""
+        if self.group is None:
+            return torch.zeros_like(x)
+        starts = self._folded_piece(x, self.group, lambda ranks: ranks.cumsum(0) - ranks)
+        sizes, own_pieces = self._sizes(x, self.group)
+        back = all_to_all_v(starts.reshape(-1), own_pieces, sizes, group=self.group.process_group)
+        return back.view(x.shape)
+
+    def least(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise minimum over all ranks."""
+        if self.group is None:
+            return x
+        piece = self._folded_piece(x, self.group, lambda ranks: ranks.amin(0))
+        sizes, _ = self._sizes(x, self.group)
+        return all_gather_v(piece, sizes, group=self.group.process_group).view(x.shape)
+
+    def _folded_piece(
+        self, x: torch.Tensor, group: Group, fold: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Fold one piece of all ranks' tensors, while other ranks fold the other pieces."""
+        sizes, own_pieces = self._sizes(x, group)
+        got = all_to_all_v(x.reshape(-1), sizes, own_pieces, group=group.process_group)
+        return fold(got.view(group.size, -1))
+
+    def _sizes(self, x: torch.Tensor, group: Group) -> tuple[ShardSizes, list[int]]:
+        """Return the sizes of the pieces, and this rank's size repeated for each rank."""
+        sizes = ShardSizes.balanced(x.numel(), group.size)
+        return sizes, [sizes[group.rank]] * group.size
 
 
 def by_hilbert(
-    pos: torch.Tensor, parts: int, everyone: Everyone, weight: torch.Tensor | None = None
+    pos: torch.Tensor, parts: int, rows: AllRows, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the part of each row: nodes along the Hilbert curve, cut into pieces of one weight.
+    """Return the part of each row: pieces of equal weight along the Hilbert curve.
 
-    Parameters
-    ----------
-    pos : torch.Tensor
-        This rank's positions, finite, of shape (n, D) with D in 1...63.
-    parts : int
-        How many pieces.
-    everyone : Everyone
-        Who holds positions. At least one must hold a row.
-    weight : torch.Tensor, optional
-        int64 of shape (n,), non-negative; None is 1 for each row. On all ranks or on none.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 of shape (n,).
+    `pos` holds finite positions, (n, D) with D in 1...63; `weight` non-negative int64 of
+    shape (n,), on all ranks or on none. At least one rank has a row.
     """
     box = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
-    low, high = _bounds(pos, box, 1, everyone)
-    total = everyone.total(summed(box, 1, weight))
+    low, high = _bounds(pos, box, 1, rows)
+    total = rows.total(summed(box, 1, weight))
     shares = torch.arange(1, parts, device=pos.device)
     cuts = starts_of_shares(total, torch.tensor(parts, device=pos.device), shares)
     keys = hilbert_keys(pos, low[0], high[0])
     bits = bits_of(pos.shape[1]) * pos.shape[1]
-    return cuts_passed(keys, bits, box, cuts, torch.zeros_like(cuts), everyone, weight)
+    return cuts_passed(keys, bits, box, cuts, torch.zeros_like(cuts), rows, weight)
 
 
 def by_bisection(
-    pos: torch.Tensor, parts: int, everyone: Everyone, weight: torch.Tensor | None = None
+    pos: torch.Tensor, parts: int, rows: AllRows, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the part of each row: boxes cut in two across their widest extent, again and again.
+    """Return the part of each row: boxes, cut repeatedly across their widest extent.
 
     All boxes of a level are cut at once. Arguments and result are those of :func:`by_hilbert`, for
     any number of coordinates.
@@ -59,15 +101,15 @@ def by_bisection(
         number[firsts] = torch.arange(len(boxes), device=device)
         box = number[owner]
         all_of_them = int(counts.sum()) == parts
-        rows = slice(None) if all_of_them else (box >= 0).nonzero().view(-1)
-        box, here = box[rows], None if weight is None else weight[rows]
-        keys, bits = _keys_of_widest(pos[rows], box, len(boxes), everyone)
+        kept = slice(None) if all_of_them else (box >= 0).nonzero().view(-1)
+        box, here = box[kept], None if weight is None else weight[kept]
+        keys, bits = _keys_of_widest(pos[kept], box, len(boxes), rows)
         halves = counts // 2
-        total = everyone.total(summed(box, len(boxes), here))
+        total = rows.total(summed(box, len(boxes), here))
         cuts = starts_of_shares(total, counts, halves)
         numbers = torch.arange(len(boxes), device=device)
-        behind = cuts_passed(keys, bits, box, cuts, numbers, everyone, here)
-        owner[rows] += behind.mul_(halves[box])
+        behind = cuts_passed(keys, bits, box, cuts, numbers, rows, here)
+        owner[kept] += behind.mul_(halves[box])
         boxes = [
             half
             for first, count in boxes
@@ -77,14 +119,14 @@ def by_bisection(
 
 
 def _keys_of_widest(
-    pos: torch.Tensor, box: torch.Tensor, boxes: int, everyone: Everyone
+    pos: torch.Tensor, box: torch.Tensor, boxes: int, rows: AllRows
 ) -> tuple[torch.Tensor, int]:
     """Return keys, and their bits, in the order of coordinates along the widest extent of a box."""
-    low, high = _bounds(pos, box, boxes, everyone)
-    # Halves: the difference of two float64 can be infinite, that of their halves cannot.
+    low, high = _bounds(pos, box, boxes, rows)
+    # halves, because the difference of two float64 can be infinite
     axis = (high * 0.5 - low * 0.5).argmax(1, keepdim=True)
     least, greatest = (_in_order(bound.gather(1, axis).view(-1)) for bound in (low, high))
-    # A box without rows has bounds the other way round.
+    # a box without rows has reversed bounds
     extents = zip(least.tolist(), greatest.tolist(), strict=True)
     bits = max(max(end - start, 1).bit_length() for start, end in extents)
     keys = _in_order(pos.gather(1, axis[box]).view(-1).double())
@@ -92,13 +134,13 @@ def _keys_of_widest(
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """Return float64 as int64 in the same order: their bits, those of negative ones inverted."""
-    bits = (x + 0.0).view(torch.int64)  # of -0.0 makes 0.0, which is the same number
+    """Return float64 as int64 in the same order: the bits, inverted for negative numbers."""
+    bits = (x + 0.0).view(torch.int64)  # adding 0.0 turns -0.0 into 0.0
     return bits.bitwise_xor_((bits >> 63).bitwise_and_((1 << 63) - 1))
 
 
 def _bounds(
-    pos: torch.Tensor, box: torch.Tensor, boxes: int, everyone: Everyone
+    pos: torch.Tensor, box: torch.Tensor, boxes: int, rows: AllRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least and the greatest coordinates in each box, float64 of shape (boxes, D)."""
     nothing = torch.full((boxes,), torch.inf, dtype=torch.float64, device=pos.device)
@@ -107,6 +149,121 @@ def _bounds(
         wide = column.double()
         least.append(nothing.scatter_reduce(0, box, wide, "amin"))
         greatest.append((-nothing).scatter_reduce(0, box, wide, "amax"))
-    bounds = everyone.least(torch.stack([*least, *(-bound for bound in greatest)], dim=1))
+    bounds = rows.least(torch.stack([*least, *(-bound for bound in greatest)], dim=1))
     low, high = bounds.chunk(2, dim=1)
     return low, -high
+
+
+def starts_of_shares(total: torch.Tensor, parts: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Return the start of share `first` of `total` in `parts`, as :meth:`ShardSizes.balanced`.
+
+    All arguments are int64, and broadcast.
+
+    >>> starts_of_shares(torch.tensor(7), torch.tensor(3), torch.arange(4))
+    tensor([0, 3, 5, 7])
+    """
+    base = total // parts
+    return base * first + torch.minimum(first, total - base * parts)
+
+
+def by_order(nodes: int, weight: torch.Tensor | None, parts: int) -> torch.Tensor:
+    """Return the part of each node in the given order: the share that contains its middle.
+
+    >>> by_order(7, None, 3), by_order(4, torch.tensor([1, 4, 1, 0]), 3)
+    (tensor([0, 0, 0, 1, 1, 2, 2]), tensor([0, 1, 2, 2]))
+    """
+    if weight is None:
+        total, middles = torch.tensor(nodes), torch.arange(nodes)
+    else:
+        total, middles = weight.sum(), weight.cumsum(0).sub_(weight).add_((weight - 1) // 2)
+    cuts = starts_of_shares(total, torch.tensor(parts), torch.arange(1, parts))
+    return torch.searchsorted(cuts, middles, right=True)
+
+
+def summed(index: torch.Tensor, bins: int, weight: torch.Tensor | None) -> torch.Tensor:
+    """Return the exact sum of weights per index; without weights, the count per index.
+
+    >>> index = torch.tensor([0, 2, 2])
+    >>> summed(index, 4, None), summed(index, 4, torch.tensor([5, 6, 7]))
+    (tensor([1, 0, 2, 0]), tensor([ 5,  0, 13,  0]))
+    """
+    if weight is None:
+        return torch.bincount(index, minlength=bins)
+    sums = torch.zeros(bins, dtype=torch.int64, device=index.device)
+    return sums.scatter_add_(0, index, weight)
+
+
+def cuts_passed(
+    keys: torch.Tensor,
+    bits: int,
+    box: torch.Tensor,
+    cuts: torch.Tensor,
+    box_of_cut: torch.Tensor,
+    rows: AllRows,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the number of cuts of its box that each row lies behind, as if rows were sorted.
+
+    In each box, rows stand by the lowest `bits` bits of their keys; equal keys by rank, then by
+    position. Their weights are laid end to end from 0 and cut at `cuts`, ascending in each box. A
+    row of weight w that starts at s is behind the cuts up to ``s + (w - 1) // 2``, its middle.
+    `box_of_cut` ascends from 0 without gaps; it, `cuts` and `bits` are identical on all ranks.
+
+    A radix selection finds all cuts at once, and rows stay where they are: each round adds up
+    weights by the next 8 bits of the keys, in ranges of keys that hold a cut. Communication:
+    ``bits / 8`` sums of 256 int64 per cut, rounded up, and two of one int64 per cut.
+    """
+    if len(cuts) == 0:
+        return torch.zeros_like(keys)
+    at, place = box, box_of_cut  # the range of keys of each row, and of each cut
+    passed = torch.zeros_like(keys)
+    left: slice | torch.Tensor = slice(None)  # rows in a range that holds a cut
+    while bits > 0:
+        width = min(bits, _DIGIT)
+        bits -= width
+        places, digits = int(place[-1]) + 1, 1 << width
+        slot = (keys >> bits).bitwise_and_(digits - 1).add_(at, alpha=digits)
+        sums = rows.total(summed(slot, places * digits, weight)).view(places, digits)
+        ends = sums.cumsum(1)
+        # the digit of each cut; a cut behind all rows has the last digit
+        digit = (ends[place] <= cuts[:, None]).sum(1).clamp_(max=digits - 1)
+        chosen = place * digits + digit
+        cuts = cuts - (ends - sums).view(-1)[chosen]
+        held = torch.bincount(chosen, minlength=places * digits).view(places, digits)
+        passed[left] += (held.cumsum(1) - held).view(-1)[slot]
+        ranges, place = torch.unique(chosen, return_inverse=True)
+        number = torch.full((places * digits,), -1, device=keys.device)
+        number[ranges] = torch.arange(len(ranges), device=keys.device)
+        at = number[slot]
+        del slot  # as large as the keys
+        kept = (at >= 0).nonzero().view(-1)
+        at, keys = at[kept], keys[kept]
+        left = kept if isinstance(left, slice) else left[kept]
+        weight = None if weight is None else weight[kept]
+    passed[left] += _passed_by_equals(at, cuts, place, rows, weight)
+    return passed
+
+
+def _passed_by_equals(
+    at: torch.Tensor,
+    cuts: torch.Tensor,
+    place: torch.Tensor,
+    rows: AllRows,
+    weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the number of cuts of its range behind which each row lies, in rank order."""
+    places = int(place[-1]) + 1
+    mine = summed(at, places, weight)
+    sums = rows.total(mine)
+    before = rows.before(mine)
+    # ranges are laid end to end, so that one ascending sequence holds all cuts
+    offset = sums.cumsum(0) - sums
+    order = at.sort(stable=True).indices
+    at = at[order]
+    each = torch.ones_like(at) if weight is None else weight[order]
+    start = each.cumsum(0) - each + (offset + before - (mine.cumsum(0) - mine))[at]
+    behind = torch.searchsorted(offset[place] + cuts, start + (each - 1) // 2, right=True)
+    # a row without weight at the very start lies before its range, and before earlier cuts
+    held = torch.bincount(place, minlength=places)
+    behind = (behind - (held.cumsum(0) - held)[at]).clamp_(min=0)
+    return torch.empty_like(behind).scatter_(0, order, behind)

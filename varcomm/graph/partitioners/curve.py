@@ -1,4 +1,4 @@
-"""The Hilbert curve: numbers for cells of a cube, so that consecutive numbers are neighbours."""
+"""Hilbert curve: cells of a cube in an order in which consecutive cells are neighbours."""
 
 from __future__ import annotations
 
@@ -8,42 +8,29 @@ import torch
 
 __all__ = ["MOST_COORDINATES", "bits_of", "hilbert_index", "hilbert_keys"]
 
-# A number must fit into the 63 bits of a non-negative int64, with one bit a coordinate at least.
+# A position on the curve has 63 bits, at least one per coordinate.
 MOST_COORDINATES = 63
 
-# Rows at a time: what a step works on then stays in a core's own cache, which is five times as fast
-# as reading all rows from memory at each of the hundreds of steps.
+# Rows at a time, so that the hundreds of steps read from a core's cache: five times as fast.
 _ROWS = 1 << 15
 
 
 def bits_of(coordinates: int) -> int:
-    """Return how many bits of each coordinate a number holds.
+    """Return the bits per coordinate of a position on the curve.
 
     >>> [bits_of(coordinates) for coordinates in (1, 2, 3, 4)]
     [52, 31, 21, 15]
     """
-    # one coordinate: what a float64 distinguishes
+    # 52: the precision of a float64
     return min(63 // coordinates, 52)
 
 
 def hilbert_keys(pos: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return where along the Hilbert curve each position lies.
+    """Return the place of each position along the Hilbert curve.
 
-    The curve fills the smallest cube at `low` that holds all positions, in ``2 ** bits_of(D)``
-    steps along each side.
-
-    Parameters
-    ----------
-    pos : torch.Tensor
-        Finite positions, of shape (n, D) with D in 1...63; any dtype of real numbers.
-    low, high : torch.Tensor
-        The least and the greatest of each coordinate, of all positions, float64 of shape (D,).
-
-    Returns
-    -------
-    torch.Tensor
-        int64 of shape (n,), non-negative, exact. It depends on nothing but the row, `low` and
-        `high`, bit for bit.
+    The curve fills the smallest cube at `low` that holds all finite positions, (n, D) with D in
+    1...63, in ``2 ** bits_of(D)`` steps per side. `low` and `high` are the bounds of all positions,
+    float64 of shape (D,). A key depends on the row, `low` and `high` alone.
 
     Examples
     --------
@@ -53,7 +40,7 @@ def hilbert_keys(pos: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
     tensor([0, 1, 2, 3])
     """
     bits = bits_of(pos.shape[1])
-    # Halves: the difference of two float64 can be infinite, that of their halves cannot.
+    # halves, because the difference of two float64 can be infinite
     low = low * 0.5
     side = (high * 0.5 - low).amax().clamp(min=torch.finfo(torch.float64).tiny)
     dtype = torch.int32 if bits < 32 else torch.int64
@@ -65,30 +52,12 @@ def hilbert_keys(pos: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
 
 
 def hilbert_index(cells: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the number of each cell of a cube of ``2 ** bits`` cells a side along the curve.
+    """Return the place along the curve of cells of a cube with ``2 ** bits`` cells per side.
 
-    Parameters
-    ----------
-    cells : torch.Tensor
-        Integers in ``0...2 ** bits - 1``, int32 or int64 of shape (n, D).
-    bits : int
-        At least 1, and ``bits * D`` at most 63.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 of shape (n,): each of ``0...2 ** (bits * D) - 1`` for one cell, and cells of
-        consecutive numbers share a face.
-
-    Notes
-    -----
-    J. Skilling's algorithm [1]_, on all cells at once. The parity of higher bits is taken by
-    doubling, and bits are interleaved by doubling as well.
-
-    References
-    ----------
-    .. [1] J. Skilling, "Programming the Hilbert curve", AIP Conference Proceedings 707 (2004),
-       381-387.
+    `cells` holds integers in ``0...2 ** bits - 1``, int32 or int64, (n, D), and ``bits * D``
+    is at most 63. The places ``0...2 ** (bits * D) - 1`` are int64 of shape (n,); consecutive cells
+    share a face. J. Skilling's algorithm, "Programming the Hilbert curve", AIP Conference
+    Proceedings 707 (2004), vectorized over cells.
 
     Examples
     --------
@@ -101,8 +70,7 @@ def hilbert_index(cells: torch.Tensor, bits: int) -> torch.Tensor:
     for bit in range(bits - 1, 0, -1):
         lower = (1 << bit) - 1
         for axis in axes:
-            # Where the bit is set, the lower bits of the first axis are inverted; where it is not,
-            # they change places with those of this axis.
+            # a set bit inverts the lower bits of the first axis, a zero swaps them with this axis
             is_set = (axis << (top - bit)).bitwise_right_shift_(top)
             change = (first ^ axis).bitwise_or_(is_set).bitwise_and_(lower)
             first.bitwise_xor_(change)

@@ -1,4 +1,4 @@
-"""Parts with few edges between them, by packages that coarsen the graph: METIS and KaHIP."""
+"""Multilevel partitioners: METIS and KaHIP."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ __all__ = ["Adjacency", "by_kahip", "by_metis"]
 
 Ints = NDArray[np.int64]
 
-# How much heavier than the mean KaHIP may make a part: its own default.
+# KaHIP's default: parts up to 3 % above the mean.
 _IMBALANCE = 0.03
 
 
 @dataclass(frozen=True)
 class Adjacency:
-    """The neighbours of each node, as both packages want them: each edge from both ends, no loops.
+    """Compressed rows of an undirected graph: each edge from both ends, no loops.
 
-    Attributes
-    ----------
-    starts : numpy.ndarray
-        Where the neighbours of each node start, int64 of shape (N + 1,).
-    neighbours : numpy.ndarray
-        int64, ascending for each node; none of them twice.
-    weights : numpy.ndarray, optional
-        Positive weights of the edges to them, int64; None is 1 for each.
+    `starts`, (N + 1,), delimits each node's `neighbours`, strictly ascending. All are int64;
+    `weights` None is 1 per edge.
     """
 
     starts: Ints
@@ -39,18 +33,10 @@ class Adjacency:
     def from_edges(
         cls, source: Ints, target: Ints, nodes: int, weight: Ints | None = None
     ) -> Adjacency:
-        """Make an undirected graph of directed edges.
+        """Build an undirected graph from directed edges.
 
-        Parameters
-        ----------
-        source, target : numpy.ndarray
-            Edges between nodes ``0...nodes - 1``, int64 of shape (E,); in any order, loops and
-            repeated edges among them.
-        nodes : int
-            At least 1.
-        weight : numpy.ndarray, optional
-            int64 of shape (E,), non-negative. Weights of all edges between two nodes, in either
-            direction, are added, and nodes are no neighbours if these are zero.
+        Edges connect nodes ``0...nodes - 1``; loops and repeats are allowed. Non-negative weights
+        of all edges between two nodes are added, and a sum of zero is no edge.
 
         Examples
         --------
@@ -58,7 +44,7 @@ class Adjacency:
         >>> graph.starts.tolist(), graph.neighbours.tolist()
         ([0, 1, 3, 4], [1, 0, 2, 1])
         """
-        # Each edge as one number, the lower node first, since sorting numbers is fast.
+        # one integer per edge, the lower node first, because sorting integers is fast
         pairs = np.minimum(source, target) * nodes + np.maximum(source, target)
         real = source != target
         if weight is not None:
@@ -94,13 +80,7 @@ def _first_of_equals(ordered: Ints) -> NDArray[np.bool_]:
 
 
 def by_metis(graph: Adjacency, parts: int, node_weight: Ints | None) -> Ints:
-    """Return the part of each node by METIS's k-way partitioning, or its recursive bisection.
-
-    Raises
-    ------
-    MissingPackageError
-        If pymetis is not installed.
-    """
+    """Return the part of each node by METIS's k-way partitioning, or its recursive bisection."""
     try:
         import pymetis
     except ImportError as error:
@@ -118,15 +98,7 @@ def by_metis(graph: Adjacency, parts: int, node_weight: Ints | None) -> Ints:
 
 
 def by_kahip(graph: Adjacency, parts: int, node_weight: Ints | None) -> Ints:
-    """Return the part of each node by KaHIP's KaFFPa in its configuration "eco".
-
-    Raises
-    ------
-    MissingPackageError
-        If kahip is not installed.
-    ArgumentError
-        If weights add up to more than its 32 bits hold.
-    """
+    """Return the part of each node by KaHIP's KaFFPa in its configuration "eco"."""
     try:
         import kahip
     except ImportError as error:
@@ -137,13 +109,13 @@ def by_kahip(graph: Adjacency, parts: int, node_weight: Ints | None) -> Ints:
     nodes = np.ones(len(graph.starts) - 1, np.int64) if node_weight is None else node_weight
     edges = np.ones_like(graph.neighbours) if graph.weights is None else graph.weights
     for weights, what in ((nodes, "nodes"), (edges, "edges, from both ends,")):
-        # It would go on with the remainder, and return nearly all nodes in one part.
+        # KaHIP would use the remainder, and return nearly all nodes in one part
         if (total := int(weights.sum())) >= 2**31:
             raise ArgumentError(
                 f'method="kahip" computes in 32 bits, but the weights of all {what} add up to '
                 f"{total}; they must stay below {2**31}. Divide them, or choose another method."
             )
-    # Views, of which it takes one int after the other: lists would need five times the memory.
+    # views, which KaHIP reads one by one: lists would need five times the memory
     arrays = [array.data for array in (nodes, graph.starts, edges, graph.neighbours)]
     seed, silent = 0, True
     _, owner = kahip.kaffpa(*arrays, parts, _IMBALANCE, silent, seed, kahip.ECO)

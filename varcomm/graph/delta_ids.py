@@ -1,4 +1,4 @@
-"""Ascending ids, kept in a byte each: which rows of the whole graph are a rank's own."""
+"""Delta-coded ids: strictly ascending ids in about one byte each."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import torch
 
 __all__ = ["AscendingIds"]
 
-# A gap that does not fit into a byte is this one's, and the rest stands in a list of its own.
+# A gap that does not fit into a byte is stored as 255, and its excess in a list of its own.
 _MORE = 255
 
 
 @dataclass(frozen=True, eq=False)
 class AscendingIds:
-    """Strictly ascending ids by their gaps.
+    """Strictly ascending ids, stored by their gaps.
 
-    A rank's edges are in the order of the whole graph, where on average every P-th edge is its own.
-    As int64 their numbers would take half as much again as the edges themselves, and they are read
-    only when edges are gathered, scattered or saved.
+    On average every P-th edge of the full graph belongs to a rank. As int64, the ids of these edges
+    would take half the memory of the edges, and only gather, scatter and save read them.
 
     Attributes
     ----------
     gaps : torch.Tensor
-        Differences to the id before, to -1 for the first; uint8, shape (n,).
+        Differences to the previous id, from -1 on; uint8, shape (n,).
     rest : torch.Tensor
-        What does not fit, for each gap of 255; int64.
+        The excess of each gap of 255; int64.
 
     Examples
     --------
@@ -52,7 +51,7 @@ class AscendingIds:
         return gaps.cumsum(0).sub_(1)
 
     def to(self, device: torch.device | str) -> AscendingIds:
-        """Return the same on another device."""
+        """Return the ids on another device."""
         return AscendingIds(self.gaps.to(device), self.rest.to(device))
 
     def __len__(self) -> int:
