@@ -1,7 +1,7 @@
-"""Complete models in one readable file each; none of them knows of ranks but by its layers.
+"""Complete models, one readable file each; only their layers use ranks.
 
-Each is loaded when it is first used: graph networks need PyTorch Geometric, and GPT does not. What
-several need is beside them: ``generation`` draws texts, ``sizes`` checks sizes.
+A model is imported at its first use, because graph networks need PyTorch Geometric and GPT does
+not. Shared by several models: ``generation`` samples texts, ``sizes`` checks sizes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def __getattr__(name: str) -> type:
 
 
 def __dir__() -> list[str]:
-    # only what can be loaded, so that `help` works without PyTorch Geometric as well
+    # only importable models, so that `help` works without PyTorch Geometric
     without = frozenset() if find_spec("torch_geometric") else _GRAPH_NETWORKS
     return sorted({*globals(), *_FILES} - without)

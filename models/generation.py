@@ -1,4 +1,4 @@
-"""Text from a decoder, one token after the other; the same from all ranks that share its layers."""
+"""Text generation: one token after the other, identical on all ranks."""
 
 from collections.abc import Sequence
 from math import inf
@@ -17,10 +17,10 @@ from varcomm.transport.agreement import compare
 class Decoder(Protocol):
     """What a text can be drawn from, such as :class:`varcomm.models.GPT`."""
 
-    head: Any  # an nn.Linear, or what ``parallelize`` made of it
+    head: Any  # an nn.Linear, or its parallel replacement
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Return what the head looks at: (S, *F, H), or this rank's part of the sequence."""
+        """Return the input of the head: (S, *F, H), or this rank's part of the sequence."""
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def _last_logits(model: Decoder, ids: Tensor) -> Tensor:
     if head.sequence_sizes is None:
         logits = head(model.hidden(ids)[last:])
     else:
-        # to the length that ranks share; what follows the last place is not looked at
+        # to the length that ranks share; the model ignores tokens after the last place
         sizes, rank = ShardSizes(head.sequence_sizes), head.group.rank
         behind = ids.new_zeros(sizes.total - len(ids), *ids.shape[1:])
         own, owner = model.hidden(torch.cat([ids, behind])), sizes.owner(last)

@@ -40,7 +40,7 @@ Turn = Callable[[Tensor], Tensor]
 
 
 def rotary(length: int, head_dim: int, like: Tensor, base: float = 10_000.0) -> Turn:
-    """Return what turns heads ``(S, *F, heads, head_dim)`` by angles that grow with the place.
+    """Return a rotation of heads ``(S, *F, heads, head_dim)`` by angles that grow with the place.
 
     Products of a turned query and a turned key depend on how far apart their places are, and not on
     where these are. Features ``i`` of both halves are turned together.
@@ -195,14 +195,14 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of what comes next, (S, *F, V), of tokens that all ranks have alike.
+        """Return the logits of the next tokens, (S, *F, V), from tokens identical on all ranks.
 
         Sharded, these are of this rank's part of the vocabulary, and of the whole sequence.
         """
         return cast(Tensor, self.head(self.hidden(ids)))
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Return what the head looks at: (S, *F, H), or this rank's part of the sequence."""
+        """Return the input of the head: (S, *F, H), or this rank's part of the sequence."""
         x = self.embedding(ids)
         turn = rotary(len(ids), self.head_dim, x)
         for block in self.blocks:
@@ -230,7 +230,7 @@ class GPT(nn.Module):
         mlp_sizes: Sequence[int] | None = None,
         vocab_sizes: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """Return what shards the model: ``parallelize(model, plan, group=group)``; collective.
+        """Return the sharding plan for ``parallelize(model, plan, group=group)``; collective.
 
         Sizes are one int a rank, zeros allowed, and balanced where they are None.
 

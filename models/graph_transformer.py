@@ -46,7 +46,7 @@ class GraphAttention(MessagePassing):
         self.out = nn.Linear(hidden_channels, hidden_channels)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        """Return what each node reads, (N, *F, H), with edge features (E, edge_channels)."""
+        """Return the attention of each node, (N, *F, H), with edge features (E, edge_channels)."""
         query, key, value = split_heads(self.qkv(x), self.head_dim)
         edge = self.edge(edge_attr)
         shape = (len(edge), *[1] * (x.dim() - 2), *key.shape[-2:])  # the same for all of *F
@@ -58,7 +58,7 @@ class GraphAttention(MessagePassing):
     def message(
         self, query_i: Tensor, source_j: Tensor, edge: Tensor, index: Tensor, dim_size: int
     ) -> Tensor:
-        """Return what goes along each edge, (E, *F, heads, head_dim)."""
+        """Return the message along each edge, (E, *F, heads, head_dim)."""
         key, value = source_j.chunk(2, dim=-1)
         score = (query_i * (key + edge)).sum(-1) / self.head_dim**0.5
         weight: Tensor = softmax(score, index, num_nodes=dim_size)
@@ -205,7 +205,7 @@ class GraphTransformer(nn.Module):
         head_sizes: Sequence[int] | None = None,
         mlp_sizes: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """Return what shards the blocks: ``parallelize(model, plan, group=group)``; collective.
+        """Return the sharding plan for ``parallelize(model, plan, group=group)``; collective.
 
         Sizes are one int a rank, zeros allowed, and balanced where they are None.
 

@@ -24,11 +24,10 @@ EdgeType = tuple[str, str, str]
 class EncodeProcessDecode(nn.Module):
     """Predict values at the points of a grid, by way of a mesh.
 
-    The encoder sends what the grid knows to the mesh, the processor passes messages on the mesh,
-    and the decoder brings the result back to the grid. [1]_ On the way all updates are residual, of
-    edges as well as of nodes. Where the mesh has edges of several lengths, a multi-mesh, a message
-    crosses it in few steps. [2]_ All weights are shared by nodes and edges of a type: the model
-    depends neither on grid nor on mesh.
+    The encoder sends features of the grid to the mesh, the processor passes messages on the mesh,
+    and the decoder sends the result back to the grid. [1]_ All updates of nodes and edges are
+    residual. On a multi-mesh, which has edges of several lengths, a message crosses the mesh in few
+    steps. [2]_ Nodes and edges of a type share weights, so the model fits any grid and mesh.
 
     A graph has nodes of the types ``"grid"`` and ``"mesh"``, and edges of the types ``("grid",
     "to", "mesh")``, ``("mesh", "to", "mesh")`` and ``("mesh", "to", "grid")``: a PyG ``HeteroData``

@@ -21,7 +21,7 @@ class Displacements(MessagePassing):
 
     def forward(self, pos: Tensor, edge_index: Tensor, shifts: Tensor) -> Tensor:
         """Return the vectors, (E, 3), of positions (N, 3) and shifts (E, 3)."""
-        # At edges, not by pos[edge_index]: there the positions of other ranks' atoms are known.
+        # at edges, not by pos[edge_index]: edges have the positions of other ranks' atoms
         return cast(Tensor, self.edge_updater(edge_index, pos=pos, shifts=shifts))
 
     def edge_update(self, pos_i: Tensor, pos_j: Tensor, shifts: Tensor) -> Tensor:
@@ -32,8 +32,8 @@ class Displacements(MessagePassing):
 class RadialBasis(nn.Module):
     """Waves ``sin(n pi d / cutoff) / d`` that end smoothly at the cutoff.
 
-    Each is multiplied by ``(1 + cos(pi d / cutoff)) / 2``, and so goes to zero like the third power
-    of what is left to the cutoff: values, slopes and curvatures are continuous there.
+    A wave is multiplied by ``(1 + cos(pi d / cutoff)) / 2``. It goes to zero like the third power
+    of the distance to the cutoff: values, slopes and curvatures are continuous there.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class PaiNNMessage(MessagePassing):
     def forward(
         self, s: Tensor, v: Tensor, edge_index: Tensor, waves: Tensor, direction: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Add what neighbours send.
+        """Add the messages of neighbours.
 
         Parameters
         ----------
@@ -95,7 +95,7 @@ class PaiNNMessage(MessagePassing):
         tuple of Tensor
             The new scalars, (N, F), and the new vectors, (N, 3, F).
         """
-        # Side by side, so that what neighbours need of an atom is one value, sent once.
+        # side by side, so that an atom's features for neighbours are one value, sent once
         sent = torch.cat([self.scalar_mlp(s).view(len(s), 3, s.shape[1]), v], dim=1)
         received = self.propagate(edge_index, sent=sent, waves=waves, direction=direction)
         return s + received[:, 0], v + received[:, 1:]

@@ -1,4 +1,4 @@
-"""Sizes of models, which are checked, and of their shards: as given, or balanced."""
+"""Checks of model sizes, and sizes of shards: as given, or balanced."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from varcomm.transport.group import GroupLike, resolve
 
 
 def check_sizes(model: str, least: int = 1, **sizes: object) -> None:
-    """Raise an ArgumentError unless all sizes of a model are whole numbers from `least` on.
+    """Raise an ArgumentError unless all sizes of a model are integers of at least `least`.
 
     Examples
     --------
@@ -27,17 +27,16 @@ def check_sizes(model: str, least: int = 1, **sizes: object) -> None:
 def agreed_sizes(
     what: str, wholes: Mapping[str, tuple[Sequence[int] | None, int]], group: GroupLike = None
 ) -> list[ShardSizes]:
-    """Return sizes that sum up to what there is, balanced where none are given; collective.
+    """Return checked sizes of shards, balanced if not given; collective.
 
     Parameters
     ----------
     what : str
-        Who asks, for the message of an error.
+        The caller, for the message of an error.
     wholes : mapping of str to a pair
-        By the name of an argument, what was given for it, one int a rank or None, and how much
-        there is to be shared out.
+        By the name of an argument: its value, one int per rank or None, and the total.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that share; None is the whole world.
+        Ranks that take part; None is the whole world.
 
     Returns
     -------
@@ -47,7 +46,7 @@ def agreed_sizes(
     Raises
     ------
     ArgumentError
-        On every rank, if sizes do not sum up to what there is on one of them.
+        On every rank, if sizes do not sum up to the total on one rank.
 
     Examples
     --------

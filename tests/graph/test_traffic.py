@@ -6,7 +6,7 @@ import torch_geometric.nn as pyg
 from torch_geometric.nn import MessagePassing
 
 import varcomm
-from tests.graph.graphs import METHODS, WORLDS, split_by, wild
+from tests.graph.graphs import WORLDS, split_by, wild
 from varcomm.graph import distribute, partition
 
 
@@ -58,7 +58,7 @@ def cost(rank, name, method):
 @pytest.mark.parametrize("name", [*LAYERS, *WITH_DEGREES])
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_bytes_of_a_layer_are_those_of_the_report(worlds, ranks, name):
-    for method in METHODS:
+    for method in ("random", "a rank owns nothing"):
         assert worlds.run(ranks, cost, name, split_by(method, 24, ranks)) == [True] * ranks
 
 
