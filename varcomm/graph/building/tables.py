@@ -95,29 +95,30 @@ class Tables:
     edges: Mapping[EdgeType, EdgeTable]
     attributes: Mapping[str, Any]
 
-    @property
-    def device(self) -> torch.device:
-        """The one device of all rows."""
-        return next((value.device for _, value in self._tensors()), torch.device("cpu"))
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _rows(self) -> Iterator[tuple[str, Any]]:
+        """Yield edges and attributes with rows, by name."""
         for edge_type, edges in self.edges.items():
             yield f"{_name(edge_type)}.edge_index", edges.edge_index
         tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
         tables = [*self.nodes.items(), *self.edges.items()]
         for key, table in tables:
             for name, attribute in table.attributes.items():
-                if isinstance(attribute.value, torch.Tensor):
-                    yield f"{_name(key)}.{name}", attribute.value
+                yield f"{_name(key)}.{name}", attribute.value
+
+    @property
+    def device(self) -> torch.device:
+        """The one device of all rows."""
+        tensors = (value for _, value in self._rows() if isinstance(value, torch.Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def on_one_device(self) -> Tables:
         """Return the tables, or raise ArgumentError if rows are on several devices."""
-        for name, tensor in self._tensors():
+        tensors = [(n, value) for n, value in self._rows() if isinstance(value, torch.Tensor)]
+        for name, tensor in tensors:
             if tensor.device != self.device:
-                first, _ = next(self._tensors())
                 raise ArgumentError(
-                    f"{name} is on {tensor.device}, and {first} on {self.device}. Move them to one "
-                    "device: data.to(...)."
+                    f"{name} is on {tensor.device}, and {tensors[0][0]} on {self.device}. Move "
+                    "them to one device: data.to(...)."
                 )
         return self
 
@@ -133,15 +134,8 @@ class Tables:
         """Return a digest of each attribute, by name, to compare ranks."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
         found["the kind of device"] = self.device.type
-        for node_type, nodes in self.nodes.items():
-            name = _name(node_type)
-            found[f"{name}.num_nodes"] = nodes.count
-            found |= {f"{name}.{k}": digest(a.value) for k, a in nodes.attributes.items()}
-        for edge_type, edges in self.edges.items():
-            name = _name(edge_type)
-            found[f"{name}.edge_index"] = digest(edges.edge_index)
-            found |= {f"{name}.{k}": digest(a.value) for k, a in edges.attributes.items()}
-        return found
+        found |= {f"{_name(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
+        return found | {name: digest(value) for name, value in self._rows()}
 
 
 def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:

@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.partitioners.assign_checks import (
+from varcomm.graph.partitioners.coordinates import (
+    AllRows,
+    by_bisection,
+    by_hilbert,
+    by_order,
     check_node_weight,
     check_sum,
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.coordinates import AllRows, by_bisection, by_hilbert, by_order
 from varcomm.graph.partitioners.multilevel import Adjacency, by_kahip, by_metis
 from varcomm.sizes import exact_int
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.partitioners.assign_checks import (
+from varcomm.graph.partitioners.coordinates import (
+    AllRows,
+    by_bisection,
+    by_hilbert,
     check_node_weight,
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.coordinates import AllRows, by_bisection, by_hilbert
 from varcomm.sizes import exact_int
 from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engines import engine_for
