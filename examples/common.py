@@ -1,6 +1,6 @@
-"""What the examples share: their options, what they cost, whether ranks agree with one process.
+"""Code shared by the examples: options, time and memory per step, comparison with one process.
 
-Nothing here is needed to use varcomm; it keeps the examples to what they are about.
+It is not needed to use varcomm.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LIMITS = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-4, 1e-3)}  # of loss
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of an example, all of which know ``--smoke``: what to set to be done in seconds."""
+    """Options of an example; ``--smoke`` sets options for a run of seconds."""
 
     def __init__(self, description: str | None, smoke: dict[str, Any]) -> None:
         form = argparse.RawDescriptionHelpFormatter
@@ -36,14 +36,14 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--smoke", action="store_true", help=f"a quick look: {said}")
 
     def add_whole(self, name: str, default: int, help: str, least: int = 1) -> None:
-        """Add an option that is a positive whole number."""
+        """Add an option that is a positive integer."""
         number = partial(positive, least=least)
         self.add_argument(
             name, type=number, default=default, metavar="N", help=f"{help} (%(default)s)"
         )
 
     def add_picture(self, default: str) -> None:
-        """Add the option that says what to draw."""
+        """Add the option for the file of the picture."""
         self.add_argument(
             "--picture",
             type=image,
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Return the options; what is given counts for more than ``--smoke``."""
+        """Return the options; given options override ``--smoke``."""
         if self.parse_args(arguments).smoke:
             self.set_defaults(**self.smoke)
         options = self.parse_args(arguments)
@@ -62,14 +62,14 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def require(self, problem: Callable[[], str | None]) -> None:
-        """End all ranks if the first finds a problem, as others may not see its files."""
+        """End all ranks if rank 0 finds a problem, because others may not see its files."""
         found = [problem() if is_first() else None]
         torch.distributed.broadcast_object_list(found)
         if found[0]:
             self.error(found[0])
 
     def error(self, message: str) -> NoReturn:
-        """Say it once, on the first rank, before any rank leaves."""
+        """Print the error once, on rank 0, before any rank exits."""
         if is_first():
             print(f"{self.format_usage()}{self.prog}: error: {message}", file=sys.stderr)
         torch.distributed.barrier()
@@ -109,7 +109,7 @@ class Cost:
 
 
 def peak_memory() -> float:
-    """The most memory that this process had so far, in MiB; Linux tells, others do not."""
+    """The peak memory of this process in MiB, on Linux."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) / 1024 if found else float("nan")

@@ -15,7 +15,7 @@ class MovingAtoms:
     """A crystal whose atoms stay on their ranks while they move, and a potential for them.
 
     The list of neighbours reaches farther than the potential, by a skin. As long as no atom has
-    moved by half of it, nobody else has come into reach; then list, halo and plan are made anew.
+    moved by half of it, no other atom is in reach; then list, halo and plan are rebuilt.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def moments(
 ) -> Iterator[Moment]:
     """Move atoms by Newton's law for as long as one wants, in steps of so many fs.
 
-    Velocity Verlet: forward and backward alike, and so the total energy does not drift.
+    Velocity Verlet is reversible in time, so the total energy does not drift.
     """
     energies, forces = potential(pos)
     while True:

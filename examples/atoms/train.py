@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/atoms/train.py
 
-A network that knows nothing of ranks learns the energies and forces of small crystals of argon.
+A network without code for ranks learns the energies and forces of small crystals of argon.
 Forces are derivatives of its energies, so training differentiates twice, through the exchanges
 between ranks. Then 10,976 atoms move by what it has learned, and their total energy should stay.
 With --check, ranks are compared with one process.

@@ -29,7 +29,7 @@ def read(path: Path) -> tuple[int, np.ndarray]:
 def packed(nodes: int, edge_index: np.ndarray) -> bytes:
     """Each node's number of later neighbours, and how far each of these is from the one before.
 
-    Numbers are small, and the bytes of equal weight are alike, which is what makes them short.
+    Small numbers with similar high bytes compress well.
     """
     later = np.unique(edge_index[::-1][:, edge_index[0] > edge_index[1]], axis=1)
     node, neighbour = later

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/nodes/train.py
 
-From distances to landmarks and a few known nodes, GCN, GAT and GraphSAGE tell in which of METIS's
-parts all other nodes are.
+From distances to landmarks and a few labelled nodes, GCN, GAT and GraphSAGE predict in which of
+METIS's parts all other nodes are.
 """
 
 import sys

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/ocean/train.py
 
 From what the surface shows it predicts the temperature at 400 m. The graph is split over the
-ranks; the model knows nothing of that. With --check, it also trains in one process and compares.
+ranks; the model does not depend on ranks. With --check, it also trains in one process and compares.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def on_ranks(ocean: Ocean, dtype: torch.dtype = torch.float32) -> PartitionedGra
     world = vc.init()
     owner = owners(ocean, world.size)
     ids, nodes, edge_index, moved = ocean.part(np.flatnonzero(owner == world.rank), dtype)
-    sizes = vc.ShardSizes.balanced(ocean.num_nodes, world.size)  # each tells owners of so many
+    sizes = vc.ShardSizes.balanced(ocean.num_nodes, world.size)  # ranges of nodes
     of_nodes = owner.repeat_interleave(torch.from_numpy(ocean.levels))
     return vc.graph.from_edges(
         edge_index,
@@ -89,7 +89,7 @@ class Training:
         }
 
     def resume(self, folder: Path) -> None:
-        """Take it all up where a checkpoint was saved, on whatever number of ranks."""
+        """Continue from a checkpoint, saved on any number of ranks."""
         state = self.state()
         vc.checkpoint.load(state, folder)
         if state["kind"] != self.kind:  # a network would fit that has learned another ocean
@@ -132,7 +132,7 @@ def file_in_the_way(folder: Path | None) -> str | None:
     return f"argument --checkpoint: {str(folder)!r} is not a folder"
 
 
-def tell(ocean: Ocean, prediction: np.ndarray) -> None:
+def print_errors(ocean: Ocean, prediction: np.ndarray) -> None:
     """Print the errors at some depths, and of all nodes below the surface."""
     found = [ocean.rmse(values) for values in (prediction, ocean.fit, ocean.level_mean())]
     print("RMSE in the test tiles, in deg C:\n   depth   network  linear fit  mean of the depth")
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     whole = graph.gather(part, dst=0)
     if world.rank == 0:
         prediction = ocean.celsius(whole[:, 0].numpy())
-        tell(ocean, prediction)
+        print_errors(ocean, prediction)
         draw(options.picture, ocean, owners(ocean, world.size).numpy(), prediction)
         print(f"picture: {options.picture}")
     return 0

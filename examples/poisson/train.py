@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/poisson/train.py
 
-It never sees a solution. What it is trained on is by how much it misses the equations of finite
-elements; solutions of held-out right-hand sides only tell how good it is in the end.
+The network never sees a solution: its loss is the residual of the finite-element equations.
+Solutions of held-out right-hand sides serve only for the final error.
 """
 
 import sys

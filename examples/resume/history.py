@@ -1,4 +1,4 @@
-"""What a training tells of itself, line by line, and what it comes to."""
+"""A log of a training, line by line, and its summary."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -3,9 +3,9 @@
     python examples/resume/kill_and_resume.py
 
 Three agents of torchrun stand for three machines. Once training is under way, one of them and its
-rank are killed by SIGKILL. The others' agents start two ranks anew, which split the graph among
+rank are killed by SIGKILL. The other agents start two new ranks, which split the graph among
 themselves and go on from the last checkpoint. The loss of every step is compared with that of a
-training in one process that nobody has interrupted.
+uninterrupted training in one process.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def start_agents(processes: Processes, *training: str) -> list[str]:
 
 def kill(processes: Processes, agent: str, run: Run) -> None:
     """An agent and its rank, as when a machine fails."""
-    try:  # the rank first: as long as its agent is there, nobody else can get its number
+    try:  # the rank first: while its agent runs, no other process can get its id
         os.kill(run.children[processes.pid(agent)], signal.SIGKILL)
     except ProcessLookupError:
         raise Failure("training was over before its time; take more --steps") from None
@@ -77,9 +77,9 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> bool:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:5.1f} s  {text}", flush=True)
 
-    def training(told: History) -> list[str]:
-        checkpoint = told.path.with_suffix(".checkpoint")
-        return [str(TRAIN), str(checkpoint), "--history", str(told.path), *common]
+    def training(log: History) -> list[str]:
+        checkpoint = log.path.with_suffix(".checkpoint")
+        return [str(TRAIN), str(checkpoint), "--history", str(log.path), *common]
 
     def run_to_interrupt() -> Run | None:
         """On three ranks, once it is halfway to its third checkpoint, or has begun to save it."""

@@ -57,7 +57,7 @@ class Processes:
         return self.running[name].pid
 
     def kill(self, name: str) -> None:
-        """By SIGKILL, of which it gets to know nothing."""
+        """Kill it with SIGKILL, which it cannot catch."""
         process = self.running.pop(name)
         process.kill()
         process.wait()

@@ -31,7 +31,7 @@ class Training:
 
     Beside model and optimizer that is a mean at each node of what was predicted there so far, which
     predictions shall agree with; and a generator, which draws noise for all nodes on each rank, so
-    that a node gets the same on whatever rank it is.
+    that a node gets the same values on any rank.
     """
 
     def __init__(self, graph: PartitionedGraph, options: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ class Training:
         }
 
     def resume(self, folder: Path) -> None:
-        """Take it all up where a checkpoint was saved, on whatever number of ranks."""
+        """Continue from a checkpoint, saved on any number of ranks."""
         state = self.state()
         vc.checkpoint.load(state, folder)
         self.step = state["step"]

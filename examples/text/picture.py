@@ -1,4 +1,4 @@
-"""Draw how a model learned: its losses, and those of guesses that know less."""
+"""Picture of the losses of a model, beside those of simple baselines."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/weather/train.py
 
-The model sends what the grid of observations knows to a mesh with edges of several lengths, passes
-messages there, and brings the result back. Grid and mesh are split over the ranks together; the
-model knows nothing of that.
+The model sends features of the grid of observations to a mesh with edges of several lengths, passes
+messages on the mesh, and sends the result back. Grid and mesh are split over ranks together; the
+model has no code for ranks.
 """
 
 import sys

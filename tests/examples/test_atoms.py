@@ -52,15 +52,6 @@ def test_neighbours_are_those_of_brute_force(atoms, box):
     assert (box.min() < 3) <= len(found), "an atom is near its own images"
 
 
-def test_atoms_on_the_border_of_the_box():
-    box = torch.full((3,), 6.0, dtype=torch.float64)
-    places = [[0, 0, 0], [5, 6, 6], [-1e-17, 3, 3], [6 - 1e-9, 0, 0], [-6, 12, 1.5]]
-    pos = torch.tensor(places, dtype=torch.float64)
-    edge_index, shifts = example("atoms", "neighbours").neighbours(pos, box, 2.0)
-    found = torch.cat([edge_index.T, (shifts / box).round().long()], dim=1)
-    assert set(map(tuple, found.tolist())) == brute_force(pos, box, 2.0)
-
-
 def test_a_perfect_crystal_is_face_centred_cubic():
     pos, box = crystal().perfect(3)
     assert len(pos) == 4 * 3**3
@@ -84,23 +75,6 @@ def test_true_forces_are_slopes_of_the_energy_by_formula_and_by_autograd():
     assert -9 * crystal().DEPTH < energies.mean() < -4 * crystal().DEPTH
     assert forces.sum(0).abs().max() < 1e-13
     assert forces.square().mean().sqrt() > 0.02
-
-
-def test_the_true_potential_is_lennard_jones_that_ends_smoothly():
-    module = crystal()
-    places = [3.0, module.SIGMA, 2 ** (1 / 6) * module.SIGMA, 4.7]
-    distance = torch.tensor(places, dtype=torch.float64)
-    power = (module.SIGMA / distance) ** 6
-    energy, slope = module.pair(distance)
-    torch.testing.assert_close(energy, 4 * module.DEPTH * (power**2 - power), **CLOSE)
-    assert energy[2].item() == pytest.approx(-module.DEPTH)
-    assert abs(slope[2]) < 1e-12
-    at = torch.linspace(4.7, module.CUTOFF, 50, dtype=torch.float64, requires_grad=True)
-    (by_autograd,) = torch.autograd.grad(module.pair(at)[0].sum(), at)
-    torch.testing.assert_close(by_autograd, module.pair(at)[1].detach(), **CLOSE)
-    for x, limit in ((module.CUTOFF - 1e-3, 1e-7), (module.CUTOFF, 1e-15), (7.0, 0)):
-        energy, slope = module.pair(torch.tensor([x], dtype=torch.float64))
-        assert max(energy.abs().item(), slope.abs().item()) <= limit
 
 
 def small():

@@ -48,18 +48,6 @@ def test_the_question():
     assert torch.equal(data.test_mask, ~data.train_mask)
 
 
-@pytest.mark.slow
-def test_nearest_known_node():
-    data = small()
-    guess = graphs.baselines(data)["part of the nearest known node"]
-    place = torch.stack([torch.arange(1600) // 40, torch.arange(1600) % 40], dim=1).float()
-    known = data.train_mask.nonzero()[:, 0]
-    hops = torch.cdist(place, place[known], p=1)
-    for node in range(1600):
-        nearest = known[hops[node] == hops[node].min()]
-        assert guess[node] in data.y[nearest]
-
-
 def compare(rank, name, owner):
     train = example("nodes", "train")
     data = train.precise(small(), torch.float64)

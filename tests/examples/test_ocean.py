@@ -1,6 +1,5 @@
 """The ocean as a graph: nodes, edges, masks and baselines."""
 
-import math
 from functools import cache
 
 import numpy as np
@@ -49,38 +48,6 @@ def test_edges_join_neighbours_both_ways_once(spacing):
     steps = (data.pos[target] - data.pos[source]).abs().round() / spacing
     east = torch.minimum(steps[:, 1], 360 / spacing - steps[:, 1])
     assert steps[:, 0].max() == east.max() == 1
-
-
-def test_the_longitude_wraps():
-    """The grid begins at 20 degrees east; neither there nor at the date line does the sea end."""
-    data = load(1)
-    lon = data.pos[:, 1][data.edge_index]
-    for west, east in ((379.5, 20.5), (179.5, 180.5)):
-        across = (lon[0] == west) & (lon[1] == east)
-        assert across.sum() > 50
-        assert ((lon[0] == east) & (lon[1] == west)).sum() == across.sum()
-        assert (data.edge_attr[across, 0] > 0).all(), "that is eastwards"
-        assert data.edge_attr[across, 2].max() < 2
-
-
-@pytest.mark.parametrize("spacing", SPACINGS)
-def test_displacements_are_distances_on_the_sphere(spacing):
-    data = load(spacing)
-    east, north, length = data.edge_attr.double().T
-    assert (length > 0).all()
-    torch.testing.assert_close(length, torch.hypot(east, north), rtol=1e-6, atol=0)
-    # x begins with positions on the unit sphere: a chord of one is an arc of the other
-    source, target = data.x[:, :3].double()[data.edge_index]
-    torch.testing.assert_close(source.norm(dim=1), torch.ones_like(length), rtol=1e-6, atol=0)
-    chord = (target - source).norm(dim=1)
-    arc = 2 * torch.asin(chord / 2) * 180 / math.pi / spacing
-    far_from_poles = data.pos[data.edge_index[1], 0].abs() < 60
-    assert far_from_poles.sum() > 0.7 * len(arc)
-    torch.testing.assert_close(
-        arc[far_from_poles], length[far_from_poles], rtol=0.02 * spacing, atol=0
-    )
-    lat = data.pos[:, 0][data.edge_index]
-    torch.testing.assert_close(north, ((lat[1] - lat[0]) / spacing).double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)

@@ -1,14 +1,11 @@
 """The ocean in three dimensions: its graph, made in parts; training that goes on on other ranks."""
 
-import re
 from functools import cache
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
-import varcomm as vc
 from tests.examples.loading import example
 from tests.graph.graphs import WORLDS
 
@@ -182,40 +179,6 @@ def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path):
     assert starts == [0, 6, 12, 15]
     losses, _ = worlds.run(1, in_one_process, 20)[0]
     np.testing.assert_allclose(told[0][1], losses, rtol=1e-9)
-
-
-@pytest.mark.slow
-def test_a_training_that_is_cut_short_goes_on_from_what_was_saved(worlds, tmp_path):
-    saving = ["--every", "4", "--checkpoint", str(tmp_path / "saved")]
-    worlds.run(3, cut_short, 7, *saving)
-    start, found, _ = worlds.run(2, together, 12, *saving)[0]
-    losses, _ = worlds.run(1, in_one_process, 12)[0]
-    assert start == 4
-    np.testing.assert_allclose(found, losses, rtol=1e-9)
-
-
-def cut_short(rank, steps, *more):
-    train, chosen = example("ocean_3d", "train"), options("--steps", "100", *more)
-    run = train.Training(train.on_ranks(load(), torch.float64), chosen)
-    return list(islice(run.run(chosen), steps))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["--resolution 6", "--levels 4"])
-def test_a_checkpoint_of_another_ocean_is_refused(worlds, tmp_path, option):
-    saving = ["--checkpoint", str(tmp_path / "saved")]
-    worlds.run(1, together, 1, *saving)
-    for told in worlds.run(2, of_another, tmp_path / "saved", option.split()):
-        name, number = option.removeprefix("--").split()
-        assert re.search(f"saved is of .*, and this is .*'{name}': {number}", told)
-
-
-def of_another(rank, folder, option):
-    train, chosen = example("ocean_3d", "train"), options(*option)
-    graph = train.on_ranks(load(chosen.resolution, chosen.levels), torch.float64)
-    with pytest.raises(vc.ArgumentError, match="is of") as refusal:
-        train.Training(graph, chosen).resume(folder)
-    return str(refusal.value)
 
 
 @pytest.mark.slow

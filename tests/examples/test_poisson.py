@@ -27,16 +27,6 @@ def total(values):
     return values.sum(dim=0)
 
 
-def test_stiffness_is_exact_for_linear_functions():
-    pos = np.random.default_rng(0).random((30, 2))
-    triangle = Delaunay(pos).simplices
-    matrix = mesh.stiffness(pos, triangle)
-    slope, other = np.array([2.0, -3.0]), np.array([0.5, 4.0])
-    area = mesh.double_area(pos[triangle]).sum() / 2
-    assert (pos @ slope) @ (matrix @ (pos @ other)) == pytest.approx(area * slope @ other)
-    assert np.abs(matrix @ np.ones(30)).max() < 1e-10
-
-
 def test_finite_elements_converge():
     """A product of sines is the solution on the unit square; errors fall with the square."""
     errors = []
@@ -62,37 +52,6 @@ def test_energy_and_residual_are_those_of_the_matrix():
     torch.testing.assert_close(energy, expected)
     (residual,) = torch.autograd.grad(energy, u)
     torch.testing.assert_close(residual, product - load)
-
-
-class Given(torch.nn.Module):
-    """In place of a solver: a solution that is known."""
-
-    def __init__(self, u):
-        super().__init__()
-        self.u, self.energy = u.requires_grad_(), physics.Energy()
-
-    def forward(self, part, f):
-        return self.u
-
-
-def test_relative_residual_is_0_for_the_solution_and_1_for_nothing():
-    data = plate()
-    f = physics.right_hand_side(data.pos, 3)
-    for solution, expected in (
-        (mesh.FiniteElements(data).solution(f), 0),
-        (torch.zeros_like(f), 1),
-    ):
-        found = physics.relative_residual(Given(solution), data, f, total)
-        assert found.item() == pytest.approx(expected, abs=1e-20)
-
-
-def test_solutions_are_0_on_the_boundary():
-    torch.manual_seed(0)
-    solver, data = physics.Solver(8, 2).double(), plate()
-    torch.nn.init.normal_(solver.network.decoder[-1].weight)
-    u = solver(data, physics.right_hand_side(data.pos, 0))
-    assert (u[~data.inside] == 0).all()
-    assert (u[data.inside] != 0).all()
 
 
 def new_solver():

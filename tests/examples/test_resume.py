@@ -1,6 +1,5 @@
 """Training goes on from a checkpoint on other ranks, also where one of them has been killed."""
 
-import argparse
 import contextlib
 import io
 import os
@@ -62,42 +61,6 @@ def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path, more):
     assert [step for run in found for step in run.losses] == list(range(50))
     assert [run.cost.count(" and ") for run in found] == [2, 1, 4, 0], "memory of each rank"
     assert max(example("history").differences(uninterrupted, found)) <= 1e-9
-
-
-def losses_without(rank, folder, forgotten):
-    """Of steps after a checkpoint that lacks something."""
-    train, mesh = example("train"), example("mesh").load(12)
-    options = argparse.Namespace(hidden=4, blocks=1, seed=0)
-    graph = train.vc.graph.partition(mesh)
-    first = train.Training(graph, options)
-    for _ in range(10):
-        first.advance()
-    train.vc.checkpoint.save(first.state(), folder)
-    second = train.Training(graph, options)
-    state = second.state()
-    for name in forgotten:
-        del state[name]
-    train.vc.checkpoint.load(state, folder)
-    second.step = state.get("step", 0)
-    return [(first.advance(), second.advance()) for _ in range(5)], first.step, second.step
-
-
-# without the model, the optimizer has no names for its states
-PARTS = [["model", "optimizer"], ["optimizer"], ["schedule"], ["draws"], ["mean"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forgotten", PARTS, ids=" and ".join)
-def test_each_part_of_the_state_matters(worlds, tmp_path, forgotten):
-    losses, *_ = worlds.run(2, losses_without, tmp_path / "folder", forgotten)[0]
-    assert max(abs(whole - lacking) / whole for whole, lacking in losses) > 1e-6
-
-
-@pytest.mark.slow
-def test_nothing_else_matters(worlds, tmp_path):
-    losses, *steps = worlds.run(2, losses_without, tmp_path / "folder", [])[0]
-    assert steps == [15, 15]
-    assert all(whole == again for whole, again in losses)
 
 
 def naming(text):
@@ -172,46 +135,6 @@ def test_nothing_is_left_running_where_it_is_interrupted(tmp_path):
     assert told == "ended by SIGTERM\n"
     assert naming(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def wait_for(folder, code, seconds):
-    """Until a process has run some code, or so many seconds are over."""
-    driver = example("kill_and_resume")
-    with driver.Processes(folder, time.monotonic() + seconds) as processes:
-        processes.start("one", "-c", code)
-        try:
-            processes.wait_for_end()
-        except driver.Failure as failure:
-            return processes, str(failure)
-    return processes, ""
-
-
-@pytest.mark.parametrize(
-    ("code", "seconds", "failure"),
-    [
-        ("raise SystemExit('broken')", 30, "one has ended with 1, after it said\nbroken\n"),
-        ("import time; time.sleep(60)", 0, "time is up"),
-        ("", 30, ""),
-    ],
-)
-def test_waiting(tmp_path, code, seconds, failure):
-    before = signal.getsignal(signal.SIGTERM)
-    processes, told = wait_for(tmp_path, code, seconds)
-    assert told == failure
-    assert processes.running["one"].returncode is not None
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.slow
-def test_a_rank_that_has_ended_cannot_be_killed(tmp_path):
-    driver = example("kill_and_resume")
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    with driver.Processes(tmp_path, time.monotonic() + 30) as processes:
-        processes.start("agent", "-c", "import time; time.sleep(60)")
-        run = driver.Run(3, 0, {processes.pid("agent"): ended.pid})
-        with pytest.raises(driver.Failure, match=r"training was over before its time; take more"):
-            driver.kill(processes, "agent", run)
 
 
 @pytest.mark.parametrize(

@@ -30,16 +30,6 @@ def test_sizes_of_the_multi_mesh(level):
     np.testing.assert_allclose(np.linalg.norm(pos, axis=1), 1, rtol=1e-14)
 
 
-def test_edges_go_both_ways_once_and_those_of_all_levels_are_in_the_graph():
-    _, levels = mesh.icosphere(3)
-    every = {tuple(edge) for edge in load(3)["mesh", "to", "mesh"].edge_index.T.tolist()}
-    assert len(every) == 20 * (4**4 - 1) == load(3)["mesh", "to", "mesh"].num_edges
-    for faces in levels:
-        sides = {(a, b) for face in faces.tolist() for a in face for b in face if a != b}
-        assert sides <= every
-    assert {(b, a) for a, b in every} == every
-
-
 def somewhere(count):
     points = np.random.default_rng(0).standard_normal((count, 3))
     return points / np.linalg.norm(points, axis=1, keepdims=True)

@@ -73,8 +73,7 @@ class Numbering:
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
     """Return the rank of each node as int64, if `owner` is valid for `size` ranks."""
-    is_tensor = isinstance(owner, torch.Tensor)
-    if not is_tensor or owner.shape != (nodes,) or not holds_integers(owner):
+    if not isinstance(owner, torch.Tensor) or owner.shape != (nodes,) or not holds_integers(owner):
         raise ArgumentError(
             f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
             f"got {described(owner)}."
