@@ -120,14 +120,12 @@ class Report:
 
         Parameters
         ----------
-        channels : int
-            Values per node that the layer exchanges.
+        channels, itemsize : int
+            Values per node that the layer exchanges, and bytes per value.
         bandwidth : float
             Bytes per second that a rank can send, and receive at the same time.
         edge_rate : float
             Edges per second that a rank computes in this layer, measured on one rank.
-        itemsize : int
-            Bytes per value.
         latency : float
             Seconds per message in addition to its bytes.
 
@@ -144,15 +142,9 @@ class Report:
 
         Notes
         -----
-        The model of [1]_: rank r computes for ``c_r = edges / edge_rate`` and exchanges for ``e_r =
-        neighbours * latency + max(sent, received) bytes / bandwidth``, without overlap or shared
-        wires. All ranks wait for the slowest: the layer takes ``T = max(c_r + e_r)``, and the share
-        is ``1 - max(c_r) / T``. A backward moves as many bytes and computes about twice as much.
-
-        References
-        ----------
-        .. [1] R. W. Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2",
-           Parallel Computing 20 (1994), 389-398.
+        Hockney's model, without overlap or shared wires: rank r computes for ``c_r = edges /
+        edge_rate`` and exchanges for ``e_r = neighbours * latency + max(sent, received) bytes /
+        bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1 - max(c_r) / T``.
 
         Examples
         --------

@@ -266,6 +266,5 @@ def _checked_owner(method: Any, count: int, size: int, device: torch.device) -> 
             f"{method if isinstance(method, str) else type(method).__name__}. The others of "
             "graph.assign need the full graph."
         )
-    owner = checked_owner(method, count, size)
-    _check_device(owner, "method", device)
-    return owner
+    _check_device(method, "method", device)
+    return checked_owner(method, count, size)
