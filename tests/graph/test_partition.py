@@ -149,7 +149,7 @@ def test_attributes_of_nodes_edges_and_the_graph(worlds, ranks):
     of_node = "x pos y train_mask names pair days half small wave strided nothing depth back"
     of_node = {*of_node.split(), "leaf_area_index"}
     of_edge = {*["edge_attr", "edge_weight", "edge_type", "kinds", "edge_mask", "edge_tensor"]}
-    of_graph = {*["scalar", "level", "part", "title", "year", "nobody", "settings", "color_index"]}
+    of_graph = {*["scalar", "level", "part", "title", "year", "settings", "color_index"]}
     method = split_by("a rank owns nothing", nodes, ranks)
     for owned, counts, part in worlds.run(ranks, local_attributes, data, method):
         into = torch.isin(data.edge_index[1], owned).nonzero().view(-1)
@@ -252,8 +252,8 @@ def in_a_subgroup(rank):
 
 
 def test_in_a_subgroup(worlds):
-    nobody, *parts = worlds.run(3, in_a_subgroup)
-    assert nobody is None
+    outside, *parts = worlds.run(3, in_a_subgroup)
+    assert outside is None
     assert sorted(parts[0][0] + parts[1][0]) == list(range(24))
     assert sorted(part[1] for part in parts) == [0, 24]
     assert parts[0][2] == parts[1][2] == pytest.approx(float(wild().x.mean()), rel=1e-14)
