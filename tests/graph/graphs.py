@@ -33,6 +33,22 @@ def wild(nodes=24, dtype=torch.float64):
     )
 
 
+def rich(nodes=24):
+    """The same with attributes of many kinds."""
+    data = wild(nodes)
+    edges = data.num_edges
+    generator = torch.Generator().manual_seed(3)
+    data.kind = torch.randint(-9, 9, (nodes,), generator=generator, dtype=torch.int8)
+    data.half = torch.randn(nodes, 2, generator=generator).bfloat16()
+    data.wave = torch.randn(nodes, 2, 3, dtype=torch.complex64, generator=generator).conj()
+    data.strided = torch.randn(5, nodes, generator=generator).T[:, ::2]
+    data.nothing = torch.empty(nodes, 0)
+    data.edge_number = torch.arange(edges, dtype=torch.int32) * 1000
+    data.edge_mask = torch.rand(edges, generator=generator) < 0.5
+    data.edge_tensor = torch.randn(edges, 2, 1, 2, generator=generator).half()
+    return data
+
+
 def grid(rows, columns):
     """A grid with edges to the east and to the north only, and positions."""
     node = torch.arange(rows * columns).view(rows, columns)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 
 import varcomm
-from tests.graph.graphs import WORLDS, wild
+from tests.graph.graphs import WORLDS, rich, wild
 from tests.graph.parts import differences
 from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
 from varcomm.graph import assign, from_edges, partition
@@ -84,22 +84,6 @@ def plain():
     """With an attribute of nodes and one of edges: each costs a message."""
     data = wild()
     return Data(data.x, data.edge_index, edge_number=torch.arange(data.num_edges))
-
-
-def rich(nodes=24):
-    """With attributes of many kinds."""
-    data = wild(nodes)
-    edges = data.num_edges
-    generator = torch.Generator().manual_seed(3)
-    data.kind = torch.randint(-9, 9, (nodes,), generator=generator, dtype=torch.int8)
-    data.half = torch.randn(nodes, 2, generator=generator).bfloat16()
-    data.wave = torch.randn(nodes, 2, 3, dtype=torch.complex64, generator=generator).conj()
-    data.strided = torch.randn(5, nodes, generator=generator).T[:, ::2]
-    data.nothing = torch.empty(nodes, 0)
-    data.edge_number = torch.arange(edges, dtype=torch.int32) * 1000
-    data.edge_mask = torch.rand(edges, generator=generator) < 0.5
-    data.edge_tensor = torch.randn(edges, 2, 1, 2, generator=generator).half()
-    return data
 
 
 def by_rank(ranks_of, ranks):

@@ -11,7 +11,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 
 import varcomm
-from tests.graph.graphs import METHODS, WORLDS, split_by, wild
+from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
 from tests.graph.parts import differences
 from tests.graph.typed import WAYS, owners, typed
 from varcomm import ArgumentError, DisagreementError, MissingPackageError
@@ -108,21 +108,13 @@ def test_the_report_names_the_method(worlds):
     assert worlds.run(3, names_of_methods) == [expected] * 3
 
 
-def rich():
-    """Return a graph with attributes of many kinds, of nodes, of edges and of the graph."""
-    data = wild()
-    nodes, edges = data.num_nodes, data.num_edges
-    data.half, data.small = data.x.bfloat16(), data.x.to(torch.int8)
-    data.wave = torch.complex(data.x, -data.x).conj()
-    data.strided, data.nothing = data.x.T.contiguous().T[:, ::3], torch.empty(nodes, 0)
-    data.depth = np.arange(nodes, dtype=">f4")
-    data.back = np.arange(2.0 * nodes).reshape(nodes, 2)[::-1]
+def with_attributes_of_the_graph():
+    data = rich()
+    data.depth, data.back = np.arange(24, dtype=">f4"), np.arange(48.0).reshape(24, 2)[::-1]
     data.depth.flags.writeable = False
-    data.leaf_area_index = torch.rand(nodes)
-    data.edge_mask, data.edge_tensor = data.edge_weight > 0, torch.rand(edges, 2, 1, 2).half()
+    data.leaf_area_index, data.color_index = torch.rand(24), torch.rand(1, 24)
     data.scalar, data.level, data.part = torch.tensor(2.5), torch.ones(1, 3), torch.rand(9, 2)[4:5]
-    data.color_index = torch.rand(1, nodes)
-    data.title, data.year, data.nobody = "a graph", 1998, None
+    data.title, data.year, data.nothing_at_all = "a graph", 1998, None
     data.settings = {"depth": [400], "at": torch.arange(3)}
     return data
 
@@ -141,14 +133,24 @@ def local_attributes(rank, data, method):
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_attributes_of_nodes_edges_and_the_graph(worlds, ranks):
-    data = rich()
+    data = with_attributes_of_the_graph()
     nodes, edges = data.num_nodes, data.num_edges
     data.names, data.pair = [f"node {i}" for i in range(nodes)], tuple(range(nodes))
     data.days = np.arange(nodes).astype("datetime64[D]")
     data.kinds = [f"edge {i}" for i in range(edges)]
-    of_node = "x pos y train_mask names pair days half small wave strided nothing depth back"
+    of_node = "x pos y train_mask names pair days half kind wave strided nothing depth back"
     of_node = {*of_node.split(), "leaf_area_index"}
-    of_edge = {*["edge_attr", "edge_weight", "edge_type", "kinds", "edge_mask", "edge_tensor"]}
+    of_edge = {
+        *[
+            "edge_attr",
+            "edge_weight",
+            "edge_type",
+            "edge_mask",
+            "edge_tensor",
+            "edge_number",
+            "kinds",
+        ]
+    }
     of_graph = {*["scalar", "level", "part", "title", "year", "settings", "color_index"]}
     method = split_by("a rank owns nothing", nodes, ranks)
     for owned, counts, part in worlds.run(ranks, local_attributes, data, method):
@@ -268,7 +270,7 @@ def from_one(rank, data, method, src, hops):
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_from_any_rank(worlds, ranks):
-    data = rich()
+    data = with_attributes_of_the_graph()
     idle = split_by("a rank owns nothing", data.num_nodes, ranks)
     ways = ["metis", "rcb", "random", None, idle, idle.to(torch.uint8)]
     for src, method in enumerate((ways * 2)[ranks:][:ranks]):
@@ -334,7 +336,6 @@ WRONG = [
             ("my_adj", torch.eye(3).to_sparse()),
             ("mean", torch.zeros(3)),
             ("method", "euler"),
-
             ("leaf_area_index", torch.rand(3, 12)),
             ("leaf_area_index", np.zeros((3, 4))),
             ("y", torch.eye(3).to_sparse()),
