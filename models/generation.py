@@ -43,7 +43,7 @@ def generate(
     steps : int
         Tokens to be added.
     temperature : float
-        What logits are divided by before a token is drawn; at 0 the likeliest is taken.
+        Divides the logits before a token is drawn; 0 chooses the most likely token.
     generator : torch.Generator, optional
         Of the draws, by default torch's own. Sharded, that of the group's first rank counts.
     context : int, optional
@@ -109,7 +109,7 @@ def generate(
 def _longest(
     head: Any, ids: Tensor, steps: int, temperature: float, context: int | None, where: str
 ) -> int:
-    """Return how many tokens the model will look at together, if it can be done."""
+    """Return the number of tokens in the longest input of the model, after checks."""
     made, seen = exact_int(steps), 1 if context is None else exact_int(context)
     counted = made is not None and made >= 0 and seen is not None and seen >= 1
     if ids.dim() == 0 or len(ids) == 0 or not (counted and 0 <= temperature < inf):

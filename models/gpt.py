@@ -124,7 +124,7 @@ class GPT(nn.Module):
     vocab_size : int
         Tokens ``V`` that there are.
     hidden_size : int
-        Features ``H`` of a token; an even number for each head.
+        Features ``H`` per token; an even number for each head.
     num_layers : int
         Blocks, one after the other.
     num_heads : int
@@ -232,7 +232,7 @@ class GPT(nn.Module):
     ) -> dict[str, Any]:
         """Return the sharding plan for ``parallelize(model, plan, group=group)``; collective.
 
-        Sizes are one int a rank, zeros allowed, and balanced where they are None.
+        Sizes are one int per rank, zeros allowed; None is balanced.
 
         Parameters
         ----------
@@ -283,7 +283,7 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         context: int | None = None,
     ) -> Tensor:
-        """Continue texts ``ids``, (S, *F), by so many tokens: (S + steps, *F), on all ranks alike.
+        """Continue texts ``ids``, (S, *F), by `steps` tokens: (S + steps, *F), equal on all ranks.
 
         They are drawn at a `temperature`, from a `generator`, by what the model makes of the last
         `context` tokens; :func:`varcomm.models.generation.generate` says all of it.

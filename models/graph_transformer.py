@@ -207,7 +207,7 @@ class GraphTransformer(nn.Module):
     ) -> dict[str, Any]:
         """Return the sharding plan for ``parallelize(model, plan, group=group)``; collective.
 
-        Sizes are one int a rank, zeros allowed, and balanced where they are None.
+        Sizes are one int per rank, zeros allowed; None is balanced.
 
         Parameters
         ----------

@@ -142,7 +142,7 @@ class PaiNN(nn.Module):
     """Energies of atoms, whose sum does not change where all atoms are moved, turned or mirrored.
 
     Each atom has scalars and vectors. Blocks let it hear of its neighbours within the cutoff, and
-    mix the two; at the end the scalars tell its energy. Forces are what ``torch.autograd.grad``
+    mix the two; at the end the scalars give its energy. Forces are what ``torch.autograd.grad``
     gives for ``-energy.sum()`` and the positions; with ``create_graph=True`` a loss of forces can
     be trained. Energies and forces, and the forces' slopes, are continuous where atoms come
     within the cutoff; edges longer than it count as none. [1]_

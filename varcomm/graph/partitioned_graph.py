@@ -306,10 +306,8 @@ class PartitionedGraph:
 
         Notes
         -----
-        In space, nodes with copies are drawn a second time by themselves. More than 8 ranks share 8
-        colours, so that ranks that exchange rows differ if possible, and carry their rank's number.
-
-        Communication: 40 bytes per drawn node, to rank 0.
+        In space, nodes with copies are drawn again by themselves. More than 8 ranks share 8 colours
+        and carry their rank's number. Communication: 40 bytes per drawn node, to rank 0.
         """
         from varcomm.graph.files.plot import plot
 
