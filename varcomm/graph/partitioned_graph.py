@@ -93,7 +93,7 @@ class PartitionedGraph:
     def _only(self, shards: Mapping[Any, S]) -> S:
         if None not in shards:
             names = ", ".join(f"graph[{key!r}]" for key in shards)
-            raise ArgumentError(f"the graph has several types. Choose one: {names}.")
+            raise ArgumentError(f"the graph has several types; say of which: {names}.")
         return shards[None]
 
     def __getitem__(self, key: Any) -> Any:
@@ -124,7 +124,7 @@ class PartitionedGraph:
         if None not in self.node_shards:
             shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
             have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if name in shard]
-            hint = f"choose a type: {', '.join(have)}" if have else "nor has one of its types"
+            hint = f"say of which type: {', '.join(have)}" if have else "nor has one of its types"
             raise AttributeError(f"the graph as a whole has no attribute {name!r}; {hint}.")
         names = [*self.data.keys()]
         raise AttributeError(
