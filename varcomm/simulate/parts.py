@@ -210,6 +210,8 @@ class Parts(Counts):
 
     Attributes
     ----------
+    owned, edges, flows
+        As in :class:`Counts`.
     method : str
         Method that assigned nodes to ranks.
     needs : mapping of Needs
