@@ -263,7 +263,11 @@ def overlapped(rank):
         "row to a sequence": lambda x, w: row_parallel_linear(x, w, sequence_sizes=sequence),
     }
     for name, way in ways.items():
-        operands = (whole, across) if "row" in name else (x, weight)
+        operands = {
+            "column": (whole[:, :1].expand(4, IN), weight),
+            "row to a sequence": (whole, across),
+        }
+        operands = operands.get(name, (x, weight))
         leaves = [operand.clone().requires_grad_() for operand in operands]
         with varcomm.trace() as calls, Products(calls.calls) as forward:
             y = way(*leaves)

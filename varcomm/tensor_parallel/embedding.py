@@ -147,7 +147,7 @@ def vocab_parallel_embedding(
         sequence_sizes = shard_sizes(name, ids, sequence_sizes, 0, ranks, "sequence_sizes")
         ids = all_gather_v(ids, sequence_sizes, group=group)
     parts: tuple[int, ...] = ()
-    length = ids.shape[:1]
+    length: tuple[int, ...] = ids.shape[:1]
     with checking(name, ranks) as where:
         if sequence_sizes is not None:
             rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
@@ -295,8 +295,8 @@ class _Lookup(Operator):
         wanted = (tokens.owner(asked) * width + self.ids[asked]).unique()
         send = torch.bincount(wanted // width, minlength=ranks)
         recv = torch.bincount(table.owner(needed), minlength=ranks)
-        sent, received = (tuple(row) for row in torch.stack([send, recv]).tolist())
-        plan = ExchangePlan(self.group, wanted % width - mine.start, sent, received, len(mine))
+        sends, receives = (tuple(row) for row in torch.stack([send, recv]).tolist())
+        plan = ExchangePlan(self.group, wanted % width - mine.start, sends, receives, len(mine))
         return plan, own, places
 
 

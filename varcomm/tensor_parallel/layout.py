@@ -89,7 +89,7 @@ def module_seed(group: GroupLike = None) -> int:
     >>> a == b
     True
     """
-    return agreed("module_seed", dict, resolve(group), _random_seed)[1]
+    return int(agreed("module_seed", dict, resolve(group), _random_seed)[1])
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,7 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "shard_sizes",
-    "split_tensor_along_last_dim",
     "split_tensor_into_1d_chunks",
-    "vocab_range",
 ]
 
 
