@@ -75,6 +75,7 @@ def in_groups(rank):
     return broadcast_data(["a"], own, torch.int64, groups[rank > 1])["a"].item()
 
 
+@pytest.mark.slow
 def test_the_first_rank_is_the_groups(worlds):
     assert worlds.run(5, in_groups) == [0, 0, 2, 2, 2]
 
