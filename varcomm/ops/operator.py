@@ -401,15 +401,19 @@ def outside_transforms(job: Callable[[], R]) -> R:
 
 
 class _NoVmap(torch.autograd.Function):
-    """Return `x`; raise if vmap has made a batch of it."""
+    """Return an empty tensor; raise if vmap has made a batch of `x`."""
 
     @staticmethod
     def forward(x: torch.Tensor, where: str, instead: str) -> torch.Tensor:
-        return x.view_as(x)
+        return x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Keep nothing."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return tangent.new_empty(0)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, where: str, instead: str) -> Any:
