@@ -382,8 +382,8 @@ class _Outside(torch.autograd.Function):
     """Run a job where all transforms of ``torch.func`` have been unwrapped."""
 
     @staticmethod
-    def forward(x: torch.Tensor, job: Callable[[], Any], results: list[Any]) -> torch.Tensor:
-        results.append(job())
+    def forward(x: torch.Tensor, job: Callable[[], None]) -> torch.Tensor:
+        job()
         return x.clone()
 
     @staticmethod
@@ -396,7 +396,7 @@ def outside_transforms(job: Callable[[], R]) -> R:
     if not torch._C._are_functorch_transforms_active():
         return job()
     results: list[R] = []
-    _Outside.apply(torch.empty(0), job, results)  # type: ignore[no-untyped-call]
+    _Outside.apply(torch.empty(0), lambda: results.append(job()))  # type: ignore[no-untyped-call]
     return results[0]
 
 
