@@ -86,14 +86,12 @@ class ExchangePlan(Routes):
     @property
     def number(self) -> torch.Tensor:
         """A number by which a graph finds the plan."""
-        number: torch.Tensor = vars(self)["_number"]
-        return number
+        return self._number  # type: ignore[attr-defined, no-any-return]
 
     @property
     def inner(self) -> Routes:
         """The same routes, for operators that are kept."""
-        inner: Routes = vars(self)["_inner"]
-        return inner
+        return self._inner  # type: ignore[attr-defined, no-any-return]
 
     @property
     def row_sum(self) -> RowSum:
