@@ -116,7 +116,7 @@ def test_operators_pass_opcheck(compiling, name):
     assert compiling(2, checked_by_torch, name) == [2, 2]
 
 
-def ordered(rank):
+def ordered(rank, backend):
     """Nothing but the order of the calls relates these operators, in forward and in backward."""
     sizes = [3, 1]
     x = torch.randn(sizes[rank], 64, dtype=torch.float64, requires_grad=True)
@@ -132,16 +132,17 @@ def ordered(rank):
 
     (want,) = torch.autograd.grad(fn(x), x)
     with varcomm.trace() as trace:
-        (got,) = torch.autograd.grad(torch.compile(fn, fullgraph=True, backend="inductor")(x), x)
+        (got,) = torch.autograd.grad(torch.compile(fn, fullgraph=True, backend=backend)(x), x)
     return torch.allclose(got, want), [call.name for call in trace]
 
 
-def test_order_of_calls_in_generated_code(compiling):
-    """Pins the dependency that varcomm adds, and torch.library's ordered effects."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_order_of_calls_in_compiled_code(compiling, backend):
+    """Pins torch.library's ordered effects, and the dependency that Inductor keeps."""
     gather, scatter = "all_gather_v", "reduce_scatter_v"
     names = [gather, "all_reduce", gather, gather, scatter]
     names += [gather, scatter, "all_reduce", scatter]
-    assert compiling(2, ordered) == [(True, names)] * 2
+    assert compiling(2, ordered, backend) == [(True, names)] * 2
 
 
 def other_sizes(rank, dynamic):

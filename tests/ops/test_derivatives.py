@@ -140,9 +140,11 @@ def check_order(rank, name, ranks, order, kind, async_op=False):
 
 
 COLLECTIVE = [name for name in PRIMITIVES if name != "shard_v"]
+QUICK = ("all_gather_v", "all_reduce", "broadcast", "gather_v", "plan_from_needed")
+SOME = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COLLECTIVE]
 
 
-@pytest.mark.parametrize("kind", ["linear", "none at all"])
+@pytest.mark.parametrize("kind", ["none at all", pytest.param("linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("name", COLLECTIVE)
 def test_second_derivative_where_one_rank_has_none(worlds, name, ranks, kind):
@@ -150,7 +152,7 @@ def test_second_derivative_where_one_rank_has_none(worlds, name, ranks, kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", pytest.param("cubic", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", COLLECTIVE)
+@pytest.mark.parametrize("name", SOME)
 def test_third_derivative(worlds, name, kind):
     assert_none(worlds.run(3, check_order, name, 3, 3, kind))
 

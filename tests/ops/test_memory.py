@@ -232,7 +232,7 @@ def total(calls):
     return sum(call.sent for call in calls), sum(call.received for call in calls)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_bytes_on_the_wire(worlds, name, ranks):
     assert_none(worlds.run(ranks, check_bytes, name, ranks))

@@ -132,7 +132,7 @@ class checking:
     def __enter__(self) -> str:
         where = f"{self.name} on {self.group.label}: "
         try:
-            if torch.jit.is_tracing():
+            if _is_jit_tracing():
                 raise ArgumentError(
                     f"{where}torch.jit.trace would record what this rank sends as constants. Use "
                     "torch.compile, torch.export or make_fx, which record an operator."
@@ -150,6 +150,10 @@ class checking:
     def _tell(self, error: BaseException | None) -> None:
         if isinstance(error, ArgumentError | GroupError) and debugging():
             fail(self.group, self.name, error)
+
+
+def _is_jit_tracing() -> bool:
+    return torch.jit.is_tracing()  # type: ignore[attr-defined, no-any-return, no-untyped-call]
 
 
 def checked_gradient(adjoint: Operator, gradient: torch.Tensor) -> None:
@@ -172,7 +176,7 @@ def known(
 
     `make` checks the arguments, so that a known call needs no checks; the owner is a group or plan.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_recording():
+    if torch.compiler.is_compiling() or _is_jit_tracing() or _is_recording():
         return make(owner, x, sizes, *rest)
     if type(x) not in _TENSORS or x.is_nested or type(sizes) not in _SIZES:
         return make(owner, x, sizes, *rest)
@@ -197,23 +201,30 @@ def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
     """Apply an operator, differentiably."""
     if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         return _recorded(operator, x, None)[0]
-    return apply_with_token(operator, x)[0]
+    return _apply(operator, x, (), None)[0]
 
 
 def apply_with_token(
     operator: Operator, x: torch.Tensor, *tokens: torch.Tensor | None, of: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Tensors:
     """Apply an operator with the tokens of the call whose derivative this is; return its token.
 
-    There is none if nothing is differentiated. In backward `of` is the number of the call that this
-    is the derivative of, if ranks compare calls.
+    In backward `of` is the number of the call that this is the derivative of, if ranks compare
+    calls.
     """
-    given = [token for token in tokens if token is not None]
-    recorded = is_recorded(x, *given)
+    given = tuple(token for token in tokens if token is not None)
+    result, token = _apply(operator, x, given, of)
+    return result, x.new_empty(0, dtype=torch.float32) if token is None else token
+
+
+def _apply(
+    operator: Operator, x: torch.Tensor, tokens: tuple[torch.Tensor, ...], of: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    recorded = is_recorded(x, *tokens)
     if torch._C._are_functorch_transforms_active():
-        return _apply_in_transforms(x, operator, recorded, of, *given)
+        return _apply_in_transforms(x, operator, recorded, of, *tokens)
     if recorded or forward_ad.unpack_dual(x).tangent is not None:
-        return _Rule.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rule.apply(x, operator, recorded, of, *tokens)  # type: ignore[no-any-return, no-untyped-call]
     return _run(operator, x, recorded, of)[0], None
 
 
@@ -254,8 +265,7 @@ class _Rule(torch.autograd.Function):
         ctx: Any, tangent: torch.Tensor, _: None, __: None, ___: None, *of_tokens: Any
     ) -> Tensors:
         (token,) = ctx.saved_tensors
-        result, passed_on = apply_with_token(ctx.operator, tangent, token, *of_tokens)
-        return result, token.new_empty(0) if passed_on is None else passed_on
+        return apply_with_token(ctx.operator, tangent, token, *of_tokens)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, operator: Operator, *_: Any) -> Any:
@@ -382,8 +392,8 @@ class _Outside(torch.autograd.Function):
     """Run a job where all transforms of ``torch.func`` have been unwrapped."""
 
     @staticmethod
-    def forward(x: torch.Tensor, job: Callable[[], Any], results: list[Any]) -> torch.Tensor:
-        results.append(job())
+    def forward(x: torch.Tensor, job: Callable[[], None]) -> torch.Tensor:
+        job()
         return x.clone()
 
     @staticmethod
@@ -396,20 +406,24 @@ def outside_transforms(job: Callable[[], R]) -> R:
     if not torch._C._are_functorch_transforms_active():
         return job()
     results: list[R] = []
-    _Outside.apply(torch.empty(0), job, results)  # type: ignore[no-untyped-call]
+    _Outside.apply(torch.empty(0), lambda: results.append(job()))  # type: ignore[no-untyped-call]
     return results[0]
 
 
 class _NoVmap(torch.autograd.Function):
-    """Return `x`; raise if vmap has made a batch of it."""
+    """Return an empty tensor; raise if vmap has made a batch of `x`."""
 
     @staticmethod
     def forward(x: torch.Tensor, where: str, instead: str) -> torch.Tensor:
-        return x.view_as(x)
+        return x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Keep nothing."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return tangent.new_empty(0)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, where: str, instead: str) -> Any:

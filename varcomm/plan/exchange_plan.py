@@ -81,15 +81,20 @@ class ExchangePlan(Routes):
     def __post_init__(self) -> None:
         # a second object for operators and graphs, which must not keep the plan in a cycle
         inner = Routes(*(getattr(self, part.name) for part in fields(Routes)))
-        vars(self).update(inner=inner, kept_number=numbered(inner), extent=inner.extent)
+        vars(self).update(_inner=inner, _number=numbered(inner), extent=inner.extent)
 
     @property
     def number(self) -> torch.Tensor:
         """A number by which a graph finds the plan."""
-        return self.kept_number
+        return self._number  # type: ignore[attr-defined, no-any-return]
 
     @property
-    def row_sum(self) -> RowSum:  # type: ignore[override]
+    def inner(self) -> Routes:
+        """The same routes, for operators that are kept."""
+        return self._inner  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def row_sum(self) -> RowSum:
         """The sum of copies in the adjoint."""
         return self.inner.row_sum
 
