@@ -381,7 +381,8 @@ def _overlapped(
             rows = x
     if isinstance(after, ReduceScatterV) and weight is not None:
         factor = weight.conj()
-        of_x, gradient = multiplied_while_gathered(after.adjoint, gradient, factor, None, False)
+        gather = AllGatherV(after.group, after.sizes, after.dim, after.use_fp32)
+        of_x, gradient = multiplied_while_gathered(gather, gradient, factor, None, False)
     elif isinstance(after, ReduceScatterV):
         gradient = begin(after.adjoint, gradient, False).wait()
     elif weight is not None:

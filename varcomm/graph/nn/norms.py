@@ -331,8 +331,8 @@ def _pair_norm(
     else:
         squares = graphs.mean(out.square().sum(-1, keepdim=True))
         length = graphs.at_nodes((module.eps + squares).sqrt())
-    out = out / length * module.scale
-    return out.to(x.dtype)
+    scaled: torch.Tensor = out / length * module.scale
+    return scaled.to(x.dtype)
 
 
 def _mean_subtraction_norm(
