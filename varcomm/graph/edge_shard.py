@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from varcomm.graph.shard import Shard
-from varcomm.ops.extent import counts_in, extent_of
+from varcomm.ops.compilation import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard", "LocalEdges"]

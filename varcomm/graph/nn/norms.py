@@ -33,7 +33,7 @@ from varcomm.graph.nn.batches import (
     result_dtype,
 )
 from varcomm.graph.nn.rows import Rows, Where, check_rows, rows_of_any_kind
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_NORMS", "global_norm", "is_global_norm"]
