@@ -1,7 +1,5 @@
 """Aggregations over all nodes of graphs that span ranks: as PyG in one process."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -196,21 +194,6 @@ def check_narrow(rank):
 @pytest.mark.parametrize("check", [check_cube, check_halo, check_narrow])
 def test_other_rows(worlds, check):
     assert_none(worlds.run(3, check))
-
-
-def copies(rank):
-    graph, given = partitions()[0], whole(C)
-    module = on(made("softmax, learned"), graph)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        twin.t.fill_(3.0)
-    rows = given.rows(graph.owned_ids)
-    return [m(rows.x, rows.batch).sum().item() for m in (module, twin)]
-
-
-def test_copies_are_independent(worlds):
-    one, other = worlds.run(3, copies)[0]
-    assert one != other
 
 
 class OwnReduce(aggr.SumAggregation):

@@ -253,72 +253,29 @@ def test_values_that_are_not_finite(worlds):
 
 
 def refused(rank):
-    """Each on its own, before a message; so no rank waits for another."""
+    """Calls that each rank refuses alone, then those that the root refuses for all."""
     graph = graph_of(wild(), "block")
-    told = []
-    for call in (
-        lambda: graph.edges.gather(graph.x),
-        lambda: graph.gather(graph.x, dst=3),
-        lambda: graph.nodes.gather(graph.x, dst=0.5),
-        lambda: graph.edges.sum(graph.x),
-        lambda: graph.max(graph.x, graph.train_mask[1:]),
-        lambda: graph.edges.max(torch.arange(graph.num_edges)),
-        lambda: graph.scatter(None, src=-1),
+    for word, call in (
+        ("x must", lambda: graph.edges.gather(graph.x)),
+        ("dst must", lambda: graph.gather(graph.x, dst=3)),
+        ("dst must", lambda: graph.nodes.gather(graph.x, dst=0.5)),
+        ("src must", lambda: graph.scatter(None, src=-1)),
+        ("values must", lambda: graph.edges.sum(graph.x)),
+        ("values must", lambda: graph.edges.max(torch.arange(graph.num_edges))),
     ):
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=f"on rank {rank} of 3: {word}"):
             call()
-        told.append(str(caught.value))
-    edges = graph.num_edges
-    return told, edges
+    for x in (torch.ones(23), torch.tensor(1.0), [1.0] * 24, None):
+        told = "" if rank == 1 else "refused by its root, rank 1"
+        with pytest.raises(ArgumentError, match=told):
+            graph.scatter(x if rank == 1 else None, src=1)
+    with varcomm.debug(), pytest.raises(DisagreementError, match=r"graph\.max: ranks disagree on"):
+        graph.max(torch.ones(graph.num_nodes, 1 + rank))
+    return torch.equal(graph.scatter(wild().x if rank == 1 else None, src=1), graph.x)
 
 
 def test_refusals(worlds):
-    messages = (
-        "graph.gather on rank {rank} of 3: x must be a tensor with one row for each of the {edges} "
-        "owned edges; got torch.float64 of shape (8, 4).",
-        "graph.gather on rank {rank} of 3: dst must be a rank of the group, 0...2; got 3.",
-        "graph.gather on rank {rank} of 3: dst must be a rank of the group, 0...2; got 0.5.",
-        "graph.sum on rank {rank} of 3: values must be floats, one row for each of the {edges} "
-        "owned edges; got torch.float64 of shape (8, 4).",
-        "graph.max on rank {rank} of 3: mask must be of torch.bool and shape (8,); got torch.bool "
-        "of shape (7,).",
-        "graph.max on rank {rank} of 3: values must be floats, one row for each of the {edges} "
-        "owned edges; got torch.int64 of shape ({edges},).",
-        "graph.scatter on rank {rank} of 3: src must be a rank of the group, 0...2; got -1.",
-    )
-    for rank, (told, edges) in enumerate(worlds.run(3, refused)):
-        for text, message in zip(told, messages, strict=True):
-            assert text.startswith(message.format(rank=rank, edges=edges)), text
-
-
-WRONG_ROWS = (
-    "has 23 rows along dim 0, but sizes sum to 24",
-    "A scalar has no rows",
-    "must be a torch.Tensor; got list",
-    "must be a torch.Tensor; got NoneType",
-)
-
-
-def scattered_wrongly(rank):
-    """What `src` alone can tell, all are told."""
-    graph = graph_of(wild(), "block")
-    told = []
-    for x in (torch.ones(23), torch.tensor(1.0), [1.0] * 24, None):
-        with pytest.raises(ArgumentError) as caught:
-            graph.scatter(x if rank == 1 else None, src=1)
-        told.append(str(caught.value))
-    with varcomm.debug(), pytest.raises(DisagreementError, match=r"graph\.max: ranks disagree on"):
-        graph.max(torch.ones(graph.num_nodes, 1 + rank))
-    right = graph.scatter(wild().x if rank == 1 else None, src=1)
-    return told, torch.equal(right, graph.x)
-
-
-def test_scatter_of_wrong_rows(worlds):
-    for rank, (told, right) in enumerate(worlds.run(3, scattered_wrongly)):
-        assert right
-        assert all(("refused by its root, rank 1" in text) == (rank != 1) for text in told)
-        for text, message in zip(told, WRONG_ROWS, strict=True):
-            assert message in text
+    assert worlds.run(3, refused) == [True] * 3
 
 
 def parts_of_edges(rank, hops):
@@ -376,15 +333,3 @@ def frozen(rank):
 
 def test_shards_cannot_be_changed(worlds):
     assert worlds.run(2, frozen) == [(True, False, False)] * 2
-
-
-def bytes_kept(rank):
-    graph = graph_of(wild(), "random")
-    edges = graph.edges
-    ids = 2 * edges.num_owned + graph.num_halo + sum(graph.plan.send_counts)
-    return edges.nbytes() - 8 * ids - edges.num_owned - 8 * len(edges.ids.rest)
-
-
-def test_bytes_of_edges_and_plan(worlds):
-    """A byte for the number of an edge, as edges are in the order of the whole graph."""
-    assert worlds.run(3, bytes_kept) == [0] * 3

@@ -164,26 +164,15 @@ def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
         other = next(rank for rank, names in enumerate(of) if names != of[0])
         raise ArgumentError(
             f"{name}: x has no rows that are of the same kind on all ranks: on rank 0 of {of[0]}, "
-            f"on rank {other} of {of[other]}. {_runs_over(kinds)}"
+            f"on rank {other} of {of[other]}."
         )
     return found
 
 
 def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
-    def asked(rows: Rows) -> str:
-        also = (
-            f", or for each of these and the {rows.num_halo} in the halo" if rows.num_halo else ""
-        )
-        return f"for each of the {rows.num_owned} owned {rows.name}{also}"
-
-    return (
-        f"x must have one row {', or '.join(map(asked, kinds))}; got shape {tuple(x.shape)}. "
-        f"{_runs_over(kinds)}"
+    wanted = ", or ".join(
+        f"for each of the {rows.num_owned} owned {rows.name}"
+        + (f", or for these and the {rows.num_halo} in the halo" if rows.num_halo else "")
+        for rows in kinds
     )
-
-
-def _runs_over(kinds: Sequence[Rows]) -> str:
-    return (
-        f"It runs over {' or '.join(rows.name for rows in kinds)}: what is pooled already, or has "
-        "rows of something else, must not go through it."
-    )
+    return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."
