@@ -7,7 +7,7 @@ from torch_geometric.nn import aggr
 from torch_geometric.nn.models import MLP
 
 import varcomm
-from tests.graph.batches import FIRST, GRAPHS, SECOND, partitions, whole
+from tests.graph.batches import FIRST, GRAPHS, SECOND, derivatives, partitions, whole
 from tests.graph.pools import curved
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
@@ -76,17 +76,7 @@ def on(module, graph):
 
 def applied(module, x, given, loss, total):
     leaves = [x.clone().requires_grad_(), *module.parameters()]
-    out = module(leaves[0], **given)
-    first = torch.autograd.grad(
-        loss(out), leaves, create_graph=True, allow_unused=True, materialize_grads=True
-    )
-    second = torch.autograd.grad(
-        total(first[0] ** 2 * 3) + 0 * total(leaves[0]),
-        leaves,
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return out.detach(), first, second
+    return derivatives(lambda: module(leaves[0], **given), leaves, loss, total)
 
 
 def ways(given, sorted_ids):

@@ -8,8 +8,6 @@ from itertools import cycle
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch_geometric.data import Data
 
 import varcomm
@@ -17,29 +15,21 @@ from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.parts import differences, same
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import partition
-from varcomm.graph.delta_ids import AscendingIds
 
-IDS = st.lists(st.integers(0, 2**63 - 2), unique=True, max_size=40)
-CLOSE = st.lists(st.integers(0, 600), unique=True, max_size=40)
+FAR = [0, 254, 509, 765, 4000]  # ids of nodes and edges between which many, or none, are
 
 
-@settings(deadline=None)
-@given(ids=IDS | CLOSE)
-@example(ids=[])
-@example(ids=[0])
-@example(ids=[253, 254])
-@example(ids=[254, 509, 765])  # gaps of 255, 255 and 256
-@example(ids=[0, 2**63 - 2])
-def test_ascending_ids_come_back(ids):
-    ids = torch.tensor(sorted(ids), dtype=torch.int64)
-    before = ids.clone()
-    kept = AscendingIds.of(ids)
-    assert torch.equal(ids, before)
-    for again in (kept, kept.to("cpu")):
-        assert torch.equal(again.decoded(), ids)
-        assert again.decoded().dtype == torch.int64
-        assert len(again) == len(ids) == len(again.gaps)
-    assert len(kept.rest) <= 1 + int(ids.max() if len(ids) else 0) // 255
+def far_apart(rank):
+    nodes = torch.arange(5000)
+    owner = (~torch.isin(nodes, torch.tensor(FAR))).long()
+    graph = partition(Data(edge_index=nodes.expand(2, -1)), method=owner)
+    graph = graph.to("cpu")
+    return [shard.owned_ids.tolist() for shard in (graph.nodes, graph.edges)]
+
+
+def test_ids_with_gaps(worlds):
+    others = [node for node in range(5000) if node not in FAR]
+    assert worlds.run(2, far_apart) == [[FAR, FAR], [others, others]]
 
 
 def graph_of(data, way):
@@ -288,6 +278,8 @@ def parts_of_edges(rank, hops):
     assert (graph.edge_index[0, inner] < graph.num_owned).all()
     assert (graph.edge_index[0, outer] >= graph.num_owned).all()
     assert graph.interior is inner, "found once"
+    numbers = graph.edge_index.numel() + graph.num_halo + sum(graph.plan.send_counts)
+    assert graph.edges.nbytes() == 8 * numbers + graph.edges.num_owned, "a byte per edge id"
     return len(inner) > 0, len(outer) > 0, torch.equal(graph.edges.interior, inner)
 
 

@@ -76,8 +76,7 @@ def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
     if len(found) > 1:
         raise ArgumentError(
             f"{name}: x has as many rows as there are {' and '.join(rows.name for rows in found)}, "
-            f"on every rank. Say which: give {found[0].key} in place of the graph, as in "
-            f"varcomm.graph.global_add_pool(x, batch, {found[0].key})."
+            f"on every rank. Choose one: pass {found[0].key} in place of the graph."
         )
     return found[0]
 
@@ -91,8 +90,8 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where) -> Rows:
     if len({tuple(rows.shard.sizes) for rows in found}) > 1:
         raise ArgumentError(
             f"{name}: on every rank, x may have rows of {' or of '.join(r.name for r in found)}, "
-            "some with the halo's. Say which: varcomm.graph.global_norm(module, "
-            f"{found[0].key}) is what the forward of the module is to be."
+            "some with the halo's. Choose one: module.forward = "
+            f"varcomm.graph.global_norm(module, {found[0].key})."
         )
     return found[0]
 
