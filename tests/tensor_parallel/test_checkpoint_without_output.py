@@ -2,78 +2,45 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import varcomm
+from tests.tensor_parallel.test_checkpoint import Layer, derivatives, randn, splits
 from tests.worlds import WORLDS
-from varcomm import ArgumentError, ShardSizes
-from varcomm.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from varcomm import ArgumentError
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
-from varcomm.tensor_parallel.random import RandomStreams
 
 DOUBLE = torch.float64
-HIDDEN = 7
 
 
-def randn(*shape, seed=6):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=DOUBLE, generator=generator)
+def weights(*shape):
+    return randn(*shape, seed=3).requires_grad_()
 
 
-class Layer:
+class Before(Layer):
     """A function that communicates and draws, before a product that keeps its output."""
 
-    def __init__(self, sizes, group=None):
-        self.group = group
-        rank = dist.get_rank(group)
-        self.first = randn(HIDDEN, 3).split(list(sizes))[rank].clone().requires_grad_()
-        self.second = randn(3, HIDDEN).split(list(sizes), 1)[rank].clone().requires_grad_()
+    def __init__(self, sizes):
+        super().__init__(sizes)
         self.last = randn(3, 3, seed=8).requires_grad_()
-        self.streams = RandomStreams(7, group)
-        self.runs = 0
 
-    def function(self, x):
-        self.runs += 1
-        hidden = F.linear(copy_to_tensor_model_parallel_region(x, group=self.group), self.first)
-        with self.streams.fork("sharded"):
-            hidden = F.dropout(hidden.sin(), 0.3)
-        y = F.linear(hidden, self.second)
-        return reduce_from_tensor_model_parallel_region(y, group=self.group).sin()
+    def used(self, x, y):
+        return x + F.linear(y, self.last).sin() * y
 
     def kept(self, x):
-        y = self.function(x)
-        return x + F.linear(y, self.last).exp() * y
+        return self.used(x, self(x))
 
     def freed(self, x):
         with CheckpointWithoutOutput() as keep:
-            y = keep.checkpoint(self.function, x)
-            return x + F.linear(y, self.last).exp() * y
+            return self.used(x, keep.checkpoint(self, x))
 
 
-def derivatives(layer, forward):
-    """First derivatives twice from one graph, and second derivatives."""
-    x = randn(2, 2, 3).requires_grad_()
-    leaves = [x, layer.first, layer.second, layer.last]
-    y = forward(x)
-    loss = y.square().sum()
-    once = torch.autograd.grad(loss, leaves, retain_graph=True)
-    with layer.streams.fork("sharded"):  # others draw between the runs
-        torch.rand(3)
-    again = torch.autograd.grad(loss, leaves, create_graph=True)
-    twice = torch.autograd.grad(sum(g.square().sum() for g in again), leaves)
-    return [y.detach(), *once, *(g.detach() for g in again), *twice]
-
-
-def compared(rank, sizes, around, group=None):
-    layer, twin = Layer(sizes, group), Layer(sizes, group)
+def compared(rank, sizes, around):
+    layer, twin = Before(sizes), Before(sizes)
     forward = (lambda x: checkpoint(layer.freed, x)) if around else layer.freed
-    expected = derivatives(twin, twin.kept)
-    found = derivatives(layer, forward)
+    expected = derivatives(twin, twin.kept, twin.last)
+    found = derivatives(layer, forward, layer.last)
     return all(map(torch.equal, found, expected)), layer.runs
 
 
@@ -81,88 +48,59 @@ def compared(rank, sizes, around, group=None):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_all_is_as_without(worlds, ranks, split):
     """Bit for bit, masks included; and each of the three backwards runs the function once."""
-    sizes = {
-        "balanced": tuple(ShardSizes.balanced(HIDDEN, ranks)),
-        "all on one": (0,) * (ranks - 1) + (HIDDEN,),
-    }[split]
-    assert worlds.run(ranks, compared, sizes, False) == [(True, 4)] * ranks
+    assert worlds.run(ranks, compared, splits(ranks)[split], False) == [(True, 4)] * ranks
+
+
+def views(x, apply, w):
+    y = apply(torch.exp, x)
+    parts = F.linear(y.view(2, 2, 5), w[:3]).reshape(4, 3) * y[:, 1:4] * y.t()[2:3, :].t()
+    return parts @ y.chunk(2)[1].narrow(1, 0, 3).t() @ w[:2, :2]
+
+
+def one_after_another(x, apply, w):
+    a, b = apply(lambda x: (x.exp(), x.sin()), x)
+    c = apply(torch.tanh, a * w[0])
+    d = apply(torch.cos, c)
+    return (a @ w) * (b @ w) + (c @ w) * (d @ w) + b
+
+
+def changed_in_place(x, apply, w):
+    """What is kept after the change is kept as it is."""
+    y = apply(torch.sin, x)
+    y.relu_()
+    return (y @ w).tanh() * y
+
+
+def without_its_gradient(x, apply, w):
+    y = apply(torch.exp, x)
+    return (y.detach() @ w) * y.cos() + y.detach() * (y @ w)
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [(views, 2), (one_after_another, 6), (changed_in_place, 2), (without_its_gradient, 2)],
+)
+def test_uses_of_outputs(forward, expected):
+    """Values and gradients with a block are those without, and the function runs twice."""
+    w, runs = weights(5, 5), []
+
+    def counted(function, x):
+        return keep.checkpoint(lambda x: runs.append(1) or function(x), x)
+
+    def pulled(y, x):
+        return [y.detach(), *torch.autograd.grad(y.sin().sum(), [x, w])]
+
+    x = randn(4, 5).requires_grad_()
+    plain = pulled(forward(x, lambda function, x: function(x), w), x)
+    with CheckpointWithoutOutput() as keep:
+        y = forward(x, counted, w)
+    assert all(map(torch.equal, pulled(y, x), plain))
+    assert len(runs) == expected
 
 
 def test_within_a_checkpoint(worlds):
     """The outer one runs it again, and then the inner one."""
     assert worlds.run(2, compared, (3, 4), True) == [(True, 7)] * 2
-
-
-def weights(*shape):
-    return randn(*shape, seed=3).requires_grad_()
-
-
-def run_alone(forward, *leaves):
-    """Return values and gradients with a block and without, and how often the function ran."""
-    found = []
-    for keep in (None, CheckpointWithoutOutput()):
-        runs = []
-
-        def apply(function, *args, keep=keep, runs=runs):
-            def counted(*args):
-                runs.append(1)
-                return function(*args)
-
-            return keep.checkpoint(counted, *args) if keep else function(*args)
-
-        x = randn(4, 5).requires_grad_()
-        if keep is None:
-            y = forward(x, apply)
-        else:
-            with keep:
-                y = forward(x, apply)
-        found.append([y.detach(), *torch.autograd.grad(y.sin().sum(), [x, *leaves])])
-    return all(map(torch.equal, *found)), len(runs)
-
-
-def test_views_of_the_output():
-    w, v = weights(3, 5), weights(4, 2)
-
-    def forward(x, apply):
-        y = apply(torch.exp, x)
-        parts = F.linear(y.view(2, 2, 5), w).reshape(4, 3) * y[:, 1:4] * y.t()[2:3, :].t()
-        return parts @ y.chunk(2)[1].narrow(1, 0, 3).t() @ v[:2]
-
-    assert run_alone(forward, w, v) == (True, 2)
-
-
-def test_several_outputs_and_one_after_another():
-    w = weights(5, 5)
-
-    def forward(x, apply):
-        a, b = apply(lambda x: (x.exp(), x.sin()), x)
-        c = apply(torch.tanh, a * w[0])
-        d = apply(torch.cos, c)
-        return (a @ w) * (b @ w) + (c @ w) * (d @ w) + b
-
-    assert run_alone(forward, w) == (True, 6)
-
-
-def test_an_output_that_is_changed_in_place():
-    """What is kept after the change is kept as it is."""
-    w = weights(5, 5)
-
-    def forward(x, apply):
-        y = apply(torch.sin, x)
-        y.relu_()
-        return (y @ w).tanh() * y
-
-    assert run_alone(forward, w) == (True, 2)
-
-
-def test_an_output_that_is_used_without_its_gradient():
-    w = weights(5, 5)
-
-    def forward(x, apply):
-        y = apply(torch.exp, x)
-        return (y.detach() @ w) * y.cos() + y.detach() * (y @ w)
-
-    assert run_alone(forward, w) == (True, 2)
 
 
 def memory(rank):
@@ -243,7 +181,7 @@ def test_what_does_not_require_a_gradient():
 
 
 def traffic(rank):
-    layer = Layer([2, 5, 0])
+    layer = Before([2, 5, 0])
     with varcomm.trace() as forward:
         y = layer.freed(randn(2, 3).requires_grad_())
     with varcomm.trace() as backward:

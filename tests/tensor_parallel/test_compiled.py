@@ -8,7 +8,6 @@ import torch
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.compiling import compare, compare_layers, drawn, leaf
 from varcomm import tensor_parallel as tp
-from varcomm.models import GPT
 from varcomm.tensor_parallel import (
     ColumnParallelLinear,
     FeatureParallelEmbedding,
@@ -16,7 +15,6 @@ from varcomm.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     linear_cross_entropy,
-    parallelize,
     sequence_parallel,
     vocab_parallel_cross_entropy,
 )
@@ -199,37 +197,3 @@ def attention(rank, ranks):
 @pytest.mark.slow
 def test_attention_and_norms(worlds, world):
     assert_none(worlds.run(world, attention, world))
-
-
-def training(rank, ranks, sequence):
-    """Losses and parameters of two steps, compiled and not."""
-    torch._dynamo.reset()
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(VOCABULARY, (LENGTH + 1, BATCH), generator=generator)
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = GPT(VOCABULARY, 14, num_layers=1, num_heads=7, mlp_size=5).double()
-        parallelize(model, model.tensor_parallel_plan(sequence))
-        loss_of = (
-            torch.compile(model.loss, fullgraph=True, backend="aot_eager")
-            if compiled
-            else model.loss
-        )
-        optimizer, losses = torch.optim.AdamW(model.parameters(), 0.1), []
-        for _ in range(2):
-            loss = loss_of(text[:-1], text[1:])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        found.append((losses, [p.detach() for p in model.parameters()]))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
-    return len(found[1][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_language_model_is_trained(worlds, world, in_parts):
-    found = worlds.run(world, training, world, SEQUENCE[world] if in_parts else None)
-    assert found == [8] * world

@@ -5,8 +5,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ops.comparing import Failures, assert_none
@@ -90,26 +88,6 @@ def in_subgroups(rank):
 @pytest.mark.slow
 def test_subgroups_without_rank_0(worlds):
     assert_none(worlds.run(5, in_subgroups))
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any),
-    tokens=st.integers(0, 5),
-    smoothing=st.sampled_from([0.0, 0.25]),
-    seed=st.integers(0, 100),
-)
-def test_sizes_drawn(worlds, sizes, tokens, smoothing, seed):
-    assert_none(worlds.run(3, check_drawn, sizes, tokens, smoothing, seed))
-
-
-def check_drawn(rank, sizes, tokens, smoothing, seed):
-    failures = Failures()
-    classes = sum(sizes)
-    whole = 10 * drawn(tokens, classes, seed=seed)
-    target = targets(tokens, classes=classes, seed=seed)
-    compare(failures, rank, sizes, whole, target, label_smoothing=smoothing)
-    return failures
 
 
 def sizes_left_out(rank, sizes):

@@ -34,7 +34,7 @@ def check_against_finite_differences(rank, ranks):
             loss = vocab_parallel_cross_entropy(logits, target, sizes, **options)
             return copy_to_tensor_model_parallel_region(loss)
 
-        gradcheck(fn, shard)
+        gradcheck(fn, shard, fast_mode=ranks != 2)
         gradgradcheck(fn, shard, fast_mode=True)
     return True
 
@@ -116,25 +116,3 @@ def of_a_linear_penalty(rank):
 
 def test_second_derivative_of_a_loss_that_differs_between_ranks(worlds):
     assert worlds.run(2, of_a_linear_penalty) == [True] * 2
-
-
-def by_torch_func(rank):
-    whole, target = drawn(3, 6), torch.tensor([5, 0, 2])
-    shard = whole.split([2, 4], -1)[rank]
-
-    def loss(z):
-        return vocab_parallel_cross_entropy(z, target, [2, 4], reduction="mean")
-
-    gradient, value = torch.func.grad_and_value(loss)(shard)
-    _, moved = torch.func.jvp(loss, (shard,), (torch.ones_like(shard),))
-    (of_whole, want) = torch.func.grad_and_value(lambda z: F.cross_entropy(z, target))(whole)
-    of_shard = of_whole.split([2, 4], -1)[rank]
-    same = torch.allclose(gradient, of_shard, 1e-12) and torch.allclose(value, want, 1e-12)
-    return same, abs(moved.item())
-
-
-def test_torch_func(worlds):
-    """The loss does not change where all logits move alike."""
-    for same, moved in worlds.run(2, by_torch_func):
-        assert same
-        assert moved < 1e-15

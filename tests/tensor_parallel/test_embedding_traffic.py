@@ -97,26 +97,6 @@ def test_bytes_of_each_method(worlds):
         assert answers["masked", False] == ((there, back), (back, there))
 
 
-def taken(rank, ids, sizes, parts=None):
-    weight = own_rows(draw(V, H), sizes, rank)
-    with varcomm.trace() as calls:
-        vocab_parallel_embedding(ids, weight, sizes, None, parts)
-    return [call.name for call in calls]
-
-
-def test_auto(worlds):
-    """On 3 ranks the sum of 6 rows of 3 in one round makes each rank send 12."""
-    spread = torch.arange(6)
-    assert worlds.run(3, taken, spread, [2, 2, 7]) == [["parallel_embedding"]] * 3
-    assert worlds.run(3, taken, spread, [6, 2, 3]) == [["replicated_sum"]] * 3
-    # many places, few rows
-    assert worlds.run(3, taken, spread.repeat(2), [6, 2, 3]) == [["parallel_embedding"]] * 3
-    assert worlds.run(3, taken, spread, [6, 2, 3], [0, 0, 6]) == [["exchange"]] * 3
-    assert worlds.run(2, taken, spread, [4, 7]) == [["parallel_embedding"]] * 2
-    assert worlds.run(1, taken, spread, [11]) == [["replicated_sum"]]
-    assert worlds.run(1, taken, spread, [11], [6]) == [["reduce_scatter_v"]]
-
-
 def busiest(ids, weight, sizes, method):
     with varcomm.trace() as calls:
         vocab_parallel_embedding(ids, weight, sizes, method=method)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import varcomm
@@ -95,21 +94,6 @@ def test_narrow_gradients_are_summed_in_fp32(worlds, dtype):
     first, second = worlds.run(2, in_narrow, dtype)
     assert first == second
     assert first[:2] == (DOUBLE, True)
-
-
-def of_two_by_two(rank):
-    """In halves, of which the second does not contain rank 0; the fifth rank is a group alone."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [4])]
-    group = groups[rank // 2]
-    sizes = [7] if rank == 4 else [2, 5]
-    return compared(rank, sizes, DOUBLE, 0.5, 2.0, group)[1]
-
-
-@pytest.mark.slow
-def test_subgroups(worlds):
-    norms = worlds.run(5, of_two_by_two)
-    expected = torch.cat([g.reshape(-1) for g in whole_gradients(DOUBLE)]).norm().item()
-    assert norms == pytest.approx([expected] * 5, rel=1e-14)
 
 
 def one_message(rank):

@@ -79,19 +79,6 @@ def compared(rank, ranks, pattern, group=None):
                         assert torch.equal(got[0], want[0]), (got[0], want[0])
                         assert torch.equal(got[1], want[1]), (got[1], want[1])
                         assert torch.equal(operands[3], own)
-            if dtype == torch.float64:
-                got = norm_column_linear(
-                    own, norm, weight, of_rank, sequence_sizes=rows, group=group
-                )
-                normed, total = row_linear_norm(
-                    part, of_part, added, own, norm, sequence_sizes=rows, group=group
-                )
-                sums = x + functional.linear(columns, across, added)
-                with failures.named("one process", name):
-                    want = functional.linear(norm(x), whole, bias).split(list(sizes), -1)[rank]
-                    torch.testing.assert_close(got, want)
-                    torch.testing.assert_close(total, sums.split(list(rows))[rank])
-                    torch.testing.assert_close(normed, norm(sums))
     return failures
 
 
@@ -130,7 +117,7 @@ def long_rows(rank, dtype):
     return all(torch.equal(a, b) for a, b in alike)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_in_several_pieces(worlds, dtype):
     assert worlds.run(3, long_rows, dtype) == [True] * 3
 

@@ -109,18 +109,6 @@ def test_tokens_of_any_shape(worlds):
     assert_none(worlds.run(3, check_shapes))
 
 
-def sizes_left_out(rank):
-    hidden, target = drawn(6, WIDTH), targets(6, classes=7)
-    head = drawn(7, WIDTH, seed=1).split([3, 4])[rank]
-    options = {"ignore_index": -100, "reduction": "sum"}
-    asked = linear_cross_entropy(hidden, head, target, **options)
-    return torch.equal(asked, linear_cross_entropy(hidden, head, target, [3, 4], **options))
-
-
-def test_sizes_of_none_asks_the_ranks(worlds):
-    assert worlds.run(2, sizes_left_out) == [True] * 2
-
-
 def check_against_finite_differences(rank, ranks, sequence):
     """Ranks bring rows of hidden, which are gathered before, or by the loss."""
     sizes, rows = {2: ([2, 3], [1, 2]), 3: ([3, 0, 2], [2, 0, 1])}[ranks]

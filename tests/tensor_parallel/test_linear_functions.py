@@ -118,9 +118,6 @@ def test_elements_that_travel_are_the_fewest_possible(worlds, ranks):
         }
 
 
-GATHER, REDUCE = "all_gather_v", "reduce_scatter_v"
-
-
 def saved(rank):
     """What the graph keeps: pairs of how it is called and the shapes it holds on to."""
     sequence, kept = [2, 2], {}
@@ -235,9 +232,6 @@ def test_sums_of_narrow_floats(worlds):
     # 1 + 2^-8 rounds to 1 in bf16, so one after the other the small ones are lost
     exact, lost = 1.0 + 2 * 2.0**-8, 1.0
     assert worlds.run(3, narrow_sums, 3) == [[exact, exact, lost, lost]] * 3
-
-
-X, W = torch.ones(2, 4), torch.ones(3, 4)
 
 
 class Products(TorchDispatchMode):

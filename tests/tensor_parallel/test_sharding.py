@@ -69,8 +69,8 @@ def gathered_once(rank):
     own = torch.randn(2, spec.local, dtype=torch.float64)
     with varcomm.trace() as calls:
         spec.gather(own)
-    gradcheck(spec.gather, own)
-    gradgradcheck(lambda x: spec.gather(x) ** 2, own)
+    gradcheck(spec.gather, own, fast_mode=True)
+    gradgradcheck(lambda x: spec.gather(x) ** 2, own, fast_mode=True)
     return [(call.name, call.received) for call in calls]
 
 

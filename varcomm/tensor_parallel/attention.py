@@ -17,7 +17,7 @@ from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import ShardSizes, at_least, checked_sizes, exact_int
 from varcomm.tensor_parallel.init import Fill
-from varcomm.tensor_parallel.layout import agreed
+from varcomm.tensor_parallel.layout import agreed, checked_number
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.transport.group import GroupLike, resolve
 
@@ -201,10 +201,8 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
             f"(T, *F, kv_heads, E) of {length}, with heads a multiple of kv_heads; got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}, causal={causal}."
         )
-    if scale is not None and not (
-        isinstance(scale, int | float) and not isinstance(scale, bool) and isfinite(scale)
-    ):
-        raise ArgumentError(f"{where}scale must be a finite number; got {scale!r}.")
+    if scale is not None:
+        checked_number(scale, "scale", where, "a finite number", isfinite)
 
 
 def split_heads(
@@ -274,14 +272,10 @@ class ParallelAttention(nn.Module):
         Features per head; None is ``hidden_size / num_heads``, which must be an integer.
     sizes : sequence of int, optional
         Heads of keys and values per rank; zeros allowed; None is balanced.
-    bias : bool
-        Whether the two layers have biases.
     causal : bool
         Whether each place sees only itself and earlier places.
-    sequence_sizes : sequence of int, optional
-        Rows of the sequence per rank: sequence parallelism.
-    init, group, device, dtype
-        As in :class:`~varcomm.tensor_parallel.ColumnParallelLinear`.
+    bias, sequence_sizes, init, group, device, dtype
+        As in :class:`~varcomm.tensor_parallel.ColumnParallelLinear`, for both layers.
 
     Attributes
     ----------
@@ -291,11 +285,6 @@ class ParallelAttention(nn.Module):
         From the heads' results to the output.
     sizes : ShardSizes
         Heads of keys and values per rank.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
 
     Notes
     -----

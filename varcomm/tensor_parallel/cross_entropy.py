@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -22,7 +21,8 @@ from varcomm.ops.operator import apply, checking, refuse_linearize
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_sizes, exact_int
 from varcomm.tensor_parallel.class_statistics import Statistics, computed_in
-from varcomm.tensor_parallel.linear import refuse_vmap
+from varcomm.tensor_parallel.layout import checked_number
+from varcomm.tensor_parallel.linear import autocast, checked_operands, refuse_vmap
 from varcomm.tensor_parallel.mappings import shard_sizes
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -98,8 +98,7 @@ def vocab_parallel_cross_entropy(
     Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
     bytes; nothing in backward. A second derivative gathers again.
 
-    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU:
-    statistics and their derivatives, of any order, are computed on chunks of rows.
+    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 
@@ -184,12 +183,7 @@ def linear_cross_entropy(
     Returns
     -------
     torch.Tensor
-        ``(*T)``, or a scalar, as :func:`vocab_parallel_cross_entropy` returns it.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError, GroupError
-        As in :func:`vocab_parallel_cross_entropy`.
+        As :func:`vocab_parallel_cross_entropy`, with the same errors.
 
     Notes
     -----
@@ -225,7 +219,7 @@ def linear_cross_entropy(
     asked = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks) as where:
         _check_floats(hidden, where, "hidden", 1)
-        _check_head(hidden, weight, bias, where)
+        checked_operands(hidden, weight, bias, where, "hidden")
         what = f"weight, of shape {tuple(weight.shape)},"
         known = _checked_sizes(asked, weight.shape[0], what, ranks, where)
         like = hidden[..., :0]
@@ -234,12 +228,9 @@ def linear_cross_entropy(
             like = like.new_empty(sum(parts), *like.shape[1:])
         target = _checked_targets(target, like, known, options, name, ranks, where)
         _check_weights(class_weight, "class_weight", hidden.device, known, where)
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    targets = _Targets(name, target, known, class_weight, options, computed_in(dtype), ranks)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    dtype = computed_in(hidden.dtype)
+    targets = _Targets(name, target, known, class_weight, options, dtype, ranks)
     if sequence_sizes is not None:
         hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
     elif torch.compiler.is_compiling():
@@ -288,14 +279,11 @@ class _Options:
 
     def check(self, where: str) -> None:
         """Raise ArgumentError if one of them is wrong."""
-        if not _is_number(self.label_smoothing) or not 0 <= self.label_smoothing < 1:
-            raise ArgumentError(
-                f"{where}label_smoothing must be a number in [0, 1); got {self.label_smoothing!r}."
-            )
-        if not _is_number(self.z_loss) or not 0 <= self.z_loss < inf:
-            raise ArgumentError(
-                f"{where}z_loss must be a finite number of at least 0; got {self.z_loss!r}."
-            )
+        smoothing, z_loss = self.label_smoothing, self.z_loss
+        checked_number(
+            smoothing, "label_smoothing", where, "a number in [0, 1)", lambda s: 0 <= s < 1
+        )
+        checked_number(z_loss, "z_loss", where, "a finite number from 0", lambda z: 0 <= z < inf)
         if exact_int(self.ignore_index) is None:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
         for name, kind in (("reduction", Reduction), ("smooth_over", SmoothOver)):
@@ -405,9 +393,8 @@ class _Targets:
         return total if self.options.reduction == "sum" else total / self.counted.sum()
 
 
-def _check_floats(x: object, where: str, name: str, least: int) -> None:
+def _check_floats(x: torch.Tensor, where: str, name: str, least: int) -> None:
     checked_tensor(x, where, name)
-    assert isinstance(x, torch.Tensor)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
     if x.dim() < least:
@@ -436,38 +423,12 @@ def _checked_sizes(
     return known
 
 
-def _check_head(hidden: torch.Tensor, weight: object, bias: object, where: str) -> None:
-    _check_floats(weight, where, "weight", 2)
-    assert isinstance(weight, torch.Tensor)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ArgumentError(
-            f"{where}weight must have shape (sizes[rank], {hidden.shape[-1]}), for hidden of shape "
-            f"{tuple(hidden.shape)}; got {tuple(weight.shape)}."
-        )
-    if bias is not None:
-        _check_floats(bias, where, "bias", 1)
-        assert isinstance(bias, torch.Tensor)
-        if bias.shape != weight.shape[:1]:
-            raise ArgumentError(
-                f"{where}bias must have shape {tuple(weight.shape[:1])}, one entry per row of "
-                f"weight; got {tuple(bias.shape)}."
-            )
-    for name, x in (("weight", weight), ("bias", bias)):
-        if isinstance(x, torch.Tensor):
-            _check_device(x, hidden.device, name, where)
-            if x.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
-                raise ArgumentError(
-                    f"{where}{name} must have the dtype of hidden, {hidden.dtype}; got {x.dtype}."
-                )
-
-
 def _check_weights(
-    weight: object, name: str, device: torch.device, sizes: ShardSizes, where: str
+    weight: torch.Tensor | None, name: str, device: torch.device, sizes: ShardSizes, where: str
 ) -> None:
     if weight is None:
         return
     _check_floats(weight, where, name, 1)
-    assert isinstance(weight, torch.Tensor)
     if weight.shape != (sizes.total,):
         raise ArgumentError(
             f"{where}{name} must have one entry per class, {sizes.total} (sizes {list(sizes)}); "
@@ -479,7 +440,7 @@ def _check_weights(
 
 
 def _checked_targets(
-    target: object,
+    target: torch.Tensor,
     like: torch.Tensor,
     sizes: ShardSizes,
     options: _Options,
@@ -489,7 +450,6 @@ def _checked_targets(
 ) -> torch.Tensor:
     """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
     checked_tensor(target, where, "target")
-    assert isinstance(target, torch.Tensor)
     shape = like.shape[:-1]
     if target.dtype != torch.int64:
         hint = " Convert: target.to(torch.int64)."
@@ -534,7 +494,3 @@ def _known_classes(
 @_known_classes.register_fake
 def _(target: torch.Tensor, *_: object) -> torch.Tensor:
     return target.new_empty(target.shape)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

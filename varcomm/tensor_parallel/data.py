@@ -19,8 +19,6 @@ from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["broadcast_data"]
 
-_NAME = "broadcast_data"
-
 
 def broadcast_data(
     keys: Sequence[str],
@@ -79,7 +77,9 @@ def broadcast_data(
     own: list[torch.Tensor] = []
 
     def check() -> dict[str, Any]:
-        asked = _checked_keys(keys)
+        strings = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
+        if isinstance(keys, str) or not strings or len(set(keys)) < len(keys):
+            raise ArgumentError(f"keys must be a list of different strings; got {keys!r}.")
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
         # a simulated first rank has the data of this rank
@@ -92,7 +92,7 @@ def broadcast_data(
         known = kind if kind in ranks.backends() else ranks.device().type
         return known, [list(x.shape) for x in own]
 
-    _, (kind, shapes) = agreed(_NAME, check, ranks, described)
+    _, (kind, shapes) = agreed("broadcast_data", check, ranks, described)
     device = own[0].device if own and own[0].device.type == kind else torch.device(kind)
     counts = [prod(shape) for shape in shapes]
     values = torch.empty(sum(counts), dtype=dtype, device=device)
@@ -101,16 +101,9 @@ def broadcast_data(
     got = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     for place, tensor in zip(got, own, strict=False):
         place.copy_(tensor.detach())
-    with explained(_NAME, ranks):
-        wait_for(packing.broadcast(_NAME, ranks, values, 0))
+    with explained("broadcast_data", ranks):
+        wait_for(packing.broadcast("broadcast_data", ranks, values, 0))
     return dict(zip(keys, got, strict=True))
-
-
-def _checked_keys(keys: Sequence[str]) -> list[str]:
-    strings = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
-    if isinstance(keys, str) or not strings or len(set(keys)) < len(keys):
-        raise ArgumentError(f"keys must be a list of different strings; got {keys!r}.")
-    return list(keys)
 
 
 def _checked_data(keys: list[str], data: object, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -185,12 +185,7 @@ def feature_parallel_embedding(
     -------
     torch.Tensor
         ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks; or
-        ``(*ids.shape, sizes[rank])``.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        As in :func:`vocab_parallel_embedding`.
+        ``(*ids.shape, sizes[rank])``. Errors are those of :func:`vocab_parallel_embedding`.
 
     Notes
     -----
@@ -581,12 +576,8 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         The id, of all ids, whose row starts as zeros and gets no gradient.
     max_norm : None
         Refused: rows would be overwritten during the forward.
-    sequence_sizes : sequence of int, optional
-        Rows of the sequence for each rank; see :func:`vocab_parallel_embedding`.
-    method : {"auto", "masked", "indexed"}
-        How rows travel; see :func:`vocab_parallel_embedding`.
-    input_is_parallel : bool
-        Whether each rank passes the ids of its own part of the sequence only.
+    sequence_sizes, method, input_is_parallel
+        As in :func:`vocab_parallel_embedding`.
     init : callable, optional
         ``init(tensor, generator)`` draws elements in place; None draws from the normal
         distribution. One seed gives the same table on any number of ranks.
@@ -695,17 +686,11 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Parameters
     ----------
-    num_embeddings, embedding_dim : int
-        Sizes of the full table.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.
-    padding_idx : int, optional
-        The id whose row starts as zeros and gets no gradient.
-    max_norm : None
-        Refused: rows would be overwritten during the forward.
     gather_output : bool
         Whether the result has all columns, replicated, or this rank's only.
-    init, group, device, dtype
+    num_embeddings, embedding_dim, padding_idx, max_norm, init, group, device, dtype
         As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
 
     Attributes
@@ -714,11 +699,6 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
         ``(num_embeddings, sizes[rank])``: this rank's columns.
     spec : ShardSpec
         How the table is sharded.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
 
     Notes
     -----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isnan
 
 import torch
 
@@ -13,6 +12,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import shard_spec
+from varcomm.tensor_parallel.layout import checked_number
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -130,7 +130,7 @@ def clip_grad_norm_(
     """
     listed = _listed(parameters)
     with checking("clip_grad_norm_", resolve(group)) as where:
-        _checked_number(max_norm, "max_norm", where, least=0.0)
+        checked_number(max_norm, "max_norm", where, "a non-negative number", lambda n: n >= 0)
     if debugging():
         compare(resolve(group), {"operation": "clip_grad_norm_", "max_norm": float(max_norm)})
     total = _grad_norm("clip_grad_norm_", listed, norm_type, group, error_if_nonfinite)
@@ -152,7 +152,7 @@ def _grad_norm(
 ) -> torch.Tensor:
     ranks = resolve(group)
     with checking(name, ranks, error_if_nonfinite=error_if_nonfinite) as where:
-        _checked_number(norm_type, "norm_type", where)
+        checked_number(norm_type, "norm_type", where, "a positive number", lambda p: p > 0)
         sharded = [_is_sharded(i, x, ranks, where) for i, x in enumerate(parameters)]
     if debugging():
         compare(ranks, {"operation": name, "norm_type": norm_type, "sharded parameters": sharded})
@@ -200,13 +200,6 @@ def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -
             f"group ({spec.group}). Pass that group, with its parameters."
         )
     return spec is not None
-
-
-def _checked_number(value: object, name: str, where: str, least: float | None = None) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and not isnan(value)
-    if not number or (value <= 0 if least is None else value < least):  # type: ignore[operator]
-        kind = "positive" if least is None else "non-negative"
-        raise ArgumentError(f"{where}{name} must be a {kind} number; got {value!r}.")
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

@@ -344,7 +344,6 @@ def _norm_into(norm: Norm, rows: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _pieces(rows: torch.Tensor) -> Iterator[slice]:
-    """Yield which rows to compute together."""
     count = len(rows)
     step = max(_PIECE * count // max(rows.nbytes, 1), -(-count // _MOST_PIECES), 1)
     for start in range(0, count, step):
@@ -372,19 +371,16 @@ def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
 
 def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], where: str) -> None:
     for name, operand in operands.items():
-        tensors = list(operand.parameters()) if isinstance(operand, nn.Module) else [operand]
+        tensors = operand.parameters() if isinstance(operand, nn.Module) else [operand]
         for tensor in tensors:
             if tensor is None:
                 continue
-            if torch.is_grad_enabled() and tensor.requires_grad:
+            recorded = torch.is_grad_enabled() and tensor.requires_grad
+            if recorded or forward_ad.unpack_dual(tensor).tangent is not None:
+                kind = "requires a gradient" if recorded else "carries a forward-mode tangent"
                 raise ArgumentError(
-                    f"{where}{name} requires a gradient, which is not computed here. Call this "
-                    "under torch.inference_mode() or torch.no_grad(), or use the layers."
-                )
-            if forward_ad.unpack_dual(tensor).tangent is not None:
-                raise ArgumentError(
-                    f"{where}{name} carries a forward-mode tangent, which is not computed here. "
-                    "Use the layers."
+                    f"{where}{name} {kind}, which is not computed here. Call this under "
+                    "torch.inference_mode() or torch.no_grad(), or use the layers."
                 )
 
 

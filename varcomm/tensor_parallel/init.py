@@ -31,40 +31,14 @@ def initialised(
 ) -> torch.Tensor:
     """Return this rank's shard of a random weight that is the same on any number of ranks.
 
-    The weight is cut into tiles of 64 x 256, each drawn by its own generator. A rank draws only the
-    tiles that meet its shard, always on the CPU, so that all devices get the same numbers.
+    The weight is cut into tiles of 64 x 256, each drawn by its own generator from `seed`, which is
+    identical on all ranks and different for each weight. A rank draws only the tiles that meet its
+    shard, always on the CPU, so that all devices get the same numbers; floats narrower than 4 bytes
+    are drawn in fp32 and rounded. Nothing is drawn for ``"meta"``.
 
-    Parameters
-    ----------
-    shape : sequence of int
-        Shape of the full weight.
-    spec : ShardSpec, optional
-        How the weight is sharded; None draws the full weight.
-    fill : callable
-        ``fill(tensor, generator)`` draws each element in place, all from the same distribution.
-    seed : int
-        Identical on all ranks, and different for each weight.
-    dtype : torch.dtype, optional
-        Floats narrower than 4 bytes are drawn in fp32 and rounded; None is torch's default.
-    device : torch.device or str, optional
-        Device of the result; None is torch's default. Nothing is drawn for ``"meta"``.
-
-    Raises
-    ------
-    ArgumentError
-        If `spec` describes a tensor of another size.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.init import initialised
-    >>> from varcomm.sharding import ShardSpec
-    >>> normal = lambda tensor, generator: tensor.normal_(generator=generator)
-    >>> def fn(rank):
-    ...     spec = ShardSpec.of([1, 2])
-    ...     return spec.gather(initialised((3, 2), spec, normal, seed=5))
-    >>> torch.equal(varcomm.launch(fn, 2)[0], initialised((3, 2), None, normal, seed=5))
-    True
+    `shape` is that of the full weight, `spec` of None draws all of it, and ``fill(tensor,
+    generator)`` draws each element in place, all from the same distribution. Raises ArgumentError
+    if `spec` describes a tensor of another size.
     """
     if not shape:
         return initialised((1,), spec, fill, seed, dtype, device).view(())

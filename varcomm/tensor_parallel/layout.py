@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "Sizes",
     "agreed",
     "check_plain",
+    "checked_number",
     "module_seed",
     "param_is_not_tensor_parallel_duplicate",
 ]
@@ -67,6 +69,14 @@ def agreed(
     return dict(checked), shared
 
 
+def checked_number(
+    value: Any, name: str, where: str, kind: str, fits: Callable[[Any], bool]
+) -> None:
+    """Raise ArgumentError unless `value` is a number that fits; `kind` describes it."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not fits(value):
+        raise ArgumentError(f"{where}{name} must be {kind}; got {value!r}.")
+
+
 def _random_seed() -> int:
     """Return a seed from torch's default CPU generator."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
@@ -77,17 +87,6 @@ def module_seed(group: GroupLike = None) -> int:
 
     Every rank draws from torch's default CPU generator, and the draw of the group's first rank
     counts: ``torch.manual_seed`` on that rank decides.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from varcomm.tensor_parallel.layout import module_seed
-    >>> def fn(rank):
-    ...     torch.manual_seed(rank)
-    ...     return module_seed()
-    >>> a, b = varcomm.launch(fn, 2)
-    >>> a == b
-    True
     """
     return int(agreed("module_seed", dict, resolve(group), _random_seed)[1])
 

@@ -129,8 +129,7 @@ def column_parallel_linear(
     flags = {"gather_output": gather_output, "use_fp32": use_fp32}
     with checking("column_parallel_linear", ranks, **flags) as where:
         checked_operands(x, weight, bias, where)
-        if save not in ("input", "gathered"):
-            raise ArgumentError(f'{where}save must be "input" or "gathered"; got {save!r}.')
+        _check_save(save, where)
         _check_sizes(weight, sizes, 0, ranks, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
         sink = _gradient_sink(weight, where)
@@ -178,12 +177,8 @@ def row_parallel_linear(
     Returns
     -------
     torch.Tensor
-        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows.
-
-    Raises
-    ------
-    ArgumentError
-        Before any communication, if shapes, dtypes or sizes do not fit on this rank.
+        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows. Errors are those of
+        :func:`column_parallel_linear`.
 
     Notes
     -----
@@ -484,15 +479,19 @@ def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor
 
 
 def checked_operands(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, where: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    where: str,
+    name: str = "x",
 ) -> None:
-    """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed."""
-    checked_tensor(x, where, "x")
+    """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` is that of x."""
+    checked_tensor(x, where, name)
     checked_tensor(weight, where, "weight")
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ArgumentError(
-            f"{where}x must be (..., in) and weight (out, in) on this rank; got x of shape "
-            f"{tuple(x.shape)} and weight of shape {tuple(weight.shape)}."
+            f"{where}{name} must be (..., in) and weight (out, in) on this rank; got {name} of "
+            f"shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}."
         )
     if bias is not None:
         checked_tensor(bias, where, "bias")
@@ -501,14 +500,19 @@ def checked_operands(
                 f"{where}bias must be ({weight.shape[0]},), one entry per row of this rank's "
                 f"weight; got shape {tuple(bias.shape)}."
             )
-    for name, value in (("weight", weight), ("bias", bias)):
+    for other, value in (("weight", weight), ("bias", bias)):
         if value is not None and (_dtype(value) != _dtype(x) or value.device != x.device):
             raise ArgumentError(
-                f"{where}x is {_dtype(x)} on {x.device}, but {name} is {_dtype(value)} on "
+                f"{where}{name} is {_dtype(x)} on {x.device}, but {other} is {_dtype(value)} on "
                 f"{value.device}."
             )
     if not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentError(f"{where}x must be floats; got {x.dtype}.")
+        raise ArgumentError(f"{where}{name} must be floats; got {x.dtype}.")
+
+
+def _check_save(save: str, where: str) -> None:
+    if save not in ("input", "gathered"):
+        raise ArgumentError(f'{where}save must be "input" or "gathered"; got {save!r}.')
 
 
 def _check_sizes(
@@ -589,8 +593,7 @@ class _ParallelLinear(ShardedModule):
         super().__init__()
 
         def options() -> dict[str, Any]:
-            if save not in ("input", "gathered"):
-                raise ArgumentError(f'save must be "input" or "gathered"; got {save!r}.')
+            _check_save(save, "")
             return {**self._checked(flags), "save": save}
 
         checked, seed = self._agree(layout, options)
@@ -858,8 +861,7 @@ class RowParallelLinear(_ParallelLinear):
     bias : bool
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
-        Inputs per rank; zeros allowed; None is balanced. For several fused blocks, those of each
-        block, as in :class:`ColumnParallelLinear`.
+        Inputs per rank, of each fused block; zeros allowed; None is balanced.
     input_is_parallel : bool
         Whether calls pass this rank's inputs; otherwise all inputs, replicated.
     sequence_sizes : sequence of int, optional
@@ -873,11 +875,6 @@ class RowParallelLinear(_ParallelLinear):
         This rank's columns, ``(out_features, spec.local)``, and ``(out_features,)``.
     spec : ShardSpec
         How the weight is sharded.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
 
     Notes
     -----
