@@ -24,7 +24,7 @@ import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
 from varcomm.graph import distribute, partition
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import resolve
 
 RANKS = 3
@@ -63,13 +63,7 @@ def fail():
     raise KeyError("something of the user's")
 
 
-FAULTS = {
-    "kill": kill,
-    "stop": stop,
-    "close": close,
-    "exhaust": exhaust,
-    "fail": fail,
-}
+FAULTS = {fault.__name__: fault for fault in (kill, stop, close, exhaust, fail)}
 
 
 def graph():
@@ -113,7 +107,7 @@ PLACES = {
 def befall(fault, rounds):
     """Let a fault happen on this rank at the start of a later round of messages."""
     left = rounds
-    engine = engine_for(resolve(None), torch.device("cpu"))
+    engine = type(engine_for(resolve(None), torch.device("cpu")))  # every group has its own
 
     def instead(name):
         own = getattr(engine, name)

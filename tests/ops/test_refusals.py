@@ -18,19 +18,19 @@ SPARSE = torch.eye(3).to_sparse()
 def bad_sizes(op, whole):
     """Yield calls with wrong `sizes` and `dim`; rank 0 of 2 makes them with two rows of [2, 1]."""
     x = F(3 if whole else 2, 2)
-    yield lambda: op(x, [2]), r"sizes must have one entry a rank, 2; got 1: \[2\]"
-    yield lambda: op(x, [2, 1, 0]), "sizes must have one entry a rank, 2; got 3"
-    yield lambda: op(x, []), "sizes must have one entry a rank, 2; got 0"
-    yield lambda: op(x, ShardSizes([2, 1, 0])), "sizes must have one entry a rank, 2; got 3"
+    yield lambda: op(x, [2]), r"sizes must have one entry per rank, 2; got 1: \[2\]"
+    yield lambda: op(x, [2, 1, 0]), "sizes must have one entry per rank, 2; got 3"
+    yield lambda: op(x, []), "sizes must have one entry per rank, 2; got 0"
+    yield lambda: op(x, ShardSizes([2, 1, 0])), "sizes must have one entry per rank, 2; got 3"
     yield lambda: op(x, [4, -1]), r"sizes must not be negative; got \[4, -1\]"
     yield lambda: op(x, [2, 1.0]), r"sizes must hold ints; got \[2, 1.0\], where entry 1 is 1.0 of"
     yield lambda: op(x, [2, True]), "entry 1 is True of type bool"
     yield lambda: op(x, [2, None]), "entry 1 is None of type NoneType"
-    yield lambda: op(x, "21"), "sizes must be a list or tuple of ints, one a rank; got '21'"
-    yield lambda: op(x, {2, 1}), "sizes must be a list or tuple of ints, one a rank; got"
-    yield lambda: op(x, {2: 0, 1: 0}), "sizes must be a list or tuple of ints, one a rank; got"
-    yield lambda: op(x, 3), "sizes must be a list or tuple of ints, one a rank; got 3"
-    yield lambda: op(x, None), "sizes must be a list or tuple of ints, one a rank; got None"
+    yield lambda: op(x, "21"), "sizes must be a list or tuple of ints, one per rank; got '21'"
+    yield lambda: op(x, {2, 1}), "sizes must be a list or tuple of ints, one per rank; got"
+    yield lambda: op(x, {2: 0, 1: 0}), "sizes must be a list or tuple of ints, one per rank; got"
+    yield lambda: op(x, 3), "sizes must be a list or tuple of ints, one per rank; got 3"
+    yield lambda: op(x, None), "sizes must be a list or tuple of ints, one per rank; got None"
     yield lambda: op(x, [2, 1], 2), r"dim=2 is out of range for a tensor of shape \(., 2\)"
     yield lambda: op(x, [2, 1], -3), "dim=-3 is out of range"
     yield lambda: op(x, [2, 1], 0.0), "dim must be an int; got 0.0"
@@ -108,7 +108,7 @@ def mistakes_of_broadcast():
 
 def mistakes_of_scatter_v():
     yield from bad_roots(varcomm.scatter_v, F(3, 2), [2, 1], word="src")
-    yield lambda: varcomm.scatter_v(F(3), [2]), "sizes must have one entry a rank, 2; got 1"
+    yield lambda: varcomm.scatter_v(F(3), [2]), "sizes must have one entry per rank, 2; got 1"
     yield lambda: varcomm.scatter_v(F(3), [4, -1]), "sizes must not be negative"
     yield lambda: varcomm.scatter_v(F(3), [2, "1"]), "entry 1 is '1' of type str"
     yield lambda: varcomm.scatter_v(F(3), 3), "sizes must be a list or tuple of ints"
@@ -117,8 +117,8 @@ def mistakes_of_scatter_v():
 def mistakes_of_all_to_all_v():
     op, x = varcomm.all_to_all_v, F(3, 2)
     yield from bad_tensors(op, [2, 1], [2, 1])
-    yield lambda: op(x, [3], [2, 1]), "send_sizes must have one entry a rank, 2; got 1"
-    yield lambda: op(x, [2, 1], [2, 1, 0]), "recv_sizes must have one entry a rank, 2; got 3"
+    yield lambda: op(x, [3], [2, 1]), "send_sizes must have one entry per rank, 2; got 1"
+    yield lambda: op(x, [2, 1], [2, 1, 0]), "recv_sizes must have one entry per rank, 2; got 3"
     yield lambda: op(x, [4, -1], [4, 1]), "send_sizes must not be negative"
     yield lambda: op(x, [2, 1], [2, -1]), "recv_sizes must not be negative"
     yield lambda: op(x, [2, 1], [2, 1.5]), "recv_sizes must hold ints; .* 1.5 of type float"
@@ -133,7 +133,7 @@ def mistakes_of_transpose_v():
     yield from bad_tensors(op, 1, [2, 3], 0, [2, 1])
     yield lambda: op(x, 1, [2, 2], 0, [2, 1]), "dim 1, but split_sizes sum to 4"
     yield lambda: op(x, 1, [2, 3], 0, [1, 1]), r"dim 0, but concat_sizes\[0\] is 1"
-    yield lambda: op(x, 1, [2, 3], 0, [2]), "concat_sizes must have one entry a rank, 2; got 1"
+    yield lambda: op(x, 1, [2, 3], 0, [2]), "concat_sizes must have one entry per rank, 2; got 1"
     yield lambda: op(x, 1, [6, -1], 0, [2, 1]), "split_sizes must not be negative"
     yield lambda: op(x, 2, [2, 3], 0, [2, 1]), "dim=2 is out of range"
     message = r"split_dim=0 and concat_dim=-2 are the same dimension .*; use all_to_all_v"

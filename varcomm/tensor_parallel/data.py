@@ -12,7 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.tensor_parallel.layout import agreed
-from varcomm.transport.engine import wait_for
+from varcomm.transport.engine import engine_for, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import GroupLike, resolve
 
@@ -81,7 +81,7 @@ def broadcast_data(
         asked = _checked_keys(keys)
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
-        if ranks.rank == 0:
+        if ranks.rank == 0 or engine_for(ranks, ranks.device()).simulated:
             own.extend(_checked_data(asked, data, dtype))
         return {"keys": asked, "dtype": dtype}
 
