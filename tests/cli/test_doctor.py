@@ -93,7 +93,7 @@ def hangs_at_reduce(rank, name, ranks, device):
 
 def test_checks_that_fail_and_hang(monkeypatch):
     monkeypatch.setattr(doctor, "check", hangs_at_reduce)
-    found = doctor.tried(GLOO, 2.0, lambda words: None)
+    found = doctor.tried(GLOO, 6.0, lambda words: None)
     assert found.state == "fails"
     wrong = [name for name, passed in found.passed.items() if not passed]
     assert wrong == ["broadcast", "reduce"]

@@ -45,16 +45,15 @@ def partitions():
     return [partition(wild(NODES), method=method) for method in methods]
 
 
-def derivatives(run, leaves, weight, total):
+def derivatives(run, leaves, loss, total):
     """Return the result of `run`, and what a loss and its squared gradient derive to at leaves.
 
     `total` sums over all nodes. The first leaf has a row for each node.
     """
     out = run()
-    first = torch.autograd.grad(
-        total(out.sin() * weight), leaves, create_graph=True, materialize_grads=True
-    )
-    second = torch.autograd.grad(total(first[0] ** 2 * 3), leaves, materialize_grads=True)
+    first = torch.autograd.grad(loss(out), leaves, create_graph=True, materialize_grads=True)
+    length = total(first[0] ** 2 * 3) + 0 * total(leaves[0])
+    second = torch.autograd.grad(length, leaves, materialize_grads=True)
     return out.detach(), [g.detach() for g in first], list(second)
 
 

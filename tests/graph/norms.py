@@ -100,7 +100,8 @@ def applied(name, module, given, total):
         module((1 + x.detach() / 2), *more)
         return module(x, *more)
 
-    return derivatives(run, [x, *module.parameters()], given.weight, total)
+    leaves = [x, *module.parameters()]
+    return derivatives(run, leaves, lambda out: total(out.sin() * given.weight), total)
 
 
 def buffers(module):

@@ -3,6 +3,7 @@
 import torch
 from torch_geometric.utils import scatter, softmax
 
+from tests.graph.batches import derivatives
 from varcomm import graph as pooling
 from varcomm.graph import replicated
 
@@ -37,10 +38,8 @@ POOLS = {
 def twice(pool, x, arguments, loss_of, total):
     """Return a result, the gradient of a loss of it, and that of the gradient's squared length."""
     x = x.clone().requires_grad_()
-    out = pool(x, *arguments)
-    (first,) = torch.autograd.grad(loss_of(out), x, create_graph=True)
-    (second,) = torch.autograd.grad(total(first**2 * 3) + 0 * total(x), x)
-    return out.detach(), first.detach(), second
+    out, first, second = derivatives(lambda: pool(x, *arguments), [x], loss_of, total)
+    return out, first[0], second[0]
 
 
 def curved(out):

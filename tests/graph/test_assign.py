@@ -182,12 +182,6 @@ def test_positions(method):
             assert (mine.amax(0) - mine.amin(0)).tolist() == [edge - 1] * dims
 
 
-def test_bisection_cuts_across_the_widest_extent():
-    assert assign(grid(2, 6), 2, "rcb").view(2, 6).tolist() == [[0, 0, 0, 1, 1, 1]] * 2
-    thirds = assign(grid(9, 2), 3, "rcb").view(9, 2)
-    assert thirds.tolist() == [[0, 0]] * 3 + [[1, 1]] * 3 + [[2, 2]] * 3
-
-
 def test_most_coordinates():
     pos = torch.rand(20, 64)
     assert torch.bincount(assign(at(pos[:, :63]), 2, "hilbert")).tolist() == [10, 10]

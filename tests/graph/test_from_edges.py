@@ -1,13 +1,11 @@
 """``from_edges``: any pieces on any ranks make the graph that ``partition`` makes."""
 
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 
@@ -86,67 +84,24 @@ def plain():
     return Data(data.x, data.edge_index, edge_number=torch.arange(data.num_edges))
 
 
-def by_rank(ranks_of, ranks):
-    return tuple(torch.nonzero(ranks_of == rank).view(-1) for rank in range(ranks))
+def pieces_of(data, ranks, seed):
+    """Deal edges and nodes to some ranks in disorder; others describe and own the nodes."""
+    draw, some = torch.Generator().manual_seed(seed), 1 + seed % ranks
 
+    def by_chance(count):
+        return (torch.randint(some, (count,), generator=draw) + seed) % ranks
 
-def ways_to_deal(count, ranks):
-    """Numbers 0 ... count - 1 to ranks: in turn, by chance and in disorder, all to one, to some."""
-    generator = torch.Generator().manual_seed(count + ranks)
-    order = torch.randperm(count, generator=generator)
-    chance = torch.randint(ranks, (count,), generator=generator)
-    nobody = torch.empty(0, dtype=torch.int64)
-    some = [nobody] * ranks
-    some[ranks // 2] = order[: count // 3]
-    some[ranks - 1] = torch.cat([some[ranks - 1], order[count // 3 :]])
-    return {
-        "in turn": by_rank(torch.arange(count) % ranks, ranks),
-        "by chance": tuple(order[chance[order] == rank] for rank in range(ranks)),
-        "all to the last": (nobody,) * (ranks - 1) + (order,),
-        "to some": tuple(some),
-    }
+    def dealt(count):
+        order, rank_of = torch.randperm(count, generator=draw), by_chance(count)
+        return tuple(order[rank_of[order] == rank] for rank in range(ranks))
 
-
-def ways_to_speak(nodes, ranks):
-    odd = [0] * ranks
-    odd[0] += min(1, nodes)
-    odd[ranks - 1] += nodes - sum(odd)
-    return {
-        "balanced": ShardSizes.balanced(nodes, ranks),
-        "odd": ShardSizes(odd),
-        "all by the first": ShardSizes([nodes, *[0] * (ranks - 1)]),
-    }
-
-
-def ways_to_own(nodes, ranks):
-    generator = torch.Generator().manual_seed(nodes * ranks)
-    few = torch.randint(max(1, ranks - 1), (nodes,), generator=generator)
-    return {
-        "who speaks": None,
-        "by chance": torch.randint(ranks, (nodes,), generator=generator),
-        "the first nothing": few + 1 if ranks > 1 else few,
-        "one all": torch.full((nodes,), ranks // 2, dtype=torch.int32),
-    }
-
-
-def cases(data, ranks):
-    """Each way to speak with each way to own; ways to deal edges and nodes take turns."""
     nodes = data.num_nodes
-    ways_to_name = {"no ids": None} | ways_to_deal(nodes, ranks)
-    deals, names = (cycle(ways) for ways in (ways_to_deal(data.num_edges, ranks), ways_to_name))
-    for spoken, sizes in ways_to_speak(nodes, ranks).items():
-        for owned, owner in ways_to_own(nodes, ranks).items():
-            edges, named = next(deals), next(names)
-            yield (
-                f"edges {edges}, {spoken}, owned by {owned}, nodes {named}",
-                Pieces(
-                    data,
-                    sizes,
-                    ways_to_deal(data.num_edges, ranks)[edges],
-                    owner,
-                    ways_to_name[named],
-                ),
-            )
+    cuts = torch.randint(nodes + 1, (ranks - 1,), generator=draw).sort().values.tolist()
+    sizes = ShardSizes(end - start for start, end in pairwise([0, *cuts, nodes]))
+    owner = by_chance(nodes) if seed % 3 else None
+    owner = owner.int() if seed % 4 == 1 and owner is not None else owner
+    nodes_of = None if seed % 2 else dealt(nodes)
+    return Pieces(data, sizes, dealt(data.num_edges), owner, nodes_of, hops=1 + seed % 3 % 2)
 
 
 def wrong_cases(rank, given):
@@ -168,53 +123,11 @@ SMALL = {
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_pieces_make_what_partition_makes_of_the_whole(worlds, ranks):
-    given = list(cases(plain(), ranks))
-    assert len(given) == 12
-    given.append(next(case for case in cases(rich(), ranks) if "by by chance" in case[0]))
-    given += [
-        (name, replace(p, hops=2 + ("one" in name))) for name, p in given if "in turn" in name
-    ]
-    for graph, data in SMALL.items():
-        small = [case for case in cases(data, ranks) if "edges all to the last" in case[0]]
-        given += [(f"{graph}, {name}", pieces) for name, pieces in small]
+    given = [(f"plain, {seed}", pieces_of(plain(), ranks, seed)) for seed in range(24)]
+    given += [(f"rich, {seed}", pieces_of(rich(), ranks, seed)) for seed in range(3, 6)]
+    for name, data in SMALL.items():
+        given += [(f"{name}, {seed}", pieces_of(data, ranks, seed)) for seed in range(6)]
     assert worlds.run(ranks, wrong_cases, given) == [{}] * ranks
-
-
-@st.composite
-def some_pieces(draw, ranks):
-    sizes = draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))
-    nodes = sum(sizes)
-    node, rank = st.integers(0, max(0, nodes - 1)), st.integers(0, ranks - 1)
-    edges = draw(st.lists(st.tuples(node, node, rank), max_size=30 if nodes else 0))
-    source, target, reader = torch.tensor(edges, dtype=torch.int64).view(-1, 3).unbind(1)
-    owner = draw(st.none() | st.lists(rank, min_size=nodes, max_size=nodes))
-    nodes_of = None
-    if draw(st.booleans()):
-        order = torch.tensor(draw(st.permutations(range(nodes))), dtype=torch.int64)
-        names = draw(st.lists(rank, min_size=nodes, max_size=nodes))
-        holder = torch.tensor(names, dtype=torch.int64)
-        nodes_of = tuple(order[holder == r] for r in range(ranks))
-    return Pieces(
-        Data(
-            edge_index=torch.stack([source, target]),
-            num_nodes=nodes,
-            x=torch.arange(nodes * 2.0).view(nodes, 2),
-            edge_number=torch.arange(len(edges)),
-        ),
-        ShardSizes(sizes),
-        by_rank(reader, ranks),
-        None if owner is None else torch.tensor(owner, dtype=torch.int64),
-        nodes_of,
-        hops=draw(st.integers(1, 3)),
-    )
-
-
-@settings(deadline=None, max_examples=15)
-@given(data=st.data())
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_any_pieces(worlds, ranks, data):
-    pieces = data.draw(some_pieces(ranks))
-    assert worlds.run(ranks, wrong_cases, [("drawn", pieces)]) == [{}] * ranks
 
 
 def in_a_subgroup(rank, pieces):
@@ -228,8 +141,7 @@ def in_a_subgroup(rank, pieces):
 
 
 def test_in_a_subgroup_that_compares_its_calls(worlds):
-    (_, pieces), *_ = [case for case in cases(plain(), 2) if "owned by by chance" in case[0]]
-    told = worlds.run(3, in_a_subgroup, pieces)
+    told = worlds.run(3, in_a_subgroup, pieces_of(plain(), 2, 5))
     assert told == [[], [2, "the ranks given"], [2, "the ranks given"]]
 
 
@@ -239,15 +151,14 @@ def bytes_sent(rank, pieces):
     return sum(call.sent for call in calls), graph.owned_ids, graph.halo_ids
 
 
-@pytest.mark.parametrize("owned", ["who speaks", "by chance"])
-def test_nothing_travels_twice(worlds, owned):
+@pytest.mark.parametrize("moves", [False, True])
+def test_nothing_travels_twice(worlds, moves):
     """Each edge and node that moves once; each node that a rank asks for once, and its answer."""
     ranks, data = 3, rich()
-    deal = ways_to_deal(data.num_edges, ranks)["by chance"]
-    owner = ways_to_own(data.num_nodes, ranks)[owned]
-    pieces = Pieces(data, ShardSizes.balanced(data.num_nodes, ranks), deal, owner)
-    speaker = pieces.sizes.owner(torch.arange(data.num_nodes))
-    owner = speaker if owner is None else owner
+    pieces = replace(pieces_of(data, ranks, 2), nodes_of=None, hops=1)
+    pieces = pieces if moves else replace(pieces, owner=None)
+    deal, speaker = pieces.edges_of, pieces.sizes.owner(torch.arange(data.num_nodes))
+    owner = pieces.owner if moves else speaker
     of_edge = 24 + sum(row_bytes(data[name]) for name in edge_attributes(data))
     of_node = 8 + sum(row_bytes(data[name]) for name in node_attributes(data))
 
@@ -256,7 +167,7 @@ def test_nothing_travels_twice(worlds, owned):
     for rank, (edges, (_, _, halo)) in enumerate(zip(deal, told, strict=True)):
         expected += of_edge * int((owner[data.edge_index[1, edges]] != rank).sum())
         expected += 16 * len(halo)
-        if owned == "by chance":
+        if moves:
             seen = data.edge_index[:, edges].unique()
             expected += 16 * int((speaker[seen] != rank).sum())
     sent = sum(sent for sent, *_ in told)

@@ -129,79 +129,35 @@ def test_what_models_take(worlds):
     assert worlds.run(3, what_models_take) == [(1998, torch.bool)] * 3
 
 
-# what is asked of a graph with types, and what it answers
 WRITES = ("author", "writes", "paper")
-UNKNOWN = {
-    "a type that is not there": (
-        lambda graph: graph["publisher"],
-        KeyError,
-        "'publisher'; the graph has ['author', 'paper', 'venue', 'editor', 'reader', ('author', '",
-    ),
-    "edges that are not there": (
-        lambda graph: graph["author", "paper"],
-        KeyError,
-        "('author', 'paper'); the graph has ['author'",
-    ),
-    "nodes": (
-        lambda graph: graph.nodes,
-        ArgumentError,
-        "the graph has several types; say of which: graph['author'], graph['paper'], graph['venu",
-    ),
-    "edges": (
-        lambda graph: graph.edge_index,
-        ArgumentError,
-        "the graph has several types; say of which: graph[('author', 'writes', 'paper')], graph[",
-    ),
-    "a mean": (lambda graph: graph.mean(torch.ones(1)), ArgumentError, "of which: graph['author']"),
-    "a halo": (lambda graph: graph.halo(torch.ones(1)), ArgumentError, "say of which: graph[('au"),
-    "an attribute": (
-        lambda graph: graph.x,
-        AttributeError,
-        "the graph as a whole has no attribute 'x'; say of which type: graph['author'].x, graph['",
-    ),
-    "an attribute of nobody": (
-        lambda graph: graph.z,
-        AttributeError,
-        "the graph as a whole has no attribute 'z'; nor has one of its types.",
-    ),
-    "attributes of nobody": (
-        lambda graph: graph.z_dict,
-        AttributeError,
-        "Tried to collect 'z' but did not find any occurrences of it",
-    ),
-    "one of nodes": (
-        lambda graph: graph["author"].y,
-        AttributeError,
-        "the nodes have no attribute 'y'; they have x, age.",
-    ),
-    "one of edges": (
-        lambda graph: graph[WRITES].x,
-        AttributeError,
-        "the edges have no attribute 'x'; they have weight.",
-    ),
-    "one of nodes without any": (
-        lambda graph: graph["venue"].x,
-        AttributeError,
-        "the nodes have no attribute 'x'; they have no attributes.",
-    ),
-}
+# questions to a graph with types, the error, and a word of the message
+UNKNOWN = [
+    (lambda graph: graph["publisher"], KeyError, "'publisher'"),
+    (lambda graph: graph["author", "paper"], KeyError, "('author', 'paper')"),
+    (lambda graph: graph.nodes, ArgumentError, "graph['author'], graph['paper']"),
+    (lambda graph: graph.edge_index, ArgumentError, "graph[('author', 'writes', 'paper')]"),
+    (lambda graph: graph.mean(torch.ones(1)), ArgumentError, "graph['author']"),
+    (lambda graph: graph.halo(torch.ones(1)), ArgumentError, "graph[('author'"),
+    (lambda graph: graph.x, AttributeError, "graph['author'].x, graph['"),
+    (lambda graph: graph.z, AttributeError, "'z'"),
+    (lambda graph: graph.z_dict, AttributeError, "'z'"),
+    (lambda graph: graph["author"].y, AttributeError, "'y'; they have x, age"),
+    (lambda graph: graph[WRITES].x, AttributeError, "'x'; they have weight"),
+    (lambda graph: graph["venue"].x, AttributeError, "no attributes"),
+]
 
 
 def answers(rank):
     data = typed()
     graph = partition(data, method=owners(data, "by chance", 2))
-    told = {}
-    for name, (ask, kind, _) in UNKNOWN.items():
+    for ask, kind, word in UNKNOWN:
         with pytest.raises(kind) as caught:
             ask(graph)
-        told[name] = str(caught.value).strip('"')
-    return told
+        assert word in str(caught.value)
 
 
 def test_what_the_graph_does_not_have(worlds):
-    for told in worlds.run(2, answers):
-        for name, (_, _, message) in UNKNOWN.items():
-            assert message in told[name], (name, told[name])
+    assert worlds.run(2, answers) == [None] * 2
 
 
 def by_name(rank):

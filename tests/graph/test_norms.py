@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import varcomm
-from tests.graph.batches import FIRST, SECOND, assert_same, partitions, whole
+from tests.graph.batches import FIRST, assert_same, partitions, whole
 from tests.graph.norms import NORMS, applied, buffers, made, names, on
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
@@ -72,42 +72,6 @@ def check_halo(rank):
 
 def test_rows_of_the_halo(worlds):
     assert_none(worlds.run(3, check_halo))
-
-
-def check_unlike(rank):
-    """A loss that is linear on rank 0 and on no other: its gradient depends on nothing there."""
-    failures = Failures()
-    graphs = partitions()[1:]
-
-    def twice(module, name, given, loss):
-        x = given.x.clone().requires_grad_()
-        out = module(x, *NORMS[name].arguments(given))
-        (first,) = torch.autograd.grad(loss(out, given).sum(), x, create_graph=True)
-        return torch.autograd.grad((first**2).sum() + 0 * x.sum(), x)[0]
-
-    def own_loss(out, given):
-        return out * given.weight if rank == 0 else out**3
-
-    for name in NORMS:
-        given = whole(*NORMS[name].features)
-        for graph in graphs:
-            mine = torch.zeros(len(given.x), dtype=torch.int64)
-            mine[graph.owned_ids] = rank
-            owner = varcomm.all_reduce(mine).view(-1, *[1] * (given.x.dim() - 1))
-
-            def loss_of_all(out, given, owner=owner):
-                return torch.where(owner == 0, out * given.weight, out**3)
-
-            expected = twice(made(name), name, given, loss_of_all)
-            module, rows = on(made(name), graph), given.rows(graph.owned_ids)
-            got = twice(module, name, rows, own_loss)
-            with failures.named(name):
-                torch.testing.assert_close(got, expected[graph.owned_ids], **SECOND)
-    return failures
-
-
-def test_second_derivatives_where_losses_are_unlike(worlds):
-    assert_none(worlds.run(3, check_unlike))
 
 
 def check_narrow(rank):

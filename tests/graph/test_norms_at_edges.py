@@ -13,7 +13,7 @@ from tests.graph.batches import FIRST, GRAPHS, SECOND, whole
 from tests.graph.graphs import wild
 from tests.graph.norms import NORMS, C, buffers, made, on
 from tests.ops.comparing import Failures, assert_none
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError
 from varcomm.graph import global_norm, partition
 
 
@@ -252,18 +252,3 @@ def refused(rank):
 
 def test_refusals(worlds):
     assert worlds.run(3, refused) == [None] * 3
-
-
-def one_is_wrong(rank):
-    graph = partition(three_nodes_each(3), method="block")
-    module = on(nn.BatchNorm1d(C), graph)
-    module(X)
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        module(X if rank else X[:2])
-    return str(caught.value), module(X).shape == X.shape
-
-
-def test_in_debug_all_ranks_raise_where_one_has_to(worlds):
-    for told, after in worlds.run(3, one_is_wrong):
-        assert "not called, since on rank 0: BatchNorm1d on rank 0 of 3: x must have" in told
-        assert after

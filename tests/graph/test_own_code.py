@@ -232,8 +232,9 @@ def outcome(model, graph, edge_index, loss):
     x, weight = (graph[key].clone().requires_grad_() for key in ("x", "weight"))
     out = model(x, edge_index, weight)
     loss(out).backward()
-    by = {"x": x, "weight": weight} | dict(model.named_parameters())
-    found = {key: torch.zeros_like(v) if v.grad is None else v.grad for key, v in by.items()}
+    found = {key: parameter.grad for key, parameter in model.named_parameters()}
+    for key, value in (("x", x), ("weight", weight)):
+        found[key] = torch.zeros_like(value) if value.grad is None else value.grad
     return found | {"output": out.detach()}
 
 

@@ -202,35 +202,6 @@ def test_rows_are_those_of_pyg(worlds):
     assert second == (True, [[1.0, 3.0]] * 2 + [[0.0, 2.0]] * 2, (4,))
 
 
-def gathered(rank, data, ranks):
-    """Gather with a weight that only `dst` has; then derive the gradient once more."""
-    found = []
-    for method in ("random", split_by("a rank owns nothing", data.num_nodes, ranks)):
-        graph = partition(data, method=method)
-        x = graph.x.clone().requires_grad_()
-        rows = graph.gather(x**3, ranks - 1)
-        weight = torch.arange(1.0, rows.numel() + 1, dtype=x.dtype).view(rows.shape)
-        (gradient,) = torch.autograd.grad((rows * weight).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(gradient.sum(), x)
-        found.append((graph.owned_ids, gradient.detach(), second))
-    for x in (graph.x[1:], graph.x[0, 0] if len(graph.x) else 3.0, 3):
-        if isinstance(x, torch.Tensor) and x.shape[:1] == (graph.num_owned,):
-            continue
-        with pytest.raises(ArgumentError, match=f"graph.gather on rank {rank} of {ranks}: x"):
-            graph.gather(x)
-    return found
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_gather_sends_gradients_back(worlds, ranks):
-    data = wild()
-    weight = torch.arange(1.0, data.x.numel() + 1, dtype=torch.float64).view(data.x.shape)
-    for found in worlds.run(ranks, gathered, data, ranks):
-        for ids, first, second in found:
-            torch.testing.assert_close(first, (3 * data.x**2 * weight)[ids], rtol=1e-14, atol=0)
-            torch.testing.assert_close(second, (6 * data.x * weight)[ids], rtol=1e-14, atol=0)
-
-
 def in_a_subgroup(rank):
     group = torch.distributed.new_group([2, 1])
     if rank == 0:

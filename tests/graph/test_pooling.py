@@ -11,7 +11,7 @@ from tests.graph.batches import FIRST, GRAPHS, SECOND, partitions, whole
 from tests.graph.pools import POOLS, loss_of, loss_on, twice
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError
 from varcomm import graph as pooling
 from varcomm.graph import distribute, partition, replicated
 
@@ -308,16 +308,3 @@ def refused(rank):
 
 def test_refusals(worlds):
     assert worlds.run(3, refused) == [None] * 3
-
-
-def one_is_wrong(rank):
-    graph = partition(three_nodes_each(3), method="block")
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        pooling.global_add_pool(X if rank != 1 else X[:2], None, graph)
-    return str(caught.value), pooling.global_add_pool(X, None, graph).tolist()
-
-
-def test_in_debug_all_ranks_raise_where_one_has_to(worlds):
-    for told, after in worlds.run(3, one_is_wrong):
-        assert "not called, since on rank 1: global_add_pool on rank 1 of 3: x must" in told
-        assert after == [[9.0, 9.0]]

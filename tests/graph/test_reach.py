@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import sys
-import types
 
 import pytest
 import torch
@@ -263,29 +261,6 @@ def check_refused(rank):
 
 def test_ways_that_cannot_be_followed_are_refused(worlds):
     assert worlds.run(3, check_refused) == [None] * 3
-
-
-def check_code_of_other_names(rank):
-    """Modules that go by a name of Python's, and classes that say they are of such a module."""
-    graph, data = partition(wild(), method="random"), wild()
-    program = types.ModuleType("code")
-    exec("def call(x):\n    return global_add_pool(x, None)", vars(program))
-    program.global_add_pool = global_add_pool
-    names = {"nn": nn, "global_add_pool": global_add_pool, "__name__": "types"}
-    text = "class Made(nn.Module):\n    def forward(self, x):\n        return {}"
-    exec(text.format("global_add_pool(x, None)"), names)
-
-    class Calling(nn.Module):
-        def forward(self, x):
-            return program.call(x)
-
-    for module in (names["Made"](), Calling()):
-        torch.testing.assert_close(distribute(module, graph)(graph.x), data.x.sum(0, keepdim=True))
-    return sys.modules.get("code") is not program
-
-
-def test_code_with_names_of_python(worlds):
-    assert worlds.run(3, check_code_of_other_names) == [True] * 3
 
 
 def scaled(x):

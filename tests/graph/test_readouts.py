@@ -1,7 +1,5 @@
 """Aggregations over all nodes of graphs that span ranks: as PyG in one process."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch_geometric.nn import aggr
 from torch_geometric.nn.models import MLP
 
 import varcomm
-from tests.graph.batches import FIRST, GRAPHS, SECOND, partitions, whole
+from tests.graph.batches import FIRST, GRAPHS, SECOND, derivatives, partitions, whole
 from tests.graph.pools import curved
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
@@ -78,17 +76,7 @@ def on(module, graph):
 
 def applied(module, x, given, loss, total):
     leaves = [x.clone().requires_grad_(), *module.parameters()]
-    out = module(leaves[0], **given)
-    first = torch.autograd.grad(
-        loss(out), leaves, create_graph=True, allow_unused=True, materialize_grads=True
-    )
-    second = torch.autograd.grad(
-        total(first[0] ** 2 * 3) + 0 * total(leaves[0]),
-        leaves,
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return out.detach(), first, second
+    return derivatives(lambda: module(leaves[0], **given), leaves, loss, total)
 
 
 def ways(given, sorted_ids):
@@ -196,21 +184,6 @@ def check_narrow(rank):
 @pytest.mark.parametrize("check", [check_cube, check_halo, check_narrow])
 def test_other_rows(worlds, check):
     assert_none(worlds.run(3, check))
-
-
-def copies(rank):
-    graph, given = partitions()[0], whole(C)
-    module = on(made("softmax, learned"), graph)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        twin.t.fill_(3.0)
-    rows = given.rows(graph.owned_ids)
-    return [m(rows.x, rows.batch).sum().item() for m in (module, twin)]
-
-
-def test_copies_are_independent(worlds):
-    one, other = worlds.run(3, copies)[0]
-    assert one != other
 
 
 class OwnReduce(aggr.SumAggregation):

@@ -9,73 +9,8 @@ from torch_geometric.data import Data
 import varcomm
 from tests.graph.graphs import split_by, wild
 from tests.worlds import WORLDS
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError
 from varcomm.graph import partition
-
-MASKS = ("no mask", "a mask", "one node")
-
-
-def mask_of(data, name):
-    nodes = torch.arange(data.num_nodes)
-    return {
-        "no mask": None,
-        "a mask": data.train_mask,
-        "one node": nodes == 5,
-    }[name]
-
-
-def in_one_process(kind, values, mask):
-    values = values if mask is None else values[mask]
-    return values.sum() if kind == "sum" else values.mean()
-
-
-def loss_of(reduce, x):
-    """A loss in which what is reduced is used twice, and not linearly."""
-    return reduce(x.sin() * x) ** 2 + reduce(x[:, 0].exp())
-
-
-def derivatives(loss, x):
-    """Of a loss by `x`; then of the gradient's squared length, given by `reduce`, once more."""
-    value, length = loss(x)
-    (first,) = torch.autograd.grad(value, x, create_graph=True)
-    (second,) = torch.autograd.grad(length(first), x)
-    return value.item(), first.detach(), second
-
-
-def on_ranks(rank, data, method, cases):
-    graph, found = partition(data, method=method), []
-    for kind, mask_name in cases:
-        mask = mask_of(data, mask_name)
-        mask = mask if mask is None else mask[graph.owned_ids]
-
-        def loss(x, kind=kind, mask=mask):
-            value = loss_of(lambda values: getattr(graph, kind)(values, mask), x)
-            return value, lambda gradient: graph.sum(gradient**2)
-
-        found.append((graph.owned_ids, *derivatives(loss, graph.x.clone().requires_grad_())))
-    return found
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_values_and_derivatives_are_those_of_one_process(worlds, ranks):
-    data = wild()
-    cases = [(kind, mask) for kind in ("sum", "mean") for mask in MASKS]
-    method = split_by("a rank owns nothing", data.num_nodes, ranks)
-    on_all = worlds.run(ranks, on_ranks, data, method, cases)
-    for number, (kind, mask_name) in enumerate(cases):
-        mask = mask_of(data, mask_name)
-
-        def loss(x, kind=kind, mask=mask):
-            value = loss_of(lambda values: in_one_process(kind, values, mask), x)
-            return value, lambda gradient: (gradient**2).sum()
-
-        value, first, second = derivatives(loss, data.x.clone().requires_grad_())
-        parts = [found[number] for found in on_all]
-        assert len({part[1] for part in parts}) == 1, "ranks differ"
-        for ids, got, *gradients in parts:
-            assert got == pytest.approx(value, rel=1e-13)
-            for mine, whole in zip(gradients, (first, second), strict=True):
-                torch.testing.assert_close(mine, whole[ids], rtol=1e-12, atol=1e-13)
 
 
 def check_gradient_as_operator(rank, data, method):
@@ -129,16 +64,6 @@ def test_the_mean_of_nothing_is_nan_and_its_sum_zero(worlds):
         assert math.isnan(mean)
 
 
-def of_a_graph_without_nodes(rank):
-    data = Data(x=torch.zeros(0, 2), edge_index=torch.zeros(2, 0, dtype=torch.int64))
-    graph = partition(data, method="block")
-    return graph.sum(graph.x).item(), math.isnan(graph.mean(graph.x).item())
-
-
-def test_a_graph_without_nodes(worlds):
-    assert worlds.run(3, of_a_graph_without_nodes) == [(0.0, True)] * 3
-
-
 def in_dtype(rank, dtype, values):
     nodes = len(values)
     data = Data(x=values.to(dtype), edge_index=torch.zeros(2, 0, dtype=torch.int64))
@@ -189,33 +114,6 @@ def refused(rank):
 
 def test_refusals(worlds):
     assert worlds.run(3, refused) == [None] * 3
-
-
-def one_is_wrong(rank):
-    graph = partition(three_nodes_each(3), method="block")
-    values = torch.ones(3 if rank != 1 else 2)
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        graph.mean(values)
-    return str(caught.value), graph.sum(torch.ones(3)).item()
-
-
-def test_in_debug_all_ranks_raise_where_one_has_to(worlds):
-    for told, after in worlds.run(3, one_is_wrong):
-        assert "not called, since on rank 1: graph.mean on rank 1 of 3: values must be" in told
-        assert after == 9
-
-
-def other_rows(rank):
-    graph = partition(three_nodes_each(3), method="block")
-    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
-        graph.mean(torch.ones(3, 1 + rank))
-    return str(caught.value), graph.mean(torch.ones(3, 1 + rank)).item()
-
-
-def test_in_debug_rows_are_of_one_shape(worlds):
-    for told, after in worlds.run(3, other_rows):
-        assert told.startswith("graph.mean: ranks disagree on shape of a row: rank 0 has [1]; ")
-        assert after == 1
 
 
 def masked_before(rank, data, method):

@@ -84,27 +84,6 @@ def test_types_are_counted_together(worlds):
         assert report.neighbours == (1, 1)  # by two types of edges, but one rank
 
 
-def test_as_text():
-    assert str(EXAMPLE).splitlines() == [
-        "1,500 nodes and 12,000 edges on 3 ranks by rcb",
-        "rank    owned     halo    edges      cut     sent  neighbours",
-        "   0    1,200        5    4,000        9        7           1",
-        "   1      300        7    8,000       12        5           1",
-        "   2        0        0        0        0        0           0",
-        "edges between ranks: 21 (0.2 %); halo: 0.8 % of the nodes",
-        "imbalance: 2.40 in nodes, 2.00 in edges",
-    ]
-    table = EXAMPLE.table(1000, itemsize=8, bandwidth=1e6, edge_rate=1e5, latency=0.01)
-    head, *rows = table.splitlines()[1:5]
-    assert head.endswith(" neighbours     bytes sent bytes received")
-    assert rows[0].endswith("          1         56,000         40,000")
-    assert len({len(row) for row in rows}) == 1
-    assert table.splitlines()[-2:] == [
-        "bytes: in a layer that exchanges 1000 values of 8 bytes",
-        "predicted: communication takes 45.2 % of such a layer",
-    ]
-
-
 def test_as_a_dict():
     told = EXAMPLE.to_dict(1000, itemsize=8, bandwidth=1e6, edge_rate=1e5, latency=0.01)
     assert json.loads(json.dumps(told)) == told

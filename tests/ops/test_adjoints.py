@@ -126,19 +126,6 @@ def test_only_the_root_has_an_input(worlds):
     assert answers[0] is answers[2] is None
 
 
-def through_rows_off_the_root(rank, name):
-    c = case(name, "off by one", 3)
-    x = c.input(rank, torch.float64).requires_grad_()
-    y = c.bind()(x)
-    y.sum().backward()
-    return y.requires_grad, x.grad.sum().item() / x.numel()
-
-
-@pytest.mark.parametrize("name", ["gather_v", "reduce"])
-def test_every_rank_enters_backward_through_what_it_gets_off_the_root(worlds, name):
-    assert worlds.run(3, through_rows_off_the_root, name) == [(True, 1.0)] * 3
-
-
 def gradient_wanted_on_one_rank(rank):
     """Backward communicates, whatever a rank has asked gradients for."""
     x = torch.ones(1, requires_grad=True)

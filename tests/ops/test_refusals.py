@@ -18,23 +18,20 @@ SPARSE = torch.eye(3).to_sparse()
 def bad_sizes(op, whole):
     """Yield calls with wrong `sizes` and `dim`; rank 0 of 2 makes them with two rows of [2, 1]."""
     x = F(3 if whole else 2, 2)
-    yield lambda: op(x, [2]), r"sizes must have one entry per rank, 2; got 1: \[2\]"
-    yield lambda: op(x, [2, 1, 0]), "sizes must have one entry per rank, 2; got 3"
-    yield lambda: op(x, []), "sizes must have one entry per rank, 2; got 0"
-    yield lambda: op(x, ShardSizes([2, 1, 0])), "sizes must have one entry per rank, 2; got 3"
-    yield lambda: op(x, [4, -1]), r"sizes must not be negative; got \[4, -1\]"
-    yield lambda: op(x, [2, 1.0]), r"sizes must hold ints; got \[2, 1.0\], where entry 1 is 1.0 of"
-    yield lambda: op(x, [2, True]), "entry 1 is True of type bool"
-    yield lambda: op(x, [2, None]), "entry 1 is None of type NoneType"
-    yield lambda: op(x, "21"), "sizes must be a list or tuple of ints, one per rank; got '21'"
-    yield lambda: op(x, {2, 1}), "sizes must be a list or tuple of ints, one per rank; got"
-    yield lambda: op(x, {2: 0, 1: 0}), "sizes must be a list or tuple of ints, one per rank; got"
-    yield lambda: op(x, 3), "sizes must be a list or tuple of ints, one per rank; got 3"
-    yield lambda: op(x, None), "sizes must be a list or tuple of ints, one per rank; got None"
-    yield lambda: op(x, [2, 1], 2), r"dim=2 is out of range for a tensor of shape \(., 2\)"
-    yield lambda: op(x, [2, 1], -3), "dim=-3 is out of range"
-    yield lambda: op(x, [2, 1], 0.0), "dim must be an int; got 0.0"
-    yield lambda: op(x, [2, 1], None), "dim must be an int; got None"
+    for sizes in (
+        [2],
+        [2, 1, 0],
+        ShardSizes([2, 1, 0]),
+        [4, -1],
+        [2, 1.0],
+        [2, True],
+        {2, 1},
+        3,
+        None,
+    ):
+        yield lambda sizes=sizes: op(x, sizes), "sizes must"
+    for dim in (2, -3, 0.0, None):
+        yield lambda dim=dim: op(x, [2, 1], dim), "dim"
     scalar = torch.tensor(1.0)
     yield lambda: op(scalar, [2, 1]), r"dim=0 is out of range .* \(\). A scalar has no rows: unsq"
     if whole:
@@ -179,18 +176,20 @@ def raise_on_all_in_debug(rank, name):
 
 
 RIGHT = {
-    "all_gather_v": lambda rank: varcomm.all_gather_v(F(2 - rank, 2), [2, 1]),
-    "gather_v": lambda rank: varcomm.gather_v(F(2 - rank, 2), [2, 1]),
-    "scatter_v": lambda rank: varcomm.scatter_v(F(3), [2, 1]),
-    "reduce_scatter_v": lambda rank: varcomm.reduce_scatter_v(F(3, 2), [2, 1]),
-    "all_to_all_v": lambda rank: varcomm.all_to_all_v(
-        F(3, 2), [2, 1] if rank == 0 else [1, 2], [2, 1] if rank == 0 else [1, 2]
+    "all_gather_v": lambda rank, **how: varcomm.all_gather_v(F(2 - rank, 2), [2, 1], **how),
+    "gather_v": lambda rank, **how: varcomm.gather_v(F(2 - rank, 2), [2, 1], **how),
+    "scatter_v": lambda rank, **how: varcomm.scatter_v(F(3), [2, 1], **how),
+    "reduce_scatter_v": lambda rank, **how: varcomm.reduce_scatter_v(F(3, 2), [2, 1], **how),
+    "all_to_all_v": lambda rank, **how: varcomm.all_to_all_v(
+        F(3, 2), *[[2, 1] if rank == 0 else [1, 2]] * 2, **how
     ),
-    "shard_v": lambda rank: varcomm.shard_v(F(3, 2), [2, 1]),
-    "transpose_v": lambda rank: varcomm.transpose_v(F(2 - rank, 5), 1, [2, 3], 0, [2, 1]),
-    "all_reduce": lambda rank: varcomm.all_reduce(F(3)),
-    "reduce": lambda rank: varcomm.reduce(F(3)),
-    "broadcast": lambda rank: varcomm.broadcast(F(3)),
+    "shard_v": lambda rank, **how: varcomm.shard_v(F(3, 2), [2, 1], **how),
+    "transpose_v": lambda rank, **how: varcomm.transpose_v(
+        F(2 - rank, 5), 1, [2, 3], 0, [2, 1], **how
+    ),
+    "all_reduce": lambda rank, **how: varcomm.all_reduce(F(3), **how),
+    "reduce": lambda rank, **how: varcomm.reduce(F(3), **how),
+    "broadcast": lambda rank, **how: varcomm.broadcast(F(3), **how),
 }
 
 
@@ -298,57 +297,28 @@ def test_scalars(worlds):
 
 # --- flags: torch.distributed has a group or a ReduceOp at some of their positions
 
-X, NONE = torch.ones(2), torch.tensor([], dtype=torch.int64)
-FLAGGED = [
-    ("use_fp32", "all_reduce", lambda flag: varcomm.all_reduce(X, flag)),
-    ("use_fp32", "reduce", lambda flag: varcomm.reduce(X, 0, flag)),
-    ("use_fp32", "broadcast", lambda flag: varcomm.broadcast(X, 0, flag)),
-    ("use_fp32", "all_gather_v", lambda flag: varcomm.all_gather_v(X, [2, 2], 0, flag)),
-    ("use_fp32", "reduce_scatter_v", lambda flag: varcomm.reduce_scatter_v(X, [1, 1], 0, flag)),
-    ("async_op", "all_reduce", lambda flag: varcomm.all_reduce(X, async_op=flag)),
-    ("async_op", "reduce", lambda flag: varcomm.reduce(X, async_op=flag)),
-    ("async_op", "broadcast", lambda flag: varcomm.broadcast(X, async_op=flag)),
-    ("async_op", "all_gather_v", lambda flag: varcomm.all_gather_v(X, [2, 2], async_op=flag)),
-    ("async_op", "gather_v", lambda flag: varcomm.gather_v(X, [2, 2], async_op=flag)),
-    ("async_op", "scatter_v", lambda flag: varcomm.scatter_v(X, [1, 1], async_op=flag)),
-    ("async_op", "shard_v", lambda flag: varcomm.shard_v(X, [1, 1], async_op=flag)),
-    (
-        "async_op",
-        "reduce_scatter_v",
-        lambda flag: varcomm.reduce_scatter_v(X, [1, 1], async_op=flag),
+NONE = torch.tensor([], dtype=torch.int64)
+FLAGGED = {
+    **RIGHT,
+    "indexed_all_to_all_v": lambda rank, **flag: varcomm.indexed_all_to_all_v(
+        F(2), [NONE, NONE], [[0, 0]] * 2, **flag
     ),
-    (
-        "async_op",
-        "all_to_all_v",
-        lambda flag: varcomm.all_to_all_v(X, [1, 1], [1, 1], async_op=flag),
-    ),
-    (
-        "async_op",
-        "transpose_v",
-        lambda flag: varcomm.transpose_v(X[:, None], 0, [1, 1], 1, [1, 1], async_op=flag),
-    ),
-    *[
-        (
-            flag,
-            "indexed_all_to_all_v",
-            lambda value, flag=flag: varcomm.indexed_all_to_all_v(
-                X, [NONE, NONE], [[0, 0]] * 2, **{flag: value}
-            ),
-        )
-        for flag in ("use_fp32", "async_op")
-    ],
-]
+}
+SUMS = ("all_reduce", "reduce", "broadcast", "all_gather_v", "reduce_scatter_v")
+FLAGS = [("async_op", name) for name in FLAGGED]
+FLAGS += [("use_fp32", name) for name in (*SUMS, "indexed_all_to_all_v")]
 
 
 def not_bools(rank):
-    for flag, name, call in FLAGGED:
+    for flag, name in FLAGS:
+        call = FLAGGED[name]
         for value in (True, False):  # right calls before: equal values are not taken for bools
-            result = call(value)
+            result = call(rank, **{flag: value})
             if flag == "async_op" and value:
                 result.wait()
         for value in (dist.group.WORLD, dist.ReduceOp.MAX, 1, 0.0, "yes", None):
             with pytest.raises(ArgumentError) as caught:
-                call(value)
+                call(rank, **{flag: value})
             assert str(caught.value).startswith(f"{name} on rank {rank} of 2: {flag} must be True")
     return varcomm.all_reduce(torch.tensor(1)).item()
 

@@ -5,34 +5,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import case
-from tests.ops.test_async import COMMUNICATE
-
-
-def check_async_under_transforms(rank, name):
-    failures = Failures()
-    c = case(name, "off by one", 2)  # the root is rank 1
-    op, x = c.bind(), c.input(rank, torch.float64)
-    weight = torch.linspace(1, 2, op(x).numel(), dtype=torch.float64)
-
-    def now(x):
-        return (op(x**2).flatten() * weight).sum()
-
-    def later(x):
-        return (op(x**2, async_op=True).wait().flatten() * weight).sum()
-
-    with failures.named("grad"):
-        assert torch.equal(torch.func.grad(later)(x), torch.func.grad(now)(x))
-    with failures.named("jvp"):
-        pairs = zip(torch.func.jvp(later, (x,), (x,)), torch.func.jvp(now, (x,), (x,)), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-    return failures
-
-
-@pytest.mark.parametrize("name", COMMUNICATE)
-def test_asynchronous_calls_under_transforms(worlds, name):
-    assert_none(worlds.run(2, check_async_under_transforms, name))
 
 
 def refused(rank):

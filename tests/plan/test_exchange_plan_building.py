@@ -66,15 +66,6 @@ def test_plan_for_any_needs(worlds, ranks, data):
     assert worlds.run(ranks, by_both_ways, needs) == want
 
 
-def test_needs_that_one_rank_alone_has_need_no_symmetry(worlds):
-    """On a directed ring a rank sends to one and receives from another."""
-    needs = in_a_ring(3)
-    (zero, _), _, _ = worlds.run(3, by_both_ways, needs)
-    assert zero["send_counts"] == (0, 1, 0)
-    assert zero["recv_counts"] == (0, 0, 1)
-    assert zero["neighbours"] == (1, 2)
-
-
 def with_counts_given(rank, needs):
     """Give the counts that ranks would tell each other, in several forms."""
     matrix = needs.matrix

@@ -1,7 +1,6 @@
 """The indexed exchange without a plan: the signature that callers rely on, values, errors."""
 
 import inspect
-import re
 
 import numpy as np
 import pytest
@@ -134,57 +133,37 @@ def call(x=X, first=ONE, sizes=None, dim=0, ranks=3):
     return lambda: indexed_all_to_all_v(x, [first] + [ONE] * (ranks - 1), given, dim=dim)
 
 
-WRONG = {
-    "no tensor": (call(x=[1.0]), "tensor must be a torch.Tensor; got list."),
-    "dim": (call(dim=2), "dim=2 is out of range for a tensor of shape (2, 3)."),
-    "dim is no int": (call(dim=1.0), "dim must be an int; got 1.0."),
-    "indices are no list": (
-        lambda: indexed_all_to_all_v(X, ONE, [ROW] * 3),
-        "indices must be a list of tensors, one a rank; got Tensor.",
-    ),
-    "too few indices": (call(ranks=2), "indices must have one tensor a rank, 3; got 2."),
-    "too large": (
-        call(first=torch.tensor([2])),
-        "indices[0] spans 2...2, out of range for 2 own rows.",
-    ),
-    "too large along dim 1": (
-        call(first=torch.tensor([3]), dim=1),
-        "indices[0] spans 3...3, out of range for 3 own rows.",
-    ),
-    "mask": (
-        call(first=torch.tensor([True, False])),
-        "indices[0] must be of torch.int64 or torch.int32; got torch.bool.",
-    ),
-    "too few sizes": (call(sizes=[ROW]), "sizes must have one list a rank, 3; got 1."),
-    "no matrix": (call(sizes=7), "sizes must be a list of lists, sizes[i][j] the rows that rank i"),
-    "negative": (
-        call(sizes=[ROW, ROW, [1, -1, 1]]),
-        "sizes[2] must not be negative; got [1, -1, 1].",
-    ),
-    "sizes of others": (
-        call(sizes=[ROW, [2, 1, 1], ROW]),
-        "indices[0] has 1 rows, but sizes[1][0] is 2.",
-    ),
-    "device": (
-        call(x=torch.zeros(2, 3, device="meta")),
-        "the tensor is on meta, indices are on cpu.",
-    ),
-}
+# the wrong call, the argument that its error names
+WRONG = [
+    (call(x=[1.0]), "tensor must be"),
+    (call(dim=2), "dim=2"),
+    (call(dim=1.0), "dim must be"),
+    (lambda: indexed_all_to_all_v(X, ONE, [ROW] * 3), "indices must be"),
+    (call(ranks=2), "indices must have"),
+    (call(first=torch.tensor([2])), "indices[0] spans 2...2"),
+    (call(first=torch.tensor([3]), dim=1), "indices[0] spans 3...3"),
+    (call(first=torch.tensor([True, False])), "indices[0] must be"),
+    (call(sizes=[ROW]), "sizes must have"),
+    (call(sizes=7), "sizes must be"),
+    (call(sizes=[ROW, ROW, [1, -1, 1]]), "sizes[2]"),
+    (call(sizes=[ROW, [2, 1, 1], ROW]), "sizes[1][0]"),
+    (call(x=torch.zeros(2, 3, device="meta")), "meta"),
+]
 
 
-def called_wrongly(rank, name):
-    """Rank 1 alone calls: it must hear before it communicates, or it would hang."""
+def called_wrongly(rank):
+    """Rank 1 alone calls: each refusal comes before any communication, or it would hang."""
     if rank == 1:
-        wrong, said = WRONG[name]
-        said = f"^indexed_all_to_all_v on rank 1 of 3: {re.escape(said)}"
-        with pytest.raises(ArgumentError, match=said):
-            wrong()
+        for wrong, word in WRONG:
+            with pytest.raises(ArgumentError) as caught:
+                wrong()
+            assert str(caught.value).startswith("indexed_all_to_all_v on rank 1 of 3: ")
+            assert word in str(caught.value)
     return three_still_exchange(rank)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_refused_before_any_communication(worlds, name):
-    assert worlds.run(3, called_wrongly, name) == [True] * 3
+def test_refused_before_any_communication(worlds):
+    assert worlds.run(3, called_wrongly) == [True] * 3
 
 
 def other_counts(rank):

@@ -44,8 +44,6 @@ class Operation:
         inputs that are replicated as well, or from each rank's own.
     module : torch.nn.Module, optional
         What `call` calls, if it is one.
-    alone : callable, optional
-        Makes the same operation in one process, where torch or PyG may refuse it as well.
     """
 
     rank: int
@@ -54,7 +52,6 @@ class Operation:
     reference: Callable
     losses: str = "own"
     module: nn.Module | None = None
-    alone: Callable | None = None
 
     def x(self, theta, rank=None):
         a, b, c = self.inputs[self.rank if rank is None else rank]
@@ -183,15 +180,10 @@ def model_of(layer):
             out = alone(whole(xs, ids), data.edge_index)
             return [out[own] for own, _ in ids]
 
-        def in_one_process():
-            model = OnGraph(alone, data.edge_index)
-            xs = [drawn(data.num_nodes, 4, seed=seed) for seed in range(3)]
-            return Operation(0, lambda x: model(x), [xs], lambda xs: [model(xs[0])], "own", model)
-
         def call(x):
             return module(x)
 
-        return Operation(rank, call, inputs, reference, "own", module, in_one_process)
+        return Operation(rank, call, inputs, reference, "own", module)
 
     return make
 

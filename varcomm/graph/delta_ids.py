@@ -26,12 +26,6 @@ class AscendingIds:
         Differences to the previous id, from -1 on; uint8, shape (n,).
     rest : torch.Tensor
         The excess of each gap of 255; int64.
-
-    Examples
-    --------
-    >>> ids = AscendingIds.of(torch.tensor([3, 4, 1000]))
-    >>> ids.gaps.tolist(), ids.decoded().tolist(), len(ids)
-    ([4, 1, 255], [3, 4, 1000], 3)
     """
 
     gaps: torch.Tensor

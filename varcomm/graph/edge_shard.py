@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from varcomm.graph.shard import Shard
-from varcomm.ops.extent import counts_in, extent_of
+from varcomm.ops.compilation import counts_in, extent_of
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["EdgeShard", "LocalEdges"]
@@ -29,10 +29,10 @@ class LocalEdges:
     num_targets: int
     counts: tuple[int, int] | None = field(default=None, repr=False)
 
-    #: shows compiled code the numbers of targets, interior edges and self loops
+    # shows compiled code the numbers of targets, interior edges and self loops
     extent: torch.Tensor = field(init=False, repr=False)
 
-    #: exchanges of one hop that the halo replaces
+    # exchanges of one hop that the halo replaces
     hops = 1
 
     # The edge_index of every graph that is alive, with its plan: an edge_index of another graph is

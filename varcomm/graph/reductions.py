@@ -15,11 +15,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.operator import Operator, apply, checking, torch_operator
 from varcomm.ops.replicated import ReplicatedSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve

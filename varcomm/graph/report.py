@@ -145,15 +145,6 @@ class Report:
         Hockney's model, without overlap or shared wires: rank r computes for ``c_r = edges /
         edge_rate`` and exchanges for ``e_r = neighbours * latency + max(sent, received) bytes /
         bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1 - max(c_r) / T``.
-
-        Examples
-        --------
-        Two ranks each compute 1000 edges in 1 ms and receive 200 kB in 0.2 ms:
-
-        >>> report = Report("rcb", (500, 500), (100, 100), (1000, 1000), (100, 100), (100, 100),
-        ...                 (1, 1))
-        >>> round(report.communication_share(500, bandwidth=1e9, edge_rate=1e6), 3)
-        0.167
         """
         _check_positive(channels=channels, itemsize=itemsize)
         for name, value in (("bandwidth", bandwidth), ("edge_rate", edge_rate)):
@@ -193,16 +184,6 @@ class Report:
         ArgumentError
             If a number is out of range, or only some of `channels`, `bandwidth` and `edge_rate`
             are given for a prediction.
-
-        Examples
-        --------
-        >>> Report("rcb", (2, 1), (1, 1), (1, 1), (1, 1), (1, 1), (1, 1)).to_dict(channels=8)
-        ... # doctest: +NORMALIZE_WHITESPACE
-        {'method': 'rcb', 'ranks': 2, 'nodes': 3,
-         'owned': [2, 1], 'halo': [1, 1], 'edges': [1, 1], 'cut': [1, 1], 'sent': [1, 1],
-         'neighbours': [1, 1], 'edge_cut': 1.0, 'imbalance': 1.3333333333333333,
-         'edge_imbalance': 1.0, 'halo_share': 0.6666666666666666,
-         'bytes_sent': [32, 32], 'bytes_received': [32, 32]}
         """
         columns = ("owned", "halo", "edges", "cut", "sent", "neighbours")
         found: dict[str, Any] = {

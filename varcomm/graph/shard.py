@@ -13,7 +13,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.extent import counts_in, extent_of
+from varcomm.ops.compilation import counts_in, extent_of
 from varcomm.ops.gather_v import gather_v
 from varcomm.ops.operator import checking
 from varcomm.ops.packing import taken

@@ -51,8 +51,6 @@ __all__ = [
     "is_recorded",
     "is_traced",
     "known",
-    "no_vmap",
-    "outside_transforms",
     "refuse_linearize",
     "refuse_vmap",
     "started",
@@ -168,6 +166,9 @@ _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
 _MOST = 64  # operators that a group or plan keeps
 
+_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
 
 def known(
     make: Callable[..., Kept], owner: Any, x: torch.Tensor, sizes: Sequence[int], *rest: Any
@@ -176,13 +177,17 @@ def known(
 
     `make` checks the arguments, so that a known call needs no checks; the owner is a group or plan.
     """
-    if torch.compiler.is_compiling() or _is_jit_tracing() or _is_recording():
+    if (
+        torch.compiler.is_compiling()
+        or type(x) not in _TENSORS
+        or x.is_nested
+        or _dispatch_mode(_PROXY)
+    ):
         return make(owner, x, sizes, *rest)
-    if type(x) not in _TENSORS or x.is_nested or type(sizes) not in _SIZES:
-        return make(owner, x, sizes, *rest)
-    numbers = tuple(sizes)
+    numbers = tuple(sizes) if type(sizes) in _SIZES else (None,)
     if not _INT.issuperset(map(type, numbers)):
         return make(owner, x, sizes, *rest)
+    # torch.jit.trace makes tensors of the numbers in a shape: no key equals another there
     kept: dict[Any, Kept] = vars(owner).setdefault("operators", {})
     key = make, numbers, *rest, *map(type, rest), x.shape, x.dtype, x.device, x.layout
     operator = kept.get(key)
@@ -230,9 +235,9 @@ def _apply(
 
 def is_recorded(x: torch.Tensor, *tokens: torch.Tensor | None) -> bool:
     """Return whether the result of a call belongs to the graph."""
-    return torch.is_grad_enabled() and (
-        x.requires_grad or any(token is not None and token.requires_grad for token in tokens)
-    )
+    if not torch.is_grad_enabled() or x.requires_grad or not tokens:
+        return torch.is_grad_enabled() and x.requires_grad
+    return any(token is not None and token.requires_grad for token in tokens)
 
 
 class _Rule(torch.autograd.Function):
@@ -269,7 +274,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, operator: Operator, *_: Any) -> Any:
-        no_vmap(f"{operator.name} on {operator.group}: ")
+        refuse_vmap(f"{operator.name} on {operator.group}: ")
 
 
 class _RuleInTransforms(_Rule):
@@ -384,63 +389,12 @@ def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
 # --- What has no rule -----------------------------------------------------------------------------
 
 
-def no_vmap(where: str, instead: str = "") -> NoReturn:
+def refuse_vmap(where: str) -> NoReturn:
     """Raise ArgumentError: a collective is not for batches of ``vmap``."""
     raise ArgumentError(
         f"{where}vmap, and with it jacrev, jacfwd and hessian, has no rule for communication. "
-        + (instead or "Loop over torch.func.vjp or jvp, in as many directions on every rank.")
+        "Loop over torch.func.vjp or jvp, in as many directions on every rank."
     )
-
-
-class _Outside(torch.autograd.Function):
-    """Run a job where all transforms of ``torch.func`` have been unwrapped."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, job: Callable[[], None]) -> torch.Tensor:
-        job()
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keep nothing."""
-
-
-def outside_transforms(job: Callable[[], R]) -> R:
-    """Return ``job()``, run on plain tensors if transforms of ``torch.func`` are active."""
-    if not torch._C._are_functorch_transforms_active():
-        return job()
-    results: list[R] = []
-    _Outside.apply(torch.empty(0), lambda: results.append(job()))  # type: ignore[no-untyped-call]
-    return results[0]
-
-
-class _NoVmap(torch.autograd.Function):
-    """Return an empty tensor; raise if vmap has made a batch of `x`."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, where: str, instead: str) -> torch.Tensor:
-        return x.new_empty(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keep nothing."""
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return tangent.new_empty(0)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor, where: str, instead: str) -> Any:
-        no_vmap(where, instead)
-
-
-def refuse_vmap(where: str, tensors: Sequence[object], instead: str = "") -> None:
-    """Raise ArgumentError if vmap has made a batch of one of `tensors`."""
-    if torch.compiler.is_compiling():  # the compiler does not look into transforms
-        return
-    for x in tensors:
-        if isinstance(x, torch.Tensor) and torch.func.debug_unwrap(x) is not x:
-            _NoVmap.apply(x, where, instead)  # type: ignore[no-untyped-call]
 
 
 def refuse_linearize(where: str, writers: str) -> None:
@@ -449,7 +403,7 @@ def refuse_linearize(where: str, writers: str) -> None:
     It computes once all that does not depend on the tangents, also tensors that `writers` write
     into: the first call of its result would change them for the next.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or not _is_recording():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or not _dispatch_mode(_PROXY):
         return
     if not torch._C._are_functorch_transforms_active():
         raise ArgumentError(
@@ -493,7 +447,7 @@ _TAGS = (
 
 def is_traced(x: torch.Tensor | None) -> bool:
     """Return whether calls on `x` are recorded or pretended; for None, whether they would be."""
-    if _is_recording():
+    if _dispatch_mode(_PROXY) is not None:
         return True
     if x is None:
         return fake_mode() is not None
@@ -502,11 +456,7 @@ def is_traced(x: torch.Tensor | None) -> bool:
 
 def fake_mode() -> object:
     """Return the FakeTensorMode that is entered, or None."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
-def _is_recording() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _dispatch_mode(_FAKE)
 
 
 def in_graph(x: torch.Tensor | None) -> bool:
@@ -522,7 +472,7 @@ def _recorded(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -
 def _arguments(operator: Operator, x: torch.Tensor) -> tuple[Any, ...]:
     """Return the operator as a graph holds it; its tensors are fakes if only `x` is one."""
     arguments = operator.arguments()
-    if torch.compiler.is_compiling() or _is_recording() or not isinstance(x, FakeTensor):
+    if torch.compiler.is_compiling() or _dispatch_mode(_PROXY) or not isinstance(x, FakeTensor):
         return arguments  # a recorder makes constants of its own of them
     convert = x.fake_mode.from_tensor
     plain = (isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) for a in arguments)

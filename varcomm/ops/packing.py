@@ -52,12 +52,12 @@ def exchange(
     It arrives in the flat `out`, if there is one. `peers` says who has something for whom.
     """
     out = values.new_empty(sum(recv)) if out is None else out
+    engine = engine_for(group, values.device)
+    if group.size == 1:
+        return _own(name, group, values, out)
     width = values.element_size()
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
-    engine = engine_for(group, values.device)
-    if group.size == 1:
-        return _own(values, out)
     messages = as_bytes(out), as_bytes(values), receives, sends, peers
     return _begun(engine.exchange, group, *messages), out
 
@@ -74,12 +74,12 @@ def all_gather(
     They arrive in the flat `out`, if there is one; `values` may be this rank's place in it.
     """
     out = values.new_empty(sum(counts)) if out is None else out
+    engine = engine_for(group, values.device)
+    if group.size == 1:
+        return _own(name, group, values, out)
     width = values.element_size()
     receives = [n * width for n in counts]
     note(name, group, [receives[group.rank]] * group.size, receives)
-    engine = engine_for(group, values.device)
-    if group.size == 1:
-        return _own(values, out)
     return _begun(engine.all_gather, group, as_bytes(out), as_bytes(values), receives), out
 
 
@@ -94,8 +94,11 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     return _begun(engine_for(group, values.device).broadcast, group, as_bytes(values), src)
 
 
-def _own(values: torch.Tensor, out: torch.Tensor) -> tuple[Works, torch.Tensor]:
+def _own(
+    name: str, group: Group, values: torch.Tensor, out: torch.Tensor
+) -> tuple[Works, torch.Tensor]:
     """Copy the values of a rank that has no peers."""
+    note(name, group, (), ())
     if values.data_ptr() != out.data_ptr():
         out.copy_(values)
     return (), out
@@ -130,7 +133,7 @@ def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
 
     A view where `dim` is outermost and `x` contiguous, else one copy.
     """
-    if _is_outermost(x.shape, dim):
+    if dim == 0 or _is_outermost(x.shape, dim):
         return flat(x)
     out = x.new_empty(x.numel())
     for place, block in zip(
@@ -148,8 +151,9 @@ def unpack(
     into: torch.memory_format,
 ) -> torch.Tensor:
     """Undo :func:`pack`: return the tensor of `shape` whose blocks along `dim` are in `values`."""
-    if _is_outermost(shape, dim):
-        return values.view(shape).contiguous(memory_format=into)
+    if dim == 0 or _is_outermost(shape, dim):
+        rows = values.view(shape)
+        return rows if into == torch.contiguous_format else rows.contiguous(memory_format=into)
     out = torch.empty(shape, dtype=values.dtype, device=values.device, memory_format=into)
     for block, place in zip(
         _blocks(values, shape, sizes, dim), out.split(list(sizes), dim), strict=True
@@ -202,7 +206,7 @@ def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
 
 
 def _is_outermost(shape: Sequence[int], dim: int) -> bool:
-    return dim == 0 or prod(shape[:dim]) == 1
+    return prod(shape[:dim]) == 1
 
 
 def _blocks(

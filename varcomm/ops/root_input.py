@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -13,12 +13,14 @@ import torch.autograd.forward_ad as forward_ad
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import in_graph, outside_transforms, refuse_vmap
+from varcomm.ops.operator import in_graph, refuse_vmap
 from varcomm.transport.agreement import compare, debugging, share
 from varcomm.transport.announce import announce
 from varcomm.transport.group import Group
 
 __all__ = ["RootInput", "root_input"]
+
+R = TypeVar("R")
 
 _FORMATS = {
     str(memory_format): memory_format
@@ -63,12 +65,11 @@ def root_input(
     where = f"{name} on {group.label}: "
     if in_graph(tensor):
         return _in_graph(tensor, src, group, check, where)
-    refuse_vmap(where, [tensor])
     if debugging():
         call = {"operation": name, "root": src, "sizes": list(sizes)}
-        outside_transforms(lambda: compare(group, call))
+        _outside_transforms(tensor, where, lambda: compare(group, call))
     digest = zlib.crc32(repr(list(sizes)).encode())
-    transformed = _agreed_transforms(name, tensor, src, group)
+    transformed = _agreed_transforms(name, tensor, src, group, where)
 
     def describe() -> dict[str, Any]:
         checked_tensor(tensor, where)
@@ -135,7 +136,40 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: Group) -> int:
+class _Outside(torch.autograd.Function):
+    """Run a job where all transforms of ``torch.func`` have been unwrapped."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, where: str, job: Callable[[], None]) -> torch.Tensor:
+        job()
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return tangent.new_empty(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, where: str, job: object) -> Any:
+        refuse_vmap(where)
+
+
+def _outside_transforms(tensor: torch.Tensor | None, where: str, job: Callable[[], R]) -> R:
+    """Return ``job()``, run on plain tensors; raise ArgumentError if vmap batches `tensor`."""
+    if not torch._C._are_functorch_transforms_active():
+        return job()
+    results: list[R] = []
+    x = tensor if isinstance(tensor, torch.Tensor) else torch.empty(0)
+    _Outside.apply(x, where, lambda: results.append(job()))  # type: ignore[no-untyped-call]
+    return results[0]
+
+
+def _agreed_transforms(
+    name: str, tensor: torch.Tensor | None, src: int, group: Group, where: str
+) -> int:
     """Return how many transforms of ``torch.func`` reach the root's tensor; collective in any.
 
     They must reach the tensors of other ranks too, or ranks would differ in derivatives.
@@ -143,7 +177,7 @@ def _agreed_transforms(name: str, tensor: torch.Tensor | None, src: int, group: 
     if not torch._C._are_functorch_transforms_active():
         return 0
     own = _depth(tensor)
-    depths = outside_transforms(lambda: share(name, lambda: own, group))
+    depths = _outside_transforms(tensor, where, lambda: share(name, lambda: own, group))
     for rank, depth in enumerate(depths):
         if depths[src] and depth != depths[src]:
             raise DisagreementError(

@@ -47,7 +47,7 @@ class Sharded(torch.Tensor):
     """A tensor of which this rank has some boxes: none, one, or several.
 
     Its ``shape`` is that of the full tensor. It can be saved and loaded, by
-    :mod:`varcomm.checkpoint` and :mod:`torch.distributed.checkpoint`, and not computed with. The
+    ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. The
     boxes of all ranks cover the full tensor; a box on several ranks is a copy, written once.
 
     Parameters

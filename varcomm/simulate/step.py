@@ -325,7 +325,7 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     ...     return step
     >>> step = vc.simulate.step(prepare, parts, ranks=[0, 1])
     >>> step.sent.max(), max(step.fit.error.values()) < 1e-9
-    (tensor(8432., dtype=torch.float64), True)
+    (tensor(8612., dtype=torch.float64), True)
     """
     works = run(prepare, parts, ranks)
     return Step(parts, works, Fit.of([(parts, works)]), calls_of_all(parts, works))

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.autograd import uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import checking
 from varcomm.sizes import ShardSizes
 from varcomm.tensor_parallel.mappings import split_tensor_into_1d_chunks

@@ -16,11 +16,9 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_shard, checked_tensor
 from varcomm.ops.digest import digest
-from varcomm.ops.library import refuse_linearize
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import apply, checking, refuse_linearize
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_sizes, exact_int
 from varcomm.tensor_parallel.class_statistics import Statistics, computed_in

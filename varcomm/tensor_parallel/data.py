@@ -81,6 +81,7 @@ def broadcast_data(
         asked = _checked_keys(keys)
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
+        # a simulated first rank has the data of this rank
         if ranks.rank == 0 or engine_for(ranks, ranks.device()).simulated:
             own.extend(_checked_data(asked, data, dtype))
         return {"keys": asked, "dtype": dtype}

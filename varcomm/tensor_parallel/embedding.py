@@ -17,11 +17,9 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.autograd import apply
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.digest import digest
-from varcomm.ops.library import torch_operator
-from varcomm.ops.operator import Operator, checking
+from varcomm.ops.operator import Operator, apply, checking, torch_operator
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import SMALL, checked_summable
 from varcomm.ops.replicated import ReplicatedSum

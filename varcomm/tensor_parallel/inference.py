@@ -18,9 +18,9 @@ from torch.autograd import forward_ad
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.autograd import begin, uncompiled
 from varcomm.ops.checks import checked_flag, checked_tensor
-from varcomm.ops.operator import checking
+from varcomm.ops.compilation import uncompiled
+from varcomm.ops.operator import begin, checking
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.tensor_parallel.linear import (
     as_rows,

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.autograd import apply, begin, in_forward_mode, uncompiled
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import checking
+from varcomm.ops.compilation import uncompiled
+from varcomm.ops.operator import apply, begin, checking, in_forward_mode
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sharding import ShardSpec
 from varcomm.sizes import checked_sizes

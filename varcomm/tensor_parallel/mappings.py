@@ -31,9 +31,9 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.autograd import apply, uncompiled
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
-from varcomm.ops.operator import checking
+from varcomm.ops.compilation import uncompiled
+from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import (

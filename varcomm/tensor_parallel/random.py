@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from varcomm.errors import ArgumentError
-from varcomm.ops.autograd import uncompiled
+from varcomm.ops.compilation import uncompiled
 from varcomm.sizes import exact_int
 from varcomm.tensor_parallel.layout import agreed
 from varcomm.transport.group import GroupLike, resolve

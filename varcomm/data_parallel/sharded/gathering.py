@@ -10,7 +10,7 @@ import torch
 
 from varcomm.data_parallel.sharded.reducer import Traffic
 from varcomm.data_parallel.sharded.shard import Shard
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 
 __all__ = ["Gathering"]
 

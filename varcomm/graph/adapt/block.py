@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.shard_context import ShardContext, unwrap_forward
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 

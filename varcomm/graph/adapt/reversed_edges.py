@@ -9,7 +9,7 @@ import torch
 from varcomm.graph.adapt.shard_context import untransformed
 from varcomm.graph.edge_shard import LocalEdges
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.plan.exchange_plan import ExchangePlan
 
 __all__ = ["reversed_edges"]

@@ -16,10 +16,8 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.rebind import Rebinding
 from varcomm.graph.edge_shard import LocalEdges
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.ops.autograd import UNCOMPILED, kept_from_compilation
-from varcomm.ops.by_number import ByNumber
-from varcomm.ops.library import fake_mode, in_graph, is_traced, refuse_linearize
-from varcomm.ops.operator import checking
+from varcomm.ops.compilation import UNCOMPILED, ByNumber, kept_from_compilation
+from varcomm.ops.operator import checking, fake_mode, in_graph, is_traced, refuse_linearize
 from varcomm.sizes import holds_integers
 from varcomm.transport.group import Group
 

@@ -52,11 +52,7 @@ class Numbering:
 
     @classmethod
     def of(cls, owner: torch.Tensor, ranks: int) -> Self:
-        """Count the nodes of each owner, rank after rank.
-
-        >>> Numbering.of(torch.tensor([1, 0, 1]), 2).number
-        tensor([1, 0, 2])
-        """
+        """Count the nodes of each owner, rank after rank."""
         sizes = ShardSizes(torch.bincount(owner, minlength=ranks).tolist())
         order = torch.sort(owner, stable=True).indices
         number = torch.empty_like(order)

@@ -139,11 +139,7 @@ class Tables:
 
 
 def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
-    """Return the types of an edge's source and target.
-
-    >>> ends(("author", "writes", "paper")), ends(None)
-    (('author', 'paper'), (None, None))
-    """
+    """Return the types of an edge's source and target."""
     return (None, None) if edge_type is None else (edge_type[0], edge_type[2])
 
 

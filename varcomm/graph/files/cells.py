@@ -139,11 +139,7 @@ def _shape(kind: str, points: int) -> Shape:
 
 
 def dimension(kind: str) -> int:
-    """Return the dimension of cells of a kind, or raise if the kind is not supported.
-
-    >>> dimension("tetra10"), dimension("line")
-    (3, 1)
-    """
+    """Return the dimension of cells of a kind, or raise if the kind is not supported."""
     return _shape(kind, 3).dim
 
 

@@ -160,9 +160,6 @@ def colours(adjacent: Sequence[Sequence[int]]) -> list[int]:
 
     Up to 8 ranks have a colour each. Beyond, each rank has the colour that is rarest among its
     neighbours so far, then among all ranks.
-
-    >>> colours([[1], [0, 2], [1]])
-    [0, 1, 2]
     """
     if len(adjacent) <= len(PALETTE):
         return list(range(len(adjacent)))

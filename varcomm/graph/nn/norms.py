@@ -33,7 +33,7 @@ from varcomm.graph.nn.batches import (
     result_dtype,
 )
 from varcomm.graph.nn.rows import Rows, Where, check_rows, rows_of_any_kind
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_NORMS", "global_norm", "is_global_norm"]
@@ -69,26 +69,14 @@ def global_norm(module: torch.nn.Module, graph: Where) -> Callable[..., torch.Te
     Every rank calls it at the same time, in the same mode. A module serves one kind of rows.
     Running statistics have the same bits on all ranks.
 
-    Communication: in training, each call sums over ranks, by :func:`varcomm.all_reduce`, for C
-    channels and G graphs (1 without a batch vector), in the dtype of `x` or fp32:
-
-    ======================= ===========================================
-    ``BatchNorm1d``         C sums, then C squares
-    ``BatchNorm``           the same
-    ``DiffGroupNorm``       the same for each of its groups
-    ``HeteroBatchNorm``     C sums and C squares for each type
-    ``InstanceNorm``        C sums and C squares for each graph
-    ``GraphNorm``           the same
-    ``LayerNorm``           a sum and a square for each graph
-    ``PairNorm``            C sums for each graph; unless
-                            ``scale_individually``, a square for each
-    ``MeanSubtractionNorm`` C sums for each graph
-    ``GraphSizeNorm``       nothing
-    ======================= ===========================================
-
-    With a batch vector, or types, also 8 bytes for each graph or type to count rows; 8 bytes per
-    rank if their number is not given. In evaluation with running statistics, nothing is sent. At
-    the first call ranks agree on the rows.
+    Communication: in training, :func:`varcomm.all_reduce` of C sums and then C squares, for C
+    channels, in the dtype of `x` or fp32: once for ``BatchNorm1d`` and ``BatchNorm``, per soft
+    group for ``DiffGroupNorm``, per type for ``HeteroBatchNorm``, per graph for ``InstanceNorm``
+    and ``GraphNorm``. Per graph, ``LayerNorm`` sends a sum and a square; ``PairNorm`` C sums and,
+    unless ``scale_individually``, a square; ``MeanSubtractionNorm`` C sums; ``GraphSizeNorm``
+    nothing. Without a batch vector, all rows are one graph. With a batch vector or types, rows are
+    counted with 8 bytes per graph or type; 8 bytes per rank if their number is not given. In
+    evaluation with running statistics, nothing is sent. At the first call ranks agree on the rows.
 
     In one process: `module` itself.
 
@@ -255,7 +243,8 @@ def _instance_norm(
         centred = x.to(accumulated(x.dtype)) - module.running_mean
         deviation = (module.running_var + module.eps).sqrt()
     else:
-        graphs, mean, centred = _centred(module, rows, x, batch, batch_size)
+        graphs = _graphs(module, rows, x, batch, batch_size)
+        mean, centred = _centred(x, graphs)
         squares = graphs.sum(centred.square())
         counts = graphs.counts.view(-1, 1)
         if rows.total:
@@ -269,15 +258,8 @@ def _instance_norm(
     return out.to(dtype)
 
 
-def _graph_norm(
-    module: norm.GraphNorm,
-    rows: Rows,
-    x: torch.Tensor,
-    batch: torch.Tensor | None = None,
-    batch_size: int | None = None,
-) -> torch.Tensor:
+def _graph_norm(module: norm.GraphNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
     """Normalise after a learned part of the mean is subtracted: Cai et al., 2021."""
-    graphs = _graphs(module, rows, x, batch, batch_size)
     mean = graphs.mean(x)
     out: torch.Tensor = x.to(mean.dtype) - graphs.at_nodes(mean * module.mean_scale)
     deviation = (graphs.mean(out.square()) + module.eps).sqrt()
@@ -285,18 +267,11 @@ def _graph_norm(
     return out.to(result_dtype(x, module.mean_scale, module.weight, module.bias))
 
 
-def _layer_norm(
-    module: norm.LayerNorm,
-    rows: Rows,
-    x: torch.Tensor,
-    batch: torch.Tensor | None = None,
-    batch_size: int | None = None,
-) -> torch.Tensor:
+def _layer_norm(module: norm.LayerNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
     """Normalise over nodes and channels of each graph: Ba, Kiros and Hinton, 2016.
 
     As in PyG, ``eps`` is added to the variance with a batch vector, and to its root without one.
     """
-    graphs = _graphs(module, rows, x, batch, batch_size, dims=(2,))
 
     def mean_of(values: torch.Tensor) -> torch.Tensor:
         sums = values.sum(1, keepdim=True, dtype=accumulated(values.dtype))
@@ -305,7 +280,7 @@ def _layer_norm(
     mean = mean_of(x)
     out = x.to(mean.dtype) - graphs.at_nodes(mean)
     var = mean_of(out.square())
-    if batch is None:
+    if graphs.index is None:
         # the root has no derivative at 0; torch takes 0 as that of std
         constant = var == 0
         deviation = var.masked_fill(constant, 1).sqrt().masked_fill(constant, 0) + module.eps
@@ -317,15 +292,9 @@ def _layer_norm(
     return out.to(result_dtype(x, module.weight, module.bias))
 
 
-def _pair_norm(
-    module: norm.PairNorm,
-    rows: Rows,
-    x: torch.Tensor,
-    batch: torch.Tensor | None = None,
-    batch_size: int | None = None,
-) -> torch.Tensor:
+def _pair_norm(module: norm.PairNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
     """Keep the total distance between nodes of each graph: Zhao and Akoglu, 2020."""
-    graphs, _, out = _centred(module, rows, x, batch, batch_size, dims=(2,))
+    _, out = _centred(x, graphs)
     if module.scale_individually:
         length = module.eps + out.norm(2, -1, keepdim=True)
     else:
@@ -343,20 +312,30 @@ def _mean_subtraction_norm(
     dim_size: int | None = None,
 ) -> torch.Tensor:
     """Subtract the mean of each graph: Yang et al., 2020."""
-    return _centred(module, rows, x, batch, dim_size)[2].to(x.dtype)
+    return _centred(x, _graphs(module, rows, x, batch, dim_size))[1].to(x.dtype)
 
 
-def _graph_size_norm(
-    module: norm.GraphSizeNorm,
-    rows: Rows,
-    x: torch.Tensor,
-    batch: torch.Tensor | None = None,
-    batch_size: int | None = None,
-) -> torch.Tensor:
+def _graph_size_norm(module: norm.GraphSizeNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
     """Divide by the root of each graph's number of nodes: Dwivedi et al., 2020."""
-    graphs = _graphs(module, rows, x, batch, batch_size, dims=(2,))
     scale = graphs.counts.to(accumulated(x.dtype)).rsqrt()
     return (x * graphs.at_nodes(scale.view(-1, 1))).to(x.dtype)
+
+
+def _over_graphs(
+    normalise: Callable[..., torch.Tensor], dims: tuple[int, ...] = ()
+) -> Callable[..., torch.Tensor]:
+    """Return a forward that checks its arguments and makes the graphs of the batch."""
+
+    def forward(
+        module: torch.nn.Module,
+        rows: Rows,
+        x: torch.Tensor,
+        batch: torch.Tensor | None = None,
+        batch_size: int | None = None,
+    ) -> torch.Tensor:
+        return normalise(module, x, _graphs(module, rows, x, batch, batch_size, dims))
+
+    return forward
 
 
 def _graphs(
@@ -374,28 +353,15 @@ def _graphs(
     return batch_of(name, rows, x, batch, size)
 
 
-def _centred(
-    module: torch.nn.Module,
-    rows: Rows,
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    size: int | None,
-    dims: tuple[int, ...] = (),
-) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """Return the graphs, their means, and the rows without the means."""
-    graphs = _graphs(module, rows, x, batch, size, dims)
+def _centred(x: torch.Tensor, graphs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the means of the graphs, and the rows without the means."""
     mean = graphs.mean(x)
-    return graphs, mean, x.to(mean.dtype) - graphs.at_nodes(mean)
+    return mean, x.to(mean.dtype) - graphs.at_nodes(mean)
 
 
 def _evaluated(module: torch.nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
-    mean, var, weight, bias = (
-        module.running_mean,
-        module.running_var,
-        module.weight,
-        module.bias,
-    )
-    return batch_norm(x, mean, var, weight, bias, eps=module.eps)
+    mean, var = module.running_mean, module.running_var
+    return batch_norm(x, mean, var, module.weight, module.bias, eps=module.eps)
 
 
 def _factor(module: Any) -> float:
@@ -451,11 +417,11 @@ _FORWARDS: dict[type[torch.nn.Module], Callable[..., torch.Tensor]] = {
     norm.HeteroBatchNorm: _hetero_batch_norm,
     norm.DiffGroupNorm: _diff_group_norm,
     norm.InstanceNorm: _instance_norm,
-    norm.GraphNorm: _graph_norm,
-    norm.LayerNorm: _layer_norm,
-    norm.PairNorm: _pair_norm,
+    norm.GraphNorm: _over_graphs(_graph_norm),
+    norm.LayerNorm: _over_graphs(_layer_norm, dims=(2,)),
+    norm.PairNorm: _over_graphs(_pair_norm, dims=(2,)),
     norm.MeanSubtractionNorm: _mean_subtraction_norm,
-    norm.GraphSizeNorm: _graph_size_norm,
+    norm.GraphSizeNorm: _over_graphs(_graph_size_norm, dims=(2,)),
 }
 
 GLOBAL_NORMS = tuple(_FORWARDS)

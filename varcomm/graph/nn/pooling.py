@@ -20,7 +20,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.nn.batches import Batch, accumulated, batch_of, check_floats
 from varcomm.graph.nn.extremes import extreme, extreme_value, first_maximum
 from varcomm.graph.nn.rows import Where, check_rows, node_rows
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = [
@@ -35,10 +35,7 @@ __all__ = [
 
 @kept_from_compilation
 def global_add_pool(
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    graph: Where,
-    size: int | None = None,
+    x: torch.Tensor, batch: torch.Tensor | None, graph: Where, size: int | None = None
 ) -> torch.Tensor:
     """Sum over the nodes of each graph.
 
@@ -96,10 +93,7 @@ def global_add_pool(
 
 @kept_from_compilation
 def global_mean_pool(
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    graph: Where,
-    size: int | None = None,
+    x: torch.Tensor, batch: torch.Tensor | None, graph: Where, size: int | None = None
 ) -> torch.Tensor:
     """Average over the nodes of each graph.
 
@@ -138,10 +132,7 @@ def global_mean_pool(
 
 @kept_from_compilation
 def global_max_pool(
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    graph: Where,
-    size: int | None = None,
+    x: torch.Tensor, batch: torch.Tensor | None, graph: Where, size: int | None = None
 ) -> torch.Tensor:
     """Return the maximum of each feature over the nodes of each graph.
 
@@ -188,10 +179,7 @@ def global_max_pool(
 
 @kept_from_compilation
 def global_min_pool(
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    graph: Where,
-    size: int | None = None,
+    x: torch.Tensor, batch: torch.Tensor | None, graph: Where, size: int | None = None
 ) -> torch.Tensor:
     """Return the minimum of each feature over the nodes of each graph.
 
@@ -230,10 +218,7 @@ def global_min_pool(
 
 @kept_from_compilation
 def global_softmax(
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    graph: Where,
-    size: int | None = None,
+    x: torch.Tensor, batch: torch.Tensor | None, graph: Where, size: int | None = None
 ) -> torch.Tensor:
     """Normalise each feature over the nodes of each graph: attention for a readout.
 

@@ -18,7 +18,7 @@ from varcomm.graph.nn.batches import Batch, accumulated, check_floats, check_ids
 from varcomm.graph.nn.extremes import extreme, product
 from varcomm.graph.nn.pooling import softmax_over
 from varcomm.graph.nn.rows import Where, check_rows, node_rows
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_READOUTS", "global_readout", "is_global_readout"]

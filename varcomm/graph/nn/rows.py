@@ -76,8 +76,7 @@ def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
     if len(found) > 1:
         raise ArgumentError(
             f"{name}: x has as many rows as there are {' and '.join(rows.name for rows in found)}, "
-            f"on every rank. Say which: give {found[0].key} in place of the graph, as in "
-            f"varcomm.graph.global_add_pool(x, batch, {found[0].key})."
+            f"on every rank. Choose one: pass {found[0].key} in place of the graph."
         )
     return found[0]
 
@@ -91,8 +90,8 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where) -> Rows:
     if len({tuple(rows.shard.sizes) for rows in found}) > 1:
         raise ArgumentError(
             f"{name}: on every rank, x may have rows of {' or of '.join(r.name for r in found)}, "
-            "some with the halo's. Say which: varcomm.graph.global_norm(module, "
-            f"{found[0].key}) is what the forward of the module is to be."
+            "some with the halo's. Choose one: module.forward = "
+            f"varcomm.graph.global_norm(module, {found[0].key})."
         )
     return found[0]
 
@@ -164,26 +163,15 @@ def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
         other = next(rank for rank, names in enumerate(of) if names != of[0])
         raise ArgumentError(
             f"{name}: x has no rows that are of the same kind on all ranks: on rank 0 of {of[0]}, "
-            f"on rank {other} of {of[other]}. {_runs_over(kinds)}"
+            f"on rank {other} of {of[other]}."
         )
     return found
 
 
 def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
-    def asked(rows: Rows) -> str:
-        also = (
-            f", or for each of these and the {rows.num_halo} in the halo" if rows.num_halo else ""
-        )
-        return f"for each of the {rows.num_owned} owned {rows.name}{also}"
-
-    return (
-        f"x must have one row {', or '.join(map(asked, kinds))}; got shape {tuple(x.shape)}. "
-        f"{_runs_over(kinds)}"
+    wanted = ", or ".join(
+        f"for each of the {rows.num_owned} owned {rows.name}"
+        + (f", or for these and the {rows.num_halo} in the halo" if rows.num_halo else "")
+        for rows in kinds
     )
-
-
-def _runs_over(kinds: Sequence[Rows]) -> str:
-    return (
-        f"It runs over {' or '.join(rows.name for rows in kinds)}: what is pooled already, or has "
-        "rows of something else, must not go through it."
-    )
+    return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."

@@ -226,20 +226,13 @@ def starts_of_shares(total: torch.Tensor, parts: torch.Tensor, first: torch.Tens
     """Return the start of share `first` of `total` in `parts`, as :meth:`ShardSizes.balanced`.
 
     All arguments are int64, and broadcast.
-
-    >>> starts_of_shares(torch.tensor(7), torch.tensor(3), torch.arange(4))
-    tensor([0, 3, 5, 7])
     """
     base = total // parts
     return base * first + torch.minimum(first, total - base * parts)
 
 
 def by_order(nodes: int, weight: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Return the part of each node in the given order: the share that contains its middle.
-
-    >>> by_order(7, None, 3), by_order(4, torch.tensor([1, 4, 1, 0]), 3)
-    (tensor([0, 0, 0, 1, 1, 2, 2]), tensor([0, 1, 2, 2]))
-    """
+    """Return the part of each node in the given order: the share that contains its middle."""
     if weight is None:
         total, middles = torch.tensor(nodes), torch.arange(nodes)
     else:
@@ -249,12 +242,7 @@ def by_order(nodes: int, weight: torch.Tensor | None, parts: int) -> torch.Tenso
 
 
 def summed(index: torch.Tensor, bins: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """Return the exact sum of weights per index; without weights, the count per index.
-
-    >>> index = torch.tensor([0, 2, 2])
-    >>> summed(index, 4, None), summed(index, 4, torch.tensor([5, 6, 7]))
-    (tensor([1, 0, 2, 0]), tensor([ 5,  0, 13,  0]))
-    """
+    """Return the exact sum of weights per index; without weights, the count per index."""
     if weight is None:
         return torch.bincount(index, minlength=bins)
     sums = torch.zeros(bins, dtype=torch.int64, device=index.device)

@@ -16,11 +16,7 @@ _ROWS = 1 << 15
 
 
 def bits_of(coordinates: int) -> int:
-    """Return the bits per coordinate of a position on the curve.
-
-    >>> [bits_of(coordinates) for coordinates in (1, 2, 3, 4)]
-    [52, 31, 21, 15]
-    """
+    """Return the bits per coordinate of a position on the curve."""
     # 52: the precision of a float64
     return min(63 // coordinates, 52)
 
@@ -31,13 +27,6 @@ def hilbert_keys(pos: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
     The curve fills the smallest cube at `low` that holds all finite positions, (n, D) with D in
     1...63, in ``2 ** bits_of(D)`` steps per side. `low` and `high` are the bounds of all positions,
     float64 of shape (D,). A key depends on the row, `low` and `high` alone.
-
-    Examples
-    --------
-    >>> pos = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
-    >>> keys = hilbert_keys(pos, torch.zeros(2).double(), torch.ones(2).double())
-    >>> keys.argsort()
-    tensor([0, 1, 2, 3])
     """
     bits = bits_of(pos.shape[1])
     # halves, because the difference of two float64 can be infinite
@@ -58,11 +47,6 @@ def hilbert_index(cells: torch.Tensor, bits: int) -> torch.Tensor:
     is at most 63. The places ``0...2 ** (bits * D) - 1`` are int64 of shape (n,); consecutive cells
     share a face. J. Skilling's algorithm, "Programming the Hilbert curve", AIP Conference
     Proceedings 707 (2004), vectorized over cells.
-
-    Examples
-    --------
-    >>> hilbert_index(torch.tensor([[0, 0], [0, 1], [1, 1], [1, 0]]), bits=1)
-    tensor([0, 1, 2, 3])
     """
     axes = list(cells.T.clone(memory_format=torch.contiguous_format))
     first, last = axes[0], axes[-1]

@@ -37,12 +37,6 @@ class Adjacency:
 
         Edges connect nodes ``0...nodes - 1``; loops and repeats are allowed. Non-negative weights
         of all edges between two nodes are added, and a sum of zero is no edge.
-
-        Examples
-        --------
-        >>> graph = Adjacency.from_edges(np.array([0, 1, 2, 2]), np.array([1, 0, 1, 2]), 3)
-        >>> graph.starts.tolist(), graph.neighbours.tolist()
-        ([0, 1, 3, 4], [1, 0, 2, 1])
         """
         # one integer per edge, the lower node first, because sorting integers is fast
         pairs = np.minimum(source, target) * nodes + np.maximum(source, target)

@@ -9,7 +9,7 @@ from torch_geometric.nn.conv import ChebConv, DirGNNConv, FastRGCNConv, GPSConv
 from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 from varcomm.graph.adapt.propagate import FLOW, names_read_at_source, names_taken
-from varcomm.graph.nn.norms import is_global_norm
+from varcomm.graph.nn.norms import GLOBAL_NORMS, is_global_norm
 from varcomm.graph.nn.readouts import is_global_readout
 
 __all__ = ["check_deep", "check_exact"]
@@ -26,14 +26,7 @@ _OVER_ALL_NODES = (
         for dims in (1, 2, 3)
     ),
     torch.nn.SyncBatchNorm,
-    norm.BatchNorm,
-    norm.DiffGroupNorm,
-    norm.GraphNorm,
-    norm.GraphSizeNorm,
-    norm.HeteroBatchNorm,
-    norm.InstanceNorm,
-    norm.MeanSubtractionNorm,
-    norm.PairNorm,
+    *(kind for kind in GLOBAL_NORMS if kind is not norm.LayerNorm),
 )
 
 _BETWEEN_ROWS = (

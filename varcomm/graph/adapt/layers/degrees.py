@@ -22,7 +22,7 @@ from varcomm.graph.adapt.shard_context import ShardContext
 from varcomm.graph.edge_shard import EdgeShard, LocalEdges
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["cheb_norm_in", "gcn_norm_in", "get_laplacian_in"]

@@ -16,7 +16,7 @@ from torch_geometric.utils.hetero import construct_bipartite_edge_index
 from varcomm.graph.adapt.layers import attention, degrees, hetero, methods, self_loops
 from varcomm.graph.adapt.shard_context import ShardContext
 from varcomm.graph.nn import pooling
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 
 __all__ = ["FUNCTIONS", "functions_in"]
 

@@ -12,7 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.shard_context import ShardContext
 from varcomm.graph.edge_shard import LocalEdges
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.autograd import kept_from_compilation
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 
