@@ -1,11 +1,13 @@
-"""Sizes: the numbers of rows per rank, and checks of integers, dimensions and ranks."""
+"""Sizes: the numbers of rows per rank; checks of integers, dimensions, ranks and timeouts."""
 
 from __future__ import annotations
 
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
+from datetime import timedelta
 from itertools import accumulate
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "at_least",
     "checked_dim",
     "checked_rank",
+    "checked_seconds",
     "checked_sizes",
     "exact_int",
     "holds_integers",
@@ -185,14 +188,9 @@ class ShardSizes(tuple[int, ...]):
         Parameters
         ----------
         n : int
-            Rows of this rank.
+            Rows of this rank; ArgumentError on every rank if one rank has no such number.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
-
-        Raises
-        ------
-        ArgumentError
-            On every rank, if `n` is not a non-negative integer on one of them.
 
         Examples
         --------
@@ -254,7 +252,7 @@ def checked_sizes(
     unordered = isinstance(sizes, str | bytes | Set | Mapping)
     if scalar or unordered or not isinstance(sizes, Iterable):
         raise ArgumentError(
-            f"{where}{name} must be a list or tuple of ints, one a rank; got {sizes!r}."
+            f"{where}{name} must be a list or tuple of ints, one per rank; got {sizes!r}."
         )
     given = list(sizes)
     values = [exact_int(value) for value in given]
@@ -268,7 +266,7 @@ def checked_sizes(
         raise ArgumentError(f"{where}{name} must not be negative; got {given!r}.")
     if ranks is not None and len(checked) != ranks:
         raise ArgumentError(
-            f"{where}{name} must have one entry a rank, {ranks}; got {len(checked)}: {given!r}."
+            f"{where}{name} must have one entry per rank, {ranks}; got {len(checked)}: {given!r}."
         )
     return checked
 
@@ -302,3 +300,17 @@ def at_least(least: int, value: object, name: str) -> int:
     if exact is None or exact < least:
         raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
     return exact
+
+
+def checked_seconds(timeout: object) -> float:
+    """Return a timeout in seconds, at most 24 days: ``poll`` counts milliseconds in an int.
+
+    >>> checked_seconds(timedelta(minutes=1)), checked_seconds(0.5), checked_seconds(float("inf"))
+    (60.0, 0.5, 2073600.0)
+    """
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0:
+        return min(float(given), 24 * 86_400.0)
+    raise ArgumentError(
+        f"timeout must be a positive number of seconds or a timedelta; got {timeout!r}."
+    )

@@ -7,6 +7,7 @@ Without arguments all scenes run. Ranks are forked from this process, which has 
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ import varcomm
 from varcomm import ExchangePlan
 from varcomm.checkpoint import save
 from varcomm.graph import distribute, partition
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import resolve
 
 RANKS = 3
@@ -63,13 +64,7 @@ def fail():
     raise KeyError("something of the user's")
 
 
-FAULTS = {
-    "kill": kill,
-    "stop": stop,
-    "close": close,
-    "exhaust": exhaust,
-    "fail": fail,
-}
+FAULTS = {fault.__name__: fault for fault in (kill, stop, close, exhaust, fail)}
 
 
 def graph():
@@ -113,7 +108,7 @@ PLACES = {
 def befall(fault, rounds):
     """Let a fault happen on this rank at the start of a later round of messages."""
     left = rounds
-    engine = engine_for(resolve(None), torch.device("cpu"))
+    engine = type(engine_for(resolve(None), torch.device("cpu")))  # every group has its own
 
     def instead(name):
         own = getattr(engine, name)
@@ -197,6 +192,33 @@ def play(fault, place, culprit, rounds):
             told[rank] = json.loads(path.read_text()) if path.exists() else {"log": log.read_text()}
             told[rank]["ended"] = rank in ended
         return told
+
+
+def problem(scene, told):
+    """Say what is wrong about what the others have told, if anything is."""
+    fault, _, _, _, culprit, *_ = scene.split()
+    for rank, one in told.items():
+        if "kind" not in one or not one["ended"]:
+            return f"rank {rank} has not raised, or not ended: {one}"
+        if one["kind"] != "CommunicationError":
+            return f"rank {rank} has raised {one}"
+        if one["seconds"] > LIMIT + 5:
+            return f"rank {rank} has taken {one['seconds']} s"
+        # torch's store has no time limit of its own: who asks one that is stopped cannot be ended
+        asks = scene.startswith("stop") and culprit == "0" and len(one["threads"]) == 1
+        if one["threads"] and not (asks and one["threads"][0].endswith("(asking)")):
+            return f"rank {rank} has threads left: {one['threads']}"
+        message = one["message"]
+        if fault == "close" and "so all have come to it, and the network" in message:
+            continue  # if not, the rank that is cut off has not noticed yet
+        named = rf"\brank {culprit} (not come to it, gone, or cut off|ended with \w+: )"
+        store = "the store in which ranks met has ended"
+        if not (re.search(named, message) or (culprit == "0" and store in message)):
+            return f"rank {rank} does not name rank {culprit}: {message}"
+        ends = {"fail": "KeyError: 'something of the user's'", "exhaust": "RuntimeError: "}
+        if culprit != "0" and ends.get(fault, "") not in message.replace('"', "'"):
+            return f"rank {rank} does not say how rank {culprit} ended: {message}"
+    return ""
 
 
 def scenes():

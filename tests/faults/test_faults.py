@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.faults.judging import problem
+from tests.faults.stage import problem
 
 FIRST = ("kill in forward on 1 after 0 rounds", "fail in partition on 1 after 0 rounds")
 SCENES = (  # each fault once, each place once; `make fuzz` plays all combinations

@@ -16,8 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from conftest import Worlds
-from tests.faults.judging import problem
-from tests.faults.stage import scenes
+from tests.faults.stage import problem, scenes
 from tests.fuzz import faults, files, load, programs
 
 AT_ONCE = 50  # examples, between two looks at the clock

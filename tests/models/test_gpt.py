@@ -323,7 +323,7 @@ def refused(rank):
     model = new_model()
     wrong = {
         "head_sizes": ([2, 2], r"head_sizes \[2, 2\] sum to 4, but there are 5"),
-        "mlp_sizes": ([1, 2, 3], "mlp_sizes must have one entry a rank, 2; got 3"),
+        "mlp_sizes": ([1, 2, 3], "mlp_sizes must have one entry per rank, 2; got 3"),
         "vocab_sizes": ("131", "vocab_sizes must be a list or tuple of ints"),
     }
     for name, (sizes, text) in wrong.items():

@@ -179,7 +179,7 @@ def refused(rank):
     model = new_model()
     with pytest.raises(ArgumentError, match=r"head_sizes \[2, 2\] sum to 4, but there are 5"):
         model.tensor_parallel_plan(head_sizes=[2, 2] if rank else None)
-    with pytest.raises(ArgumentError, match="mlp_sizes must have one entry a rank, 2; got 3"):
+    with pytest.raises(ArgumentError, match="mlp_sizes must have one entry per rank, 2; got 3"):
         model.tensor_parallel_plan(mlp_sizes=None if rank else [1, 2, 3])
     return True
 

@@ -105,7 +105,7 @@ def mistakes_of_broadcast():
 
 def mistakes_of_scatter_v():
     yield from bad_roots(varcomm.scatter_v, F(3, 2), [2, 1], word="src")
-    yield lambda: varcomm.scatter_v(F(3), [2]), "sizes must have one entry a rank, 2; got 1"
+    yield lambda: varcomm.scatter_v(F(3), [2]), "sizes must have one entry per rank, 2; got 1"
     yield lambda: varcomm.scatter_v(F(3), [4, -1]), "sizes must not be negative"
     yield lambda: varcomm.scatter_v(F(3), [2, "1"]), "entry 1 is '1' of type str"
     yield lambda: varcomm.scatter_v(F(3), 3), "sizes must be a list or tuple of ints"
@@ -114,8 +114,8 @@ def mistakes_of_scatter_v():
 def mistakes_of_all_to_all_v():
     op, x = varcomm.all_to_all_v, F(3, 2)
     yield from bad_tensors(op, [2, 1], [2, 1])
-    yield lambda: op(x, [3], [2, 1]), "send_sizes must have one entry a rank, 2; got 1"
-    yield lambda: op(x, [2, 1], [2, 1, 0]), "recv_sizes must have one entry a rank, 2; got 3"
+    yield lambda: op(x, [3], [2, 1]), "send_sizes must have one entry per rank, 2; got 1"
+    yield lambda: op(x, [2, 1], [2, 1, 0]), "recv_sizes must have one entry per rank, 2; got 3"
     yield lambda: op(x, [4, -1], [4, 1]), "send_sizes must not be negative"
     yield lambda: op(x, [2, 1], [2, -1]), "recv_sizes must not be negative"
     yield lambda: op(x, [2, 1], [2, 1.5]), "recv_sizes must hold ints; .* 1.5 of type float"
@@ -130,7 +130,7 @@ def mistakes_of_transpose_v():
     yield from bad_tensors(op, 1, [2, 3], 0, [2, 1])
     yield lambda: op(x, 1, [2, 2], 0, [2, 1]), "dim 1, but split_sizes sum to 4"
     yield lambda: op(x, 1, [2, 3], 0, [1, 1]), r"dim 0, but concat_sizes\[0\] is 1"
-    yield lambda: op(x, 1, [2, 3], 0, [2]), "concat_sizes must have one entry a rank, 2; got 1"
+    yield lambda: op(x, 1, [2, 3], 0, [2]), "concat_sizes must have one entry per rank, 2; got 1"
     yield lambda: op(x, 1, [6, -1], 0, [2, 1]), "split_sizes must not be negative"
     yield lambda: op(x, 2, [2, 3], 0, [2, 1]), "dim=2 is out of range"
     message = r"split_dim=0 and concat_dim=-2 are the same dimension .*; use all_to_all_v"

@@ -20,7 +20,7 @@ from tests.ops.primitives import PATTERNS, PRIMITIVES, case
 from tests.transport.processes import all_end, script
 from tests.worlds import WORLDS
 from varcomm.errors import CommunicationError, LaunchError
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import resolve
 
 MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n"]

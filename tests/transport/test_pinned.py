@@ -8,29 +8,30 @@ import torch
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.ops.primitives import PATTERNS, PRIMITIVES, case
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.gloo import Gloo
 from varcomm.transport.group import resolve
 from varcomm.transport.pinned import Pinned
 
 RANKS = 3
+CPU = torch.device("cpu")
 
 
 @contextmanager
 def pinned():
     """Let Gloo serve this rank only behind copies."""
     engines = resolve(None).engines
-    engines["cpu"] = Pinned(Gloo())
+    engines[CPU] = Pinned(Gloo())
     try:
         yield
     finally:
-        engines["cpu"] = Gloo()
+        engines[CPU] = Gloo()
 
 
 def check(rank, name):
     failures = Failures()
     with pinned():
-        assert isinstance(engine_for(resolve(None), torch.device("cpu")), Pinned)
+        assert isinstance(engine_for(resolve(None), CPU), Pinned)
         for pattern in PATTERNS:
             c = case(name, pattern, RANKS, 1)
             inputs = [x if x is None else x.requires_grad_() for x in c.draw(torch.float64)]

@@ -94,7 +94,10 @@ def test_nothing_is_left():
 
 
 def test_refusals():
-    with pytest.raises(ArgumentError, match="size must be a positive integer; got 0"), alone(0, 0):
+    with (
+        pytest.raises(ArgumentError, match="size must be an integer of at least 1; got 0"),
+        alone(0, 0),
+    ):
         pass
     with pytest.raises(ArgumentError, match="rank"), alone(2, 2):
         pass

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import varcomm
-from varcomm import Call, Trace, Traffic
+from varcomm import Call, Traffic
 
 SIZES = [2, 1, 0]
 
@@ -64,22 +64,10 @@ def test_backward_is_under_the_name_of_the_adjoint(worlds):
     for found in (first, second, third):
         assert [name for name, *_ in found] == [*names, "all_reduce"]
         assert found[-1] == ("all_reduce", 8, 8)
-    assert [call[1:] for call in first[:-1]] == [
-        (32, 8),
-        (8, 32),
-        (16, 0),
-        (0, 16),
-        (16, 0),
-        (0, 16),
-    ]
-    assert [call[1:] for call in second[:-1]] == [
-        (16, 16),
-        (16, 16),
-        (0, 8),
-        (8, 0),
-        (0, 16),
-        (16, 0),
-    ]
+    pairs = [(32, 8), (16, 0), (16, 0)], [(16, 16), (0, 8), (0, 16)]  # an adjoint swaps its pair
+    for found, expected in zip((first, second), pairs, strict=True):
+        calls = [call[1:] for call in found[:-1]]
+        assert calls == [c for sent, got in expected for c in ((sent, got), (got, sent))]
 
 
 def among_some(rank):
@@ -124,6 +112,3 @@ def test_sums_by_operation_and_by_peer_of_the_world(worlds):
         "peer          calls  sent  bytes  received  bytes",
         "rank 2            3     3     36         1      4",
     ]
-    calls = Trace([Call("an operation of a long name indeed", {1: 10**20}, {})])
-    row = str(calls).splitlines()[1]
-    assert row.split()[-4:] == ["1", "100,000,000,000,000,000,000", "0", "0"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from varcomm.data_parallel.bucket_sum import BucketSum
@@ -94,7 +93,7 @@ def sum_hook(
         raise ArgumentError(
             f"sum_hook: state must be a group or a pair (group, reduce); got {state!r}. {error}"
         ) from error
-    sums = _of_group.setdefault(ranks.process_group, _Sums())
+    sums: _Sums = ranks.auxiliary.setdefault("sum_hook", _Sums())
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
         if bucket.index() == 0:
@@ -196,7 +195,3 @@ def _check_fresh(watch: _Watch, _: torch.Tensor) -> None:
                 "summed over ranks, and this backward would sum it again. Call zero_grad() before; "
                 "run all micro-batches but the last in ddp.no_sync()."
             )
-
-
-# The hook gets no object that lives as long as a group, but the group itself.
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sums] = weakref.WeakKeyDictionary()

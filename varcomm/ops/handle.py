@@ -26,7 +26,7 @@ from varcomm.ops.operator import (
     is_recorded,
     started,
 )
-from varcomm.transport.agreement import compare, debugging, fail
+from varcomm.transport.debug import debugging
 from varcomm.transport.engine import Pending
 
 __all__ = ["Handle", "run", "start"]
@@ -143,6 +143,8 @@ class _InFlight:
         if _version(self.x) != self.version:
             error = ArgumentError(f"{operator.name} on {operator.group}{changed}")
         if number is not None and debugging():
+            from varcomm.transport.agreement import compare, fail
+
             what = f"wait for {operator.name}"
             if error is not None:
                 fail(operator.group, what, error)

@@ -33,10 +33,8 @@ from varcomm.errors import ArgumentError, CommunicationError, GroupError
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import compare, debugging, fail
-from varcomm.transport.engine import EngineFailure, Pending
-from varcomm.transport.engines import engine_for
-from varcomm.transport.failure import failure
+from varcomm.transport.debug import debugging
+from varcomm.transport.engine import EngineFailure, Pending, engine_for
 from varcomm.transport.group import Group, named
 from varcomm.transport.trace import span
 
@@ -147,6 +145,8 @@ class checking:
 
     def _tell(self, error: BaseException | None) -> None:
         if isinstance(error, ArgumentError | GroupError) and debugging():
+            from varcomm.transport.agreement import fail
+
             fail(self.group, self.name, error)
 
 
@@ -335,6 +335,8 @@ def started(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None 
 
 
 def _compared(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None) -> int:
+    from varcomm.transport.agreement import compare  # needed inside debug() only
+
     with checking(operator.name, operator.group):
         engine_for(operator.group, x.device)
     call = {"operation": operator.name, **operator.describe(x)}
@@ -347,6 +349,8 @@ def _compared(operator: Operator, x: torch.Tensor, recorded: bool, of: int | Non
 def _failed(
     operator: Operator, dtype: torch.dtype, shape: torch.Size, began: float, error: EngineFailure
 ) -> CommunicationError:
+    from varcomm.transport.failure import failure
+
     described = operator.describe(torch.empty(shape, dtype=dtype, device="meta"))
     held = ", ".join(f"{word} {value}" for word, value in described.items())
     kind = str(dtype).removeprefix("torch.")

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from varcomm.transport.engine import EngineFailure, Peers, Work
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import EngineFailure, Peers, Work, engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.trace import note
 

@@ -23,8 +23,7 @@ from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share
-from varcomm.transport.engine import Pending
-from varcomm.transport.engines import peers_answer
+from varcomm.transport.engine import Pending, engine_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -152,7 +151,7 @@ class ExchangePlan(Routes):
             what, check, lambda own: _digest_of(own[1], (own[0], *own[2])), ranks
         )
         identity = crc32(repr(digests).encode())
-        if expected is not None and not peers_answer(ranks):
+        if expected is not None and _is_simulated(ranks):
             return cls(ranks, index, send_counts, expected, rows, identity)
         recv_counts = _exchanged_counts(send_counts, index.device, ranks)
 
@@ -426,9 +425,14 @@ def _digest_of(index: torch.Tensor, numbers: Iterable[int]) -> int:
     return crc32(repr((digest(index), list(numbers))).encode())
 
 
+def _is_simulated(group: Group) -> bool:
+    """Return whether the group has other ranks that do not exist."""
+    return group.size > 1 and engine_for(group, group.device()).simulated
+
+
 def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
     """Tell each rank one count, and return what each tells this one; collective."""
-    if not peers_answer(group):
+    if _is_simulated(group):
         raise GroupError(
             f"on {group}: in a simulated world no other rank says which rows it needs. Take the "
             "part of a graph that varcomm.simulate.partition gives, with its plan; or tell "

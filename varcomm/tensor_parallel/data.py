@@ -12,8 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.tensor_parallel.layout import agreed
-from varcomm.transport.engine import wait_for
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import GroupLike, resolve
 

@@ -14,8 +14,7 @@ from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport.announce import all_gather_object
 from varcomm.transport.debug import debug, debug_timeout, debugging
-from varcomm.transport.engine import EngineFailure
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import EngineFailure, engine_for
 from varcomm.transport.failure import explained, leave
 from varcomm.transport.group import Group
 from varcomm.transport.last_seen import (
@@ -54,11 +53,8 @@ _KINDS = {
 def agree(what: str, local: Callable[[], T], group: Group) -> T:
     """Run `local` on every rank and return this rank's result, or raise on all; collective.
 
-    Raises
-    ------
-    VarcommError
-        On every rank with the same message, if `local` raised on one of them: of the kind that the
-        first of them raised, or an ArgumentError if that is no error of varcomm.
+    If `local` raises on one rank, every rank raises the same message: an error of the kind that the
+    first failing rank raised, or an ArgumentError if that is no error of varcomm.
     """
     return agree_and_share(what, local, lambda _: None, group)[0]
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.transport.engine import NO_LIMIT, EngineFailure, wait_for
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import NO_LIMIT, EngineFailure, engine_for, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.serialization import from_bytes, to_bytes
@@ -31,12 +30,8 @@ def announce(
 ) -> dict[str, Any]:
     """Return on every rank the JSON values that `local` returns on `src`; collective.
 
-    In a simulated group the root has the values of this rank.
-
-    Raises
-    ------
-    ArgumentError
-        On every rank, if `local` raised it on `src`.
+    If `local` raises ArgumentError on `src`, every rank raises it. In a simulated group the root
+    has the values of this rank.
     """
     device = group.device()
     engine = engine_for(group, device)

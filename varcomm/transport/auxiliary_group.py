@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from varcomm.transport.agreement import share
 from varcomm.transport.c10d import group_of_members
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group, resolve, weakly
 
 __all__ = ["Lane", "aside", "free_lanes", "take_lane", "weakly"]
@@ -41,26 +41,15 @@ def aside(group: Group) -> Group:
 class Lane:
     """An auxiliary group that one user has to itself.
 
-    Attributes
-    ----------
-    number : int
-        Equal on all its ranks.
-    group : callable
-        Returns the group.
-    kind : tuple
-        Backends and timeout, those of the group that it was made for.
-    under_way : bool
-        Whether calls are in flight. A lane that is left so is not used again, because its ranks
-        may have made different calls.
-    taken : bool
-        Whether it has a user on this rank.
+    A lane that its user leaves with calls in flight is not used again, because its ranks may have
+    made different calls.
     """
 
-    number: int
+    number: int  # equal on all its ranks
     group: Callable[[], Group]
-    kind: tuple[str, timedelta]
-    under_way: bool = False
-    taken: bool = True
+    kind: tuple[str, timedelta]  # backends and timeout of the group that it was made for
+    under_way: bool = False  # calls are in flight
+    taken: bool = True  # it has a user on this rank
 
     def give_back(self) -> None:
         """Free the lane for the next user."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["default_store", "group_by_name", "group_of_members", "timeout_of"]
+__all__ = ["default_store", "group_by_name", "group_of_members", "is_registered", "timeout_of"]
 
 
 def default_store() -> Store:
@@ -26,6 +26,11 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     """Return the process group that torch.distributed calls `name`; RuntimeError if none does."""
     found: dist.ProcessGroup = cast(Any, distributed_c10d)._resolve_process_group(name)
     return found
+
+
+def is_registered(process_group: dist.ProcessGroup) -> bool:
+    """Return whether a process group has not been destroyed."""
+    return process_group in distributed_c10d._world.pg_group_ranks
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -41,18 +46,8 @@ def group_of_members(
 
     ``new_group(use_local_synchronization=True)`` derives the name under which ranks meet from the
     groups that a rank is in. Ranks in different numbers of groups never meet, and a new group can
-    read the addresses that a destroyed one left in the store. Here the name is an argument.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        World ranks of the members.
-    backends : str
-        As `torch.distributed.new_group` accepts them.
-    timeout : timedelta
-        Timeout of the group's calls.
-    name : str
-        Equal on all members, and used for no other group.
+    read the addresses that a destroyed one left in the store. Here the caller passes `name`: equal
+    on all members, and used for no other group.
     """
     _, store = distributed_c10d._world.pg_map[cast(dist.ProcessGroup, dist.group.WORLD)]
     process_group: dist.ProcessGroup

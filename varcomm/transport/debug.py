@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from varcomm.errors import ArgumentError, CommunicationError
-from varcomm.transport.last_seen import brief, leave_note
-from varcomm.transport.timeout import seconds
+from varcomm.sizes import checked_seconds
 
 __all__ = ["DEFAULT_TIMEOUT", "debug", "debug_timeout", "debugging"]
 
@@ -22,7 +21,7 @@ _timeouts: dict[object, float] = {}
 if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "off"}:
     _given = os.environ.get("VARCOMM_DEBUG_TIMEOUT") or str(DEFAULT_TIMEOUT)
     try:
-        _timeouts["VARCOMM_DEBUG"] = seconds(float(_given))
+        _timeouts["VARCOMM_DEBUG"] = checked_seconds(float(_given))
     except ValueError:
         raise ArgumentError(
             f"VARCOMM_DEBUG_TIMEOUT must be a positive number of seconds; got {_given!r}."
@@ -73,11 +72,13 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     all_gather_v: ranks disagree on shape of a row: rank 0 has [3]; rank 1 has [4].
     """
     block = object()
-    _timeouts[block] = seconds(timeout)
+    _timeouts[block] = checked_seconds(timeout)
     try:
         yield
     except BaseException as error:
         if not (getattr(error, "on_all_ranks", False) or isinstance(error, CommunicationError)):
+            from varcomm.transport.last_seen import brief, leave_note
+
             leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
         raise
     finally:

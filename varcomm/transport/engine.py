@@ -1,4 +1,4 @@
-"""Interface of the engines, which move bytes of uneven length between ranks.
+"""Engines, which move bytes of uneven length between ranks: their interface and their choice.
 
 An engine has no notion of rows, dtypes or gradients. All its tensors are flat, contiguous and of
 uint8; all counts are bytes per rank.
@@ -14,10 +14,25 @@ from itertools import accumulate
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from varcomm.transport.group import Group
+from varcomm.errors import GroupError
+from varcomm.transport.group import Group, resolve
 
-__all__ = ["NO_LIMIT", "Engine", "EngineFailure", "Peers", "Pending", "Work", "pieces", "wait_for"]
+__all__ = [
+    "NO_LIMIT",
+    "Engine",
+    "EngineFailure",
+    "Peers",
+    "Pending",
+    "Work",
+    "engine_for",
+    "pieces",
+    "wait_for",
+]
+
+# Backends of torch.distributed and kinds of device that have an engine.
+_SERVED = {(b, d) for b in ("gloo", "fake") for d in ("cpu", "cuda")} | {("nccl", "cuda")}
 
 NO_LIMIT = timedelta(0)  # the timeout of the group holds
 
@@ -45,23 +60,12 @@ class EngineFailure(RuntimeError):
 
 @dataclass
 class Pending:
-    """Communication in flight, and the function that makes the result of it.
-
-    Attributes
-    ----------
-    works : sequence of Work
-    finish : callable
-        Returns the result after the works.
-    number : int or None
-        Number of the call on all ranks, if they compare calls.
-    failed : callable or None
-        Returns the error to raise in place of an EngineFailure.
-    """
+    """Communication in flight, and the function that returns its result after the works."""
 
     works: Sequence[Work]
     finish: Callable[[], torch.Tensor]
-    number: int | None = None
-    failed: Callable[[EngineFailure], Exception] | None = None
+    number: int | None = None  # of the call, if ranks compare calls
+    failed: Callable[[EngineFailure], Exception] | None = None  # makes the error of the call
 
     def wait(self) -> torch.Tensor:
         """Wait until this rank's part is done, and return the result."""
@@ -87,11 +91,8 @@ class Engine(ABC):
     Each call starts at once, and is done on this rank after its works; inputs must not change until
     then. Empty messages are not sent.
 
-    Attributes
-    ----------
-    simulated : bool
-        Whether this process is the only one: the engine answers in place of the other ranks. Each
-        says what this rank says, and their data are zeros.
+    A `simulated` engine answers in place of the other ranks, which do not exist: each repeats the
+    metadata of this rank, and its data are zeros.
     """
 
     simulated: ClassVar[bool] = False
@@ -148,3 +149,51 @@ def pieces(
     for rank in (*range(start, len(ends)), *range(start)):
         if counts[rank]:
             yield rank, data[ends[rank] - counts[rank] : ends[rank]]
+
+
+def engine_for(group: Group, device: torch.device) -> Engine:
+    """Return the engine that moves bytes on `device` among the ranks of `group`.
+
+    Raises GroupError if the group has no engine for the device.
+    """
+    engine: Engine | None = group.engines.get(device)
+    if engine is None:
+        engine = group.engines[device] = _found(group, device)
+    return engine
+
+
+def _found(group: Group, device: torch.device) -> Engine:
+    """Import and return the engine: a process imports only the engines that its groups use."""
+    backends = group.backends()
+    backend = backends.get(device.type, "")
+    if (backend, device.type) not in _SERVED:
+        served = [kind for kind, backend in backends.items() if (backend, kind) in _SERVED]
+        raise GroupError(
+            f"{group}: the tensor is on {device}, but this group has an engine for "
+            f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "
+            f"{dist.get_backend_config(group.process_group)}). Move the tensor, or call "
+            "varcomm.init with a backend for its device: gloo or mpi for cpu, nccl for cuda."
+        )
+    if backend == "nccl":
+        from varcomm.transport.nccl import NCCL
+
+        return NCCL()
+    if backend == "fake":
+        from varcomm.transport.simulated import Simulated
+
+        return Simulated()
+    engine: Engine
+    direct = device.type == "cpu"
+    if resolve(None).over_mpi:
+        from varcomm.transport.mpi import MPIEngine, gpu_aware  # mpi4py is an optional package
+
+        engine, direct = MPIEngine(), direct or gpu_aware()
+    else:
+        from varcomm.transport.gloo import Gloo
+
+        engine = Gloo()
+    if direct:
+        return engine
+    from varcomm.transport.pinned import Pinned
+
+    return Pinned(engine)

@@ -23,18 +23,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 class Place:
     """Place of a process among the ranks of its job, and the address at which they meet.
 
-    Attributes
-    ----------
-    rank, size, local_rank : int
-        Rank in the job, ranks in the job, rank among those on this host.
-    meeting_point : str or None
-        An ``init_method`` of :func:`torch.distributed.init_process_group`; None for a single rank,
-        and under MPI.
-    launcher : str
-        Name of the launcher, for messages.
-    lasting_store : bool
-        Whether the store at the meeting point outlives the ranks, so that it may hold the addresses
-        of an earlier start.
+    `local_rank` counts the ranks on this host. `meeting_point` is an ``init_method`` of
+    :func:`torch.distributed.init_process_group`; None for a single rank, and under MPI. A
+    `lasting_store` outlives the ranks, so it may hold the addresses of an earlier start.
     """
 
     rank: int = 0
@@ -46,24 +37,12 @@ class Place:
 
 
 def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
-    """Return this process's place by the variables of its launcher.
+    """Return this process's place by the variables of its launcher; one rank without a launcher.
 
     Launchers in this order: torchrun, Open MPI, MVAPICH2, MPICH, SLURM. SLURM is last because
     ``mpirun`` inside an allocation starts its daemons by ``srun``, whose variables the ranks
     inherit. ``MASTER_ADDR`` and ``MASTER_PORT`` win over derived ones. Empty variables count as
-    unset.
-
-    Parameters
-    ----------
-    environ : mapping of str to str
-        Usually ``os.environ``.
-    mpi : bool
-        Whether MPI joins the ranks, so that they need no meeting point.
-
-    Returns
-    -------
-    Place
-        A job of one rank if there is no launcher.
+    unset. Ranks that `mpi` joins need no meeting point.
 
     Raises
     ------
@@ -106,8 +85,6 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
 def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list.
 
-    Examples
-    --------
     >>> first_host("node[01-04,07],login1"), first_host("rack[2-3]n[7,9]-ib"), first_host("a,b")
     ('node01', 'rack2n7-ib', 'a')
     """
@@ -120,7 +97,6 @@ def first_host(nodes: str) -> str:
 
 
 def _torchrun(environ: Mapping[str, str], mpi: bool) -> Place:
-    """Return the place by torchrun's variables, or by the same ones exported by hand."""
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     local_rank = _integer(environ, "LOCAL_RANK", 0)
     if mpi or size == 1:

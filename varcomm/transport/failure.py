@@ -10,8 +10,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from varcomm.errors import CommunicationError, VarcommError
-from varcomm.transport.engine import EngineFailure
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import EngineFailure, engine_for
 from varcomm.transport.group import Group
 from varcomm.transport.last_seen import Note, brief, leave_note, members, notes, spans
 
@@ -70,7 +69,10 @@ def _others(others: Mapping[int, Note], answered: bool) -> str:
 
 
 class explained:
-    """Context of communication outside operators: an EngineFailure becomes a CommunicationError."""
+    """Context of communication outside operators: an EngineFailure becomes a CommunicationError.
+
+    It can be entered several times; the call began when it was made.
+    """
 
     def __init__(self, what: str, group: Group) -> None:
         self._what, self._group, self._began = what, group, time.monotonic()

@@ -2,32 +2,21 @@
 
 Gloo refuses uneven all-gather, gather, scatter and list all-to-all. It accepts any sizes as
 ``all_to_all_single`` with split sizes, as a broadcast per shard, and as sends and receives into
-views of the output. The fastest schedule depends on the operation. In microseconds, medians over
-fp32 and bf16, even shards, 1:2, 1:8 and one of them empty:
+views of the output. The fastest schedule depends on the operation; in microseconds, with 3 ranks on
+2 cores (medians over even and uneven shards):
 
-=================  =====  =======  =================  ==========  ==========
-operation          ranks  bytes    all_to_all_single  broadcasts  send, recv
-=================  =====  =======  =================  ==========  ==========
-all-gather         2      16 KiB   128                113         897
-..                 2      1 MiB    275                213         304
-..                 2      16 MiB   5108               3425        3267
-..                 3      16 KiB   587                412         482
-..                 3      1 MiB    1006               497         718
-..                 3      16 MiB   8566               5035        5283
-all-to-all         2      16 KiB   57                             796
-..                 2      1 MiB    237                            518
-..                 2      16 MiB   3282                           4014
-..                 3      16 KiB   564                            437
-..                 3      1 MiB    1100                           522
-..                 3      16 MiB   4798                           5022
-gather             2      16 KiB   46                             34
-..                 2      16 MiB   1847                           1789
-..                 3      16 KiB   556                            69
-..                 3      1 MiB    792                            139
-..                 3      16 MiB   2066                           1949
-=================  =====  =======  =================  ==========  ==========
+===========  ======  =================  ==========  ==========
+operation    bytes   all_to_all_single  broadcasts  send, recv
+===========  ======  =================  ==========  ==========
+all-gather   16 KiB  587                412         482
+..           16 MiB  8566               5035        5283
+all-to-all   16 KiB  564                            437
+..           16 MiB  4798                           5022
+gather       16 KiB  556                            69
+..           16 MiB  2066                           1949
+===========  ======  =================  ==========  ==========
 
-Measured on 2 cores. So at every size an all-gather is a broadcast per shard, messages from one rank
+So at every size an all-gather is a broadcast per shard, messages from one rank
 or to one rank are sends, and everything else is an all-to-all.
 """
 

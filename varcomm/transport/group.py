@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
-from varcomm.transport.c10d import group_by_name, timeout_of
+from varcomm.transport.c10d import group_by_name, is_registered, timeout_of
 
 __all__ = ["Group", "GroupLike", "forget_destroyed", "named", "resolve", "weakly"]
 
@@ -36,7 +36,7 @@ class Group:
     name : str
         Name that torch.distributed gave to the group, equal on all ranks.
     engines : dict
-        Engine per kind of device, as :func:`~varcomm.transport.engines.engine_for` found it.
+        Engine per device, as :func:`~varcomm.transport.engine.engine_for` found it.
     over_mpi : bool
         Whether MPI serves this group and its subgroups; set by ``init(backend="mpi")``.
     compared_calls : int
@@ -48,14 +48,14 @@ class Group:
     unfinished : list
         Buffers and requests of calls that no caller waits for.
     auxiliary : dict
-        Further groups of the same ranks; see :mod:`varcomm.transport.auxiliary_group`.
+        State that other modules keep per group, by name; for example further groups.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.process_group, self.rank, self.size = process_group, rank, size
         self.label = f"rank {rank} of {size}"
         self.name = process_group.group_name
-        self.engines: dict[str, Any] = {}
+        self.engines: dict[torch.device, Any] = {}
         self.over_mpi = False
         self.compared_calls = 0
         self.given_up = ""
@@ -89,11 +89,7 @@ class Group:
 
     def exists(self) -> bool:
         """Return whether torch.distributed still has the group."""
-        try:
-            dist.get_group_rank(self.process_group, self.ranks[self.rank])
-        except (ValueError, KeyError):
-            return False
-        return True
+        return is_registered(self.process_group)
 
     def backends(self) -> dict[str, str]:
         """Return the backend of torch.distributed for each kind of device."""
@@ -129,14 +125,9 @@ def _forget_all(owner: int = os.getpid()) -> None:
 def resolve(group: GroupLike) -> Group:
     """Return the Group of a ProcessGroup, of a one-dimensional DeviceMesh, or of all ranks (None).
 
-    Raises
-    ------
-    GroupError
-        If ``torch.distributed`` is not initialised, if this rank is not in the group, if a mesh
-        has several dimensions or its ranks in another order than its group has them, if the group
-        was destroyed, or if `group` is something else.
+    Raises GroupError if there is none that this rank can use.
     """
-    if torch.compiler.is_compiling():  # the compiler follows no dict of groups
+    if torch.compiler.is_dynamo_compiling():  # it follows no dict of groups
         process_group = _process_group(group)
         rank = dist.get_rank(process_group)
         return Group(process_group, rank, dist.get_world_size(process_group))
@@ -212,13 +203,7 @@ def forget_destroyed() -> None:
 
 
 def named(name: str, rank: int) -> Group:
-    """Return the group that a graph names, in which the graph was traced on `rank`.
-
-    Raises
-    ------
-    GroupError
-        If this process has no such group, or is another rank of it.
-    """
+    """Return the group of a graph that was traced on `rank`; GroupError if this is another rank."""
     try:
         process_group = group_by_name(name)
     except RuntimeError as error:

@@ -131,8 +131,6 @@ def brief(error: BaseException) -> str:
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a table with one row per rank; ranks with equal rows share a line.
 
-    Examples
-    --------
     >>> print(table([{"dim": 0, "at": "a.py:1"}, {"dim": 1, "at": "a.py:1"}, {"at": "a.py:2"}]))
       rank  dim  at
       0     0    a.py:1

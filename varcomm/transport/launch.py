@@ -27,11 +27,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
-from varcomm.sizes import exact_int
-from varcomm.transport.pickling import pickled_call
-from varcomm.transport.timeout import seconds
-from varcomm.transport.worker import STOP, Report, importing_module, stack_file
+from varcomm.errors import LaunchError, MissingPackageError
+from varcomm.sizes import at_least, checked_seconds
+from varcomm.transport.worker import STOP, Report, importing_module, pickled_call, stack_file
 from varcomm.transport.world import World, init, uses_mpi
 
 __all__ = ["Ranks", "World", "init", "launch"]
@@ -64,14 +62,14 @@ def launch(
     Parameters
     ----------
     fn : callable
-        Called as ``fn(rank, *args)``; :func:`init` and ``torch.distributed`` are ready inside.
+        Called as ``fn(rank, *args)`` on every rank, after :func:`init`.
     world_size : int
         Number of ranks.
     *args
-        Sent to every rank, pickled.
+        Pickled arguments of `fn`.
     timeout : float or timedelta
-        Seconds for `fn`, without the start of the processes; at most 24 days. Collectives of the
-        world have no limit of their own.
+        Seconds for `fn` without the start of the processes; at most 24 days. Collectives of the
+        world have no timeout of their own.
     backend : str or None
         As in :func:`init`; None chooses NCCL if there are GPUs; ``"mpi"`` runs ``mpiexec``.
 
@@ -87,7 +85,7 @@ def launch(
     LaunchError
         If a rank fails, dies or does not finish in time, or if a module calls this while a rank
         imports it. The message holds the traceback of the rank that failed first, or the stacks of
-        unfinished ranks; the cause is the original exception. All ranks are ended.
+        unfinished ranks.
     MissingPackageError
         If `fn` or `args` need cloudpickle, or `backend` an MPI, that is not installed.
 
@@ -141,11 +139,8 @@ class Ranks:
         *,
         backend: str | None = "gloo",
     ) -> None:
-        size = exact_int(world_size)
-        if size is None or size < 1:
-            raise ArgumentError(f"world_size must be a positive integer; got {world_size!r}.")
-        self.world_size = size
-        self.timeout = seconds(timeout)
+        self.world_size = at_least(1, world_size, "world_size")
+        self.timeout = checked_seconds(timeout)
         self.backend = backend
         self._mpi = uses_mpi(backend)
         self._forget()
@@ -161,19 +156,9 @@ class Ranks:
     ) -> list[T]:
         """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch`.
 
-        Parameters
-        ----------
-        fn, *args
-            As in :func:`launch`.
-        timeout : float or timedelta, optional
-            Seconds for this run; by default the timeout of the pool.
-
-        Returns
-        -------
-        list
-            Results in rank order.
+        `timeout` is in seconds; by default that of the pool.
         """
-        limit = self.timeout if timeout is None else seconds(timeout)
+        limit = self.timeout if timeout is None else checked_seconds(timeout)
         task = pickle.dumps((sys.path, pickled_call(fn, args)))
         with self._held():
             if any(worker.connection.poll() for worker in self._workers):
@@ -281,7 +266,6 @@ class Ranks:
         }
 
     def _connect(self, server: socket.socket) -> None:
-        """Accept the connection of each rank."""
         server.settimeout(0.1)
         found: dict[int, _Worker] = {}
         deadline = time.monotonic() + _START_LIMIT
@@ -348,7 +332,6 @@ class Ranks:
         return error
 
     def _obituary(self, rank: int) -> Report:
-        """Return the report on a rank whose end of the socket is closed."""
         when = time.monotonic()
         process = self._processes[0 if self._mpi else rank]
         if self._mpi:  # mpiexec ends when one of its ranks dies
@@ -401,7 +384,6 @@ def _how(code: int) -> str:
 
 
 def _mpiexec() -> str:
-    """Return the mpiexec beside the interpreter, or the one of the path."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:

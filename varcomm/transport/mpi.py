@@ -3,7 +3,7 @@
 ``init(backend="mpi")`` starts MPI under ``mpiexec`` or ``srun``, joins the ranks in a Gloo world
 and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes. Messages go
 from and to the memory of tensors. For small messages that equals MPI's own Allgatherv and Alltoallv
-in speed, and takes half their time from 1 MB on (``benchmarks/mpi_schedules.py``; MPICH 5.0.2).
+in speed, and takes half their time from 1 MB on (MPICH 5.0.2).
 
 mpi4py loads the first ``libmpi`` that it finds: beside the interpreter (``pip install mpich``), or
 on the system's path. ``MPI4PY_LIBMPI=<path>`` names another. It must belong to the ``mpiexec``.
@@ -275,11 +275,7 @@ def start(place: Place, limit: timedelta) -> Store:
     """Start MPI, unless it runs, and return a store of its ranks; collective.
 
     MPI ends at exit. If another rank never starts it, the process ends with code 1 after `limit`.
-
-    Raises
-    ------
-    LaunchError
-        If MPI has other ranks than the launcher, or refuses calls from several threads.
+    Raises LaunchError if MPI has other ranks than the launcher, or refuses calls from threads.
     """
     if not MPI.Is_initialized():
         # MPI waits for the others with the lock of the interpreter; this timer needs no lock

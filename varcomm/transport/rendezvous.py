@@ -30,12 +30,7 @@ _PAUSE = 0.02  # seconds
 def meeting_store(place: Place, limit: timedelta) -> Store:
     """Return a store common to the ranks of this start, and to them alone; collective.
 
-    `limit` is how long to wait for the other ranks, and becomes the timeout of the store.
-
-    Raises
-    ------
-    RuntimeError
-        If the others do not come in time.
+    Raises RuntimeError if the others do not come within `limit`, which becomes the store's timeout.
     """
     if place.size == 1:
         return HashStore()

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from varcomm.errors import ArgumentError, GroupError
-from varcomm.sizes import checked_rank, exact_int
+from varcomm.errors import GroupError
+from varcomm.sizes import at_least, checked_rank
 from varcomm.transport.engine import Engine, Peers, Work
 from varcomm.transport.group import Group, forget_destroyed
 
@@ -28,25 +28,12 @@ Schedule = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Data that an engine was asked to move in one call, in bytes per rank of the group.
+    """Data that an engine was asked to move in one call, in bytes per rank of the group."""
 
-    Attributes
-    ----------
-    schedule : str
-        ``"all_gather"``, ``"broadcast"``, or the :data:`varcomm.transport.engine.Peers` of an
-        exchange.
-    rank : int
-        This rank, within the group.
-    ranks : tuple of int
-        World ranks of the group.
-    send, recv : tuple of int
-        Bytes to, and from, each rank of the group; 0 for this rank.
-    """
-
-    schedule: Schedule
-    rank: int
-    ranks: tuple[int, ...]
-    send: tuple[int, ...]
+    schedule: Schedule  # for an exchange, its :data:`varcomm.transport.engine.Peers`
+    rank: int  # this rank, within the group
+    ranks: tuple[int, ...]  # world ranks of the group
+    send: tuple[int, ...]  # 0 for this rank, as in `recv`
     recv: tuple[int, ...]
 
 
@@ -129,16 +116,9 @@ def _without_own(group: Group, counts: Sequence[int]) -> tuple[int, ...]:
 def alone(size: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a simulated world of `size` ranks.
 
-    Raises
-    ------
-    ArgumentError
-        If there is no such rank.
-    GroupError
-        If torch.distributed is initialised already.
+    Raises ArgumentError if there is no such rank, GroupError if torch.distributed is initialised.
     """
-    ranks = exact_int(size)
-    if ranks is None or ranks < 1:
-        raise ArgumentError(f"size must be a positive integer; got {size!r}.")
+    ranks = at_least(1, size, "size")
     rank = checked_rank(rank, ranks, "rank")
     if dist.is_initialized():
         raise GroupError(

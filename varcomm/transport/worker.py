@@ -6,7 +6,9 @@ Parent and child share one socket. Its closed end shows that the other process h
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import inspect
+import io
 import math
 import os
 import pickle
@@ -23,40 +25,29 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from varcomm.errors import ArgumentError, MissingPackageError
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
-from varcomm.transport.pickling import dumps
 from varcomm.transport.world import join, uses_mpi
 
-__all__ = ["STOP", "Report", "importing_module", "main", "stack_file"]
+__all__ = ["STOP", "Report", "importing_module", "main", "pickled_call", "stack_file"]
 
 STOP = b""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Answer of a rank to one task.
+    """Answer of a rank to one task."""
 
-    Attributes
-    ----------
-    when : float
-        ``time.monotonic()``, which all processes of a host share: the cause comes first.
-    payload : bytes or None
-        The pickled result, or the pickled exception if it can be pickled.
-    failure : str or None
-        The traceback, if the rank failed.
-    died : bool
-        Whether the parent wrote the report, because the process of the rank has ended.
-    """
-
-    when: float
-    payload: bytes | None = None
-    failure: str | None = None
-    died: bool = False
+    when: float  # time.monotonic(), which all processes of a host share: the cause comes first
+    payload: bytes | None = None  # the pickled result, or exception if it can be pickled
+    failure: str | None = None  # the traceback, if the rank failed
+    died: bool = False  # the parent wrote the report, because the process of the rank has ended
 
 
 def stack_file(folder: str | Path, rank: int) -> Path:
@@ -133,7 +124,7 @@ def _attempt(step: Callable[[], Any]) -> Report:
         sys.stdout.flush()
         sys.stderr.flush()
     try:
-        return Report(time.monotonic(), dumps(result))
+        return Report(time.monotonic(), _dumps(result))
     except Exception as error:
         return Report(
             time.monotonic(),
@@ -145,7 +136,7 @@ def _attempt(step: Callable[[], Any]) -> Report:
 def _portable(error: BaseException) -> bytes | None:
     """Pickle an exception; None if it cannot be unpickled."""
     try:
-        data = dumps(error)
+        data = _dumps(error)
         pickle.loads(data)
     except Exception:
         return None
@@ -164,3 +155,45 @@ def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str)
         pass
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
+
+
+def _dumps(value: object) -> bytes:
+    """Pickle with cloudpickle, which accepts lambdas and a script's classes; else with pickle."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(value)
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle ``(fn, args)``, or raise if the ranks could not read it."""
+    if not callable(fn):
+        raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
+    by_name = importlib.util.find_spec("cloudpickle") is None
+    try:
+        return _dumps_by_name((fn, args)) if by_name else _dumps((fn, args))
+    except Exception as error:
+        if by_name:
+            raise MissingPackageError(
+                f"{fn!r} and its arguments cannot be sent to the ranks by name ({error}). "
+                'To send them by value: pip install "varcomm[launch]"'
+            ) from error
+        raise ArgumentError(
+            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}"
+        ) from error
+
+
+class _PicklerByName(pickle.Pickler):
+    """Refuses objects of ``__main__``, which in the ranks is another module."""
+
+    def persistent_id(self, obj: object) -> None:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
+
+
+def _dumps_by_name(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _PicklerByName(buffer).dump(value)
+    return buffer.getvalue()

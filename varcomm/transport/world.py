@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from varcomm.errors import ArgumentError, LaunchError, VarcommError
+from varcomm.sizes import checked_seconds
 from varcomm.transport import environment
 from varcomm.transport.environment import Place
 from varcomm.transport.group import forget_destroyed, resolve
 from varcomm.transport.last_seen import note_exceptions
 from varcomm.transport.rendezvous import meeting_store
-from varcomm.transport.timeout import seconds
 
 __all__ = ["World", "init", "join", "uses_mpi"]
 
@@ -82,13 +82,10 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         As in :func:`torch.distributed.init_process_group`. By default NCCL and Gloo if there are
         GPUs, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py
         (``varcomm[mpi]``) for varcomm's collectives and plans, under ``mpiexec`` or ``srun``.
+        ``MPI4PY_LIBMPI`` names the MPI library. MPI that runs already needs
+        ``MPI.THREAD_MULTIPLE``.
     timeout : float or timedelta
         Seconds after which joining, and each collective, gives up; at most 24 days.
-
-    Returns
-    -------
-    World
-        Rank, size, local rank and device.
 
     Raises
     ------
@@ -99,11 +96,6 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
         GPUs than ranks, if the ranks do not find each other, or if MPI has other ranks.
     MissingPackageError
         If `backend` is MPI, and mpi4py or an MPI library is not installed.
-
-    Notes
-    -----
-    mpi4py chooses the MPI library, by ``MPI4PY_LIBMPI`` if that is set. MPI that runs already is
-    used as it is, with ``MPI.THREAD_MULTIPLE``.
 
     Examples
     --------
@@ -136,7 +128,7 @@ def uses_mpi(backend: str | None) -> bool:
 
 def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     """Create the process group of all ranks, and bind this rank's device."""
-    limit = timedelta(seconds=seconds(timeout))
+    limit = timedelta(seconds=checked_seconds(timeout))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     mpi = uses_mpi(backend)
@@ -176,7 +168,6 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
 
 
 def _gpu(place: Place, visible: int) -> int:
-    """Return the index of this rank's GPU among the `visible` ones."""
     if place.local_rank < visible:
         return place.local_rank
     # These launchers can bind one GPU to each rank, which then sees no other.

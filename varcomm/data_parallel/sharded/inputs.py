@@ -18,7 +18,7 @@ from varcomm.data_parallel.sharded.split import WHOLE
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.sizes import at_least, checked_sizes
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group
 
 __all__ = ["Given", "Settings", "read"]

@@ -28,7 +28,7 @@ from varcomm.ops.digest import differing
 from varcomm.plan.checks import checked_index
 from varcomm.sizes import ShardSizes, checked_sizes
 from varcomm.transport.agreement import agree_and_share, share
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["from_edges"]

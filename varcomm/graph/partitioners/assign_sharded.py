@@ -15,7 +15,7 @@ from varcomm.graph.partitioners.coordinates import (
 )
 from varcomm.sizes import exact_int
 from varcomm.transport.agreement import agree, compare, share
-from varcomm.transport.engines import engine_for
+from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["assign_sharded"]
