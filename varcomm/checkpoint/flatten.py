@@ -19,20 +19,11 @@ __all__ = ["Leaf", "checked_key", "checked_rows", "checked_state", "flatten", "i
 
 
 class Leaf(NamedTuple):
-    """A value of a state that is saved under one key.
-
-    Attributes
-    ----------
-    path : Keys
-    value : torch.Tensor, Rows or str
-        A plain value is JSON.
-    own : bool
-        Whether it is inside PerRank.
-    """
+    """A value of a state that is saved under one key."""
 
     path: Keys
-    value: torch.Tensor | Rows | str
-    own: bool
+    value: torch.Tensor | Rows | str  # a plain value is JSON
+    own: bool  # inside PerRank
 
 
 def checked_state(state: Any) -> dict[str, Any]:
@@ -51,13 +42,7 @@ def checked_state(state: Any) -> dict[str, Any]:
 
 
 def flatten(state: dict[str, Any], rank: int) -> dict[str, Leaf]:
-    """Return the values of a state on this rank by their keys.
-
-    Raises
-    ------
-    ArgumentError
-        If a value cannot be saved, or two values have one key.
-    """
+    """Return the values of a state on this rank by their keys, or raise ArgumentError."""
     flat: dict[str, Leaf] = {}
     _walk(checked_state(state), (), False, flat, modules_in(state), rank)
     return flat

@@ -328,22 +328,9 @@ def _is_common(leaf: Leaf) -> bool:
 
 
 class _Plan:
-    """Which rank writes which box; the same on all ranks.
+    """The boxes that each rank writes (`pieces`); the same on all ranks.
 
-    Attributes
-    ----------
-    entries : dict of str to _Entry
-    holders : dict of _Piece to list of int
-        Ranks that have a copy of each box.
-    pieces : list of list of _Piece
-        The boxes that each rank writes.
-
-    Raises
-    ------
-    DisagreementError
-        If ranks have different values under one key.
-    ArgumentError
-        If the boxes of a tensor do not cover it, or overlap.
+    `holders` has the ranks with a copy of each box.
     """
 
     def __init__(self, shared: Sequence[_Shared]) -> None:

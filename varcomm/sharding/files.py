@@ -225,13 +225,7 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
 
 
 def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the sizes of all files, and the SHA-256 of every P-th file, with the index.
-
-    Raises
-    ------
-    ArgumentError
-        If a file is missing or has changed.
-    """
+    """Raise ArgumentError if a file is missing or has changed; hashes every P-th file."""
     for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
         path = folder / name
         try:
@@ -286,13 +280,7 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory.
-
-    Raises
-    ------
-    ArgumentError
-        If the file is missing or is no whole safetensors file.
-    """
+    """A safetensors file, mapped into memory; ArgumentError if it is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
