@@ -62,21 +62,29 @@ def test_the_same_as_torch_makes_of_the_whole(worlds, dtype):
 
 
 def strides_of(rank):
-    """Of shards that do not lie row by row in memory, the whole lies as they do."""
+    """The full tensor has the memory layout of the shards, also of shards of one row or none."""
     mesh = init_device_mesh("cpu", (3,))
-    sizes, failures = ShardSizes.chunked(6, 3), Failures()
-    image = torch.zeros(6, 2, 3, 4).contiguous(memory_format=torch.channels_last)
-    for name, whole, dim in (
-        ("channels_last", image, 0),
-        ("transposed", torch.zeros(4, 6).t(), 0),
-        ("columns", torch.zeros(4, 6), 1),
-    ):
-        own = whole.narrow(dim, 2 * rank, sizes[rank])
-        made = to_dtensor(own, sizes, dim, mesh)
-        with failures.named(name):
-            assert made.stride() == whole.stride()
-            assert made.to_local().stride() == own.stride()
-            assert made.to_local().data_ptr() == own.data_ptr()
+    failures = Failures()
+    for rows in (6, 5, 3, 1):
+        sizes = ShardSizes.chunked(rows, 3)
+        image = torch.zeros(rows, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+        channels = torch.zeros(4, rows, 3, 4).contiguous(memory_format=torch.channels_last)
+        for name, whole, dim in (
+            ("rows", torch.zeros(rows, 4), 0),
+            ("channels_last", image, 0),
+            ("channels", channels, 1),
+            ("transposed", torch.zeros(4, rows).t(), 0),
+            ("columns", torch.zeros(4, rows), 1),
+        ):
+            part = whole.split(sizes, dim)[rank]
+            for copied, own in (("view", part), ("clone", part.clone())):
+                made = to_dtensor(own, sizes, dim, mesh)
+                with failures.named(rows, name, copied):
+                    assert made.stride() == whole.stride()
+                    assert made.to_local().data_ptr() == own.data_ptr()
+                    # the stride of a dimension of one row has no meaning
+                    steps = zip(own.shape, made.to_local().stride(), own.stride(), strict=True)
+                    assert not own.numel() or all(a == b for n, a, b in steps if n > 1)
     return failures
 
 

@@ -133,10 +133,6 @@ def test_another_optimizer_is_refused(names, message):
     assert weight in optimizer.state
 
 
-def test_boxes_without_a_tensor_behind_them_are_no_state():
-    assert Sharded((2,), [Box((0,), torch.zeros(2))]).local is None
-
-
 def with_piece(value):
     """A state of the second half of a weight of eight, and what is to load it."""
     piece = torch.nn.Parameter(torch.zeros(4))

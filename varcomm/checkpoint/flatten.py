@@ -1,12 +1,11 @@
-"""Nested states as flat entries: a key, a path, and a tensor or a plain value."""
+"""Nested states as flat leaves: a tensor, Rows or a plain value per key."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,30 +15,15 @@ from varcomm.checkpoint.shards import check_parts, is_whole, wrapped
 from varcomm.checkpoint.stateful import Modules, holder_of, is_stateful, modules_in
 from varcomm.errors import ArgumentError
 
-__all__ = ["Flat", "checked_key", "checked_rows", "checked_state", "flatten", "is_bare"]
+__all__ = ["Leaf", "checked_key", "checked_rows", "checked_state", "flatten", "is_bare"]
 
 
-@dataclass
-class Flat:
-    """The state of this rank by key.
+class Leaf(NamedTuple):
+    """A value of a state that is saved under one key."""
 
-    Attributes
-    ----------
-    paths : dict
-        Path of each key.
-    tensors : dict of str to torch.Tensor
-    values : dict of str to str
-        Plain values as JSON.
-    own : set of str
-        Keys inside PerRank.
-    rows : dict of str to Rows
-    """
-
-    paths: dict[str, Keys] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
-    rows: dict[str, Rows] = field(default_factory=dict)
+    path: Keys
+    value: torch.Tensor | Rows | str  # a plain value is JSON
+    own: bool  # inside PerRank
 
 
 def checked_state(state: Any) -> dict[str, Any]:
@@ -57,15 +41,9 @@ def checked_state(state: Any) -> dict[str, Any]:
     return state
 
 
-def flatten(state: dict[str, Any], rank: int) -> Flat:
-    """Return the flat entries of a state on this rank.
-
-    Raises
-    ------
-    ArgumentError
-        If a value cannot be saved, or two values have one key.
-    """
-    flat = Flat()
+def flatten(state: dict[str, Any], rank: int) -> dict[str, Leaf]:
+    """Return the values of a state on this rank by their keys, or raise ArgumentError."""
+    flat: dict[str, Leaf] = {}
     _walk(checked_state(state), (), False, flat, modules_in(state), rank)
     return flat
 
@@ -89,9 +67,19 @@ def checked_key(name: Any) -> str | int:
     return str(name) if isinstance(name, str) else name
 
 
-def _walk(value: Any, path: Keys, own: bool, flat: Flat, modules: Modules, rank: int) -> None:
+def _walk(
+    value: Any, path: Keys, own: bool, flat: dict[str, Leaf], modules: Modules, rank: int
+) -> None:
     def further(inner: Any, *names: Any, own: bool = own) -> None:
         _walk(inner, (*path, *names), own, flat, modules, rank)
+
+    def add(leaf: torch.Tensor | Rows | str) -> None:
+        if key in flat:
+            raise ArgumentError(
+                f"two parts of the state would be saved as {key!r}: {flat[key].path} and {path}. "
+                "Rename one of them."
+            )
+        flat[key] = Leaf(path, leaf, own)
 
     key = joined(path)
     if isinstance(value, PerRank | Rows) and own:
@@ -99,11 +87,9 @@ def _walk(value: Any, path: Keys, own: bool, flat: Flat, modules: Modules, rank:
     if isinstance(value, PerRank):
         further(value.value, str(rank), own=True)
     elif isinstance(value, Rows):
-        _add(flat, path, own)
-        flat.rows[key] = checked_rows(key, value)
+        add(checked_rows(key, value))
     elif isinstance(value, torch.Tensor):
-        _add(flat, path, own)
-        flat.tensors[key] = _checked_tensor(key, wrapped(value), own)
+        add(_checked_tensor(key, wrapped(value), own))
     elif holder := holder_of(value, modules):
         further(_named(key, holder.tree))
     elif isinstance(value, dict) and value and (_has_names(value) or not is_bare(value)):
@@ -118,24 +104,11 @@ def _walk(value: Any, path: Keys, own: bool, flat: Flat, modules: Modules, rank:
             "Use a list or a dict."
         )
     else:
-        _add(flat, path, own)
-        flat.values[key] = _checked_value(key, value)
+        add(_checked_value(key, value))
 
 
 def _has_names(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(name, str) for name in value)
-
-
-def _add(flat: Flat, path: Keys, own: bool) -> None:
-    key = joined(path)
-    if key in flat.paths:
-        raise ArgumentError(
-            f"two parts of the state would be saved as {key!r}: {flat.paths[key]} and {path}. "
-            "Rename one of them."
-        )
-    flat.paths[key] = path
-    if own:
-        flat.own.add(key)
 
 
 def _named(key: str, make: Callable[[], Any]) -> Any:

@@ -294,13 +294,8 @@ def _check_fit(found: Checkpoint, told: Sequence[tuple[Any, ...]]) -> None:
 class _Targets:
     """The tensors that this rank reads, and the calls that put values in their places.
 
-    Attributes
-    ----------
-    early, tensors : dict of str to torch.Tensor
-        Tensors to read; the early ones are new, for objects that may refuse them.
-    early_puts, puts : list of callable
-        Called after these have been read.
-    rows : dict of str to Rows
+    The `early` tensors are new, for objects that may refuse them; `early_puts` are called after
+    these have been read, and `puts` at the end.
     """
 
     state: Any

@@ -34,10 +34,7 @@ class Ranks:
     def agree_and_share(
         self, what: str, local: Callable[[], T], tell: Callable[[T], S]
     ) -> tuple[T, list[S]]:
-        """Run `local` on every rank; return its result and what each rank shares, or raise on all.
-
-        One round of messages.
-        """
+        """Return the result of `local` and ``tell(result)`` of every rank, or raise on all."""
         if self.group is not None:
             return agreement.agree_and_share(what, local, tell, self.group)
         try:
@@ -49,11 +46,11 @@ class Ranks:
             raise ArgumentError(f"{what}: {error}") from error
 
     def agree(self, what: str, local: Callable[[], T]) -> T:
-        """Run `local` on every rank and return this rank's result, or raise on all."""
+        """Return the result of `local` on this rank, or raise on all."""
         return self.agree_and_share(what, local, lambda _: None)[0]
 
     def share(self, what: str, local: Callable[[], T]) -> list[T]:
-        """Run `local` on every rank and return all results in rank order, or raise on all."""
+        """Return the results of `local` on every rank, or raise on all."""
         return self.agree_and_share(what, local, lambda value: value)[1]
 
 

@@ -95,13 +95,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the index of a checkpoint, or the headers of the files of other tools.
-
-        Raises
-        ------
-        ArgumentError
-            If there is no checkpoint or its index is damaged.
-        """
+        """Read an index, or the headers of the files of other tools, or raise ArgumentError."""
         if path.is_dir() and not (path / f"{KIND}.json").exists():
             for name in (_HUB_INDEX, "model.safetensors"):
                 if (path / name).exists():
@@ -209,13 +203,7 @@ class Checkpoint:
                 yield key
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check the files: sizes of all; digests, dtypes and shapes in every P-th.
-
-        Raises
-        ------
-        ArgumentError
-            If a file is missing, cut or altered.
-        """
+        """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""
         if self.files is None:
             return  # their headers have been read
         verify_files(self.folder, self.files, rank, ranks)

@@ -16,7 +16,8 @@ from zlib import crc32
 
 import torch
 
-from varcomm.checkpoint.flatten import Flat, flatten
+from varcomm.checkpoint.annotations import Rows
+from varcomm.checkpoint.flatten import Leaf, flatten
 from varcomm.checkpoint.paths import Keys
 from varcomm.checkpoint.ranks import Ranks, alone
 from varcomm.checkpoint.reader import KIND, part_name
@@ -133,7 +134,7 @@ def save(
     """
     ranks = Ranks.of(group)
 
-    def collect() -> tuple[Flat, Path]:
+    def collect() -> tuple[dict[str, Leaf], Path]:
         finish_pending()
         checked_flag(async_, "async_", "")
         target = _checked_folder(folder)
@@ -141,10 +142,12 @@ def save(
 
     flat, target, token, shared = _share(collect, folder, async_, ranks)
     plan = alone(_WHAT, lambda: _Plan(shared))  # the same on all ranks
-    _check_copies(flat, plan, ranks)
-    for key, rows in sorted(flat.rows.items()):
-        flat.tensors[key] = sorted_rows(_WHAT, key, rows, ranks)
-    contents = plan.contents(flat, ranks.rank)
+    tensors = {k: leaf.value for k, leaf in flat.items() if isinstance(leaf.value, torch.Tensor)}
+    _check_copies(tensors, plan, ranks)
+    rows = {key: leaf.value for key, leaf in flat.items() if isinstance(leaf.value, Rows)}
+    for key in sorted(rows):
+        tensors[key] = sorted_rows(_WHAT, key, rows[key], ranks)
+    contents = plan.contents(tensors, ranks.rank)
     task = FolderSave(target, KIND, token)
     if not async_:
         _write(f"{_WHAT} to {Path(folder)}", task, plan, contents, ranks)
@@ -221,16 +224,28 @@ class _Entry(NamedTuple):
     """One key of the state, as ranks describe it to each other."""
 
     path: Keys
+    kind: Literal["value", "whole", "parts", "rows"]
     dtype: torch.dtype | None  # None for a plain value
     shape: tuple[int, ...]
-    is_whole: bool
     value: str  # JSON
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> _Entry:
+        """Return the description of a leaf."""
+        path, value, _ = leaf
+        if isinstance(value, str):
+            return cls(path, "value", None, (), value)
+        if isinstance(value, Rows):
+            shape = (value.total, *value.tensor.shape[1:])
+            return cls(path, "rows", value.tensor.dtype, shape, "")
+        kind: Literal["whole", "parts"] = "whole" if is_whole(value) else "parts"
+        return cls(path, kind, value.dtype, tuple(value.shape), "")
 
     def __str__(self) -> str:
         if self.dtype is None:
             short = self.value if len(self.value) < 50 else f"{self.value[:50]}..."
             return "an empty container" if self.is_empty else f"a plain value {short}"
-        part = "" if self.is_whole else "parts of "
+        part = "parts of " if self.kind == "parts" else ""
         return f"{part}a tensor of shape {self.shape}, {self.dtype}"
 
     @property
@@ -257,55 +272,40 @@ class _Shared(NamedTuple):
 
     entries: dict[str, _Entry]
     boxes: list[_Piece]
-    rows: dict[str, _Entry]
-
-
-def _describe(flat: Flat) -> _Shared:
-    entries: dict[str, _Entry] = {}
-    boxes: list[_Piece] = []
-    rows: dict[str, _Entry] = {}
-    for key, path in flat.paths.items():
-        if key in flat.values:
-            entries[key] = _Entry(path, None, (), True, flat.values[key])
-        elif key in flat.rows:
-            one = flat.rows[key]
-            shape = (one.total, *one.tensor.shape[1:])
-            rows[key] = _Entry(path, one.tensor.dtype, shape, True, "")
-        else:
-            tensor = flat.tensors[key]
-            whole = is_whole(tensor)
-            entries[key] = _Entry(path, tensor.dtype, tuple(tensor.shape), whole, "")
-            found = [] if whole else boxes_of(key, tensor)
-            boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
-    return _Shared(entries, boxes, rows)
 
 
 def _share(
-    collect: Callable[[], tuple[Flat, Path]],
+    collect: Callable[[], tuple[dict[str, Leaf], Path]],
     folder: str | os.PathLike[str],
     async_: bool,
     ranks: Ranks,
-) -> tuple[Flat, Path, str, list[_Shared]]:
+) -> tuple[dict[str, Leaf], Path, str, list[_Shared]]:
     """Collect the state of this rank and share its description; collective.
 
     Mostly ranks have the same keys, and share only a digest of them.
     """
     token = new_token()
+    common: dict[str, _Entry] = {}
 
-    def gather() -> tuple[Flat, Path, dict[str, _Entry], _Shared]:
+    def gather() -> tuple[dict[str, Leaf], Path]:
         flat, target = collect()
-        entries, boxes, rows = _describe(flat)
-        common = {key: entry for key, entry in entries.items() if key not in flat.own}
-        own = {key: entry for key, entry in entries.items() if key in flat.own}
-        return flat, target, common, _Shared(own, boxes, rows)
+        common.update((key, _Entry.of(leaf)) for key, leaf in flat.items() if _is_common(leaf))
+        return flat, target
 
-    def brief(gathered: tuple[Flat, Path, dict[str, _Entry], _Shared]) -> tuple[Any, ...]:
-        *_, common, rest = gathered
+    def brief(gathered: tuple[dict[str, Leaf], Path]) -> tuple[Any, ...]:
+        flat, _ = gathered
+        rest = {key: _Entry.of(leaf) for key, leaf in flat.items() if not _is_common(leaf)}
+        boxes = [
+            (key, box.offsets, tuple(box.tensor.shape))
+            for key, (_, value, _) in flat.items()
+            if isinstance(value, torch.Tensor) and not is_whole(value)
+            for box in boxes_of(key, value)
+        ]
         call = {"folder": str(Path(folder)), "async_": async_}
-        return token, call, crc32(repr(sorted(common.items())).encode()), rest
+        return token, call, crc32(repr(sorted(common.items())).encode()), rest, boxes
 
-    (flat, target, common, _), given = ranks.agree_and_share(_WHAT, gather, brief)
-    tokens, calls, digests, rests = zip(*given, strict=True)
+    (flat, target), given = ranks.agree_and_share(_WHAT, gather, brief)
+    tokens, calls, digests, rests, boxes = zip(*given, strict=True)
     for word, first in calls[0].items():
         if others := [rank for rank, call in enumerate(calls) if call[word] != first]:
             raise DisagreementError(
@@ -316,37 +316,28 @@ def _share(
     if len(set(digests)) > 1:
         commons = ranks.share(_WHAT, lambda: common)
     shared = []
-    for every, (own, boxes, rows) in zip(commons, rests, strict=True):
+    for every, rest, own in zip(commons, rests, boxes, strict=True):
         # NamedTuples arrive as tuples
-        entries = {key: _Entry(*entry) for key, entry in {**every, **own}.items()}
-        shared.append(_Shared(entries, boxes, {key: _Entry(*entry) for key, entry in rows.items()}))
+        entries = {key: _Entry(*entry) for key, entry in {**every, **rest}.items()}
+        shared.append(_Shared(entries, own))
     return flat, target, tokens[0], shared
 
 
+def _is_common(leaf: Leaf) -> bool:
+    return not leaf.own and not isinstance(leaf.value, Rows)
+
+
 class _Plan:
-    """Which rank writes which box; the same on all ranks.
+    """The boxes that each rank writes (`pieces`); the same on all ranks.
 
-    Attributes
-    ----------
-    entries : dict of str to _Entry
-    holders : dict of _Piece to list of int
-        Ranks that have a copy of each box.
-    pieces : list of list of _Piece
-        The boxes that each rank writes.
-
-    Raises
-    ------
-    DisagreementError
-        If ranks have different values under one key.
-    ArgumentError
-        If the boxes of a tensor do not cover it, or overlap.
+    `holders` has the ranks with a copy of each box.
     """
 
     def __init__(self, shared: Sequence[_Shared]) -> None:
         self.entries = _merged(shared)
         self.holders: dict[_Piece, list[int]] = {}
         for rank, one in enumerate(shared):
-            for piece in _pieces(one, rank, len(shared), self.entries):
+            for piece in _pieces(one, rank, len(shared)):
                 self.holders.setdefault(piece, []).append(rank)
         boxes: dict[str, list[Any]] = {key: [] for key in self.entries}
         for key, *box in self.holders:
@@ -369,9 +360,9 @@ class _Plan:
                     f"rank {rank} would save two tensors as {name!r}. Rename one of them."
                 )
 
-    def contents(self, flat: Flat, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that a rank writes by their names in its file."""
-        return {self._name(piece): _box(flat, piece) for piece in self.pieces[rank]}
+    def contents(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """Return the boxes that a rank writes by their names in its file."""
+        return {self._name(piece): _box(tensors, piece) for piece in self.pieces[rank]}
 
     def _name(self, piece: _Piece) -> str:
         key, offsets, sizes = piece
@@ -396,20 +387,21 @@ class _Plan:
 
 def _merged(shared: Sequence[_Shared]) -> dict[str, _Entry]:
     """Return the entries of all ranks, which must not contradict each other."""
-    for rank, one in enumerate(shared):
-        if one.rows != shared[0].rows:
+    rows = [{k: e for k, e in one.entries.items() if e.kind == "rows"} for one in shared]
+    for rank, found in enumerate(rows):
+        if found != rows[0]:
             raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {_listed(shared[0].rows)}; rank {rank} has "
-                f"{_listed(one.rows)}. Give the same Rows on all ranks, without ids if a rank has "
+                f"ranks disagree on Rows: rank 0 has {_listed(rows[0])}; rank {rank} has "
+                f"{_listed(found)}. Give the same Rows on all ranks, without ids if a rank has "
                 "none."
             )
     first: dict[str, tuple[int, _Entry]] = {}
     for rank, one in enumerate(shared):
-        for key, entry in {**one.entries, **one.rows}.items():
-            other, found = first.setdefault(key, (rank, entry))
-            if not found.agrees(entry):
+        for key, entry in one.entries.items():
+            other, known = first.setdefault(key, (rank, entry))
+            if not known.agrees(entry):
                 raise DisagreementError(
-                    f"ranks disagree on {key!r}: on rank {other} it is {found}, and on rank {rank} "
+                    f"ranks disagree on {key!r}: on rank {other} it is {known}, and on rank {rank} "
                     f"{entry}. {_FIX}"
                 )
     entries = {key: entry for key, (_, entry) in first.items()}
@@ -427,35 +419,35 @@ def _listed(rows: Mapping[str, _Entry]) -> str:
     return ", ".join(f"{key!r}: {entry}" for key, entry in sorted(rows.items())) or "none"
 
 
-def _pieces(one: _Shared, rank: int, ranks: int, entries: Mapping[str, _Entry]) -> list[_Piece]:
+def _pieces(one: _Shared, rank: int, ranks: int) -> list[_Piece]:
     """Return the boxes that a rank can write, empty ones left out."""
     found = list(one.boxes)
     for key, entry in one.entries.items():
-        if key in entries and entry.dtype is not None and entry.is_whole:
+        if entry.kind == "whole":
             found.append((key, (0,) * len(entry.shape), entry.shape))
-    for key, entry in one.rows.items():
-        block = block_of(entry.shape[0], rank, ranks)
-        rest = entry.shape[1:]
-        found.append((key, (block.start, *(0,) * len(rest)), (len(block), *rest)))
+        elif entry.kind == "rows":
+            block = block_of(entry.shape[0], rank, ranks)
+            rest = entry.shape[1:]
+            found.append((key, (block.start, *(0,) * len(rest)), (len(block), *rest)))
     return [piece for piece in found if prod(piece[2])]
 
 
-def _box(flat: Flat, piece: _Piece) -> torch.Tensor:
+def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
     key, offsets, sizes = piece
     return next(
         box.tensor
-        for box in boxes_of(key, flat.tensors[key])
+        for box in boxes_of(key, tensors[key])
         if (box.offsets, tuple(box.tensor.shape)) == (offsets, sizes)
     )
 
 
-def _check_copies(flat: Flat, plan: _Plan, ranks: Ranks) -> None:
+def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
     """Raise on every rank if copies of a box differ between ranks; collective."""
     several = sorted(piece for piece, able in plan.holders.items() if len(able) > 1)
     if not several:
         return  # on all ranks
     own = {
-        piece: crc32(repr(digest(_box(flat, piece))).encode())
+        piece: crc32(repr(digest(_box(tensors, piece))).encode())
         for piece in several
         if ranks.rank in plan.holders[piece]
     }

@@ -63,10 +63,13 @@ def is_stateful(value: Any) -> bool:
     """Return whether a value is an object with state."""
     if isinstance(value, torch.nn.Module | torch.Generator):
         return True
-    return callable(getattr(value, "state_dict", None)) and (
-        callable(getattr(value, "state_dict_for", None))
-        or callable(getattr(value, "load_state_dict", None))
+    return _can(value, "state_dict") and (
+        _can(value, "state_dict_for") or _can(value, "load_state_dict")
     )
+
+
+def _can(value: Any, name: str) -> bool:
+    return callable(getattr(value, name, None))
 
 
 def holder_of(value: Any, modules: Modules) -> Holder | None:
@@ -77,9 +80,9 @@ def holder_of(value: Any, modules: Modules) -> Holder | None:
         return _Module(value)
     if isinstance(value, torch.Generator):
         return _Generator(value)
-    if callable(getattr(value, "state_dict_for", None)):
-        return _Shaped(value)
-    return _Optimizer(value, modules) if isinstance(value, torch.optim.Optimizer) else _Any(value)
+    if isinstance(value, torch.optim.Optimizer) and not _can(value, "state_dict_for"):
+        return _Optimizer(value, modules)
+    return _Object(value)
 
 
 def modules_in(state: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
@@ -279,25 +282,8 @@ class _Generator(Holder):
 
 
 @dataclass(frozen=True)
-class _Any(Holder):
-    """An object whose `load_state_dict` gets the saved tree."""
-
-    held: Any
-
-    def tree(self) -> Any:
-        return self.held.state_dict()
-
-    def targets(self, saved: Any) -> Early:
-        return Early(_copied(saved, self.tree()))
-
-    def take(self, tree: Any, early: bool) -> None:
-        if early:
-            self.held.load_state_dict(tree.value)
-
-
-@dataclass(frozen=True)
-class _Shaped(Holder):
-    """An object that makes the tree to load into from the saved tree."""
+class _Object(Holder):
+    """An object with `state_dict`; it may refuse its state unless it makes its own targets."""
 
     held: Any
 
@@ -305,11 +291,13 @@ class _Shaped(Holder):
         return self.held.state_dict()
 
     def targets(self, saved: Any) -> Any:
-        return self.held.state_dict_for(saved)
+        if _can(self.held, "state_dict_for"):
+            return self.held.state_dict_for(saved)
+        return Early(_copied(saved, self.tree()))
 
     def take(self, tree: Any, early: bool) -> None:
-        if not early:
-            self.held.load_state_dict(tree)
+        if isinstance(tree, Early) == early:
+            self.held.load_state_dict(tree.value if early else tree)
 
 
 def _copied(saved: Any, own: Any) -> Any:

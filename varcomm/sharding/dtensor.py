@@ -285,8 +285,13 @@ def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, gro
 
 def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a dense tensor of `shape` with the memory layout of the shard."""
+
+    def key(dim: int) -> tuple[int, bool, int]:
+        # a dimension of one row lies inside a longer one of equal stride
+        return local.stride(dim), local.shape[dim] > 1, -dim
+
     strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=local.stride, reverse=True)[::-1]:
+    for dim in sorted(range(len(shape)), key=key):
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)

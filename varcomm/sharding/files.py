@@ -14,6 +14,7 @@ import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from varcomm.errors import ArgumentError
+from varcomm.sharding.sharded import check_inside
 
 __all__ = [
     "Files",
@@ -223,13 +225,7 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
 
 
 def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the sizes of all files, and the SHA-256 of every P-th file, with the index.
-
-    Raises
-    ------
-    ArgumentError
-        If a file is missing or has changed.
-    """
+    """Raise ArgumentError if a file is missing or has changed; hashes every P-th file."""
     for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
         path = folder / name
         try:
@@ -284,13 +280,7 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory.
-
-    Raises
-    ------
-    ArgumentError
-        If the file is missing or is no whole safetensors file.
-    """
+    """A safetensors file, mapped into memory; ArgumentError if it is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -319,22 +309,14 @@ def check_cover(
     """Raise ArgumentError unless boxes, each as offsets and sizes, cover a tensor exactly once."""
     fix = "Boxes of all ranks must cover a tensor, each element once."
     for offsets, sizes in boxes:
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            o >= 0 and n >= 0 and o + n <= whole
-            for o, n, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
-            raise ArgumentError(
-                f"{key!r}: a box of shape {tuple(sizes)} at {tuple(offsets)} is not inside a "
-                f"tensor of shape {tuple(shape)}."
-            )
-    volume, total = sum(map(_volume, (sizes for _, sizes in boxes))), _volume(shape)
+        check_inside(f"{key!r}: a box", offsets, sizes, shape)
+    volume, total = sum(prod(sizes) for _, sizes in boxes), prod(shape)
     if volume != total:
         raise ArgumentError(
             f"the boxes of {key!r} have {volume} elements, and the tensor of shape {tuple(shape)} "
             f"has {total}: there are gaps or overlaps. {fix}"
         )
-    filled = [box for box in boxes if _volume(box[1])]
+    filled = [box for box in boxes if prod(box[1])]
     if not shape or not filled:
         return
     # along the dimension with most starts few boxes stand side by side
@@ -351,13 +333,6 @@ def check_cover(
                 raise ArgumentError(
                     f"{key!r}: boxes at {tuple(offsets)} and {tuple(others)} overlap. {fix}"
                 )
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    volume = 1
-    for size in sizes:
-        volume *= size
-    return volume
 
 
 def _digest(content: Mapping[str, Any]) -> str:

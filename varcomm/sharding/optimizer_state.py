@@ -27,17 +27,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of an optimizer: its name, and how a tensor of its shape is sharded.
-
-    Attributes
-    ----------
-    name : str
-    wrap : callable
-        Returns a tensor itself, or as :class:`~varcomm.sharding.Sharded`.
-    """
+    """A parameter of an optimizer: its name, and how a tensor of its shape is sharded."""
 
     name: str
-    wrap: Callable[[torch.Tensor], torch.Tensor]
+    wrap: Callable[[torch.Tensor], torch.Tensor]  # returns a tensor itself, or as Sharded
 
 
 Parts = Mapping[torch.Tensor, Part]

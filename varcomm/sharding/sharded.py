@@ -15,7 +15,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import exact_int
 
-__all__ = ["Box", "Sharded"]
+__all__ = ["Box", "Sharded", "check_inside"]
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -101,7 +101,7 @@ class Sharded(torch.Tensor):
                 f"boxes of one tensor must be of one dtype; got {sorted(map(str, dtypes))}."
             )
         for box in given:
-            _check_inside(box, shape)
+            check_inside("a box", box.offsets, box.tensor.shape, shape)
         device = given[0].tensor.device if given else torch.device("cpu")
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=next(iter(dtypes), None), device=device
@@ -236,15 +236,18 @@ class Sharded(torch.Tensor):
         return next(box.tensor for box in self.boxes if box.offsets == tuple(index.offset))
 
 
-def _check_inside(box: Box, shape: Sequence[int]) -> None:
-    sizes = box.tensor.shape
-    inside = len(box.offsets) == len(sizes) == len(shape) and all(
-        0 <= first <= n - size for first, size, n in zip(box.offsets, sizes, shape, strict=True)
+def check_inside(
+    name: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
+) -> None:
+    """Raise ArgumentError unless a box is inside a tensor of this shape."""
+    inside = len(offsets) == len(sizes) == len(shape) and all(
+        first >= 0 and size >= 0 and first + size <= n
+        for first, size, n in zip(offsets, sizes, shape, strict=True)
     )
     if not inside:
         raise ArgumentError(
-            f"a box of shape {tuple(sizes)} at {tuple(box.offsets)} is not inside a tensor of "
-            f"shape {tuple(shape)}."
+            f"{name} of shape {tuple(sizes)} at {tuple(offsets)} is not inside a tensor of shape "
+            f"{tuple(shape)}."
         )
 
 

@@ -58,32 +58,17 @@ class Array:
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved partition without its tensors.
-
-    Attributes
-    ----------
-    method : str
-    hops : int
-    nodes, edges : dict
-        Sizes of each type on the ranks that saved.
-    attributes : dict
-        Attributes of the graph that are not tensors.
-    whole, part : dict of str to Array
-        Tensors of the graph, and of each part.
-    folder : Path
-    files : Files
-        The file of each rank, in rank order.
-    """
+    """A saved partition without its tensors."""
 
     method: str
     hops: int
-    nodes: dict[NodeType, ShardSizes]
+    nodes: dict[NodeType, ShardSizes]  # on the ranks that saved
     edges: dict[EdgeType, ShardSizes]
-    attributes: dict[str, Any]
-    whole: dict[str, Array]
-    part: dict[str, Array]
+    attributes: dict[str, Any]  # those of the graph that are not tensors
+    whole: dict[str, Array]  # tensors of the graph
+    part: dict[str, Array]  # tensors of each part
     folder: Path
-    files: Files
+    files: Files  # in rank order
 
     @property
     def ranks(self) -> int:

@@ -22,23 +22,12 @@ __all__ = ["Staging", "check_place", "part_of"]
 
 @dataclass(frozen=True)
 class Staging:
-    """One save of a partitioned graph.
-
-    Attributes
-    ----------
-    target : Path
-    whole : dict of str to torch.Tensor
-        Tensors of the graph.
-    plain : dict
-        Its other attributes.
-    token : str
-        The same on all ranks.
-    """
+    """One save of a partitioned graph."""
 
     target: Path
-    whole: Arrays
-    plain: dict[str, Any]
-    token: str = field(default_factory=new_token)
+    whole: Arrays  # tensors of the graph
+    plain: dict[str, Any]  # its other attributes
+    token: str = field(default_factory=new_token)  # the same on all ranks
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], attributes: Mapping[str, Any]) -> Self:
@@ -73,13 +62,7 @@ class Staging:
 
 
 def check_place(folder: str | os.PathLike[str]) -> Path:
-    """Return the resolved folder if a partition can be saved there.
-
-    Raises
-    ------
-    ArgumentError
-        If it is a file, or a folder with other content than a saved partition.
-    """
+    """Return the resolved folder, or raise ArgumentError if it has other content."""
     target = Path(folder).resolve()
     if not target.exists() or (target.is_dir() and is_index(target / f"{KIND}.json", KIND)):
         return target
