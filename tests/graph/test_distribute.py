@@ -151,32 +151,38 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def check_model(failures, name, methods):
-    data, model = wild(), made(name)
-    alone = copy.deepcopy(model)
-    x = data.x.clone().requires_grad_()
-    out = alone(x, data.edge_index)
+def gradient(x):
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def check_model(failures, name, model, data, graph, *takes):
+    """Compare a model of nodes, edges and values `takes` of edges with one process."""
+    alone, names = copy.deepcopy(model), ("x", *takes)
+    whole = [data[key].clone().requires_grad_() for key in names]
+    out = alone(whole[0], data.edge_index, *whole[1:])
     (out[data.train_mask] ** 2).mean().backward()
-    for method in methods:
-        graph = partition(data, method=method)
-        together = distribute(copy.deepcopy(model), graph)
-        own = graph.x.requires_grad_()
-        part = together(own, graph.edge_index)
-        graph.mean(part**2, graph.train_mask).backward()
-        varcomm.data_parallel.sum_gradients(together)
-        ids = graph.owned_ids
-        pairs = {"output": (part, out[ids]), "input": (own.grad, x.grad[ids])}
-        for key, expected in gradients(alone).items():
-            pairs[key] = together.get_parameter(key).grad, expected
-        for key, (got, expected) in pairs.items():
-            with failures.named(name, graph.method, key):
-                torch.testing.assert_close(got, expected, **CLOSE)
+    together = distribute(copy.deepcopy(model), graph)
+    own = [graph[key].clone().requires_grad_() for key in names]
+    part = together(own[0], graph.edge_index, *own[1:])
+    graph.mean(part**2, graph.train_mask).backward()
+    varcomm.data_parallel.sum_gradients(together)
+    pairs = {"output": (part, out[graph.owned_ids])}
+    for key, mine, full in zip(names, own, whole, strict=True):
+        ids = graph.owned_ids if key == "x" else graph.edges.owned_ids
+        pairs[f"input {key}"] = gradient(mine), gradient(full)[ids]
+    for key, parameter in alone.named_parameters():
+        pairs[key] = gradient(together.get_parameter(key)), gradient(parameter)
+    for key, (got, expected) in pairs.items():
+        with failures.named(name, graph.method, key):
+            torch.testing.assert_close(got, expected, **CLOSE)
 
 
 def check_models(rank, methods):
     failures = Failures()
-    for name in MODELS:
-        check_model(failures, name, methods)
+    for method in methods:
+        graph = partition(wild(), method=method)
+        for name in MODELS:
+            check_model(failures, name, made(name), wild(), graph)
     return failures
 
 

@@ -1,6 +1,5 @@
 """Layers and models of a user's own, which call functions of PyG that need the whole graph."""
 
-import copy
 from functools import cache, partial
 
 import pytest
@@ -16,6 +15,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, soft
 import varcomm
 from tests.graph.graphs import split_by
 from tests.graph.layers import example
+from tests.graph.test_distribute import check_model
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
 
@@ -228,39 +228,12 @@ def graph_of(method):
     return partition(data, method=split_by(method, data.num_nodes, ranks))
 
 
-def outcome(model, graph, edge_index, loss):
-    x, weight = (graph[key].clone().requires_grad_() for key in ("x", "weight"))
-    out = model(x, edge_index, weight)
-    loss(out).backward()
-    found = {key: parameter.grad for key, parameter in model.named_parameters()}
-    for key, value in (("x", x), ("weight", weight)):
-        found[key] = torch.zeros_like(value) if value.grad is None else value.grad
-    return found | {"output": out.detach()}
-
-
-def mean_square(graph, out):
-    return graph.mean(out**2)
-
-
-def check_models(rank, names):
-    failures, data = Failures(), data_of()
-    for name in names:
+def check_models(rank):
+    failures = Failures()
+    for name, make in MODELS.items():
         torch.manual_seed(0)
-        model = MODELS[name]().double()
-        alone = outcome(copy.deepcopy(model), data, data.edge_index, lambda out: (out**2).mean())
-        for method in ("a rank owns nothing",):
-            graph = graph_of(method)
-            together = distribute(copy.deepcopy(model), graph)
-            loss = partial(mean_square, graph)
-            parts = outcome(together, graph.data, graph.edge_index, loss)
-            varcomm.data_parallel.sum_gradients(together)
-            parts |= {key: p.grad for key, p in together.named_parameters()}
-            nodes = graph.owned_ids
-            rows = {"output": nodes, "x": nodes, "weight": graph.edges.owned_ids}
-            for key, expected in alone.items():
-                with failures.named(name, method, key):
-                    expected = expected[rows[key]] if key in rows else expected
-                    torch.testing.assert_close(parts[key], expected, **CLOSE)
+        model = make().double()
+        check_model(failures, name, model, data_of(), graph_of("a rank owns nothing"), "weight")
     return failures
 
 
@@ -268,7 +241,7 @@ def check_models(rank, names):
     "ranks", [3, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 2, 5))]
 )
 def test_own_code_equals_its_single_process_twin(worlds, ranks):
-    assert_none(worlds.run(ranks, check_models, list(MODELS)))
+    assert_none(worlds.run(ranks, check_models))
 
 
 def cached(rank):

@@ -81,6 +81,7 @@ def broadcast_data(
             raise ArgumentError(f"keys must be a list of different strings; got {keys!r}.")
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
+        asked = list(keys)
         # a simulated first rank has the data of this rank
         if ranks.rank == 0 or engine_for(ranks, ranks.device()).simulated:
             own.extend(_checked_data(asked, data, dtype))
