@@ -1,6 +1,7 @@
 """The rules about files and imports that no single module can break alone."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -65,3 +66,43 @@ def test_no_modules_import_each_other_in_a_circle():
         for name in free:
             del left[name]
     assert not left, "in a circle, or importing one: " + ", ".join(sorted(left))
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names():
+    """Return the private names of torch that the code uses: dotted imports, names of attributes."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "varcomm").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    own, found = {"_exit", "_getframe"}, set()  # of os and sys
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+            own.add(node.arg)
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if any(map(is_private, name.split(".")))}
+        elif isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names if alias.name.startswith("torch.")}
+            found |= {name for name in names if any(map(is_private, name.split(".")))}
+        elif isinstance(node, ast.Attribute) and node.attr not in own and is_private(node.attr):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword | ast.Constant):  # marks in the vars of an object
+            name = node.arg if isinstance(node, ast.keyword) else node.value
+            if isinstance(name, str) and re.fullmatch(r"_(torch)?dynamo_\w+", name):
+                found.add(name)
+    return found
+
+
+def test_private_names_of_torch_are_those_of_the_architecture_page():
+    page = (ROOT / "docs" / "architecture" / "index.md").read_text()
+    section = page.partition("## Private APIs of torch")[2].partition("\n## ")[0]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert private_names() == listed
