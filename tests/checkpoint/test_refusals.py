@@ -296,3 +296,14 @@ def test_errors_before_and_after_the_rename(tmp_path, monkeypatch):
     with pytest.raises(ArgumentError, match=r"\[Errno 5\]"):
         save({"x": 2}, tmp_path)
     assert read(tmp_path) == {"x": 2}  # the files that the index names must stay
+
+
+def reserved_name(rank, folder):
+    save({"w": torch.ones(2)}, folder)
+    with pytest.raises(ArgumentError, match="__metadata__"):
+        save({"w": torch.zeros(2), "__metadata__": torch.ones(1)}, folder)
+    return read(folder)["w"].tolist()
+
+
+def test_the_reserved_name_of_safetensors_is_refused(worlds, tmp_path):
+    assert worlds.run(3, reserved_name, tmp_path / "saved") == [[1.0, 1.0]] * 3

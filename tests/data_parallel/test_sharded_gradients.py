@@ -455,3 +455,22 @@ def with_graph(rank, debug):
 @pytest.mark.parametrize("debug", [False, True])
 def test_create_graph_is_refused(worlds, debug):
     assert worlds.run(2, with_graph, debug) == [{2.0}] * 2
+
+
+def empty_step(rank):
+    """Rows counted for a step without gradients do not divide the next step."""
+    count = GlobalCount()
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = ShardedGradients([weight], lambda p: torch.optim.SGD(p, lr=1.0), reduce=count)
+    count.add(4)
+    optimizer.step()
+    optimizer.zero_grad()
+    count.add(2)
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.wait()
+    return weight.tolist()
+
+
+def test_a_step_without_gradients_ends_its_count(worlds):
+    assert worlds.run(3, empty_step) == [[-0.5] * 4] * 3

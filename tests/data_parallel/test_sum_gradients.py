@@ -279,3 +279,14 @@ def apart(rank):
 
 def test_debug_compares_models(worlds):
     worlds.run(2, apart)
+
+
+def tied(rank):
+    one, two = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    one.grad, two.grad = torch.ones(2), torch.ones(2)
+    varcomm.data_parallel.sum_gradients([one, two, one], bucket_bytes=8)
+    return one.grad.tolist()
+
+
+def test_a_parameter_listed_twice_is_summed_once(worlds):
+    assert worlds.run(3, tied) == [[3.0, 3.0]] * 3

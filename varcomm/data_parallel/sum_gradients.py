@@ -124,7 +124,8 @@ def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch
                 f"{'computed tensor' if computed else type(value).__name__}. Pass the model, or "
                 "model.parameters()."
             )
-    trained = [parameter for parameter in given if parameter.requires_grad]
+    # tied parameters are listed twice, and summed once
+    trained = list({id(each): each for each in given if each.requires_grad}.values())
     for number, parameter in enumerate(trained):
         what = f"parameter {number}, of shape {tuple(parameter.shape)},"
         if is_owned(parameter):

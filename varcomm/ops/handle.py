@@ -194,12 +194,13 @@ class _Wait(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, ticket: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        begun, call.forward = call.forward, None
+        begun = call.forward
         assert begun is not None
         result = begun.wait(
             ": the tensor was changed in place between async_op=True and wait(). Change a clone, "
             "or wait first."
         )
+        call.forward = None  # not before: after a refused wait, wait() can be called again
         ctx.operator, ctx.call, ctx.number = call.operator, call, begun.pending.number
         token = x.new_empty(0, dtype=torch.float32)
         ctx.save_for_backward(token)

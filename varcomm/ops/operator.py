@@ -29,7 +29,7 @@ from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from varcomm.errors import ArgumentError, CommunicationError, GroupError
+from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
 from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
@@ -144,7 +144,8 @@ class checking:
         self._tell(error)
 
     def _tell(self, error: BaseException | None) -> None:
-        if isinstance(error, ArgumentError | GroupError) and debugging():
+        told = isinstance(error, DisagreementError | CommunicationError)  # all ranks raise these
+        if isinstance(error, Exception) and not told and debugging():
             from varcomm.transport.agreement import fail
 
             fail(self.group, self.name, error)
@@ -164,6 +165,7 @@ def checked_gradient(adjoint: Operator, gradient: torch.Tensor) -> None:
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SIZES = frozenset((ShardSizes, tuple, list))
 _INT = frozenset((int,))
+_PLAIN = frozenset((int, bool))
 _MOST = 64  # operators that a group or plan keeps
 
 _dispatch_mode = torch._C._get_dispatch_mode
@@ -185,7 +187,7 @@ def known(
     ):
         return make(owner, x, sizes, *rest)
     numbers = tuple(sizes) if type(sizes) in _SIZES else (None,)
-    if not _INT.issuperset(map(type, numbers)):
+    if not (_INT.issuperset(map(type, numbers)) and _PLAIN.issuperset(map(type, rest))):
         return make(owner, x, sizes, *rest)
     # torch.jit.trace makes tensors of the numbers in a shape: no key equals another there
     kept: dict[Any, Kept] = vars(owner).setdefault("operators", {})

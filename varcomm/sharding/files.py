@@ -149,6 +149,10 @@ def is_save_name(name: str, kind: str) -> bool:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file and sync it; complex tensors as pairs of real numbers."""
+    if "__metadata__" in tensors:
+        raise ArgumentError(
+            "safetensors files cannot hold a tensor named '__metadata__'. Rename it in the state."
+        )
     stored: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():

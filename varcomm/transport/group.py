@@ -119,6 +119,8 @@ _groups: dict[dist.ProcessGroup, Group] = {}
 @atexit.register
 def _forget_all(owner: int = os.getpid()) -> None:
     if os.getpid() == owner:  # a forked child has no threads to end
+        for group in _groups.values():
+            vars(group).pop("operators", None)
         _groups.clear()
 
 
@@ -165,7 +167,8 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
         process_group = group.get_group()
     else:
         process_group = group
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if type(process_group) is type(outside) and process_group == outside:
         raise GroupError(
             f"rank {dist.get_rank()} of the world is not in this group. Only its members may call."
         )
@@ -199,6 +202,7 @@ def _of(process_group: dist.ProcessGroup) -> Group:
 def forget_destroyed() -> None:
     """Drop the groups that torch.distributed has destroyed, so that their threads end."""
     for group in [group for group in _groups.values() if not group.exists()]:
+        vars(group).pop("operators", None)  # they hold the group in a cycle
         del _groups[group.process_group]
 
 

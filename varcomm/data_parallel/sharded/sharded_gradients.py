@@ -306,8 +306,10 @@ class ShardedGradients:
             _compare(name, [words["same"] for words in told])
         reducer.finish(max(words["rounds"] for words in told))
         divisor, wrong = self._scaling.divisor, None
-        if count is not None and any(words["had"] for words in told):
+        had = any(words["had"] for words in told)
+        if count is not None and (had or what == "step"):
             count.reset()
+        if count is not None and had:
             try:
                 rows, added = map(sum, zip(*(words["count"] for words in told), strict=True))
                 divisor = float(checked_total(rows, added, group.size, f"{name} on {group}: "))
