@@ -96,6 +96,11 @@ class Trace(Sequence[Call]):
 
     A Trace equals a list of the same calls.
 
+    Attributes
+    ----------
+    calls : list of Call
+        The calls in the order in which they started.
+
     Examples
     --------
     >>> import torch, varcomm
@@ -204,7 +209,10 @@ def trace() -> Iterator[Trace]:
     1 KiB with which the root of `broadcast` and `scatter_v` describes its tensor. Inside, torch's
     profiler shows each operation as a range ``varcomm::name``.
 
-    Yields a :class:`Trace`, filled while the ``with`` block runs.
+    Yields
+    ------
+    Trace
+        Filled while the ``with`` block runs.
 
     Examples
     --------

@@ -87,6 +87,11 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     timeout : float or timedelta
         Seconds after which joining, and each collective, gives up; at most 24 days.
 
+    Returns
+    -------
+    World
+        This rank, the number of ranks, and this rank's device.
+
     Raises
     ------
     ArgumentError
