@@ -44,12 +44,15 @@ def announce(
             failure, message = error, {"error": _cut(str(error))}
     data = json.dumps(message).encode().ljust(_LENGTH, b"\0")
     if not engine.simulated:
-        # the memory of an array, since torch.func's transforms would wrap the results of operators
         array = np.frombuffer(bytearray(data), np.uint8)
-        sent = _tensor(array, device)
         with explained(what, group):
-            wait_for(engine.broadcast(group, sent, src))
-        data = (array if device.type == "cpu" else sent.cpu().numpy()).tobytes()
+            if device.type == "cpu":
+                wait_for(engine.broadcast_array(group, array, src))
+            else:
+                sent = _tensor(array, device)
+                wait_for(engine.broadcast(group, sent, src))
+                array = sent.cpu().numpy()
+        data = array.tobytes()
     if failure is not None:
         raise failure
     message = json.loads(data.rstrip(b"\0"))

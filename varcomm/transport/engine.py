@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -132,6 +133,12 @@ class Engine(ABC):
     @abstractmethod
     def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
         """Overwrite `data` on every rank by that of `src`."""
+
+    def broadcast_array(
+        self, group: Group, data: np.ndarray[Any, np.dtype[np.uint8]], src: int
+    ) -> Sequence[Work]:
+        """Overwrite an array on every rank by that of `src`: torch.func may wrap new tensors."""
+        return self.broadcast(group, torch.from_numpy(data), src)
 
     def leave(self, group: Group) -> None:  # noqa: B027, an engine may have no way to do it
         """End the waiting of other ranks for this one, after a failure."""

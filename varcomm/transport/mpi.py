@@ -27,8 +27,9 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -134,6 +135,13 @@ class MPIEngine(Engine):
         comm = _communicator(group)
         _settle(data)
         request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
+        return [_Messages(group, "broadcast", [request], (data,))]
+
+    def broadcast_array(
+        self, group: Group, data: np.ndarray[Any, np.dtype[np.uint8]], src: int
+    ) -> Sequence[Work]:
+        """Run the same broadcast on the memory of the array."""
+        request = _communicator(group).Ibcast([data, MPI.BYTE], src)
         return [_Messages(group, "broadcast", [request], (data,))]
 
     def leave(self, group: Group) -> None:
