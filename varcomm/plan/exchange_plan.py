@@ -23,7 +23,7 @@ from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share
-from varcomm.transport.engine import Pending, engine_for
+from varcomm.transport.engine import Pending, is_simulated
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -427,7 +427,7 @@ def _digest_of(index: torch.Tensor, numbers: Iterable[int]) -> int:
 
 def _is_simulated(group: Group) -> bool:
     """Return whether the group has other ranks that do not exist."""
-    return group.size > 1 and engine_for(group, group.device()).simulated
+    return group.size > 1 and is_simulated(group)
 
 
 def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.tensor_parallel.layout import agreed
-from varcomm.transport.engine import engine_for, wait_for
+from varcomm.transport.engine import is_simulated, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import GroupLike, resolve
 
@@ -83,7 +83,7 @@ def broadcast_data(
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
         asked = list(keys)
         # a simulated first rank has the data of this rank
-        if ranks.rank == 0 or engine_for(ranks, ranks.device()).simulated:
+        if ranks.rank == 0 or is_simulated(ranks):
             own.extend(_checked_data(asked, data, dtype))
         return {"keys": asked, "dtype": dtype}
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from varcomm.transport.agreement import share
 from varcomm.transport.c10d import group_of_members
-from varcomm.transport.engine import engine_for
+from varcomm.transport.engine import is_simulated
 from varcomm.transport.group import Group, resolve, weakly
 
 __all__ = ["Lane", "aside", "free_lanes", "take_lane", "weakly"]
@@ -29,7 +29,7 @@ def aside(group: Group) -> Group:
     """
     if "aside" not in group.auxiliary:
         name = share("a second group", _new_name, group)[0]
-        simulated = engine_for(group, group.device()).simulated
+        simulated = is_simulated(group)
         backends = dist.get_backend_config(group.process_group) if simulated else "gloo"
         made = group_of_members(group.ranks, backends, group.timeout(), name)
         group.auxiliary["aside"] = weakly(resolve(made))

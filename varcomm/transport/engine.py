@@ -28,6 +28,7 @@ __all__ = [
     "Pending",
     "Work",
     "engine_for",
+    "is_simulated",
     "pieces",
     "wait_for",
 ]
@@ -167,6 +168,11 @@ def engine_for(group: Group, device: torch.device) -> Engine:
     if engine is None:
         engine = group.engines[device] = _found(group, device)
     return engine
+
+
+def is_simulated(group: Group) -> bool:
+    """Return whether the engine of the group answers for ranks that do not exist."""
+    return engine_for(group, group.device()).simulated
 
 
 def _found(group: Group, device: torch.device) -> Engine:

@@ -26,7 +26,7 @@ from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
 from varcomm.transport.agreement import agree, agree_and_share, debugging
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.engine import engine_for, wait_for
+from varcomm.transport.engine import is_simulated, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -535,7 +535,7 @@ def _broadcast(values: Iterable[torch.Tensor], group: Group, bucket_bytes: int) 
     """Overwrite tensors by those of rank 0, in buckets; collective."""
     given = [value.detach() for value in values]
     # a simulated rank 0 has these values
-    from_here = group.rank == 0 or engine_for(group, group.device()).simulated
+    from_here = group.rank == 0 or is_simulated(group)
     for members in cut(given, range(len(given)), bucket_bytes):
         own = [given[index] for index in members]
         flat = torch.cat([value.reshape(-1) for value in own]) if from_here else None
