@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from varcomm.data_parallel.bucket_sum import BucketSum
-from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
+from varcomm.data_parallel.buckets import BucketSum
+from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, summed_rows
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
@@ -97,76 +97,72 @@ def sum_hook(
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
         if bucket.index() == 0:
-            sums.begin(bucket.parameters()[0], reduce, ranks, where)
+            sums.begin(bucket.parameters()[0], reduce, where)
     for parameter in bucket.parameters():
         sums.watch(parameter, ranks)
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
-    job = _Job(values, ranks, reduce, torch.futures.Future(devices=on))
+    job = _Job(values, reduce, torch.futures.Future(devices=on))
     # comparing blocks, and ranks may be at other places of their backward
     if not debugging():
-        job.start()
+        job.start(ranks)
     sums.jobs.append(job)
     if bucket.is_last():
-        sums.finish(where)
+        sums.finish(reduce, ranks)
     return job.future
 
 
 @dataclass
 class _Job:
     values: torch.Tensor
-    group: Group
     reduce: Reduce
     future: torch.futures.Future[torch.Tensor]
     total: BucketSum | None = None
 
     @torch.no_grad()
-    def start(self) -> BucketSum:
+    def start(self, group: Group) -> BucketSum:
         if self.total is None:
-            self.total = BucketSum(self.values, self.group)
+            self.total = BucketSum(self.values, group)
         return self.total
 
 
 @dataclass
 class _Sums:
-    """Sums over one group in the backward that runs, and the parameters that were summed."""
+    """Sums over one group in the backward that runs, and the parameters that were summed.
+
+    Modules in one backward have a GlobalCount each: so a count names the buckets of one module.
+    """
 
     jobs: list[_Job] = field(default_factory=list)
-    counts: dict[GlobalCount, CountSum] = field(default_factory=dict)
-    firsts: list[torch.Tensor] = field(default_factory=list)
+    begun: list[tuple[torch.Tensor, Reduce]] = field(default_factory=list)
     watched: dict[int, "_Watch"] = field(default_factory=dict)
 
-    def begin(self, first: torch.Tensor, reduce: Reduce, group: Group, where: str) -> None:
-        """Begin the sums of one DistributedDataParallel."""
-        if any(other is first for other in self.firsts):
-            self.clear()  # an earlier backward has failed
-        self.firsts.append(first)
-        if isinstance(reduce, GlobalCount):
-            if reduce in self.counts:
-                raise ArgumentError(
-                    f"{where}two DistributedDataParallel in one backward have the same "
-                    "GlobalCount, of which the first has taken the rows. Give each its own."
-                )
-            self.counts[reduce] = CountSum(reduce, group, not debugging())
+    def begin(self, first: torch.Tensor, reduce: Reduce, where: str) -> None:
+        """Begin the sums of one DistributedDataParallel, which has `first` in its first bucket."""
+        if any(other is first for other, _ in self.begun):
+            self.jobs, self.begun = [], []  # an earlier backward has failed
+        counted = isinstance(reduce, GlobalCount)
+        if counted and any(other is reduce for _, other in self.begun):
+            raise ArgumentError(
+                f"{where}two DistributedDataParallel in one backward have the same GlobalCount, "
+                "of which the first has taken the rows. Give each its own."
+            )
+        self.begun.append((first, reduce))
 
     @torch.no_grad()
-    def finish(self, where: str) -> None:
-        """Complete all sums that have begun."""
-        try:
-            totals = {count: total.wait(where) for count, total in self.counts.items()}
-            begun = [job.start() for job in self.jobs]
-            for job, total in zip(self.jobs, begun, strict=True):
-                divisor = job.group.size if job.reduce == "mean" else 1
-                if isinstance(job.reduce, GlobalCount):
-                    divisor = totals[job.reduce]
-                total.begin_second_round(divisor)
-            for job, total in zip(self.jobs, begun, strict=True):
-                job.future.set_result(total.wait())
-        finally:
-            self.clear()
-
-    def clear(self) -> None:
-        self.jobs, self.counts, self.firsts = [], {}, []
+    def finish(self, reduce: Reduce, group: Group) -> None:
+        """Complete the sums that have begun with `reduce`."""
+        jobs = [job for job in self.jobs if job.reduce == reduce]
+        self.jobs = [job for job in self.jobs if job.reduce != reduce]
+        self.begun = [(first, other) for first, other in self.begun if other != reduce]
+        begun = [job.start(group) for job in jobs]
+        divisor = group.size if reduce == "mean" else 1
+        if isinstance(reduce, GlobalCount):
+            divisor = summed_rows(reduce, group, "sum_hook")
+        for total in begun:
+            total.begin_second_round(divisor)
+        for job, total in zip(jobs, begun, strict=True):
+            job.future.set_result(total.wait())
 
     def watch(self, parameter: torch.Tensor, group: Group) -> None:
         """Note that a gradient is summed now, and refuse to sum it again."""

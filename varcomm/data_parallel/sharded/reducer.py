@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from varcomm.data_parallel.buckets import dense, gradient_dtype
-from varcomm.data_parallel.owner import Owner
-from varcomm.data_parallel.sharded.reduction import Reduction, Scaling, SideStream
-from varcomm.data_parallel.sharded.shard import Shard
+from varcomm.data_parallel.buckets import Message, Owner, dense, gradient_dtype
+from varcomm.data_parallel.sharded.arguments import NAME, Settings
+from varcomm.data_parallel.sharded.shard import Shard, Traffic
 from varcomm.errors import ArgumentError
+from varcomm.ops import packing
 from varcomm.ops.operator import checking
+from varcomm.ops.reduction import accumulated
 from varcomm.transport.agreement import debugging
-from varcomm.transport.auxiliary_group import Lane, weakly
+from varcomm.transport.auxiliary_group import weakly
 from varcomm.transport.group import Group
 
-__all__ = ["NAME", "Reducer", "Traffic"]
-
-NAME = "ShardedGradients"
-
-
-class Traffic:
-    """Group on which messages of shards travel, and their number in flight.
-
-    On a lane of its own, calls that start during backward have the same order on all ranks, beside
-    the exchanges of the model. Without a lane nothing may start during backward.
-    """
-
-    def __init__(self, group: Group, lane: Lane | None) -> None:
-        self.lane, self._group = lane, weakly(group)
-        self._in_flight = 0
-        if lane is not None:
-            weakref.finalize(self, lane.give_back).atexit = False
-
-    def group(self) -> Group:
-        """Return the group of the lane, or the group itself."""
-        return self._group() if self.lane is None else self.lane.group()
-
-    def note(self, more: int) -> None:
-        """Count calls that start (1) or end (-1): a lane in use is not given to another."""
-        self._in_flight += more
-        if self.lane is not None:
-            self.lane.under_way = self._in_flight > 0
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -57,65 +32,58 @@ class Reducer:
     :meth:`finish` brings all ranks to the end of one round, so nothing depends on the end of
     backward.
 
-    `names` and `parameters` are in the order of their indices, `shards` in that of backward.
+    `parameters` are in the order of their indices, `shards` in that of backward. The parameters
+    have hooks that hold the reducer, until all of `removals` are called.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: Mapping[str, torch.nn.Parameter],
         shards: Sequence[Shard],
         group: Group,
         traffic: Traffic,
-        scaling: Scaling,
+        settings: Settings,
     ) -> None:
-        self._names, self._parameters, self._shards = names, parameters, shards
-        self._group, self._traffic, self._scaling = weakly(group), traffic, scaling
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._shards, self._group = shards, weakly(group)
+        self._traffic, self._settings = traffic, settings
         self.syncing = True
-        self._side = SideStream(shards[0].row.device)
+        self._side = _SideStream(shards[0].row.device)
         self._bucket_of = {i: n for n, shard in enumerate(shards) for i in shard.split.members}
         self._held: dict[int, torch.Tensor] = {}  # gradients whose sums have not started
-        self._in_flight: deque[tuple[Shard, Reduction]] = deque()
+        self._in_flight: deque[tuple[Shard, _Reduction]] = deque()
         self._begin()
-        # parameters keep their hooks, and must not keep this
-        me, owner = weakref.ref(self), Owner(self)
-        removals: list[Callable[[], object]] = [owner.leave]
-        for index, parameter in enumerate(parameters):
+        owner = Owner(is_open=True)
+        self.removals: list[Callable[[], None]] = [owner.leave]
+        for index, parameter in enumerate(self._parameters):
             owner.take(parameter)
-            hook = partial(_arrived, me, index)
-            removals.append(parameter.register_post_accumulate_grad_hook(hook).remove)
-        self._end = weakref.finalize(self, _call_all, removals)
-        self._end.atexit = False
-
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        self._end()
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
+            self.removals.append(hook.remove)
 
     def _begin(self) -> None:
         self._started = 0  # buckets, in all rounds
         self._arrived: set[int] = set()
-        self._missing = [self._learning(shard) for shard in self._shards]
+        self._missing = [_learning(shard) for shard in self._shards]
 
-    def _learning(self, shard: Shard) -> int:
-        return sum(parameter.requires_grad for parameter in shard.parameters)
-
-    def arrived(self, index: int) -> None:
+    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         """Start the buckets that are complete with the gradient of a parameter."""
-        parameter = self._parameters[index]
         if parameter.grad is None:
             return  # another hook has taken it
+        dtype, wrong = gradient_dtype(parameter), ""
         if torch.is_grad_enabled():
-            self._refuse(
+            wrong = (
                 "backward(create_graph=True) would need derivatives of sums over ranks. Use "
                 "torch.autograd.grad(..., create_graph=True) for forces and penalties, and "
                 "backward() from the loss that is made of them."
             )
-        dtype = gradient_dtype(parameter)
-        if parameter.grad.dtype != dtype:
-            self._refuse(
+        elif parameter.grad.dtype != dtype:
+            wrong = (
                 f"the gradient of parameter {self._names[index]!r} is of {parameter.grad.dtype}, "
                 f"and not of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
             )
+        if wrong:
+            with checking(NAME, self._group()) as where:
+                raise ArgumentError(where + wrong)
         self._hold(index)
         # inside debug() nothing overlaps: ranks compare calls in the order of their programs
         if not self.syncing or self._traffic.lane is None or debugging():
@@ -134,33 +102,27 @@ class Reducer:
             self._held[index] = gradient if before is None else before + gradient
             parameter.grad = None
 
-    def _refuse(self, reason: str) -> None:
-        with checking(NAME, self._group()) as where:
-            raise ArgumentError(where + reason)
-
     def _start(self) -> None:
         place = self._started % len(self._shards)
         shard, held = self._shards[place], self._held
         gradients = {i: held.pop(i) for i in shard.split.members if i in held}
-        example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
         self._traffic.note(1)
         with self._side.after_current():
             self._side.reads(gradients.values())
-            group = self._traffic.group()
-            started = Reduction(shard.split, group, gradients, example, self._scaling)
+            started = _Reduction(shard, self._traffic.group(), gradients, self._settings)
         self._in_flight.append((shard, started))
         self._started += 1
         self._arrived.difference_update(shard.split.members)
-        self._missing[place] = self._learning(shard)
-        while self._in_flight and self._in_flight[0][1].done():  # never wait during backward
+        self._missing[place] = _learning(shard)
+        while self._in_flight and self._in_flight[0][1].message.done():  # without waiting
             self._add_next()
 
     def _add_next(self) -> None:
         shard, reduction = self._in_flight.popleft()
         with self._side.after_current():
-            reduction.wait()
+            total, used = reduction.wait()
             self._traffic.note(-1)
-            shard.add(reduction.total(), reduction.used())
+            shard.add(total, used)
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
@@ -186,12 +148,82 @@ class Reducer:
         self._begin()
 
 
-def _arrived(me: weakref.ref[Reducer], index: int, parameter: torch.Tensor) -> None:
-    reducer = me()
-    if reducer is not None:
-        reducer.arrived(index)
+def _learning(shard: Shard) -> int:
+    return sum(parameter.requires_grad for parameter in shard.parameters)
 
 
-def _call_all(removals: Sequence[Callable[[], object]]) -> None:
-    for remove in removals:
-        remove()
+class _Reduction:
+    """A sum over ranks, in flight, of which each rank gets its piece.
+
+    Each rank receives its piece, and a 1 or 0 for each parameter in the piece: whether the sender
+    has used the parameter. `gradients` are dense, by index; absent ones count as zeros.
+    """
+
+    def __init__(
+        self, shard: Shard, group: Group, gradients: Mapping[int, torch.Tensor], settings: Settings
+    ) -> None:
+        split, self._settings, self._ranks = shard.split, settings, group.size
+        self._own = split.segments[group.rank]
+        self._here = [segment.index in gradients for segment in self._own]
+        rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
+        example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
+        flat = {index: gradient.reshape(-1) for index, gradient in gradients.items()}
+        parts = [example]
+        for segments in split.segments:
+            used = example.new_ones(len(segments))
+            for place, segment in enumerate(segments):
+                if segment.index in flat:
+                    parts.append(flat[segment.index][segment.start : segment.stop])
+                else:
+                    parts.append(example.new_zeros(len(segment)))
+                    used[place] = 0  # by a kernel: a copy would wait for the GPU
+            parts.append(used)
+        sent = torch.cat(parts)
+        if not settings.in_fp32 and settings.before != 1:
+            for row, size in zip(sent.split(rows), split.sizes, strict=True):
+                row[:size] /= settings.before
+        own = [rows[group.rank]] * group.size
+        self.message = Message(packing.exchange, "reduce_scatter_v", group, sent, rows, own)
+
+    def wait(self) -> tuple[torch.Tensor, list[bool]]:
+        """Return the piece of the sum of parts divided by ``before``, and the used parameters.
+
+        There is an entry for each segment of the piece: whether any rank has used the parameter.
+        """
+        received = self.message.wait().view(self._ranks, -1)
+        size = sum(map(len, self._own))
+        parts = received[:, :size].unbind()
+        if self._settings.in_fp32:
+            total = accumulated(parts, True, 1 / self._settings.before)
+        else:
+            total = accumulated(parts, True).to(received.dtype)
+        if all(self._here):
+            return total, self._here  # without waiting for a GPU
+        return total, received[:, size:].ne(0).any(0).tolist()
+
+
+class _SideStream:
+    """Stream on which gradients are packed and summed while backward goes on; none on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Run the block on the stream, after all that the current stream was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep the memory of tensors from being reused before this stream is done."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for this one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)

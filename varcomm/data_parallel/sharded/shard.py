@@ -8,14 +8,37 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from varcomm.data_parallel.sharded.split import Split
+from varcomm.data_parallel.buckets import Message
+from varcomm.data_parallel.sharded.partition import Split
 from varcomm.ops import packing
-from varcomm.transport.engine import Work, wait_for
-from varcomm.transport.failure import explained
+from varcomm.transport.auxiliary_group import Lane, weakly
 from varcomm.transport.group import Group
-from varcomm.transport.trace import span
 
-__all__ = ["Piece", "Shard"]
+__all__ = ["Piece", "Shard", "Traffic"]
+
+
+class Traffic:
+    """Group on which messages of shards travel, and their number in flight.
+
+    On a lane of its own, calls that start during backward have the same order on all ranks, beside
+    the exchanges of the model. Without a lane nothing may start during backward.
+    """
+
+    def __init__(self, group: Group, lane: Lane | None) -> None:
+        self.lane = lane
+        self.group = weakly(group) if lane is None else lane.group
+        self._in_flight = 0
+
+    def note(self, more: int) -> None:
+        """Count calls that start (1) or end (-1): a lane in use is not given to another."""
+        self._in_flight += more
+        if self.lane is not None:
+            self.lane.under_way = self._in_flight > 0
+
+    def end(self) -> None:
+        """Leave the lane to others."""
+        if self.lane is not None:
+            self.lane.give_back()
 
 
 @dataclass(frozen=True)
@@ -52,20 +75,17 @@ class Shard:
         self.parameters = [parameters[index] for index in split.members]
         example = self.parameters[0].detach()
         self.row = example.new_empty(split.sizes.total)
-        self._views, self._hidden = [], []
-        self._nothing = example.new_full((1,), torch.nan)
+        self._nothing = example.new_full((), torch.nan)
+        self._views: list[torch.Tensor] = []
         for place, parameter in zip(split.places, self.parameters, strict=True):
-            shape = parameter.shape
-            view = self.row[place : place + parameter.numel()].view(shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+            view = self.row[place : place + parameter.numel()].view(parameter.shape)
+            parameter.data = view.copy_(parameter.detach())
             self._views.append(view)
-            self._hidden.append(self._nothing.as_strided(shape, (0,) * len(shape)))
-        start = split.sizes.offsets[rank]
-        self._own = self.row[start : start + split.sizes[rank]]
+        self._hidden = [self._nothing.expand(view.shape) for view in self._views]
+        self._own = self._masters = self.row.narrow(0, split.sizes.offsets[rank], split.sizes[rank])
         self._segments = split.segments[rank]
-        self._masters = self._own
-        self._gathers: Sequence[Work] | None = None
+        self._lengths = [len(segment) for segment in self._segments]
+        self._gather: Message | None = None
         self._total: torch.Tensor | None = None
         self._used: list[bool] = []
         self._arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
@@ -75,19 +95,18 @@ class Shard:
         self, names: Sequence[str], whole: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Make the values that the optimizer updates, of `dtype` on `device`."""
-        if (dtype, device) != (self._own.dtype, self._own.device):
-            pinned = device.type == "cpu" and self._own.is_cuda
-            self._masters = torch.empty(
-                len(self._own), dtype=dtype, device=device, pin_memory=pinned
-            ).copy_(self._own)
-        by_index = dict(zip(self.split.members, self.parameters, strict=True))
-        values = self._masters.split([len(segment) for segment in self._segments])
-        for segment, part in zip(self._segments, values, strict=True):
-            shape = by_index[segment.index].shape
+        own = self._own
+        if (dtype, device) != (own.dtype, own.device):
+            pinned = device.type == "cpu" and own.is_cuda
+            empty = torch.empty(len(own), dtype=dtype, device=device, pin_memory=pinned)
+            self._masters = empty.copy_(own)
+        shapes = dict(zip(self.split.members, (p.shape for p in self.parameters), strict=True))
+        for segment, part in zip(self._segments, self._masters.split(self._lengths), strict=True):
+            shape = shapes[segment.index]
             # a scalar has one owner in any case, and states like those of one process
             value = torch.nn.Parameter(part.view(shape) if whole or not shape else part)
-            piece = Piece(names[segment.index], shape, segment.start, segment.stop, value)
-            self.pieces.append(piece)
+            name = names[segment.index]
+            self.pieces.append(Piece(name, shape, segment.start, segment.stop, value))
 
     def add(self, total: torch.Tensor, used: list[bool]) -> None:
         """Add a sum of this rank's piece to the sums since the last :meth:`settle`."""
@@ -98,10 +117,8 @@ class Shard:
             event = torch.cuda.Event()
             event.record()
             self._arriving.append((host, event))
-        elif self._total is None:
-            self._total = total
         else:
-            self._total.add_(total)
+            self._total = total if self._total is None else self._total.add_(total)
 
     def settle(self, divisor: float | None) -> None:
         """Divide the sums and add them to the gradients of the pieces; None drops them."""
@@ -114,29 +131,16 @@ class Shard:
             return
         if divisor != 1:
             total /= divisor
-        total = total.to(self._masters.dtype)
-        parts = total.split([len(segment) for segment in self._segments])
+        parts = total.to(self._masters.dtype).split(self._lengths)
         # The pieces say whether there is a gradient: so the optimizer's own zero_grad works too.
         fresh = all(piece.value.grad is None for piece in self.pieces)
         for piece, part, is_used in zip(self.pieces, parts, used, strict=True):
-            value = piece.value
-            if not is_used:
-                continue
-            part = part.view(value.shape)
-            if value.grad is not None:
+            value, part = piece.value, part.view(piece.value.shape)
+            if is_used and value.grad is not None:
                 value.grad.add_(part)
-            elif fresh:
-                value.grad = part.data  # no view, which could not be detached in place
-            else:
-                value.grad = part.clone()  # keeps no other part in memory
-
-    def drop_gradients(self, set_to_none: bool) -> None:
-        """Forget the gradients of the pieces."""
-        for piece in self.pieces:
-            if set_to_none:
-                piece.value.grad = None
-            elif piece.value.grad is not None:
-                piece.value.grad.zero_()
+            elif is_used:
+                # no view, which could not be detached in place; alone, it keeps no other in memory
+                value.grad = part.data if fresh else part.clone()
 
     def take_over(self) -> None:
         """Copy values that were written into the parameters since the last step to the masters.
@@ -148,54 +152,43 @@ class Shard:
             own = self._own.to(self._masters.device)
             self._masters.copy_(own.where(self._masters.to(own.dtype) != own, self._masters))
 
-    def start_gather(self, group: Group, hidden: bool) -> None:
+    def start_gather(self, traffic: Traffic, hidden: bool) -> None:
         """Begin to send this rank's piece to all; `hidden` parameters are NaN until `wait`."""
         if self.has_masters:
             self._own.copy_(self._masters, non_blocking=True)
         # a graph that has saved a parameter for backward must not find other values there
         increment_version(self.parameters)
-        self._explained = explained("all_gather_v", group)
-        with span("all_gather_v"), self._explained:
-            self._gathers, _ = packing.all_gather(
-                "all_gather_v", group, self._own, self.split.sizes, self.row
-            )
+        arguments = traffic.group(), self._own, self.split.sizes, self.row
+        traffic.note(1)
+        self._gather = Message(packing.all_gather, "all_gather_v", *arguments)
         if hidden:
             for parameter, nothing in zip(self.parameters, self._hidden, strict=True):
                 parameter.data = nothing
 
-    def wait(self) -> None:
+    def wait(self, traffic: Traffic) -> None:
         """Wait for the pieces of all ranks, and show the parameters again."""
-        if self._gathers:
-            with self._explained:
-                wait_for(self._gathers)
-        self._gathers = None
-        for parameter, view, nothing in zip(
-            self.parameters, self._views, self._hidden, strict=True
-        ):
-            if _is_same(parameter, nothing):  # a parameter that was moved meanwhile stays so
-                parameter.data = view
+        if self._gather is None:
+            return
+        self._gather.wait()
+        self._gather = None
+        for place, parameter in enumerate(self.parameters):
+            if _is_same(parameter, self._hidden[place]):  # one that was moved meanwhile stays so
+                parameter.data = self._views[place]
+        traffic.note(-1)
 
     @property
     def has_masters(self) -> bool:
         """Whether the optimizer updates other values than the parameters' own."""
         return self._masters is not self._own
 
-    @property
-    def waiting(self) -> bool:
-        """Whether pieces are in flight."""
-        return self._gathers is not None
-
     def moved(self) -> int | None:
         """Return the index of a parameter that is not in the row any more; after `wait`.
 
         A parameter that was filled while it was hidden has lost these values.
         """
-        if not self._nothing.isnan():
-            return self.split.members[0]
-        for index, parameter, view in zip(
-            self.split.members, self.parameters, self._views, strict=True
-        ):
-            if not _is_same(parameter, view):
+        lost = not self._nothing.isnan()
+        for index, *pair in zip(self.split.members, self.parameters, self._views, strict=True):
+            if lost or not _is_same(*pair):
                 return index
         return None
 

@@ -10,29 +10,25 @@ from typing import Any, NoReturn
 import torch
 
 from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
-from varcomm.data_parallel.global_count import Reduce, checked_total
-from varcomm.data_parallel.sharded.gathering import Gathering
-from varcomm.data_parallel.sharded.inner_optimizer import Factory, held, made, options
-from varcomm.data_parallel.sharded.inputs import Given, Settings, read
+from varcomm.data_parallel.global_count import Reduce, total_rows
+from varcomm.data_parallel.sharded.arguments import NAME, Given, Settings, read
 from varcomm.data_parallel.sharded.norm import clip_
-from varcomm.data_parallel.sharded.reducer import NAME, Reducer, Traffic
-from varcomm.data_parallel.sharded.shard import Piece, Shard
-from varcomm.data_parallel.sharded.split import splits
-from varcomm.data_parallel.sharded.states import States
+from varcomm.data_parallel.sharded.optimizer import Factory, States, held, made, options
+from varcomm.data_parallel.sharded.partition import WHOLE, splits
+from varcomm.data_parallel.sharded.reducer import Reducer
+from varcomm.data_parallel.sharded.shard import Piece, Shard, Traffic
+from varcomm.data_parallel.sharded.waiting import wait_in
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
-from varcomm.ops.broadcast import broadcast
 from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
-from varcomm.transport.agreement import agree, agree_and_share, debugging
+from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.engine import is_simulated, wait_for
+from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ShardedGradients"]
-
-_SET_UP = f"data_parallel.{NAME}"
 
 
 class ShardedGradients:
@@ -170,68 +166,73 @@ class ShardedGradients:
         overlap_forward: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        ranks = resolve(group)
-        asked = Settings(
-            sizes,
-            reduce,
-            fp32_reduce_scatter,
-            gradient_predivide_factor,
-            fp32_masters,
-            cpu_offload,
-            overlap_forward,
-            bucket_bytes,
-        )
+        settings = {
+            "sizes": sizes,
+            "reduce": reduce,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "fp32_masters": fp32_masters,
+            "cpu_offload": cpu_offload,
+            "overlap_forward": overlap_forward,
+            "bucket_bytes": bucket_bytes,
+        }
         with torch.no_grad():
-            self._set_up(params, optimizer_factory, ranks, module, asked)
+            self._set_up(params, optimizer_factory, resolve(group), module, settings)
 
     def _set_up(
-        self, params: object, factory: Factory, group: Group, module: object, asked: Settings
+        self,
+        params: object,
+        factory: Factory,
+        group: Group,
+        module: object,
+        given_settings: Mapping[str, Any],
     ) -> None:
         """Agree, make parameters equal, and cut them into pieces; collective."""
+        what = f"data_parallel.{NAME}"
 
         def begin() -> tuple[Settings, Given, list[Shard]]:
             given = read(params, module)
-            checked = asked.checked(given.module, group.size)
+            settings = Settings(given_settings, given.module, group.size)
             given.check(group)
             values = list(given.parameters.values())
-            found = splits(values, checked.sizes, group.size, checked.bucket_bytes)
-            return checked, given, [Shard(s, dict(enumerate(values)), group.rank) for s in found]
+            found = splits(values, settings.sizes, group.size, settings.bucket_bytes)
+            return settings, given, [Shard(s, dict(enumerate(values)), group.rank) for s in found]
 
-        def tell(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
-            words = {"arguments": begun[0].describe(), **begun[1].describe()}
-            return {"words": words, "free lanes": free_lanes(group)}
+        def words(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
+            own = {"arguments": begun[0].words, **begun[1].describe()}
+            return {"words": own, "free lanes": free_lanes(group)}
 
-        (settings, given, shards), told = agree_and_share(_SET_UP, begin, tell, group)
-        _compare(_SET_UP, [rank["words"] for rank in told])
-        with explained(NAME, group):
-            for shard in shards:
-                wait_for(packing.broadcast("broadcast", group, shard.row, 0))
-        _broadcast([value for _, value in given.written()], group, settings.bucket_bytes)
-        names = list(given.parameters)
+        (settings, given, shards), told = agree_and_share(what, begin, words, group)
+        _compare(what, [rank["words"] for rank in told])
+        values = [*(shard.row for shard in shards), *given.written().values()]
+        _copy_from_rank_0(values, group, settings.bucket_bytes)
+        names, whole = list(given.parameters), settings.sizes == WHOLE
         for shard in shards:
-            shard.cut_pieces(names, settings.whole, *settings.of_pieces(shard.row))
+            shard.cut_pieces(names, whole, *settings.of_pieces(shard.row))
         self._pieces = {piece.name: piece for shard in shards for piece in shard.pieces}
         self.optimizer, same = agree_and_share(
-            f"{_SET_UP}: optimizer_factory",
-            lambda: made(factory, given, self._pieces, settings.whole),
+            f"{what}: optimizer_factory",
+            lambda: made(factory, given, self._pieces, whole),
             lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
             group,
         )
-        _compare(_SET_UP, same)
+        _compare(what, same)
         self._held = held(self.optimizer)
-        self._stepping = False
+        self._stepping = self._closed = False
         self.optimizer.register_step_pre_hook(_only_within(weakref.ref(self)))
 
-        self._given, self._shards, self._closed = given, shards, False
+        self._given, self._shards, self._settings = given, shards, settings
         self._group = weakly(group)
-        self._scaling, self._count = settings.scaling(group.size), settings.count
+        self._states = States(self.optimizer, given, shards, whole)
         lane = take_lane(group, [rank["free lanes"] for rank in told])
-        traffic = Traffic(group, lane)
-        values = list(given.parameters.values())
-        self._reducer = Reducer(names, values, shards, group, traffic, self._scaling)
-        overlapped = given.module if settings.overlap_forward else None
-        self._gathering = Gathering(shards, traffic, overlapped)
-        self._states = States(self.optimizer, given, shards, settings.whole)
+        self._traffic = Traffic(group, lane)
+        self._reducer = Reducer(given.parameters, shards, group, self._traffic, settings)
+        removals = self._reducer.removals
+        if settings.overlap_forward and given.module is not None:
+            removals = [*removals, *wait_in(given.module, shards, self._traffic)]
+        # parameters and modules have hooks, which must not keep this
+        self._end = weakref.finalize(self, _end, shards, self._traffic, removals)
+        self._end.atexit = False
 
     @property
     def pieces(self) -> Mapping[str, Piece]:
@@ -261,7 +262,8 @@ class ShardedGradients:
 
     def wait(self) -> None:
         """Wait until the parameters have their new values, with ``overlap_forward=True``."""
-        self._gathering.wait()
+        for shard in self._shards:
+            shard.wait(self._traffic)
 
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
@@ -283,7 +285,7 @@ class ShardedGradients:
     @torch.no_grad()
     def _reduce(self, what: str, drop: bool = False) -> None:
         """Agree on the method, and bring the gradients of all ranks to the pieces, or drop them."""
-        reducer, count = self._reducer, self._count
+        reducer, settings, count = self._reducer, self._settings, self._settings.count
 
         def ready() -> dict[str, Any]:
             self._check()
@@ -301,22 +303,21 @@ class ShardedGradients:
         if not self._closed:
             self.wait()
         name, group = f"{NAME}.{what}", self._group()
-        _, told = agree_and_share(name, ready, lambda words: words, group)
+        told = share(name, ready, group)
         if all(words["same"] for words in told):
             _compare(name, [words["same"] for words in told])
         reducer.finish(max(words["rounds"] for words in told))
-        divisor, wrong = self._scaling.divisor, None
+        divisor, wrong = settings.divisor, None
         had = any(words["had"] for words in told)
         if count is not None and (had or what == "step"):
             count.reset()
-        if count is not None and had:
+        if count is not None and had and not drop:
             try:
-                rows, added = map(sum, zip(*(words["count"] for words in told), strict=True))
-                divisor = float(checked_total(rows, added, group.size, f"{name} on {group}: "))
+                rows = total_rows([words["count"] for words in told], f"{name} on {group}: ")
+                divisor = float(rows)
             except ArgumentError as error:
-                if not drop:
-                    wrong = error
-        rest = None if drop or divisor is None else divisor / self._scaling.before
+                wrong = error
+        rest = None if drop or divisor is None else divisor / settings.before
         for shard in self._shards:
             shard.settle(rest)
         if wrong is not None:
@@ -331,18 +332,16 @@ class ShardedGradients:
                     f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
                     "close() and make another, on all ranks."
                 )
-        names = list(self._given.parameters)
-        indices = (shard.moved() for shard in self._shards)
-        moved = next((names[index] for index in indices if index is not None), None)
-        if moved is None and self._given.module is not None:
-            now = {id(parameter) for parameter in self._given.module.parameters()}
-            own = self._given.parameters.items()
-            moved = next((name for name, p in own if id(p) not in now), None)
-        if moved is not None:
+        names, module = list(self._given.parameters), self._given.module
+        moved = [names[i] for i in (shard.moved() for shard in self._shards) if i is not None]
+        if module is not None:
+            now = {id(parameter) for parameter in module.parameters()}
+            moved += [name for name, p in self._given.parameters.items() if id(p) not in now]
+        if moved:
             raise ArgumentError(
-                f"parameter {moved!r} has been moved, converted or replaced since {NAME} was made, "
-                "or filled before wait(). Move and convert the model before, or call close() and "
-                "make another, on all ranks."
+                f"parameter {moved[0]!r} has been moved, converted or replaced since {NAME} was "
+                "made, or filled before wait(). Move and convert the model before, or call close() "
+                "and make another, on all ranks."
             )
         self._check_groups()
 
@@ -389,7 +388,11 @@ class ShardedGradients:
                 self.optimizer.step()
         finally:
             self._stepping = False
-        self._gathering.start()
+        overlap = self._settings.overlap_forward
+        for shard in reversed(self._shards):  # in the opposite order of backward
+            shard.start_gather(self._traffic, hidden=overlap)
+        if not overlap:
+            self.wait()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -399,8 +402,11 @@ class ShardedGradients:
         nothing: parameters have no ``grad`` after backward.
         """
         self._reduce("zero_grad", drop=True)
-        for shard in self._shards:
-            shard.drop_gradients(set_to_none)
+        for piece in self._pieces.values():
+            if set_to_none:
+                piece.value.grad = None
+            elif piece.value.grad is not None:
+                piece.value.grad.zero_()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -432,14 +438,9 @@ class ShardedGradients:
             Inside :func:`varcomm.debug`, on every rank, if they differ.
         """
         self._reduce("clip_grad_norm_")
-        return clip_(
-            [(piece.name, piece.value.grad) for piece in self._pieces.values()],
-            {name: shard_spec(parameter) for name, parameter in self._given.parameters.items()},
-            max_norm,
-            norm_type,
-            self._group(),
-            error_if_nonfinite,
-        )
+        pieces, given = list(self._pieces.values()), self._given.parameters.items()
+        specs = {name: shard_spec(parameter) for name, parameter in given}
+        return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizer by the names of parameters.
@@ -485,8 +486,7 @@ class ShardedGradients:
 
     def close(self) -> None:
         """Leave the parameters to another optimizer. Gradients in flight are lost."""
-        self._gathering.close()
-        self._reducer.close()
+        self._end()
         self._closed = True
 
     def _refuse_if(self, what: str, check: Callable[[], None]) -> None:
@@ -531,15 +531,23 @@ def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> 
                     )
 
 
-def _broadcast(values: Iterable[torch.Tensor], group: Group, bucket_bytes: int) -> None:
+def _copy_from_rank_0(values: Sequence[torch.Tensor], group: Group, bucket_bytes: int) -> None:
     """Overwrite tensors by those of rank 0, in buckets; collective."""
-    given = [value.detach() for value in values]
-    # a simulated rank 0 has these values
-    from_here = group.rank == 0 or is_simulated(group)
-    for members in cut(given, range(len(given)), bucket_bytes):
-        own = [given[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in own]) if from_here else None
-        flat = broadcast(flat, group=group.process_group)
-        if not from_here:
-            for value, part in zip(own, flat.split([v.numel() for v in own]), strict=True):
+    for members in cut(values, range(len(values)), bucket_bytes):
+        own = [values[index].detach() for index in members]
+        # one tensor of its own may be large: no copy, if it is contiguous
+        flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([x.reshape(-1) for x in own])
+        with explained(NAME, group):
+            wait_for(packing.broadcast("broadcast", group, flat, 0))
+        if group.rank:
+            for value, part in zip(own, flat.split([x.numel() for x in own]), strict=True):
                 value.copy_(part.view(value.shape))
+
+
+def _end(shards: Sequence[Shard], traffic: Traffic, removals: Sequence[Callable[[], None]]) -> None:
+    """Wait, and leave parameters and modules as they were."""
+    for shard in shards:
+        shard.wait(traffic)
+    for remove in removals:
+        remove()
+    traffic.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 
@@ -31,22 +31,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Split:
-    """Parameters of one dtype in a row, cut into a piece for each rank.
+    """Parameters of one dtype in a row, cut into a piece for each rank."""
 
-    Attributes
-    ----------
-    members, places : tuple of int
-        The parameters, in their order in the row, and their starts.
-    sizes : ShardSizes
-        Elements of each rank's piece.
-    segments : tuple of tuple of Segment
-        Contents of each rank's piece.
-    """
-
-    members: tuple[int, ...]
-    places: tuple[int, ...]
-    sizes: ShardSizes
-    segments: tuple[tuple[Segment, ...], ...]
+    members: tuple[int, ...]  # the parameters, in their order in the row
+    places: tuple[int, ...]  # their starts
+    sizes: ShardSizes  # elements of each rank's piece
+    segments: tuple[tuple[Segment, ...], ...]  # contents of each rank's piece
 
     @classmethod
     def of(cls, members: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> Split:
@@ -89,28 +79,28 @@ def splits(
     lists.sort(key=lambda members: -min(members))
     if sizes == WHOLE:
         owner = _owners(numbers, ranks)
-        found = []
-        for members in lists:
-            own = [[index for index in members if owner[index] == rank] for rank in range(ranks)]
-            lengths = [[numbers[index] for index in some] for some in own]
-            shares = [sum(row) for row in lengths]
-            found.append(Split.of([*chain(*own)], [*chain(*lengths)], shares))
-        return found
-    rows = [[numbers[i] for i in members] for members in lists]
-    each = _apportioned([sum(row) for row in rows], _checked(sizes, sum(numbers), ranks))
+        lists = [sorted(members, key=lambda index: owner[index]) for members in lists]
+        shares = [
+            [sum(numbers[i] for i in members if owner[i] == rank) for rank in range(ranks)]
+            for members in lists
+        ]
+    else:
+        lengths = [sum(numbers[i] for i in members) for members in lists]
+        shares = _apportioned(lengths, _checked(sizes, sum(numbers), ranks))
     return [
-        Split.of(members, row, share) for members, row, share in zip(lists, rows, each, strict=True)
+        Split.of(members, [numbers[i] for i in members], share)
+        for members, share in zip(lists, shares, strict=True)
     ]
 
 
-def _apportioned(lengths: Iterable[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+def _apportioned(lengths: Iterable[int], sizes: Sequence[int]) -> list[list[int]]:
     """Split rows over ranks so that each rank gets of all rows together its size.
 
     Each rank gets of a row its part in proportion to the rest of its size, rounded down, and one
     element more for the largest remainders. So every message is spread over all ranks.
 
     >>> _apportioned([5, 4], [3, 0, 6])
-    [(2, 0, 3), (1, 0, 3)]
+    [[2, 0, 3], [1, 0, 3]]
     """
     left, found = list(sizes), []
     for length in lengths:
@@ -120,7 +110,7 @@ def _apportioned(lengths: Iterable[int], sizes: Sequence[int]) -> list[tuple[int
         for rank in order[: length - sum(share)]:
             share[rank] += 1
         left = [rest - part for rest, part in zip(left, share, strict=True)]
-        found.append(tuple(share))
+        found.append(share)
     return found
 
 
