@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ BUCKET_BYTES = 25 * 2**20
 
 _OWNER = "_varcomm_owner"
 
+K = TypeVar("K", bound=Hashable)
+
 
 def gradient_dtype(value: torch.Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient; for a buffer, its own dtype."""
@@ -42,56 +44,58 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
-def cut(values: Sequence[torch.Tensor], order: Sequence[int], nbytes: int) -> list[list[int]]:
-    """Cut `values`, in `order`, into lists of indices of at most `nbytes` bytes.
+def cut(
+    values: Mapping[K, torch.Tensor], order: Iterable[K], nbytes: int = BUCKET_BYTES
+) -> list[list[K]]:
+    """Cut `values`, in `order`, into lists of keys of at most `nbytes` bytes.
 
     Each list has one dtype and device; a larger value has a list to itself. Lists are sorted by
     the place of their last value in `order`.
 
-    >>> x, y, z = torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)
-    >>> cut([x, y, z], [2, 1, 0], nbytes=28), cut([x, y, z], [2, 1, 0], nbytes=27)
-    ([[1], [2, 0]], [[2], [1], [0]])
-    >>> cut([x[:0], x], [0, 1], nbytes=8)
-    [[0], [1]]
+    >>> some = {1: torch.zeros(3), 2: torch.zeros(2, dtype=torch.float64), 3: torch.zeros(4)}
+    >>> cut(some, [3, 2, 1], nbytes=28), cut(some, [3, 2, 1], nbytes=27)
+    ([[2], [3, 1]], [[3], [2], [1]])
+    >>> cut({1: torch.zeros(0), 2: torch.zeros(3)}, [1, 2], nbytes=8)
+    [[1], [2]]
     """
-    lists: list[list[int]] = []
-    current: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for index in order:
-        value = values[index]
-        key = gradient_dtype(value), value.device
-        size = value.numel() * key[0].itemsize
-        members, room = current.get(key, ([], 0))
+    lists: list[list[K]] = []
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[K], int]] = {}
+    place: dict[K, int] = {}
+    for number, key in enumerate(order):
+        place[key], value = number, values[key]
+        kind = gradient_dtype(value), value.device
+        size = value.numel() * kind[0].itemsize
+        members, room = current.get(kind, ([], 0))
         if size > room or not members:  # the first may have no elements
             members, room = [], nbytes
             lists.append(members)
-        members.append(index)
-        current[key] = members, room - size
-    place = {index: number for number, index in enumerate(order)}
+        members.append(key)
+        current[kind] = members, room - size
     return sorted(lists, key=lambda members: place[members[-1]])
 
 
 class Owner:
-    """Mark of parameters whose gradients an open ShardedGradients sums; copies have no owner."""
+    """Mark of parameters whose gradients a ShardedGradients sums while it is open.
 
-    def __init__(self, is_open: bool = False) -> None:
-        self.is_open = is_open
+    A copied or pickled mark is not open.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self.is_open = True
+        for parameter in parameters:
+            setattr(parameter, _OWNER, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Owner, ()
+        return object, ()
 
-    def take(self, parameter: torch.Tensor) -> None:
-        """Mark a parameter."""
-        setattr(parameter, _OWNER, self)
-
-    def leave(self) -> None:
+    def close(self) -> None:
         """Own nothing any more."""
         self.is_open = False
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return whether a ShardedGradients sums the gradients of a parameter."""
-    owner = getattr(parameter, _OWNER, None)
-    return isinstance(owner, Owner) and owner.is_open
+    return bool(getattr(getattr(parameter, _OWNER, None), "is_open", False))
 
 
 class Message:
@@ -146,6 +150,7 @@ class BucketSum:
             name = "reduce_scatter_v"
             self._message = self._begun(name, packing.exchange, flat, self._sizes, counts)
 
+    @torch.no_grad()
     def begin_second_round(self, divisor: int = 1, undivided: int = 0) -> None:
         """Wait for this rank's piece, and begin to send its sum.
 

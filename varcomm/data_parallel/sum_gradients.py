@@ -103,7 +103,7 @@ def sum_gradients(
     shared = {place for place, number in places.items() if number > 1}
     before: tuple[list[torch.nn.Parameter], BucketSum] | None = None
     with torch.no_grad():
-        for members in [*cut(trained, range(len(trained)), size), []]:
+        for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
             bucket = [trained[index] for index in members]
             begun = (bucket, BucketSum(_flat(bucket), ranks, use_fp32)) if bucket else None
             if before is not None:  # while the next one travels

@@ -4,8 +4,8 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -102,92 +102,75 @@ def sum_hook(
         sums.watch(parameter, ranks)
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
-    job = _Job(values, reduce, torch.futures.Future(devices=on))
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
     # comparing blocks, and ranks may be at other places of their backward
-    if not debugging():
-        job.start(ranks)
-    sums.jobs.append(job)
+    begun = None if debugging() else BucketSum(values, ranks)
+    sums.jobs.append((reduce, lambda: begun or BucketSum(values, ranks), future))
     if bucket.is_last():
         sums.finish(reduce, ranks)
-    return job.future
+    return future
 
 
-@dataclass
-class _Job:
-    values: torch.Tensor
-    reduce: Reduce
-    future: torch.futures.Future[torch.Tensor]
-    total: BucketSum | None = None
-
-    @torch.no_grad()
-    def start(self, group: Group) -> BucketSum:
-        if self.total is None:
-            self.total = BucketSum(self.values, group)
-        return self.total
-
-
-@dataclass
 class _Sums:
     """Sums over one group in the backward that runs, and the parameters that were summed.
 
-    Modules in one backward have a GlobalCount each: so a count names the buckets of one module.
+    Modules in one backward have a GlobalCount each, which names the buckets of one module.
     """
 
-    jobs: list[_Job] = field(default_factory=list)
-    begun: list[tuple[torch.Tensor, Reduce]] = field(default_factory=list)
-    watched: dict[int, "_Watch"] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Reduce, Callable[[], BucketSum], torch.futures.Future[Any]]] = []
+        self._begun: list[tuple[torch.Tensor, Reduce]] = []
+        self._watched: dict[int, _Watch] = {}
 
     def begin(self, first: torch.Tensor, reduce: Reduce, where: str) -> None:
         """Begin the sums of one DistributedDataParallel, which has `first` in its first bucket."""
-        if any(other is first for other, _ in self.begun):
-            self.jobs, self.begun = [], []  # an earlier backward has failed
-        counted = isinstance(reduce, GlobalCount)
-        if counted and any(other is reduce for _, other in self.begun):
+        if any(other is first for other, _ in self._begun):
+            self.jobs, self._begun = [], []  # an earlier backward has failed
+        if isinstance(reduce, GlobalCount) and any(other is reduce for _, other in self._begun):
             raise ArgumentError(
                 f"{where}two DistributedDataParallel in one backward have the same GlobalCount, "
                 "of which the first has taken the rows. Give each its own."
             )
-        self.begun.append((first, reduce))
+        self._begun.append((first, reduce))
 
-    @torch.no_grad()
     def finish(self, reduce: Reduce, group: Group) -> None:
         """Complete the sums that have begun with `reduce`."""
-        jobs = [job for job in self.jobs if job.reduce == reduce]
-        self.jobs = [job for job in self.jobs if job.reduce != reduce]
-        self.begun = [(first, other) for first, other in self.begun if other != reduce]
-        begun = [job.start(group) for job in jobs]
+        jobs = [job for job in self.jobs if job[0] == reduce]
+        self.jobs = [job for job in self.jobs if job[0] != reduce]
+        self._begun = [one for one in self._begun if one[1] != reduce]
+        sums = [(begun(), future) for _, begun, future in jobs]
         divisor = group.size if reduce == "mean" else 1
         if isinstance(reduce, GlobalCount):
             divisor = summed_rows(reduce, group, "sum_hook")
-        for total in begun:
+        for total, _ in sums:
             total.begin_second_round(divisor)
-        for job, total in zip(jobs, begun, strict=True):
-            job.future.set_result(total.wait())
+        for total, future in sums:
+            future.set_result(total.wait())
 
     def watch(self, parameter: torch.Tensor, group: Group) -> None:
         """Note that a gradient is summed now, and refuse to sum it again."""
-        watch = self.watched.get(id(parameter))
+        watch = self._watched.get(id(parameter))
         if watch is None or watch.parameter() is not parameter:
-            watch = self.watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(group))
-            parameter.register_hook(partial(_check_fresh, watch))
+            watch = self._watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(group))
+            parameter.register_hook(watch)
         watch.summed = True
 
 
 @dataclass
 class _Watch:
+    """Hook that raises if backward is about to add to a gradient that has been summed."""
+
     parameter: weakref.ref[torch.Tensor]
     group: Callable[[], Group]
     summed: bool = False
 
-
-def _check_fresh(watch: _Watch, _: torch.Tensor) -> None:
-    """Raise if backward is about to add to a gradient that has been summed."""
-    parameter, summed = watch.parameter(), watch.summed
-    watch.summed = False
-    if summed and parameter is not None and parameter.grad is not None and parameter.grad.any():
-        with checking("sum_hook", watch.group()) as where:
-            raise ArgumentError(
-                f"{where}the gradient of a parameter of shape {tuple(parameter.shape)} has been "
-                "summed over ranks, and this backward would sum it again. Call zero_grad() before; "
-                "run all micro-batches but the last in ddp.no_sync()."
-            )
+    def __call__(self, _: torch.Tensor) -> None:
+        parameter, summed = self.parameter(), self.summed
+        self.summed = False
+        if summed and parameter is not None and parameter.grad is not None and parameter.grad.any():
+            with checking("sum_hook", self.group()) as where:
+                raise ArgumentError(
+                    f"{where}the gradient of a parameter of shape {tuple(parameter.shape)} has "
+                    "been summed over ranks, and this backward would sum it again. Call "
+                    "zero_grad() before; run all micro-batches but the last in ddp.no_sync()."
+                )

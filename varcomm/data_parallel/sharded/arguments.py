@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -22,54 +22,44 @@ __all__ = ["NAME", "Given", "Settings", "checked_number", "read"]
 
 NAME = "ShardedGradients"
 
-_FLAGS = ("fp32_reduce_scatter", "fp32_masters", "cpu_offload", "overlap_forward")
-
 
 class Settings:
     """Arguments of ``ShardedGradients`` that are the same on all ranks, checked.
 
-    Attributes
-    ----------
-    words : dict
-        Words that ranks compare.
-    in_fp32 : bool
-        Divide and sum narrow floats in fp32. Otherwise the sent gradients are divided before, and
-        the sum is rounded before it is divided by the rest.
-    before : float
-        Divisor of each part.
-    divisor : float or None
-        Divisor of a sum in total; None is that of `count`.
+    `words` are compared by ranks. Sums are divided by `divisor` in total, or by `count`: each part
+    by `before`, and the sum by the rest. Narrow floats are divided and summed `in_fp32`, or else
+    divided before they are sent, and the sum is rounded before it is divided by the rest.
     """
 
     def __init__(
         self, given: Mapping[str, Any], module: torch.nn.Module | None, ranks: int
     ) -> None:
-        for name in _FLAGS:
+        for name in ("fp32_reduce_scatter", "fp32_masters", "cpu_offload", "overlap_forward"):
             checked_flag(given[name], name, "")
-        self.in_fp32, self.fp32_masters, self.cpu_offload, self.overlap_forward = map(
-            given.get, _FLAGS
-        )
+        self.in_fp32: bool = given["fp32_reduce_scatter"]
+        self.fp32_masters: bool = given["fp32_masters"]
+        self.cpu_offload: bool = given["cpu_offload"]
+        self.overlap_forward: bool = given["overlap_forward"]
         self.bucket_bytes = at_least(1, given["bucket_bytes"], "bucket_bytes")
-        reduce, factor, sizes = (
-            given[name] for name in ("reduce", "gradient_predivide_factor", "sizes")
-        )
+        reduce, self.sizes = given["reduce"], given["sizes"]
         self.words = {name: repr(value) for name, value in given.items()}
         self.words["reduce"] = described(reduce)
         self.count = reduce if isinstance(reduce, GlobalCount) else None
         self.divisor = {"sum": 1.0, "mean": float(ranks)}.get(str(reduce))
-        self.before = _predivide_factor(ranks) if reduce == "mean" else 1.0
-        if factor is not None:
-            name, fits = "gradient_predivide_factor", lambda x: isfinite(x) and x > 0
-            self.before = checked_number(factor, name, "a positive number", fits)
+        name, self.before = "gradient_predivide_factor", 1.0
+        if given[name] is not None:
+            kind, fits = "a positive number", lambda x: isfinite(x) and x > 0
+            self.before = checked_number(given[name], name, kind, fits)
+        elif reduce == "mean":
+            self.before = _predivide_factor(ranks)
         if self.overlap_forward and module is None:
             raise ArgumentError(
                 "overlap_forward=True needs the module whose forward waits for its parameters. "
                 "Pass the model as params, or as module=..."
             )
-        if not isinstance(sizes, str):
-            sizes = checked_sizes(sizes, "sizes", ranks)
-            self.words["sizes"] = repr(list(sizes))
-        self.sizes: str | tuple[int, ...] = sizes
+        if not isinstance(self.sizes, str):
+            self.sizes = checked_sizes(self.sizes, "sizes", ranks)
+            self.words["sizes"] = repr(list(self.sizes))
 
     def of_pieces(self, parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
         """Return dtype and device of the values that the optimizer updates."""
@@ -146,24 +136,11 @@ class Given:
                 f"{list(first.values())[1]} is on the second. Make a ShardedGradients for those of "
                 "each device."
             )
-        for what, value in {**trained, **written}.items():
-            _check_value(value, what)
+        for what, value in (*trained.items(), *written.items()):
+            checked_tensor(value, "", what)
+            if wrong := _wrong(value, what in trained):
+                raise ArgumentError(f"{what} {wrong}")
             engine_for(group, value.device)
-        for what, value in written.items():
-            if any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
-                raise ArgumentError(
-                    f"{what} is an expanded view, and cannot be written to. Register its clone()."
-                )
-        for what, value in trained.items():
-            if is_owned(value):
-                raise ArgumentError(
-                    f"{what} belongs to another ShardedGradients. Call its close() first."
-                )
-            if value.grad is not None and bool(dense(value.grad).any()):
-                raise ArgumentError(
-                    f"{what} has a gradient already, which has not been summed. Call zero_grad() "
-                    "of the model before, and backward() after."
-                )
         _check_memory(trained, written)
 
     def describe(self) -> dict[str, dict[str, str]]:
@@ -182,14 +159,23 @@ class Given:
         return {"parameters and buffers": values, "groups of parameters": groups}
 
 
-def _check_value(value: torch.Tensor, what: str) -> None:
+def _wrong(value: torch.Tensor, trained: bool) -> str:
+    """Return a reason to refuse a parameter or buffer, or an empty string."""
     if torch.nn.parameter.is_lazy(value):
-        raise ArgumentError(f"{what} is not initialised yet. Call the model once before.")
-    checked_tensor(value, "", what)
+        return "is not initialised yet. Call the model once before."
     if value.is_inference():
-        raise ArgumentError(
-            f"{what} was made in inference mode, and cannot be written to. Register its clone()."
+        return "was made in inference mode, and cannot be written to. Register its clone()."
+    strides = zip(value.shape, value.stride(), strict=True)
+    if not trained and any(stride == 0 and n > 1 for n, stride in strides):
+        return "is an expanded view, and cannot be written to. Register its clone()."
+    if trained and is_owned(value):
+        return "belongs to another ShardedGradients. Call its close() first."
+    if trained and value.grad is not None and bool(dense(value.grad).any()):
+        return (
+            "has a gradient already, which has not been summed. Call zero_grad() of the model "
+            "before, and backward() after."
         )
+    return ""
 
 
 def _check_memory(trained: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
@@ -227,15 +213,14 @@ def read(params: Any, module: Any) -> Given:
         raise ArgumentError(
             "DistributedDataParallel communicates gradients itself. Pass the module within."
         )
-    _check_order(params, "params")
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        raise ArgumentError(
-            "params must be a Module, or an iterable of parameters, of (name, parameter) or of "
-            f"dicts of them; got {type(params).__name__}."
-        )
+    items = _listed(
+        params,
+        "params",
+        "a Module, or an iterable of parameters, of (name, parameter) or of dicts of them",
+    )
     given = Given(module)
     seen: dict[int, str] = {}
-    for number, (members, options) in enumerate(_groups(list(params))):
+    for number, (members, options) in enumerate(_groups(items)):
         names = []
         for place, member in enumerate(members):
             name, parameter = _named(member, f"{number}.{place}")
@@ -258,31 +243,34 @@ def read(params: Any, module: Any) -> Given:
     return given
 
 
-def _check_order(params: object, what: str) -> None:
+def _listed(params: Any, what: str, wanted: str) -> list[Any]:
     if isinstance(params, set | frozenset):
         raise ArgumentError(
             f"{what} is a set, whose order differs between ranks. Pass a list, in the same order "
             "on all."
         )
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise ArgumentError(f"{what} must be {wanted}; got {type(params).__name__}.")
+    return list(params)
 
 
-def _groups(items: Sequence[Any]) -> list[tuple[list[Any], dict[str, Any]]]:
+def _groups(items: list[Any]) -> list[tuple[list[Any], dict[str, Any]]]:
     """Return the members and the options of each group."""
     if not any(isinstance(item, Mapping) for item in items):
-        return [(list(items), {})]
+        return [(items, {})]
     found = []
     for number, item in enumerate(items):
-        options = dict(item) if isinstance(item, Mapping) else {}
-        members = options.pop("params", None)
-        _check_order(members, f'"params" of group {number}')
-        if isinstance(members, torch.Tensor):
-            members = [members]
-        if not isinstance(members, Iterable):
+        if not isinstance(item, Mapping) or "params" not in item:
             raise ArgumentError(
                 'params holds dicts, and each must have its parameters under "params"; entry '
                 f"{number} is {type(item).__name__}."
             )
-        found.append((list(members), options))
+        options = dict(item)
+        members = options.pop("params")
+        if isinstance(members, torch.Tensor):
+            members = [members]
+        what = f'"params" of group {number}'
+        found.append((_listed(members, what, "an iterable of parameters"), options))
     return found
 
 

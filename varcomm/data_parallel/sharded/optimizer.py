@@ -1,4 +1,4 @@
-"""Optimizer of this rank's pieces, and its states by the names of parameters."""
+"""Optimizer of this rank's pieces; the norm of its gradients; its states by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
-from varcomm.data_parallel.sharded.arguments import Given
+from varcomm.data_parallel.sharded.arguments import NAME, Given, checked_number
 from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.digest import digest
+from varcomm.ops.operator import checking
+from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
 from varcomm.sharding.optimizer_state import (
     Part,
@@ -20,8 +23,10 @@ from varcomm.sharding.optimizer_state import (
     optimizer_state,
     optimizer_state_for,
 )
+from varcomm.transport.agreement import compare, debugging
+from varcomm.transport.group import Group
 
-__all__ = ["Factory", "States", "held", "made", "options"]
+__all__ = ["Factory", "States", "clip_", "held", "made", "options"]
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -84,28 +89,67 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     }
 
 
+@torch.no_grad()
+def clip_(
+    pieces: Sequence[Piece],
+    specs: Mapping[str, ShardSpec | None],
+    max_norm: float,
+    norm_type: float,
+    group: Group,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Scale gradients so that the norm of those of all ranks is at most `max_norm`; return it.
+
+    `pieces` are those of this rank; `specs` say how each parameter of any rank is sharded besides.
+    """
+    what = f"{NAME}.clip_grad_norm_"
+    with checking(what, group, error_if_nonfinite=error_if_nonfinite) as where:
+        not_negative, positive = "a number that is not negative", "a number that is positive"
+        most = checked_number(max_norm, "max_norm", not_negative, lambda x: x >= 0, where)
+        order = checked_number(norm_type, "norm_type", positive, lambda x: x > 0, where)
+    if debugging():
+        told = {"max_norm": most, "norm_type": order, "error_if_nonfinite": error_if_nonfinite}
+        compare(group, {"operation": what, **told})
+    # one norm for each way in which parameters are sharded besides
+    over = {name: None if spec is None else spec.group for name, spec in specs.items()}
+    kinds = list(dict.fromkeys([None, *over.values()]))
+    device = group.device()
+    norms = [[torch.zeros((), dtype=torch.float64, device=device)] for _ in kinds]
+    for piece in pieces:
+        gradient = piece.value.grad
+        if gradient is not None and gradient.numel():
+            dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
+            norm = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+            norms[kinds.index(over[piece.name])].append(norm.to(device, torch.float64))
+    own = torch.stack([torch.linalg.vector_norm(torch.stack(some), order) for some in norms])
+    parts = all_gather_v(own, [len(kinds)] * group.size, group=group.process_group)
+    totals = list(torch.linalg.vector_norm(parts.view(group.size, -1), order, dim=0))
+    for place, kind in enumerate(kinds):
+        if kind is not None:  # each of its ranks has other rows of these
+            parts = all_gather_v(totals[place].view(1), [1] * kind.size, group=kind.process_group)
+            totals[place] = torch.linalg.vector_norm(parts, order)
+    total: torch.Tensor = torch.nn.utils.get_total_norm(totals, order, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], most, total)
+    return total
+
+
 class States:
     """States of the optimizer of this rank's pieces; `whole` if parameters have one owner."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, given: Given, shards: Sequence[Shard], whole: bool
     ) -> None:
-        self._dtypes = {name: value.dtype for name, value in given.parameters.items()}
-        names = list(given.parameters)
-        # parameters with masters, on any rank
-        self._kept = {names[i] for s in shards if s.has_masters for i in s.split.members}
         pieces = [piece for shard in shards for piece in shard.pieces]
-        parts = {
+        self._parts: dict[torch.Tensor, Part] = {
             piece.value: _part_of(piece, whole, shard_spec(given.parameters[piece.name]))
             for piece in pieces
         }
-        self._masters = {
-            piece.name: (piece.value, parts[piece.value])
-            for piece in pieces
-            if piece.name in self._kept
-        }
-        self._parts = parts
-        self._optimizer = optimizer, parts, [names for names, _ in given.groups]
+        self._optimizer = optimizer, self._parts, [names for names, _ in given.groups]
+        self._dtypes = {name: value.dtype for name, value in given.parameters.items()}
+        # parameters with masters, on any rank; and the masters here
+        self._kept = {name for shard in shards if shard.has_masters for name in shard.parameters}
+        kept = (piece for piece in pieces if piece.name in self._kept)
+        self._masters = {piece.name: (piece.value, self._parts[piece.value]) for piece in kept}
 
     def get(self) -> dict[str, Any]:
         """Return the states, and the masters."""

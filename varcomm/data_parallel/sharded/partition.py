@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -16,53 +15,44 @@ __all__ = ["WHOLE", "Segment", "Split", "splits"]
 
 WHOLE = "whole-parameters"
 
-
-@dataclass(frozen=True)
-class Segment:
-    """Elements ``start`` to ``stop`` of parameter `index`, in row-major order, of one rank."""
-
-    index: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+Segment = tuple[str, range]  # elements of a parameter, in row-major order
 
 
 @dataclass(frozen=True)
 class Split:
     """Parameters of one dtype in a row, cut into a piece for each rank."""
 
-    members: tuple[int, ...]  # the parameters, in their order in the row
-    places: tuple[int, ...]  # their starts
+    members: tuple[str, ...]  # in their order in the row
     sizes: ShardSizes  # elements of each rank's piece
     segments: tuple[tuple[Segment, ...], ...]  # contents of each rank's piece
 
     @classmethod
-    def of(cls, members: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> Split:
-        """Cut the row of `members`, of these `lengths`, into pieces of `sizes`.
+    def of(cls, lengths: Mapping[str, int], sizes: Iterable[int]) -> Split:
+        """Cut the row of parameters of these `lengths` into pieces of `sizes`.
 
         A parameter without elements is on the rank of the next element, or on the first.
 
-        >>> Split.of([4, 2], [3, 4], [5, 0, 2]).segments[0]
-        (Segment(index=4, start=0, stop=3), Segment(index=2, start=0, stop=2))
+        >>> Split.of({"b": 3, "a": 4}, [5, 0, 2]).segments
+        ((('b', range(0, 3)), ('a', range(0, 2))), (), (('a', range(2, 4)),))
         """
-        places = list(accumulate(lengths, initial=0))[:-1]
-        pieces = [ShardSizes(sizes).range(rank) for rank in range(len(sizes))]
+        sizes = ShardSizes(sizes)
+        pieces = [sizes.range(rank) for rank in range(len(sizes))]
         segments: list[list[Segment]] = [[] for _ in pieces]
-        for index, length, place in zip(members, lengths, places, strict=True):
+        place = 0
+        for name, length in lengths.items():
             if not length:  # optimizers have states of these too, which one rank keeps
                 home = next((r for r, piece in enumerate(pieces) if place < piece.stop), 0)
-                segments[home].append(Segment(index, 0, 0))
+                segments[home].append((name, range(0)))
             for piece, found in zip(pieces, segments, strict=True):
                 start, stop = max(piece.start - place, 0), min(piece.stop - place, length)
                 if start < stop:
-                    found.append(Segment(index, start, stop))
-        return cls(tuple(members), tuple(places), ShardSizes(sizes), tuple(map(tuple, segments)))
+                    found.append((name, range(start, stop)))
+            place += length
+        return cls(tuple(lengths), sizes, tuple(map(tuple, segments)))
 
 
 def splits(
-    values: Sequence[torch.Tensor], sizes: object, ranks: int, bucket_bytes: int
+    parameters: Mapping[str, torch.Tensor], sizes: object, ranks: int, bucket_bytes: int
 ) -> list[Split]:
     """Return the splits of parameters, from the last of them to the first.
 
@@ -71,26 +61,28 @@ def splits(
     ArgumentError
         If `sizes` are not as ``ShardedGradients`` takes them.
     """
-    numbers = [value.numel() for value in values]
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for index in reversed(range(len(values))):
-        kinds.setdefault((values[index].dtype, gradient_dtype(values[index])), []).append(index)
-    lists = [members for kind in kinds.values() for members in cut(values, kind, bucket_bytes)]
-    lists.sort(key=lambda members: -min(members))
+    numbers = {name: value.numel() for name, value in parameters.items()}
+    place = {name: number for number, name in enumerate(parameters)}
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name in reversed(place):
+        value = parameters[name]
+        kinds.setdefault((value.dtype, gradient_dtype(value)), []).append(name)
+    lists = [members for kind in kinds.values() for members in cut(parameters, kind, bucket_bytes)]
+    lists.sort(key=lambda members: -min(place[name] for name in members))
+    rows: list[dict[str, int]]
     if sizes == WHOLE:
         owner = _owners(numbers, ranks)
-        lists = [sorted(members, key=lambda index: owner[index]) for members in lists]
-        shares = [
-            [sum(numbers[i] for i in members if owner[i] == rank) for rank in range(ranks)]
-            for members in lists
+        rows = [
+            {n: numbers[n] for n in sorted(members, key=owner.__getitem__)} for members in lists
+        ]
+        each = [
+            [sum(row[n] for n in row if owner[n] == rank) for rank in range(ranks)] for row in rows
         ]
     else:
-        lengths = [sum(numbers[i] for i in members) for members in lists]
-        shares = _apportioned(lengths, _checked(sizes, sum(numbers), ranks))
-    return [
-        Split.of(members, [numbers[i] for i in members], share)
-        for members, share in zip(lists, shares, strict=True)
-    ]
+        rows = [{n: numbers[n] for n in members} for members in lists]
+        wanted = _checked(sizes, sum(numbers.values()), ranks)
+        each = _apportioned([sum(row.values()) for row in rows], wanted)
+    return [Split.of(row, share) for row, share in zip(rows, each, strict=True)]
 
 
 def _apportioned(lengths: Iterable[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -114,20 +106,19 @@ def _apportioned(lengths: Iterable[int], sizes: Sequence[int]) -> list[list[int]
     return found
 
 
-def _owners(numbers: Sequence[int], ranks: int) -> list[int]:
+def _owners(numbers: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Give parameters to ranks: the largest first, each to the rank with the fewest elements.
 
     No rank gets more than ``4/3 - 1/(3 P)`` of the best choice's maximum (R. L. Graham, Bounds on
     multiprocessing timing anomalies, SIAM J. Appl. Math. 17, 1969).
 
-    >>> _owners([3, 9, 4, 4], 2)
-    [1, 0, 1, 1]
+    >>> _owners({"a": 3, "b": 9, "c": 4, "d": 4}, 2)
+    {'b': 0, 'c': 1, 'd': 1, 'a': 1}
     """
-    load, owner = [0] * ranks, [0] * len(numbers)
-    for index in sorted(range(len(numbers)), key=lambda i: (-numbers[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        owner[index] = rank
-        load[rank] += numbers[index]
+    load, owner = [0] * ranks, {}
+    for name in sorted(numbers, key=lambda name: -numbers[name]):
+        rank = owner[name] = load.index(min(load))
+        load[rank] += numbers[name]
     return owner
 
 

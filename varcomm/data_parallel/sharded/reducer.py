@@ -11,13 +11,13 @@ import torch
 
 from varcomm.data_parallel.buckets import Message, Owner, dense, gradient_dtype
 from varcomm.data_parallel.sharded.arguments import NAME, Settings
-from varcomm.data_parallel.sharded.shard import Shard, Traffic
+from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulated
 from varcomm.transport.agreement import debugging
-from varcomm.transport.auxiliary_group import weakly
+from varcomm.transport.auxiliary_group import Lane, weakly
 from varcomm.transport.group import Group
 
 __all__ = ["Reducer"]
@@ -32,40 +32,47 @@ class Reducer:
     :meth:`finish` brings all ranks to the end of one round, so nothing depends on the end of
     backward.
 
-    `parameters` are in the order of their indices, `shards` in that of backward. The parameters
-    have hooks that hold the reducer, until all of `removals` are called.
+    `shards` are in the order of backward. Hooks of the parameters hold the reducer, until
+    :meth:`close`. Without a lane, on which calls have the same order on all ranks beside the
+    exchanges of the model, nothing starts during backward.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        shards: Sequence[Shard],
-        group: Group,
-        traffic: Traffic,
-        settings: Settings,
+        self, shards: Sequence[Shard], group: Group, lane: Lane | None, settings: Settings
     ) -> None:
-        self._names, self._parameters = list(parameters), list(parameters.values())
         self._shards, self._group = shards, weakly(group)
-        self._traffic, self._settings = traffic, settings
+        self._lane, self._settings = lane, settings
         self.syncing = True
         self._side = _SideStream(shards[0].row.device)
-        self._bucket_of = {i: n for n, shard in enumerate(shards) for i in shard.split.members}
-        self._held: dict[int, torch.Tensor] = {}  # gradients whose sums have not started
+        self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
+        self._parameters = {n: p for shard in shards for n, p in shard.parameters.items()}
+        self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
         self._in_flight: deque[tuple[Shard, _Reduction]] = deque()
         self._begin()
-        owner = Owner(is_open=True)
-        self.removals: list[Callable[[], None]] = [owner.leave]
-        for index, parameter in enumerate(self._parameters):
-            owner.take(parameter)
-            hook = parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
-            self.removals.append(hook.remove)
+        owner = Owner(self._parameters.values())
+        self._removals: list[Callable[[], None]] = [owner.close]
+        for name, parameter in self._parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._arrive, name))
+            self._removals.append(hook.remove)
+
+    def close(self) -> None:
+        """Leave the parameters alone, and the lane to others; not one with calls in flight."""
+        for remove in self._removals:
+            remove()
+        if self._lane is not None:
+            self._lane.under_way = bool(self._in_flight)
+            self._lane.give_back()
+
+    def traffic(self) -> Group:
+        """Return the group on which messages travel."""
+        return self._group() if self._lane is None else self._lane.group()
 
     def _begin(self) -> None:
         self._started = 0  # buckets, in all rounds
-        self._arrived: set[int] = set()
+        self._arrived: set[str] = set()
         self._missing = [_learning(shard) for shard in self._shards]
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, name: str, parameter: torch.Tensor) -> None:
         """Start the buckets that are complete with the gradient of a parameter."""
         if parameter.grad is None:
             return  # another hook has taken it
@@ -78,64 +85,62 @@ class Reducer:
             )
         elif parameter.grad.dtype != dtype:
             wrong = (
-                f"the gradient of parameter {self._names[index]!r} is of {parameter.grad.dtype}, "
-                f"and not of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
+                f"the gradient of parameter {name!r} is of {parameter.grad.dtype}, and not of "
+                f"{dtype} as on the other ranks. Set its grad_dtype before {NAME}."
             )
         if wrong:
             with checking(NAME, self._group()) as where:
                 raise ArgumentError(where + wrong)
-        self._hold(index)
+        self._hold(name)
         # inside debug() nothing overlaps: ranks compare calls in the order of their programs
-        if not self.syncing or self._traffic.lane is None or debugging():
+        if not self.syncing or self._lane is None or debugging():
             return
-        if index not in self._arrived:
-            self._arrived.add(index)
-            self._missing[self._bucket_of[index]] -= 1
+        if name not in self._arrived:
+            self._arrived.add(name)
+            self._missing[self._bucket_of[name]] -= 1
         while self._missing[self._started % len(self._shards)] == 0:
             self._start()
 
-    def _hold(self, index: int) -> None:
+    def _hold(self, name: str) -> None:
         """Take a gradient, so that no other hook of the parameter sums it as well."""
-        parameter = self._parameters[index]
+        parameter = self._parameters[name]
         if parameter.grad is not None:
-            gradient, before = dense(parameter.grad), self._held.get(index)
-            self._held[index] = gradient if before is None else before + gradient
+            gradient, before = dense(parameter.grad), self._held.get(name)
+            self._held[name] = gradient if before is None else before + gradient
             parameter.grad = None
 
     def _start(self) -> None:
         place = self._started % len(self._shards)
         shard, held = self._shards[place], self._held
-        gradients = {i: held.pop(i) for i in shard.split.members if i in held}
-        self._traffic.note(1)
+        gradients = {name: held.pop(name) for name in shard.parameters if name in held}
         with self._side.after_current():
             self._side.reads(gradients.values())
-            started = _Reduction(shard, self._traffic.group(), gradients, self._settings)
+            started = _Reduction(shard, self.traffic(), gradients, self._settings)
         self._in_flight.append((shard, started))
         self._started += 1
-        self._arrived.difference_update(shard.split.members)
+        self._arrived.difference_update(shard.parameters)
         self._missing[place] = _learning(shard)
         while self._in_flight and self._in_flight[0][1].message.done():  # without waiting
             self._add_next()
 
     def _add_next(self) -> None:
-        shard, reduction = self._in_flight.popleft()
+        shard, reduction = self._in_flight[0]
         with self._side.after_current():
-            total, used = reduction.wait()
-            self._traffic.note(-1)
-            shard.add(total, used)
+            shard.add(*reduction.wait())
+        self._in_flight.popleft()
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
         self._held.clear()
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     def needed_rounds(self) -> int:
         """Return the rounds that bring all gradients of this rank to the shards."""
-        for index in range(len(self._parameters)):
-            self._hold(index)  # one that was not computed by backward
+        for name in self._parameters:
+            self._hold(name)  # one that was not computed by backward
         rounds, place = divmod(self._started, len(self._shards))
-        left = {self._bucket_of[index] for index in self._held}
+        left = {self._bucket_of[name] for name in self._held}
         return rounds + (place > 0 or bool(left)) + any(bucket < place for bucket in left)
 
     def finish(self, rounds: int) -> None:
@@ -149,33 +154,33 @@ class Reducer:
 
 
 def _learning(shard: Shard) -> int:
-    return sum(parameter.requires_grad for parameter in shard.parameters)
+    return sum(parameter.requires_grad for parameter in shard.parameters.values())
 
 
 class _Reduction:
     """A sum over ranks, in flight, of which each rank gets its piece.
 
     Each rank receives its piece, and a 1 or 0 for each parameter in the piece: whether the sender
-    has used the parameter. `gradients` are dense, by index; absent ones count as zeros.
+    has used the parameter. `gradients` are dense, by name; absent ones count as zeros.
     """
 
     def __init__(
-        self, shard: Shard, group: Group, gradients: Mapping[int, torch.Tensor], settings: Settings
+        self, shard: Shard, group: Group, gradients: Mapping[str, torch.Tensor], settings: Settings
     ) -> None:
         split, self._settings, self._ranks = shard.split, settings, group.size
-        self._own = split.segments[group.rank]
-        self._here = [segment.index in gradients for segment in self._own]
+        self._size = split.sizes[group.rank]
+        self._here = [name in gradients for name, _ in shard.segments]
         rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
-        example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
-        flat = {index: gradient.reshape(-1) for index, gradient in gradients.items()}
-        parts = [example]
+        dtype = gradient_dtype(next(iter(shard.parameters.values())))
+        flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
+        parts = [shard.row.new_empty(0, dtype=dtype)]
         for segments in split.segments:
-            used = example.new_ones(len(segments))
-            for place, segment in enumerate(segments):
-                if segment.index in flat:
-                    parts.append(flat[segment.index][segment.start : segment.stop])
+            used = parts[0].new_ones(len(segments))
+            for place, (name, part) in enumerate(segments):
+                if name in flat:
+                    parts.append(flat[name][part.start : part.stop])
                 else:
-                    parts.append(example.new_zeros(len(segment)))
+                    parts.append(used.new_zeros(len(part)))
                     used[place] = 0  # by a kernel: a copy would wait for the GPU
             parts.append(used)
         sent = torch.cat(parts)
@@ -191,15 +196,14 @@ class _Reduction:
         There is an entry for each segment of the piece: whether any rank has used the parameter.
         """
         received = self.message.wait().view(self._ranks, -1)
-        size = sum(map(len, self._own))
-        parts = received[:, :size].unbind()
+        parts = received[:, : self._size].unbind()
         if self._settings.in_fp32:
             total = accumulated(parts, True, 1 / self._settings.before)
         else:
             total = accumulated(parts, True).to(received.dtype)
         if all(self._here):
             return total, self._here  # without waiting for a GPU
-        return total, received[:, size:].ne(0).any(0).tolist()
+        return total, received[:, self._size :].ne(0).any(0).tolist()
 
 
 class _SideStream:

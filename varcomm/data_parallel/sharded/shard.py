@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -11,34 +12,10 @@ from torch.autograd.graph import increment_version
 from varcomm.data_parallel.buckets import Message
 from varcomm.data_parallel.sharded.partition import Split
 from varcomm.ops import packing
-from varcomm.transport.auxiliary_group import Lane, weakly
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.transport.group import Group
 
-__all__ = ["Piece", "Shard", "Traffic"]
-
-
-class Traffic:
-    """Group on which messages of shards travel, and their number in flight.
-
-    On a lane of its own, calls that start during backward have the same order on all ranks, beside
-    the exchanges of the model. Without a lane nothing may start during backward.
-    """
-
-    def __init__(self, group: Group, lane: Lane | None) -> None:
-        self.lane = lane
-        self.group = weakly(group) if lane is None else lane.group
-        self._in_flight = 0
-
-    def note(self, more: int) -> None:
-        """Count calls that start (1) or end (-1): a lane in use is not given to another."""
-        self._in_flight += more
-        if self.lane is not None:
-            self.lane.under_way = self._in_flight > 0
-
-    def end(self) -> None:
-        """Leave the lane to others."""
-        if self.lane is not None:
-            self.lane.give_back()
+__all__ = ["Piece", "Shard", "wait_in"]
 
 
 @dataclass(frozen=True)
@@ -66,47 +43,45 @@ class Piece:
 
 
 class Shard:
-    """A bucket on one rank; its parameters, by index, become views of one row."""
+    """A bucket on one rank; its parameters become views of one row."""
 
     def __init__(
-        self, split: Split, parameters: Mapping[int, torch.nn.Parameter], rank: int
+        self, split: Split, parameters: Mapping[str, torch.nn.Parameter], rank: int
     ) -> None:
-        self.split = split
-        self.parameters = [parameters[index] for index in split.members]
-        example = self.parameters[0].detach()
+        self.split, self.segments = split, split.segments[rank]
+        self.parameters = {name: parameters[name] for name in split.members}
+        example = parameters[split.members[0]].detach()
         self.row = example.new_empty(split.sizes.total)
         self._nothing = example.new_full((), torch.nan)
-        self._views: list[torch.Tensor] = []
-        for place, parameter in zip(split.places, self.parameters, strict=True):
-            view = self.row[place : place + parameter.numel()].view(parameter.shape)
-            parameter.data = view.copy_(parameter.detach())
-            self._views.append(view)
-        self._hidden = [self._nothing.expand(view.shape) for view in self._views]
-        self._own = self._masters = self.row.narrow(0, split.sizes.offsets[rank], split.sizes[rank])
-        self._segments = split.segments[rank]
-        self._lengths = [len(segment) for segment in self._segments]
+        self._views: dict[str, torch.Tensor] = {}
+        place = 0
+        for name, parameter in self.parameters.items():
+            view = self.row.narrow(0, place, parameter.numel()).view(parameter.shape)
+            parameter.data = self._views[name] = view.copy_(parameter.detach())
+            place += parameter.numel()
+        self._own = self.row.narrow(0, split.sizes.offsets[rank], split.sizes[rank])
+        self._masters = self._own
         self._gather: Message | None = None
         self._total: torch.Tensor | None = None
         self._used: list[bool] = []
         self._arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self.pieces: list[Piece] = []
 
-    def cut_pieces(
-        self, names: Sequence[str], whole: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def cut_pieces(self, whole: bool, dtype: torch.dtype, device: torch.device) -> None:
         """Make the values that the optimizer updates, of `dtype` on `device`."""
         own = self._own
         if (dtype, device) != (own.dtype, own.device):
             pinned = device.type == "cpu" and own.is_cuda
             empty = torch.empty(len(own), dtype=dtype, device=device, pin_memory=pinned)
             self._masters = empty.copy_(own)
-        shapes = dict(zip(self.split.members, (p.shape for p in self.parameters), strict=True))
-        for segment, part in zip(self._segments, self._masters.split(self._lengths), strict=True):
-            shape = shapes[segment.index]
+        for (name, part), value in zip(self.segments, self._parts(self._masters), strict=True):
+            shape = self._views[name].shape
             # a scalar has one owner in any case, and states like those of one process
-            value = torch.nn.Parameter(part.view(shape) if whole or not shape else part)
-            name = names[segment.index]
-            self.pieces.append(Piece(name, shape, segment.start, segment.stop, value))
+            own = torch.nn.Parameter(value.view(shape) if whole or not shape else value)
+            self.pieces.append(Piece(name, shape, part.start, part.stop, own))
+
+    def _parts(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return values.split([len(part) for _, part in self.segments])  # type: ignore[no-any-return]
 
     def add(self, total: torch.Tensor, used: list[bool]) -> None:
         """Add a sum of this rank's piece to the sums since the last :meth:`settle`."""
@@ -131,7 +106,7 @@ class Shard:
             return
         if divisor != 1:
             total /= divisor
-        parts = total.to(self._masters.dtype).split(self._lengths)
+        parts = self._parts(total.to(self._masters.dtype))
         # The pieces say whether there is a gradient: so the optimizer's own zero_grad works too.
         fresh = all(piece.value.grad is None for piece in self.pieces)
         for piece, part, is_used in zip(self.pieces, parts, used, strict=True):
@@ -152,47 +127,96 @@ class Shard:
             own = self._own.to(self._masters.device)
             self._masters.copy_(own.where(self._masters.to(own.dtype) != own, self._masters))
 
-    def start_gather(self, traffic: Traffic, hidden: bool) -> None:
+    def start_gather(self, group: Group, hidden: bool) -> None:
         """Begin to send this rank's piece to all; `hidden` parameters are NaN until `wait`."""
         if self.has_masters:
             self._own.copy_(self._masters, non_blocking=True)
         # a graph that has saved a parameter for backward must not find other values there
-        increment_version(self.parameters)
-        arguments = traffic.group(), self._own, self.split.sizes, self.row
-        traffic.note(1)
+        increment_version(list(self.parameters.values()))
+        arguments = group, self._own, self.split.sizes, self.row
         self._gather = Message(packing.all_gather, "all_gather_v", *arguments)
         if hidden:
-            for parameter, nothing in zip(self.parameters, self._hidden, strict=True):
-                parameter.data = nothing
+            for parameter in self.parameters.values():
+                parameter.data = self._nothing.expand(parameter.shape)
 
-    def wait(self, traffic: Traffic) -> None:
+    def wait(self) -> None:
         """Wait for the pieces of all ranks, and show the parameters again."""
         if self._gather is None:
             return
         self._gather.wait()
         self._gather = None
-        for place, parameter in enumerate(self.parameters):
-            if _is_same(parameter, self._hidden[place]):  # one that was moved meanwhile stays so
-                parameter.data = self._views[place]
-        traffic.note(-1)
+        for name, parameter in self.parameters.items():
+            # one that was moved meanwhile stays so
+            if _is_same(parameter, self._nothing.expand(parameter.shape)):
+                parameter.data = self._views[name]
 
     @property
     def has_masters(self) -> bool:
         """Whether the optimizer updates other values than the parameters' own."""
         return self._masters is not self._own
 
-    def moved(self) -> int | None:
-        """Return the index of a parameter that is not in the row any more; after `wait`.
+    def moved(self) -> list[str]:
+        """Return the parameters that are not in the row any more; after `wait`.
 
         A parameter that was filled while it was hidden has lost these values.
         """
         lost = not self._nothing.isnan()
-        for index, *pair in zip(self.split.members, self.parameters, self._views, strict=True):
-            if lost or not _is_same(*pair):
-                return index
-        return None
+        views = self._views.items()
+        return [name for name, view in views if lost or not _is_same(self.parameters[name], view)]
 
 
 def _is_same(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     same = (parameter.dtype, parameter.device) == (view.dtype, view.device)
     return same and parameter.is_set_to(view)
+
+
+_CONTAINERS = {
+    torch.nn.Module,
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+}
+
+
+def wait_in(module: torch.nn.Module, shards: Sequence[Shard]) -> list[Callable[[], None]]:
+    """Let modules wait in forward for the parameters that they read; return the hooks' removals.
+
+    They wait for all when states are saved or loaded.
+    """
+    shard_of = {id(p): shard for shard in shards for p in shard.parameters.values()}
+    hooks = []
+    for part in module.modules():
+        used = dict.fromkeys(shard_of[id(p)] for p in _read_by(part) if id(p) in shard_of)
+        if used:
+            hooks.append(part.register_forward_pre_hook(_Wait(list(used))))
+        hooks.append(part.register_state_dict_pre_hook(_Wait(shards)))
+        hooks.append(part.register_load_state_dict_pre_hook(_Wait(shards)))
+    return [hook.remove for hook in hooks]
+
+
+class _Wait:
+    """A hook that waits; in a copy of the module it does nothing."""
+
+    def __init__(self, shards: Sequence[Shard] = ()) -> None:
+        self._shards = shards
+
+    @kept_from_compilation
+    def __call__(self, *_: Any) -> None:
+        for shard in self._shards:
+            shard.wait()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Wait, ()
+
+
+def _read_by(part: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters that the module's own forward reads."""
+    kinds = set(type(part).__mro__) - _CONTAINERS
+    # MultiheadAttention reads out_proj.weight, and does not call out_proj
+    whole = any(kind.__module__.startswith("torch.nn.") for kind in kinds)
+    yield from part.parameters(recurse=whole)
+    for child in () if whole else part.children():
+        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+            yield from _read_by(child)

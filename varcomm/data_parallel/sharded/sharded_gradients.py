@@ -12,12 +12,10 @@ import torch
 from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
 from varcomm.data_parallel.global_count import Reduce, total_rows
 from varcomm.data_parallel.sharded.arguments import NAME, Given, Settings, read
-from varcomm.data_parallel.sharded.norm import clip_
-from varcomm.data_parallel.sharded.optimizer import Factory, States, held, made, options
+from varcomm.data_parallel.sharded.optimizer import Factory, States, clip_, held, made, options
 from varcomm.data_parallel.sharded.partition import WHOLE, splits
 from varcomm.data_parallel.sharded.reducer import Reducer
-from varcomm.data_parallel.sharded.shard import Piece, Shard, Traffic
-from varcomm.data_parallel.sharded.waiting import wait_in
+from varcomm.data_parallel.sharded.shard import Piece, Shard, wait_in
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
 from varcomm.ops.operator import checking
@@ -37,11 +35,11 @@ class ShardedGradients:
     Every rank has all parameters. Gradients are summed over ranks onto the ranks that own their
     pieces; :meth:`step` updates the pieces and gathers them on all ranks. Gradients, states and
     fp32 masters take ``n`` elements per rank in place of ``N``, and the bytes are those of an
-    all-reduce of gradients. Pieces may be of any sizes.
+    all-reduce of gradients.
 
-    Collective: every rank makes it of a model with the same parameters, and all raise if one does.
-    Parameters and buffers get the values of rank 0; later, statistics of batch norms are each
-    rank's own. Parameters become contiguous views of one row per bucket, and stay the same objects.
+    Collective: every rank makes it of a model with the same parameters. Parameters and buffers get
+    the values of rank 0; later, statistics of batch norms are each rank's own. Parameters become
+    contiguous views of one row per bucket, and stay the same objects.
 
     Parameters
     ----------
@@ -146,10 +144,9 @@ class ShardedGradients:
     ...     return (own.start, own.stop), own.value.grad.tolist(), model.weight.tolist()[0]
     >>> varcomm.launch(fn, 2)[0]
     ((0, 4), [1.5, 1.5, 1.5, 1.5], [0.25, 0.25])
-    >>> varcomm.launch(fn, 2)[1]
-    ((4, 6), [1.5, 1.5], [0.25, 0.25])
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         params: torch.nn.Module | Iterable[Any],
@@ -166,7 +163,8 @@ class ShardedGradients:
         overlap_forward: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        settings = {
+        ranks, what = resolve(group), f"data_parallel.{NAME}"
+        asked = {
             "sizes": sizes,
             "reduce": reduce,
             "fp32_reduce_scatter": fp32_reduce_scatter,
@@ -176,62 +174,49 @@ class ShardedGradients:
             "overlap_forward": overlap_forward,
             "bucket_bytes": bucket_bytes,
         }
-        with torch.no_grad():
-            self._set_up(params, optimizer_factory, resolve(group), module, settings)
-
-    def _set_up(
-        self,
-        params: object,
-        factory: Factory,
-        group: Group,
-        module: object,
-        given_settings: Mapping[str, Any],
-    ) -> None:
-        """Agree, make parameters equal, and cut them into pieces; collective."""
-        what = f"data_parallel.{NAME}"
 
         def begin() -> tuple[Settings, Given, list[Shard]]:
             given = read(params, module)
-            settings = Settings(given_settings, given.module, group.size)
-            given.check(group)
-            values = list(given.parameters.values())
-            found = splits(values, settings.sizes, group.size, settings.bucket_bytes)
-            return settings, given, [Shard(s, dict(enumerate(values)), group.rank) for s in found]
+            settings = Settings(asked, given.module, ranks.size)
+            given.check(ranks)
+            own = given.parameters
+            found = splits(own, settings.sizes, ranks.size, settings.bucket_bytes)
+            return settings, given, [Shard(split, own, ranks.rank) for split in found]
 
         def words(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
             own = {"arguments": begun[0].words, **begun[1].describe()}
-            return {"words": own, "free lanes": free_lanes(group)}
+            return {"words": own, "free lanes": free_lanes(ranks)}
 
-        (settings, given, shards), told = agree_and_share(what, begin, words, group)
+        (settings, given, shards), told = agree_and_share(what, begin, words, ranks)
         _compare(what, [rank["words"] for rank in told])
         values = [*(shard.row for shard in shards), *given.written().values()]
-        _copy_from_rank_0(values, group, settings.bucket_bytes)
-        names, whole = list(given.parameters), settings.sizes == WHOLE
+        _copy_from_rank_0(values, ranks, settings.bucket_bytes)
+        whole = settings.sizes == WHOLE
         for shard in shards:
-            shard.cut_pieces(names, whole, *settings.of_pieces(shard.row))
+            shard.cut_pieces(whole, *settings.of_pieces(shard.row))
         self._pieces = {piece.name: piece for shard in shards for piece in shard.pieces}
         self.optimizer, same = agree_and_share(
             f"{what}: optimizer_factory",
-            lambda: made(factory, given, self._pieces, whole),
+            lambda: made(optimizer_factory, given, self._pieces, whole),
             lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
-            group,
+            ranks,
         )
         _compare(what, same)
         self._held = held(self.optimizer)
         self._stepping = self._closed = False
-        self.optimizer.register_step_pre_hook(_only_within(weakref.ref(self)))
+        me = weakref.ref(self)
+        self.optimizer.register_step_pre_hook(lambda *_: _refuse_alone(me()))
 
         self._given, self._shards, self._settings = given, shards, settings
-        self._group = weakly(group)
+        self._group = weakly(ranks)
         self._states = States(self.optimizer, given, shards, whole)
-        lane = take_lane(group, [rank["free lanes"] for rank in told])
-        self._traffic = Traffic(group, lane)
-        self._reducer = Reducer(given.parameters, shards, group, self._traffic, settings)
-        removals = self._reducer.removals
+        lane = take_lane(ranks, [rank["free lanes"] for rank in told])
+        self._reducer = Reducer(shards, ranks, lane, settings)
+        removals = [self._reducer.close]
         if settings.overlap_forward and given.module is not None:
-            removals = [*removals, *wait_in(given.module, shards, self._traffic)]
+            removals += wait_in(given.module, shards)
         # parameters and modules have hooks, which must not keep this
-        self._end = weakref.finalize(self, _end, shards, self._traffic, removals)
+        self._end = weakref.finalize(self, _end, shards, removals)
         self._end.atexit = False
 
     @property
@@ -263,7 +248,7 @@ class ShardedGradients:
     def wait(self) -> None:
         """Wait until the parameters have their new values, with ``overlap_forward=True``."""
         for shard in self._shards:
-            shard.wait(self._traffic)
+            shard.wait()
 
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
@@ -285,20 +270,19 @@ class ShardedGradients:
     @torch.no_grad()
     def _reduce(self, what: str, drop: bool = False) -> None:
         """Agree on the method, and bring the gradients of all ranks to the pieces, or drop them."""
-        reducer, settings, count = self._reducer, self._settings, self._settings.count
+        reducer, count = self._reducer, self._settings.count
 
         def ready() -> dict[str, Any]:
             self._check()
             had = reducer.needed_rounds() > 0
             if drop:
                 reducer.drop_unstarted()
-            same: dict[str, Mapping[str, object]] = {}
+            words = {"rounds": reducer.needed_rounds(), "had": had, "same": {}}
             if debugging():
                 frozen = [n for n, p in self._given.parameters.items() if not p.requires_grad]
                 optimizer = options(self.optimizer) if what == "step" else {}
-                same = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
-            local = None if count is None else count.local()
-            return {"rounds": reducer.needed_rounds(), "had": had, "count": local, "same": same}
+                words["same"] = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
+            return words | {"count": None if count is None else count.local()}
 
         if not self._closed:
             self.wait()
@@ -307,19 +291,17 @@ class ShardedGradients:
         if all(words["same"] for words in told):
             _compare(name, [words["same"] for words in told])
         reducer.finish(max(words["rounds"] for words in told))
-        divisor, wrong = settings.divisor, None
+        divisor, wrong = None if drop else self._settings.divisor, None
         had = any(words["had"] for words in told)
         if count is not None and (had or what == "step"):
             count.reset()
         if count is not None and had and not drop:
             try:
-                rows = total_rows([words["count"] for words in told], f"{name} on {group}: ")
-                divisor = float(rows)
+                divisor = total_rows([words["count"] for words in told], f"{name} on {group}: ")
             except ArgumentError as error:
                 wrong = error
-        rest = None if drop or divisor is None else divisor / settings.before
         for shard in self._shards:
-            shard.settle(rest)
+            shard.settle(divisor and divisor / self._settings.before)
         if wrong is not None:
             raise wrong
 
@@ -332,8 +314,7 @@ class ShardedGradients:
                     f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
                     "close() and make another, on all ranks."
                 )
-        names, module = list(self._given.parameters), self._given.module
-        moved = [names[i] for i in (shard.moved() for shard in self._shards) if i is not None]
+        module, moved = self._given.module, [n for shard in self._shards for n in shard.moved()]
         if module is not None:
             now = {id(parameter) for parameter in module.parameters()}
             moved += [name for name, p in self._given.parameters.items() if id(p) not in now]
@@ -343,12 +324,12 @@ class ShardedGradients:
                 "made, or filled before wait(). Move and convert the model before, or call close() "
                 "and make another, on all ranks."
             )
-        self._check_groups()
+        self._check_groups("")
 
-    def _check_groups(self) -> None:
+    def _check_groups(self, where: str) -> None:
         if held(self.optimizer) != self._held:
             raise ArgumentError(
-                "the optimizer has other groups or tensors than it was made with, as by "
+                f"{where}the optimizer has other groups or tensors than it was made with, as by "
                 "add_param_group(), and their gradients would not be summed. Make another, on all "
                 "ranks, of all parameters."
             )
@@ -373,10 +354,8 @@ class ShardedGradients:
             On every rank, as of :meth:`reduce`. Inside :func:`varcomm.debug`, if the options of the
             optimizer differ.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._reduce("step")
         for shard in self._shards:
             shard.take_over()
@@ -390,7 +369,7 @@ class ShardedGradients:
             self._stepping = False
         overlap = self._settings.overlap_forward
         for shard in reversed(self._shards):  # in the opposite order of backward
-            shard.start_gather(self._traffic, hidden=overlap)
+            shard.start_gather(self._reducer.traffic(), hidden=overlap)
         if not overlap:
             self.wait()
         return loss
@@ -402,11 +381,7 @@ class ShardedGradients:
         nothing: parameters have no ``grad`` after backward.
         """
         self._reduce("zero_grad", drop=True)
-        for piece in self._pieces.values():
-            if set_to_none:
-                piece.value.grad = None
-            elif piece.value.grad is not None:
-                piece.value.grad.zero_()
+        self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -454,7 +429,8 @@ class ShardedGradients:
             ``varcomm.checkpoint``, which loads them on any number of ranks and for other `sizes`.
             They are the optimizer's own, not copies.
         """
-        self._refuse_if("state_dict", self._check_groups)
+        with checking(f"{NAME}.state_dict", self._group()) as where:
+            self._check_groups(where)
         return self._states.get()
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -462,7 +438,8 @@ class ShardedGradients:
 
         `saved` has the structure of the result of :meth:`state_dict`, with any tensors.
         """
-        self._refuse_if("state_dict_for", self._check_groups)
+        with checking(f"{NAME}.state_dict_for", self._group()) as where:
+            self._check_groups(where)
         return self._states.get_for(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -489,13 +466,6 @@ class ShardedGradients:
         self._end()
         self._closed = True
 
-    def _refuse_if(self, what: str, check: Callable[[], None]) -> None:
-        with checking(f"{NAME}.{what}", self._group()) as where:
-            try:
-                check()
-            except ArgumentError as error:
-                raise ArgumentError(f"{where}{error}") from None
-
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         raise ArgumentError(
@@ -504,26 +474,21 @@ class ShardedGradients:
         )
 
 
-def _only_within(me: weakref.ref[ShardedGradients]) -> Callable[..., None]:
-    """Return a hook that raises if the inner optimizer steps by itself."""
-
-    def check(*_: Any) -> None:
-        own = me()
-        if own is not None and not own._stepping:
-            raise ArgumentError(
-                f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call "
-                f"step() of the {NAME}."
-            )
-
-    return check
+def _refuse_alone(own: ShardedGradients | None) -> None:
+    """Raise if the inner optimizer steps by itself."""
+    if own is not None and not own._stepping:
+        raise ArgumentError(
+            f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call step() "
+            f"of the {NAME}."
+        )
 
 
 def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
     """Raise on every rank, if the words of ranks differ; without communication."""
-    for word in given[0]:
+    for word, first in given[0].items():
         for rank, own in enumerate(given):
-            for name in dict.fromkeys([*given[0][word], *own[word]]):
-                here, there = given[0][word].get(name, "none"), own[word].get(name, "none")
+            for name in dict.fromkeys([*first, *own[word]]):
+                here, there = first.get(name, "none"), own[word].get(name, "none")
                 if here != there:
                     raise DisagreementError(
                         f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
@@ -533,7 +498,7 @@ def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> 
 
 def _copy_from_rank_0(values: Sequence[torch.Tensor], group: Group, bucket_bytes: int) -> None:
     """Overwrite tensors by those of rank 0, in buckets; collective."""
-    for members in cut(values, range(len(values)), bucket_bytes):
+    for members in cut(dict(enumerate(values)), range(len(values)), bucket_bytes):
         own = [values[index].detach() for index in members]
         # one tensor of its own may be large: no copy, if it is contiguous
         flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([x.reshape(-1) for x in own])
@@ -544,10 +509,8 @@ def _copy_from_rank_0(values: Sequence[torch.Tensor], group: Group, bucket_bytes
                 value.copy_(part.view(value.shape))
 
 
-def _end(shards: Sequence[Shard], traffic: Traffic, removals: Sequence[Callable[[], None]]) -> None:
-    """Wait, and leave parameters and modules as they were."""
+def _end(shards: Sequence[Shard], removals: Sequence[Callable[[], None]]) -> None:
     for shard in shards:
-        shard.wait(traffic)
+        shard.wait()
     for remove in removals:
         remove()
-    traffic.end()
