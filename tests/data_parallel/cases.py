@@ -1,11 +1,37 @@
 """Modules, and the part of the loss that each rank computes; the whole is the sum over ranks."""
 
+from importlib import import_module
+
+import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 DOUBLE = torch.float64
+SOME = (3, pytest.param(2, marks=pytest.mark.slow))
+
+
+def on(*sizes):
+    """Make a test of ``check(rank, ranks)``, which asserts on each rank, in worlds of `sizes`."""
+
+    def decorate(check):
+        @pytest.mark.parametrize("ranks", sizes)
+        def test(worlds, ranks):
+            worlds.run(ranks, _call, check.__module__, check.__name__, ranks)
+
+        test.check, test.__doc__ = check, check.__doc__
+        return test
+
+    return decorate
+
+
+def _call(rank, module, name, ranks):
+    getattr(import_module(module), name).check(rank, ranks)
+
+
+def close(got, wanted, tolerance=1e-12, message=None):
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, msg=message)
 
 
 def rows(rank, ranks, width=3):
@@ -103,11 +129,6 @@ def square(y):
     return y.square().sum()
 
 
-def two_forwards(model, rank, ranks):
-    x = rows(rank, ranks)
-    return square(model(x) * model(x + 1))
-
-
 def on_forces(model, rank, ranks):
     pos = rows(rank, ranks).requires_grad_()
     (force,) = torch.autograd.grad(model(pos), pos, create_graph=True)
@@ -134,21 +155,11 @@ def on_energy_and_forces(model, rank, ranks):
 CASES = {
     "layers": (Layers, lambda model, *place: square(model(rows(*place)))),
     "branches": (Branches, lambda model, rank, ranks: square(model(rows(2, 3), rank % 3))),
-    "two forwards": (Layers, two_forwards),
     "checkpoints": (lambda: Checkpointed(False), lambda m, *place: square(m(rows(*place)))),
     "reentrant": (
         lambda: Checkpointed(True),
         lambda m, *place: square(m(rows(*place).requires_grad_())),
     ),
-    "checkpoint of all": (
-        Layers,
-        lambda m, *place: square(checkpoint(m, rows(*place), use_reentrant=False)),
-    ),
-    "reentrant checkpoint of all": (
-        Layers,
-        lambda m, *place: square(checkpoint(m, rows(*place).requires_grad_(), use_reentrant=True)),
-    ),
-    "energy": (Energy, lambda m, *place: m(rows(*place)) ** 2),
     "forces": (Energy, on_forces),
     "forces without parameters": (Energy, on_forces_without_parameters),
     "energy and forces": (Energy, on_energy_and_forces),
@@ -241,10 +252,9 @@ def assert_same_gradients(model, twin, tolerance=1e-12):
     for (name, own), one in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (own.grad is None) == (one.grad is None), name
         if own.grad is not None:
-            torch.testing.assert_close(own.grad, one.grad, rtol=tolerance, atol=tolerance)
+            close(own.grad, one.grad, tolerance)
             assert strides(own.grad) == strides(own), name
 
 
 def strides(x):
-    """Return those that matter."""
     return [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1]

@@ -5,15 +5,12 @@ import copy
 import torch
 from torch import nn
 
-from tests.data_parallel.cases import DOUBLE
+from tests.data_parallel.cases import DOUBLE, close
 from varcomm.data_parallel import ShardedGradients
 
 
 class Net(nn.Module):
-    """Odd sizes; a layer that is used twice, one that is frozen, one that nobody uses.
-
-    One branch is used by some ranks only.
-    """
+    """Layers used twice, frozen, unused, or used by some ranks only; all of odd sizes."""
 
     def __init__(self):
         super().__init__()
@@ -86,11 +83,11 @@ def sharded(model, kind, ranks, optimizer="AdamW", **options):
 
 def assert_equal(model, twin, tolerance):
     for (name, own), one in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own, one, rtol=tolerance, atol=tolerance, msg=name)
+        close(own, one, tolerance, name)
 
 
 def assert_gradients(own, twin, tolerance=1e-12):
-    """Compare what this rank has with the gradients of one process; return how much that is."""
+    """Compare the pieces of this rank with the gradients of one process; return their elements."""
     own.reduce()
     one = dict(twin.named_parameters())
     for name, piece in own.pieces.items():
@@ -98,9 +95,7 @@ def assert_gradients(own, twin, tolerance=1e-12):
         assert (gradient is None) == (whole is None), name
         if whole is not None:
             part = whole.contiguous().view(-1)[piece.start : piece.stop]
-            torch.testing.assert_close(
-                gradient.reshape(-1), part, rtol=tolerance, atol=tolerance, msg=name
-            )
+            close(gradient.reshape(-1), part, tolerance, name)
     return sum(piece.stop - piece.start for piece in own.pieces.values())
 
 

@@ -22,13 +22,12 @@ class GlobalCount:
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. Counts add up as gradients do: a sum over ranks divides by all rows since the last sum.
-    ``ShardedGradients.zero_grad()`` drops the counts of gradients that it drops. Models whose
-    gradients are summed by different calls need a count each. A copy of a count starts at 0.
+    row. A sum over ranks divides by all rows since the last sum. ``ShardedGradients.zero_grad()``
+    drops the counts of gradients that it drops. Models whose gradients are summed by different
+    calls need a count each. A copy of a count starts at 0.
 
-    Communication: one message of about 1 KiB per rank, in which ranks agree.
-
-    In one process: the loss divided by the number of its rows.
+    Communication: one message of about 1 KiB per rank. In one process: the loss divided by the
+    number of its rows.
 
     Examples
     --------
@@ -54,10 +53,7 @@ class GlobalCount:
     def add(self, rows: int) -> None:
         """Add the rows of this rank's part of the loss; 0 if it has none.
 
-        Raises
-        ------
-        ArgumentError
-            If `rows` is not an integer, or negative.
+        Raises ArgumentError if `rows` is not an integer, or negative.
         """
         number = exact_int(rows)
         if number is None or number < 0:
@@ -92,12 +88,9 @@ def described(reduce: object, where: str = "") -> str:
 
 
 def total_rows(counts: Sequence[tuple[int, int]], where: str) -> int:
-    """Return the rows of all ranks, each of which has :meth:`GlobalCount.local`.
+    """Return the rows of all ranks, of which `counts` has :meth:`GlobalCount.local`.
 
-    Raises
-    ------
-    ArgumentError
-        On every rank, if a rank has not called ``add``, or if all counts are 0.
+    Raises ArgumentError if a rank has not called ``add``, or if all counts are 0.
     """
     rows, added = map(sum, zip(*counts, strict=True))
     if added < len(counts):

@@ -42,8 +42,8 @@ def sum_gradients(
     Parameters
     ----------
     parameters : Module or iterable of Parameter
-        The same on every rank, in the same order. Those with ``requires_grad=False`` are left
-        alone. A parameter without ``grad`` on this rank counts as zeros, and gets the sum.
+        The same on every rank, in the same order; frozen ones are left alone. A parameter without
+        ``grad`` on this rank counts as zeros, and gets the sum.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     reduce : "sum", "mean" or GlobalCount
@@ -57,18 +57,17 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse or of another dtype than its parameter's gradients, if `parameters`
-        is a tensor or belongs to a ``ShardedGradients``, or if another argument is wrong. On every
-        rank, if a rank has counted nothing, or all have counted 0.
+        If a gradient is sparse or of another dtype than its parameter's gradients, if a parameter
+        belongs to a ``ShardedGradients``, or if another argument is wrong. On every rank, if a rank
+        has counted nothing, or all have counted 0.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters, other
-        values of parameters, or other arguments.
+        Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 
     Notes
     -----
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
-    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds a message of 1 KiB. Sums
-    are in rank order, and the same on all ranks bit for bit, so replicated parameters stay equal.
+    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds a message of 1 KiB. Sums are
+    in rank order, and the same on all ranks bit for bit, so replicated parameters stay equal.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 

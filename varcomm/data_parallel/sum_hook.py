@@ -34,8 +34,8 @@ def sum_hook(
     Parameters
     ----------
     state : ProcessGroup, DeviceMesh or None, or a pair of that and "sum", "mean" or a GlobalCount
-        The ranks of the ``DistributedDataParallel``; None is the whole world. The group must be the
-        one that was given there, which hooks cannot check.
+        The group that was given to the ``DistributedDataParallel``, which hooks cannot check; None
+        is the whole world.
     bucket : torch.distributed.GradBucket
         Passed by ``DistributedDataParallel``.
 
@@ -49,8 +49,7 @@ def sum_hook(
     ArgumentError
         In backward, if a parameter has a gradient that was summed before and is not zero, if
         `state` is something else, if a rank has counted nothing or all have counted 0, or if two
-        ``DistributedDataParallel`` share a count. ``DistributedDataParallel`` cannot be used after
-        an error in backward.
+        modules share a count. A ``DistributedDataParallel`` cannot be used after such an error.
 
     Notes
     -----
@@ -66,7 +65,6 @@ def sum_hook(
 
     Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second round
     begins with the last bucket. Floats narrower than 4 bytes travel narrow and are summed in fp32.
-    Sums are in rank order, the same on all ranks bit for bit.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -18,9 +18,12 @@ from varcomm.sizes import at_least, checked_sizes
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group
 
-__all__ = ["NAME", "Given", "Settings", "checked_number", "read"]
+__all__ = ["NAME", "OTHERS", "Given", "Settings", "checked_number", "read"]
 
 NAME = "ShardedGradients"
+
+# Kinds of tensors that are overwritten in place by those of rank 0.
+OTHERS = ("frozen", "left out", "buffer")
 
 
 class Settings:
@@ -96,25 +99,19 @@ def checked_number(
 class Given:
     """Parameters by name, in groups with options as torch's optimizers take them.
 
-    `others` are further parameters of the module, which are made equal and left alone; without
-    those that another ShardedGradients has made equal. `groups` holds for each group the names of
-    the trained parameters, and the options.
+    `groups` holds for each group the names of the trained parameters, and the options. `tensors`
+    are of a kind each: "trained"; "frozen"; a "left out" parameter of the module, which is made
+    equal and left alone; or a "buffer". Parameters that another ShardedGradients has made equal
+    are absent.
     """
 
     module: torch.nn.Module | None
-    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # trained
-    frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    others: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    groups: list[tuple[list[str], dict[str, Any]]]
+    tensors: dict[str, tuple[str, torch.Tensor]]
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the module's buffers by name."""
-        return {} if self.module is None else dict(self.module.named_buffers())
-
-    def written(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that are overwritten in place by rank 0's, by kind and name."""
-        left = {f"parameter {name!r}": p for name, p in (self.frozen | self.others).items()}
-        return {**left, **{f"buffer {name!r}": b for name, b in self.buffers().items()}}
+    def of(self, *kinds: str) -> dict[str, Any]:
+        """Return the tensors of some kinds, by name."""
+        return {name: value for name, (kind, value) in self.tensors.items() if kind in kinds}
 
     def check(self, group: Group) -> None:
         """Raise unless all can be sent, and no other ShardedGradients sums the gradients."""
@@ -122,41 +119,65 @@ class Given:
             raise ArgumentError(
                 "torch.inference_mode() allows no gradients of the parameters. Leave that mode."
             )
-        if not self.parameters:
-            frozen = f"all {len(self.frozen)} are frozen" if self.frozen else "there are none"
-            raise ArgumentError(f"no parameter is trained: {frozen}.")
-        trained = {f"parameter {name!r}": value for name, value in self.parameters.items()}
-        written = self.written()
+        trained, frozen = self.of("trained"), len(self.of("frozen"))
+        if not trained:
+            found = f"all {frozen} are frozen" if frozen else "there are none"
+            raise ArgumentError(f"no parameter is trained: {found}.")
         first: dict[torch.device, str] = {}
-        for what, value in trained.items():
-            first.setdefault(value.device, what)
+        for name, value in trained.items():
+            first.setdefault(value.device, name)
         if len(first) > 1:
             raise ArgumentError(
-                f"parameters are on several devices, {' and '.join(map(str, first))}: "
-                f"{list(first.values())[1]} is on the second. Make a ShardedGradients for those of "
-                "each device."
+                f"parameters are on several devices, {' and '.join(map(str, first))}: parameter "
+                f"{list(first.values())[1]!r} is on the second. Make a ShardedGradients for those "
+                "of each device."
             )
-        for what, value in (*trained.items(), *written.items()):
+        for name, (kind, value) in self.tensors.items():
+            what = _called(kind, name)
             checked_tensor(value, "", what)
-            if wrong := _wrong(value, what in trained):
+            if wrong := _wrong(value, kind == "trained"):
                 raise ArgumentError(f"{what} {wrong}")
             engine_for(group, value.device)
-        _check_memory(trained, written)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raise if a parameter that is to move overlaps another tensor in one storage."""
+        spans = []
+        for name, (kind, value) in self.tensors.items():
+            if value.numel() and not value.is_meta:
+                places = zip(value.shape, value.stride(), strict=True)
+                width = 1 + sum((n - 1) * stride for n, stride in places)
+                end = value.data_ptr() + width * value.element_size()
+                spans.append((value.data_ptr(), end, kind == "trained", _called(kind, name)))
+        before = 0, 0, False, ""
+        for span in sorted(spans):
+            if span[0] < before[1] and (span[2] or before[2]):
+                first, second = sorted((before, span), key=lambda one: not one[2])
+                raise ArgumentError(
+                    f"{first[3]} and {second[3]} share memory, and would not when the first of "
+                    "them has become part of a row. Register one Parameter in both places, which "
+                    "counts once; or clone() one of them."
+                )
+            before = max(before, span, key=lambda one: one[1])
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Return the words that ranks compare."""
-        kinds = {"trained": self.parameters, "frozen": self.frozen, "left out": self.others}
-        values = {
-            name: f"a {kind} parameter of {parameter.dtype} with gradients of "
-            f"{gradient_dtype(parameter)}, shape {tuple(parameter.shape)}, on "
-            f"{parameter.device.type}"
-            for kind, some in kinds.items()
-            for name, parameter in some.items()
-        }
-        for name, buffer in self.buffers().items():
-            values[f"buffer {name}"] = f"{buffer.dtype}, shape {tuple(buffer.shape)}"
+        values = {}
+        for name, (kind, value) in self.tensors.items():
+            shape = tuple(value.shape)
+            if kind == "buffer":
+                values[f"buffer {name}"] = f"{value.dtype}, shape {shape}"
+            else:
+                values[name] = (
+                    f"a {kind} parameter of {value.dtype} with gradients of "
+                    f"{gradient_dtype(value)}, shape {shape}, on {value.device.type}"
+                )
         groups = {str(number): str(names) for number, (names, _) in enumerate(self.groups)}
         return {"parameters and buffers": values, "groups of parameters": groups}
+
+
+def _called(kind: str, name: str) -> str:
+    return f"{'buffer' if kind == 'buffer' else 'parameter'} {name!r}"
 
 
 def _wrong(value: torch.Tensor, trained: bool) -> str:
@@ -178,28 +199,6 @@ def _wrong(value: torch.Tensor, trained: bool) -> str:
     return ""
 
 
-def _check_memory(trained: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
-    """Raise if a parameter that is to move overlaps another tensor in one storage."""
-    spans = []
-    for what, value in {**written, **trained}.items():
-        if value.numel() and not value.is_meta:
-            places = zip(value.shape, value.stride(), strict=True)
-            width = 1 + sum((n - 1) * stride for n, stride in places)
-            begin = value.data_ptr()
-            spans.append((begin, begin + width * value.element_size(), what))
-    end, last = 0, ""
-    for begin, stop, what in sorted(spans):
-        if begin < end and (what in trained or last in trained):
-            first, second = sorted((last, what), key=lambda name: name not in trained)
-            raise ArgumentError(
-                f"{first} and {second} share memory, and would not when the first of them has "
-                "become part of a row. Register one Parameter in both places, which counts once; "
-                "or clone() one of them."
-            )
-        if stop > end:
-            end, last = stop, what
-
-
 def read(params: Any, module: Any) -> Given:
     """Return the contents of `params`, by name, or raise ArgumentError."""
     if module is not None and not isinstance(module, torch.nn.Module):
@@ -218,29 +217,31 @@ def read(params: Any, module: Any) -> Given:
         "params",
         "a Module, or an iterable of parameters, of (name, parameter) or of dicts of them",
     )
-    given = Given(module)
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    tensors: dict[str, tuple[str, torch.Tensor]] = {}
     seen: dict[int, str] = {}
     for number, (members, options) in enumerate(_groups(items)):
-        names = []
+        groups.append(([], options))
         for place, member in enumerate(members):
             name, parameter = _named(member, f"{number}.{place}")
             if module is not None and id(parameter) not in known:
                 raise ArgumentError(f"parameter {name!r} is not in the module.")
             name = known.get(id(parameter), name)
             if id(parameter) in seen:
-                raise ArgumentError(
-                    f"parameter {name!r} is given twice, first as {seen[id(parameter)]!r}."
-                )
-            if name in seen.values():
+                first = seen[id(parameter)]
+                raise ArgumentError(f"parameter {name!r} is given twice, first as {first!r}.")
+            if name in tensors:
                 raise ArgumentError(f"two parameters have the name {name!r}.")
             seen[id(parameter)] = name
+            tensors[name] = "trained" if parameter.requires_grad else "frozen", parameter
             if parameter.requires_grad:
-                names.append(name)
-            (given.parameters if parameter.requires_grad else given.frozen)[name] = parameter
-        given.groups.append((names, options))
-    left = () if module is None else module.named_parameters()
-    given.others.update({n: p for n, p in left if id(p) not in seen and not is_owned(p)})
-    return given
+                groups[-1][0].append(name)
+    for name, parameter in () if module is None else module.named_parameters():
+        if id(parameter) not in seen and not is_owned(parameter):
+            tensors[name] = "left out", parameter
+    for name, buffer in () if module is None else module.named_buffers():
+        tensors[name] = "buffer", buffer
+    return Given(module, groups, tensors)
 
 
 def _listed(params: Any, what: str, wanted: str) -> list[Any]:

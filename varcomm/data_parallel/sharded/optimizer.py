@@ -39,10 +39,7 @@ def made(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `factory` makes of the pieces, in the groups that were given.
 
-    Raises
-    ------
-    ArgumentError
-        If it is not an optimizer of these groups, or cannot update pieces as one process would.
+    Raises ArgumentError if it has other groups, or cannot update pieces as one process would.
     """
     if not callable(factory):
         raise ArgumentError(
@@ -139,13 +136,13 @@ class States:
     def __init__(
         self, optimizer: torch.optim.Optimizer, given: Given, shards: Sequence[Shard], whole: bool
     ) -> None:
+        trained = given.of("trained")
         pieces = [piece for shard in shards for piece in shard.pieces]
         self._parts: dict[torch.Tensor, Part] = {
-            piece.value: _part_of(piece, whole, shard_spec(given.parameters[piece.name]))
-            for piece in pieces
+            piece.value: _part_of(piece, whole, shard_spec(trained[piece.name])) for piece in pieces
         }
         self._optimizer = optimizer, self._parts, [names for names, _ in given.groups]
-        self._dtypes = {name: value.dtype for name, value in given.parameters.items()}
+        self._dtypes = {name: value.dtype for name, value in trained.items()}
         # parameters with masters, on any rank; and the masters here
         self._kept = {name for shard in shards if shard.has_masters for name in shard.parameters}
         kept = (piece for piece in pieces if piece.name in self._kept)

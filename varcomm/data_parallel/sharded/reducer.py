@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -43,12 +43,13 @@ class Reducer:
         self._shards, self._group = shards, weakly(group)
         self._lane, self._settings = lane, settings
         self.syncing = True
-        self._side = _SideStream(shards[0].row.device)
+        device = shards[0].row.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
         self._parameters = {n: p for shard in shards for n, p in shard.parameters.items()}
         self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
         self._in_flight: deque[tuple[Shard, _Reduction]] = deque()
-        self._begin()
+        self._started, self._arrived = 0, set[str]()  # buckets in all rounds; gradients in one
         owner = Owner(self._parameters.values())
         self._removals: list[Callable[[], None]] = [owner.close]
         for name, parameter in self._parameters.items():
@@ -66,11 +67,6 @@ class Reducer:
     def traffic(self) -> Group:
         """Return the group on which messages travel."""
         return self._group() if self._lane is None else self._lane.group()
-
-    def _begin(self) -> None:
-        self._started = 0  # buckets, in all rounds
-        self._arrived: set[str] = set()
-        self._missing = [_learning(shard) for shard in self._shards]
 
     def _arrive(self, name: str, parameter: torch.Tensor) -> None:
         """Start the buckets that are complete with the gradient of a parameter."""
@@ -95,11 +91,13 @@ class Reducer:
         # inside debug() nothing overlaps: ranks compare calls in the order of their programs
         if not self.syncing or self._lane is None or debugging():
             return
-        if name not in self._arrived:
-            self._arrived.add(name)
-            self._missing[self._bucket_of[name]] -= 1
-        while self._missing[self._started % len(self._shards)] == 0:
+        self._arrived.add(name)
+        while self._is_complete(self._shards[self._started % len(self._shards)]):
             self._start()
+
+    def _is_complete(self, shard: Shard) -> bool:
+        last = reversed(shard.parameters.items())  # which are missing longest
+        return all(name in self._arrived or not p.requires_grad for name, p in last)
 
     def _hold(self, name: str) -> None:
         """Take a gradient, so that no other hook of the parameter sums it as well."""
@@ -110,24 +108,32 @@ class Reducer:
             parameter.grad = None
 
     def _start(self) -> None:
-        place = self._started % len(self._shards)
-        shard, held = self._shards[place], self._held
+        shard, held = self._shards[self._started % len(self._shards)], self._held
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
-        with self._side.after_current():
-            self._side.reads(gradients.values())
+        with self._aside():
+            for gradient in gradients.values():
+                if self._stream is not None:
+                    gradient.record_stream(self._stream)  # its memory is not reused before
             started = _Reduction(shard, self.traffic(), gradients, self._settings)
         self._in_flight.append((shard, started))
         self._started += 1
         self._arrived.difference_update(shard.parameters)
-        self._missing[place] = _learning(shard)
         while self._in_flight and self._in_flight[0][1].message.done():  # without waiting
             self._add_next()
 
     def _add_next(self) -> None:
         shard, reduction = self._in_flight[0]
-        with self._side.after_current():
+        with self._aside():
             shard.add(*reduction.wait())
         self._in_flight.popleft()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Pack and sum on a stream of its own, after all that the current stream was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
@@ -149,12 +155,10 @@ class Reducer:
             self._start()
         while self._in_flight:
             self._add_next()
-        self._side.join()
-        self._begin()
-
-
-def _learning(shard: Shard) -> int:
-    return sum(parameter.requires_grad for parameter in shard.parameters.values())
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._started = 0
+        self._arrived.clear()
 
 
 class _Reduction:
@@ -204,30 +208,3 @@ class _Reduction:
         if all(self._here):
             return total, self._here  # without waiting for a GPU
         return total, received[:, self._size :].ne(0).any(0).tolist()
-
-
-class _SideStream:
-    """Stream on which gradients are packed and summed while backward goes on; none on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Run the block on the stream, after all that the current stream was given so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep the memory of tensors from being reused before this stream is done."""
-        if self._stream is not None:
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
-
-    def join(self) -> None:
-        """Let the current stream wait for this one."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)

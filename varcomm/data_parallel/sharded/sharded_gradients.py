@@ -11,11 +11,10 @@ import torch
 
 from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
 from varcomm.data_parallel.global_count import Reduce, total_rows
-from varcomm.data_parallel.sharded.arguments import NAME, Given, Settings, read
+from varcomm.data_parallel.sharded.arguments import NAME, OTHERS, Given, Settings, read
 from varcomm.data_parallel.sharded.optimizer import Factory, States, clip_, held, made, options
-from varcomm.data_parallel.sharded.partition import WHOLE, splits
 from varcomm.data_parallel.sharded.reducer import Reducer
-from varcomm.data_parallel.sharded.shard import Piece, Shard, wait_in
+from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, splits, wait_in
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
 from varcomm.ops.operator import checking
@@ -179,7 +178,7 @@ class ShardedGradients:
             given = read(params, module)
             settings = Settings(asked, given.module, ranks.size)
             given.check(ranks)
-            own = given.parameters
+            own = given.of("trained")
             found = splits(own, settings.sizes, ranks.size, settings.bucket_bytes)
             return settings, given, [Shard(split, own, ranks.rank) for split in found]
 
@@ -189,7 +188,7 @@ class ShardedGradients:
 
         (settings, given, shards), told = agree_and_share(what, begin, words, ranks)
         _compare(what, [rank["words"] for rank in told])
-        values = [*(shard.row for shard in shards), *given.written().values()]
+        values = [*(shard.row for shard in shards), *given.of(*OTHERS).values()]
         _copy_from_rank_0(values, ranks, settings.bucket_bytes)
         whole = settings.sizes == WHOLE
         for shard in shards:
@@ -208,6 +207,7 @@ class ShardedGradients:
         self.optimizer.register_step_pre_hook(lambda *_: _refuse_alone(me()))
 
         self._given, self._shards, self._settings = given, shards, settings
+        self._trained = given.of("trained")
         self._group = weakly(ranks)
         self._states = States(self.optimizer, given, shards, whole)
         lane = take_lane(ranks, [rank["free lanes"] for rank in told])
@@ -279,7 +279,7 @@ class ShardedGradients:
                 reducer.drop_unstarted()
             words = {"rounds": reducer.needed_rounds(), "had": had, "same": {}}
             if debugging():
-                frozen = [n for n, p in self._given.parameters.items() if not p.requires_grad]
+                frozen = [n for n, p in self._trained.items() if not p.requires_grad]
                 optimizer = options(self.optimizer) if what == "step" else {}
                 words["same"] = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
             return words | {"count": None if count is None else count.local()}
@@ -308,7 +308,7 @@ class ShardedGradients:
     def _check(self) -> None:
         if self._closed:
             raise ArgumentError("close() was called before. Make another one, on all ranks.")
-        for name, parameter in self._given.frozen.items():
+        for name, parameter in self._given.of("frozen").items():
             if parameter.requires_grad:
                 raise ArgumentError(
                     f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
@@ -317,7 +317,7 @@ class ShardedGradients:
         module, moved = self._given.module, [n for shard in self._shards for n in shard.moved()]
         if module is not None:
             now = {id(parameter) for parameter in module.parameters()}
-            moved += [name for name, p in self._given.parameters.items() if id(p) not in now]
+            moved += [name for name, p in self._trained.items() if id(p) not in now]
         if moved:
             raise ArgumentError(
                 f"parameter {moved[0]!r} has been moved, converted or replaced since {NAME} was "
@@ -413,7 +413,7 @@ class ShardedGradients:
             Inside :func:`varcomm.debug`, on every rank, if they differ.
         """
         self._reduce("clip_grad_norm_")
-        pieces, given = list(self._pieces.values()), self._given.parameters.items()
+        pieces, given = list(self._pieces.values()), self._trained.items()
         specs = {name: shard_spec(parameter) for name, parameter in given}
         return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
 
