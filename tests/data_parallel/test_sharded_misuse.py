@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import varcomm
-from tests.data_parallel.cases import on
-from tests.data_parallel.sharded_cases import plain
+from tests.data_parallel.cases import on, plain
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import ShardedGradients
 

@@ -15,17 +15,16 @@ from tests.data_parallel.cases import (
     DOUBLE,
     SOME,
     Exchanging,
-    Graphs,
     Look,
     Looking,
+    assert_equal,
     on,
+    plain,
     square,
+    twins,
 )
-from tests.data_parallel.sharded_cases import assert_equal, plain, twins
-from tests.graph.graphs import split_by, wild
 from varcomm import ArgumentError
 from varcomm.data_parallel import ShardedGradients
-from varcomm.graph import distribute, partition
 
 
 class Direct(nn.Module):
@@ -203,25 +202,6 @@ def test_messages_do_not_meet_the_exchanges_of_a_model(rank, ranks):
             optimizer.zero_grad()
     own.wait()
     assert_equal(model, twin, 1e-11)
-
-
-@on(*SOME)
-def test_a_distributed_model(rank, ranks):
-    """A partitioned graph, of which one of the ranks owns nothing."""
-    data = wild()
-    graph = partition(data, method=split_by("a rank owns nothing", 24, ranks))
-    model, twin = twins(Graphs)
-    model = distribute(model, graph)
-    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=100, overlap_forward=True)
-    one = plain(twin.parameters())
-    for _ in range(3):
-        square(model(graph.x, graph.edge_index) - graph.y).backward()
-        square(twin(data.x, data.edge_index) - data.y).backward()
-        for optimizer in (own, one):
-            optimizer.step()
-            optimizer.zero_grad()
-    own.wait()
-    assert_equal(model, twin, 1e-10)
 
 
 @on(2)

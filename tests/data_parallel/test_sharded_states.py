@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data_parallel.cases import DOUBLE, on, square
-from tests.data_parallel.sharded_cases import assert_equal, plain, sizes_of
+from tests.data_parallel.cases import DOUBLE, assert_equal, on, plain, sizes_of, square
 from varcomm import ArgumentError
 from varcomm.checkpoint import load, save
 from varcomm.data_parallel import ShardedGradients

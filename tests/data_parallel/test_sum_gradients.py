@@ -4,12 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import varcomm
-from tests.data_parallel.cases import CASES, DOUBLE, assert_same_gradients, backward, on
-from tests.data_parallel.sharded_cases import twins
+from tests.data_parallel.cases import CASES, DOUBLE, assert_same_gradients, backward, on, twins
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import GlobalCount, ShardedGradients, sum_gradients
@@ -153,16 +151,6 @@ def test_any_memory_format(rank, ranks):
     sum_gradients([weight])
     assert torch.equal(weight.grad, 2 * values)
     assert weight.grad.is_contiguous(memory_format=torch.channels_last) == (rank > 0)
-
-
-@on(3)
-def test_subgroup(rank, ranks):
-    group = dist.new_group([1, 2])
-    p = parameter(grad=float(rank))
-    if rank:
-        sum_gradients([p], group)
-    dist.barrier()
-    assert p.grad.tolist() == ([3, 3] if rank else [0, 0])
 
 
 def sparse():

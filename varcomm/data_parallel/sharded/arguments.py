@@ -79,10 +79,7 @@ def _predivide_factor(ranks: int) -> float:
     >>> [_predivide_factor(ranks) for ranks in (1, 2, 3, 4, 5, 8, 16, 64)]
     [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 8.0]
     """
-    factor = 1
-    while factor * factor < ranks:
-        factor *= 2
-    return float(factor)
+    return 2.0 ** (((ranks - 1).bit_length() + 1) // 2)
 
 
 def checked_number(
@@ -212,11 +209,8 @@ def read(params: Any, module: Any) -> Given:
         raise ArgumentError(
             "DistributedDataParallel communicates gradients itself. Pass the module within."
         )
-    items = _listed(
-        params,
-        "params",
-        "a Module, or an iterable of parameters, of (name, parameter) or of dicts of them",
-    )
+    wanted = "a Module, or an iterable of parameters, of (name, parameter) or of dicts of them"
+    items = _listed(params, "params", wanted)
     groups: list[tuple[list[str], dict[str, Any]]] = []
     tensors: dict[str, tuple[str, torch.Tensor]] = {}
     seen: dict[int, str] = {}

@@ -92,12 +92,15 @@ class Reducer:
         if not self.syncing or self._lane is None or debugging():
             return
         self._arrived.add(name)
-        while self._is_complete(self._shards[self._started % len(self._shards)]):
+        for _ in self._shards:
+            last = reversed(self._next.parameters.items())  # which are missing longest
+            if not all(name in self._arrived or not p.requires_grad for name, p in last):
+                break
             self._start()
 
-    def _is_complete(self, shard: Shard) -> bool:
-        last = reversed(shard.parameters.items())  # which are missing longest
-        return all(name in self._arrived or not p.requires_grad for name, p in last)
+    @property
+    def _next(self) -> Shard:
+        return self._shards[self._started % len(self._shards)]
 
     def _hold(self, name: str) -> None:
         """Take a gradient, so that no other hook of the parameter sums it as well."""
@@ -108,7 +111,7 @@ class Reducer:
             parameter.grad = None
 
     def _start(self) -> None:
-        shard, held = self._shards[self._started % len(self._shards)], self._held
+        shard, held = self._next, self._held
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
         with self._aside():
             for gradient in gradients.values():

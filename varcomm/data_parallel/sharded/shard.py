@@ -143,23 +143,14 @@ def _checked(sizes: object, total: int, ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a parameter.
+    """One rank's part of a parameter: elements `start` to `stop`, in row-major order.
 
-    Attributes
-    ----------
-    name : str
-        Of the parameter.
-    shape : torch.Size
-        Of the full parameter.
-    start, stop : int
-        Range of its elements, in row-major order.
-    value : torch.nn.Parameter
-        Values that the optimizer updates, and their ``grad``: of one dimension, or of the
-        parameter's shape if parameters have one owner. A scalar always has its own shape.
+    `value` holds the values that the optimizer updates, and their ``grad``: of one dimension, or of
+    the parameter's shape if parameters have one owner. A scalar always has its own shape.
     """
 
-    name: str
-    shape: torch.Size
+    name: str  # of the parameter
+    shape: torch.Size  # of the full parameter
     start: int
     stop: int
     value: torch.nn.Parameter
@@ -293,14 +284,8 @@ def _is_same(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     return same and parameter.is_set_to(view)
 
 
-_CONTAINERS = {
-    torch.nn.Module,
-    torch.nn.Sequential,
-    torch.nn.ModuleList,
-    torch.nn.ModuleDict,
-    torch.nn.ParameterList,
-    torch.nn.ParameterDict,
-}
+# Modules of torch.nn that read no parameters of others.
+_CONTAINERS = "torch.nn.modules.module", "torch.nn.modules.container"
 
 
 def wait_in(module: torch.nn.Module, shards: Sequence[Shard]) -> list[Callable[[], None]]:
@@ -336,9 +321,9 @@ class _Wait:
 
 def _read_by(part: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters that the module's own forward reads."""
-    kinds = set(type(part).__mro__) - _CONTAINERS
+    files = {kind.__module__ for kind in type(part).__mro__} - set(_CONTAINERS)
     # MultiheadAttention reads out_proj.weight, and does not call out_proj
-    whole = any(kind.__module__.startswith("torch.nn.") for kind in kinds)
+    whole = any(file.startswith("torch.nn.") for file in files)
     yield from part.parameters(recurse=whole)
     for child in () if whole else part.children():
         if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):

@@ -36,9 +36,9 @@ class ShardedGradients:
     fp32 masters take ``n`` elements per rank in place of ``N``, and the bytes are those of an
     all-reduce of gradients.
 
-    Collective: every rank makes it of a model with the same parameters. Parameters and buffers get
-    the values of rank 0; later, statistics of batch norms are each rank's own. Parameters become
-    contiguous views of one row per bucket, and stay the same objects.
+    Collective: every rank makes it of the same model. Parameters and buffers get the values of rank
+    0; later, statistics of batch norms are each rank's own. Parameters become contiguous views of
+    one row per bucket, and stay the same objects.
 
     Parameters
     ----------
@@ -96,8 +96,7 @@ class ShardedGradients:
         its groups; if another argument is wrong. In backward, on its rank, for
         ``create_graph=True`` and gradients of another dtype.
     DisagreementError
-        On every rank, if parameters, arguments or options of the optimizer differ, or if ranks call
-        different methods.
+        On every rank, if parameters, arguments, options of the optimizer or called methods differ.
     GroupError
         If this rank is not in `group`, or parameters are on a device without an engine.
 
@@ -115,16 +114,14 @@ class ShardedGradients:
     A backward that fails leaves the gradients that it has computed; :meth:`zero_grad` drops them.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
-    gradients' dtype, and one value for each parameter in each peer's piece of a bucket; it receives
-    ``(P - 1) n``, and a value for each parameter in its own piece from each peer. :meth:`step`
-    sends ``(P - 1) n`` elements of the parameters' dtype and receives ``N - n``. Sums are in rank
-    order, the same at every run, and parameters are equal on all ranks bit for bit.
+    gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
+    piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements of the parameters' dtype and
+    receives ``N - n``. Sums are in rank order, the same at every run, and parameters are equal on
+    all ranks bit for bit. Sums in fp32 of narrow gradients ``g_r`` are within
+    ``(P + 1) 2**-24 sum_r |g_r|`` of the exact sum, divided.
 
-    Accuracy: sums in fp32 of narrow gradients ``g_r`` are within ``(P + 1) 2**-24 sum_r |g_r|`` of
-    the exact sum, divided. The method is ZeRO's second stage (Rajbhandari et al., SC20).
-
-    In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
-    ranks.
+    The method is ZeRO's second stage (Rajbhandari et al., SC20). In one process:
+    ``optimizer_factory(params)``, and backward from the mean of the losses of all ranks.
 
     Examples
     --------
