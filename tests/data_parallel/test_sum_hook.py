@@ -181,19 +181,6 @@ def one_count(rank):
         (first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum().backward()
 
 
-@on(2)
-def test_accumulated_micro_batches_are_summed_once(rank, ranks):
-    """Two backwards per step with slope 1 on each of two ranks; the first one is not summed."""
-    for set_to_none in (True, False):
-        ddp, x = wrapped(slope)[0], torch.ones(1, 1)
-        for _ in range(2):
-            ddp.zero_grad(set_to_none=set_to_none)
-            with ddp.no_sync():
-                ddp(x).sum().backward()
-            ddp(x).sum().backward()
-            assert ddp.module.weight.grad.item() == 4.0
-
-
 def summed_twice(rank, how):
     ddp, x = wrapped(slope)[0], torch.ones(1, 1)
     ddp(x).sum().backward()
