@@ -26,9 +26,8 @@ from varcomm.cli.workload import OPERATIONS, Case, workload
 from varcomm.simulate.table import line
 from varcomm.transport import environment
 
-__all__ = ["DESCRIPTION", "HELP", "add_arguments", "cases", "in_turns", "run", "summary"]
+__all__ = ["DESCRIPTION", "add_arguments", "cases", "in_turns", "run", "summary"]
 
-HELP = "measure each primitive and a plan on an engine"
 DESCRIPTION = """\
 Measure the primitives and an ExchangePlan ("halo": columns of a grid) on an
 engine, forward and backward. A time is that of the slowest rank, from the input

@@ -24,9 +24,8 @@ from varcomm.cli import arguments
 from varcomm.errors import LaunchError
 from varcomm.testing import dot_test
 
-__all__ = ["CHECKS", "DESCRIPTION", "HELP", "Engine", "add_arguments", "engines", "run", "tried"]
+__all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "run", "tried"]
 
-HELP = "test each engine and print a report for an issue"
 DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
 engine on 2 ranks of this machine: each primitive must move the right rows, and

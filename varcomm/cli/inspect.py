@@ -1,4 +1,4 @@
-"""``varcomm inspect``: what is in a saved partition or a checkpoint, and whether it is whole."""
+"""``varcomm inspect``: content and integrity of a saved partition or a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from varcomm.cli.arguments import number_of
 from varcomm.errors import ArgumentError
 
-if TYPE_CHECKING:  # importing these takes time; the first imports PyTorch Geometric
-    from varcomm.graph.files.outline import Array, Arrays, Outline
+if TYPE_CHECKING:  # which needs PyTorch Geometric
+    from varcomm.graph.files.outline import Array
 
-__all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
 
-HELP = "check a saved partition or checkpoint, and list its content"
 DESCRIPTION = """\
 Read all files of a saved partition (PartitionedGraph.save, the command
 partition) or of a checkpoint (varcomm.checkpoint.save, or safetensors files of
@@ -29,16 +29,11 @@ example:
 
 Found = dict[str, Any]
 
-_INDEXES = (
-    "graph.json",
-    "checkpoint.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-)
+_INDEXES = ("checkpoint.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the arguments of the command."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="saved partition or checkpoint")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -52,13 +47,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         raise ArgumentError(
             f"{folder} is not a folder; give the folder of a saved partition or checkpoint."
         )
-    if folder.is_dir() and not any((folder / name).exists() for name in _INDEXES):
+    if (folder / "graph.json").exists():
+        found, lines = _partition(folder), _lines_of_partition
+    elif folder.is_dir() and not any((folder / name).exists() for name in _INDEXES):
         raise ArgumentError(
             f"{folder} is no saved partition and no checkpoint: it has neither graph.json nor "
             "checkpoint.json nor model.safetensors."
         )
-    if (folder / "graph.json").exists():
-        found, lines = _partition(folder), _lines_of_partition
     else:
         found, lines = _checkpoint(folder), _lines_of_checkpoint
     if options.json:
@@ -74,43 +69,43 @@ def _partition(folder: Path) -> Found:
     outline = Outline.open(folder)
     outline.verify()
     outline.read_whole()
-    ranks = [_of_rank(outline, outline.read_part(rank), rank) for rank in range(outline.ranks)]
+    by_rank = []
+    for rank in range(outline.ranks):
+        part = outline.read_part(rank)
+        halos = [part[f"edges {place} halo ids"] for place in range(len(outline.edges))]
+        by_rank.append(
+            {
+                "nodes": sum(sizes[rank] for sizes in outline.nodes.values()),
+                "edges": sum(sizes[rank] for sizes in outline.edges.values()),
+                "halo": sum(map(len, halos)),
+                "bytes": sum(value.nbytes for value in part.values()),
+            }
+        )
+    of_graph = {name: _kind(array) for name, array in outline.whole.items()}
+    of_graph |= {name: type(value).__name__ for name, value in outline.attributes.items()}
     return {
         "kind": "saved partition",
-        "ranks": len(ranks),
+        "ranks": outline.ranks,
         "method": outline.method,
         "hops": outline.hops,
-        "nodes": sum(one["nodes"] for one in ranks),
-        "edges": sum(one["edges"] for one in ranks),
-        "by_rank": ranks,
+        "nodes": sum(one["nodes"] for one in by_rank),
+        "edges": sum(one["edges"] for one in by_rank),
+        "by_rank": by_rank,
         "node_attributes": _attributes(outline.nodes, "nodes", outline.part),
         "edge_attributes": _attributes(outline.edges, "edges", outline.part),
-        "graph_attributes": {
-            **{name: _kind(array) for name, array in outline.whole.items()},
-            **{name: type(value).__name__ for name, value in outline.attributes.items()},
-        },
+        "graph_attributes": of_graph,
         "checksums": "verified",
     }
 
 
-def _of_rank(outline: Outline, part: Arrays, rank: int) -> dict[str, int]:
-    return {
-        "nodes": sum(sizes[rank] for sizes in outline.nodes.values()),
-        "edges": sum(sizes[rank] for sizes in outline.edges.values()),
-        "halo": sum(len(part[f"edges {place} halo ids"]) for place in range(len(outline.edges))),
-        "bytes": sum(value.nbytes for value in part.values()),
-    }
-
-
-def _attributes(types: Mapping[Any, Any], what: str, arrays: Mapping[str, Array]) -> dict[str, str]:
+def _attributes(types: Mapping[Any, Any], noun: str, arrays: Mapping[str, Array]) -> dict[str, str]:
     """Return dtype and row shape of each attribute by name, with its type in front."""
     found = {}
     for place, key in enumerate(types):
-        start = f"{what} {place}."
         of = "" if key is None else f"{key if isinstance(key, str) else ' '.join(key)}."
         for name, array in arrays.items():
-            if name.startswith(start):
-                found[of + name.removeprefix(start)] = _kind(array)
+            if name.startswith(f"{noun} {place}."):
+                found[of + name.partition(".")[2]] = _kind(array)
     return found
 
 
@@ -120,23 +115,17 @@ def _kind(array: Array) -> str:
 
 
 def _lines_of_partition(found: Found) -> Iterator[str]:
-    ranks = found["ranks"]
     hops = "" if found["hops"] == 1 else f", halos of {found['hops']} hops"
-    yield (
-        f"{found['nodes']:,} nodes and {found['edges']:,} edges on {ranks} "
-        f"rank{'s' * (ranks != 1)} by {found['method']}{hops}"
-    )
+    counts = f"{found['nodes']:,} nodes and {found['edges']:,} edges"
+    yield f"{counts} on {number_of(found['ranks'], 'rank')} by {found['method']}{hops}"
     yield f"{'rank':>5} {'nodes':>10} {'edges':>10} {'halo':>10} {'bytes':>14}"
     for rank, one in enumerate(found["by_rank"]):
-        yield f"{rank:5} " + " ".join(
-            f"{one[name]:{width},}"
-            for name, width in (("nodes", 10), ("edges", 10), ("halo", 10), ("bytes", 14))
-        )
+        rows = f"{one['nodes']:10,} {one['edges']:10,} {one['halo']:10,}"
+        yield f"{rank:5} {rows} {one['bytes']:14,}"
     for of in ("node", "edge", "graph"):
-        named = found[f"{of}_attributes"]
-        listed = ", ".join(f"{name} {kind}" for name, kind in named.items())
+        listed = ", ".join(f"{name} {kind}" for name, kind in found[f"{of}_attributes"].items())
         yield f"{of} attributes: {listed or 'none'}"
-    yield f"checksums: SHA-256 of graph.json and {ranks} file{'s' * (ranks != 1)} verified"
+    yield f"checksums: SHA-256 of graph.json and {number_of(found['ranks'], 'file')} verified"
 
 
 def _checkpoint(folder: Path) -> Found:
@@ -144,14 +133,11 @@ def _checkpoint(folder: Path) -> Found:
 
     found = Checkpoint.open(folder)
     found.verify()
-    tensors = {
-        key: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "pieces": len(tensor.parts),
-        }
-        for key, tensor in found.tensors.items()
-    }
+    tensors, total = {}, 0
+    for key, tensor in found.tensors.items():
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        tensors[key] = {"dtype": dtype, "shape": shape, "pieces": len(tensor.parts)}
+        total += prod(shape) * tensor.dtype.itemsize
     names = sorted(found.files or {part.file for t in found.tensors.values() for part in t.parts})
     by_rank = []
     for number, name in enumerate(names):
@@ -163,9 +149,7 @@ def _checkpoint(folder: Path) -> Found:
         "ranks": len(names),
         "by_rank": by_rank,
         "tensors": tensors,
-        "tensor_bytes": sum(
-            prod(tensor.shape) * tensor.dtype.itemsize for tensor in found.tensors.values()
-        ),
+        "tensor_bytes": total,
         "values": list(found.values),
         "files": len(names),
         "checksums": "none" if found.files is None else "verified",
@@ -173,12 +157,9 @@ def _checkpoint(folder: Path) -> Found:
 
 
 def _lines_of_checkpoint(found: Found) -> Iterator[str]:
-    count = len(found["tensors"])
-    yield (
-        f"{count} tensor{'s' * (count != 1)} of {found['tensor_bytes']:,} bytes, "
-        f"{len(found['values'])} other values; written by {found['ranks']} "
-        f"rank{'s' * (found['ranks'] != 1)}"
-    )
+    tensors = f"{number_of(len(found['tensors']), 'tensor')} of {found['tensor_bytes']:,} bytes"
+    values, ranks = f"{len(found['values'])} other values", number_of(found["ranks"], "rank")
+    yield f"{tensors}, {values}; written by {ranks}"
     yield f"{'rank':>5} {'bytes':>14} file"
     for one in found["by_rank"]:
         yield f"{one['rank']:5} {one['bytes']:14,} {one['file']}"
@@ -187,7 +168,7 @@ def _lines_of_checkpoint(found: Found) -> Iterator[str]:
         yield f"{key}: {tensor['dtype']} {tuple(tensor['shape'])}{pieces}"
     if found["values"]:
         yield f"other values: {', '.join(found['values'])}"
-    files = f"{found['files']} file{'s' * (found['files'] != 1)}"
+    files = number_of(found["files"], "file")
     if found["checksums"] == "verified":
         yield f"checksums: SHA-256 of checkpoint.json and {files} verified"
     else:
