@@ -93,7 +93,7 @@ REFUSED = [
 
 
 def refusals(rank, folder):
-    told = []
+    messages = []
     for name, arguments in REFUSED:
         picture = [] if name == "resume" else ["--picture", f"{folder}/picture.png"]
         with (
@@ -101,12 +101,29 @@ def refusals(rank, folder):
             pytest.raises(SystemExit, match=r"^2$"),
         ):
             example(name, "train").main([*picture, *arguments])
-        told.append(printed.getvalue())
-    return told
+        messages.append(printed.getvalue())
+    return messages
 
 
 def test_wrong_options_are_printed_once(worlds, tmp_path):
-    told, *others = worlds.run(3, refusals, str(tmp_path))
-    for (_, (option, *_)), text in zip(REFUSED, told, strict=True):
+    messages, *others = worlds.run(3, refusals, str(tmp_path))
+    for (_, (option, *_)), text in zip(REFUSED, messages, strict=True):
         assert f"{option}: " in text
     assert others == [[""] * len(REFUSED)] * 2
+
+
+def differing(rank, folder):
+    train = example("text", "train")
+    before, train.compare = train.compare, lambda *args: (0.0, 1e-2)
+    try:
+        small = ["--layers", "1", "--head-size", "4", "--length", "16", "--batch", "2"]
+        more = ["--steps", "1", "--sample", "1", "--check", "3", "--picture", f"{folder}/a.png"]
+        return run_main(rank, "text", [*small, *more])
+    finally:
+        train.compare = before
+
+
+def test_a_difference_from_one_process_is_a_failure(worlds, tmp_path):
+    ((code, printed),) = worlds.run(1, differing, tmp_path)
+    assert code == 1
+    assert printed.endswith("\nNOT one answer\n")
