@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,11 +112,3 @@ def test_an_interrupted_save_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         vc.simulate.partition(wild(), 2, "block").save(tmp_path / "parts", interrupt)
     assert not list(tmp_path.iterdir())
-
-
-def test_pictures(tmp_path):
-    data = vc.simulate.ocean(np.ones((8, 16), dtype=bool))
-    parts = vc.simulate.partition(data, 4, "hilbert")
-    for name, start in (("a.png", b"\x89PNG"), ("b.svg", b"<?xml")):
-        parts.plot(tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(start)

@@ -218,10 +218,3 @@ def test_refused(row):
     with pytest.raises(kind) as raised:
         call()
     assert named in str(raised.value)
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ArgumentError):
-        parts().save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

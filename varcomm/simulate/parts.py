@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,35 +25,10 @@ if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
     from varcomm.graph.report import Report
 
-__all__ = ["Counts", "Flows", "Needs", "Parts", "partition"]
+__all__ = ["Counts", "Needs", "Parts", "partition", "sums"]
 
 _EDGES = 1 << 22  # per pass, so that temporary memory is a few hundred MB for any graph
 _DRAWN = 200_000  # nodes in a picture, as in graph.plot
-
-
-@dataclass(frozen=True, eq=False)
-class Flows:
-    """Messages of one exchange among all ranks, each pair of ranks at most once.
-
-    `sender`, `receiver` and `rows` are int64 of shape (messages,).
-    """
-
-    sender: torch.Tensor
-    receiver: torch.Tensor
-    rows: torch.Tensor
-
-    def reversed(self) -> Flows:
-        """Return the messages of the adjoint."""
-        return Flows(self.receiver, self.sender, self.rows)
-
-    def sent(self, size: int) -> torch.Tensor:
-        """Return the rows that each rank sends; int64, shape (P,)."""
-        return torch.zeros(size, dtype=torch.int64).index_add_(0, self.sender, self.rows)
-
-    def sent_by(self, rank: int, size: int) -> tuple[int, ...]:
-        """Return the number of rows that one rank sends to each rank."""
-        mine, found = self.sender == rank, torch.zeros(size, dtype=torch.int64)
-        return tuple(found.index_add_(0, self.receiver[mine], self.rows[mine]).tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +41,14 @@ class Counts:
     ----------
     owned, edges : torch.Tensor
         Nodes that each rank owns, and edges into them.
-    flows : mapping of Flows
-        Exchange of halos of each edge type; the key is None in a graph with one type.
+    flows : mapping of torch.Tensor
+        Rows that each rank sends to each rank in an exchange of halos, by edge type, which is None
+        in a graph with one type; int64, sparse, shape (P, P).
     """
 
     owned: torch.Tensor
     edges: torch.Tensor
-    flows: Mapping[Any, Flows] = field(repr=False)
+    flows: Mapping[Any, torch.Tensor] = field(repr=False)
 
     @property
     def size(self) -> int:
@@ -80,14 +56,20 @@ class Counts:
         return len(self.owned)
 
     @cached_property
+    def rows(self) -> torch.Tensor:
+        """Rows that each rank sends to each rank in an exchange; sparse, shape (P, P)."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return sum(self.flows.values(), _sparse(none, none, self.size)).coalesce()
+
+    @cached_property
     def halo(self) -> torch.Tensor:
         """Rows that each rank receives in an exchange of its halo."""
-        return _sum([flows.reversed().sent(self.size) for flows in self.flows.values()], self.size)
+        return sums(self.rows, 0)
 
     @cached_property
     def sent(self) -> torch.Tensor:
         """Rows that each rank sends in an exchange of halos, once per receiver."""
-        return _sum([flows.sent(self.size) for flows in self.flows.values()], self.size)
+        return sums(self.rows, 1)
 
     @cached_property
     def neighbours(self) -> torch.Tensor:
@@ -99,18 +81,6 @@ class Counts:
         """Pairs of ranks that exchange rows, both ways round, in ascending order; shape (2, L)."""
         return (self.rows + self.rows.T).coalesce().indices()
 
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """Rows that each rank sends to each rank in an exchange; sparse, shape (P, P)."""
-        none = torch.zeros(0, dtype=torch.int64)
-        sender, receiver, rows = (
-            torch.cat([none, *(getattr(flows, name) for flows in self.flows.values())])
-            for name in ("sender", "receiver", "rows")
-        )
-        return torch.sparse_coo_tensor(
-            torch.stack([sender, receiver]), rows, (self.size,) * 2, check_invariants=False
-        ).coalesce()
-
     def without_graph(self) -> Counts:
         """Return the counts alone, which need little memory."""
         return Counts(self.owned, self.edges, self.flows)
@@ -121,7 +91,7 @@ class Counts:
         Each cell becomes ``times`` by ``times`` cells: ``times**2`` as many nodes and edges, and
         ``times`` as many rows along a cut. Use this estimate for meshes too large to be made.
         """
-        flows = {key: replace(each, rows=each.rows * times) for key, each in self.flows.items()}
+        flows = {key: (each * times).coalesce() for key, each in self.flows.items()}
         return Counts(self.owned * times**2, self.edges * times**2, flows)
 
 
@@ -159,11 +129,20 @@ class Needs:
         return cls(edges, cut, pairs // rows, torch.as_tensor(sources.sizes.owner(row)), row)
 
     @property
-    def flows(self) -> Flows:
-        """Messages of an exchange of these halos."""
-        ranks = len(self.edges)
-        pair, rows = torch.unique(self.sender * ranks + self.receiver, return_counts=True)
-        return Flows(pair // ranks, pair % ranks, rows)
+    def flows(self) -> torch.Tensor:
+        """Rows that each rank sends to each rank."""
+        return _sparse(self.sender, self.receiver, len(self.edges))
+
+
+def _sparse(sender: torch.Tensor, receiver: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the number of rows for each pair of ranks; sparse, shape (P, P)."""
+    ends, ones = torch.stack([sender, receiver]), torch.ones_like(sender)
+    return torch.sparse_coo_tensor(ends, ones, (size, size), check_invariants=False).coalesce()
+
+
+def sums(flows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the rows that each rank receives (`dim` 0) or sends (`dim` 1); shape (P,)."""
+    return torch.sparse.sum(flows, dim=dim).to_dense()
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,8 +201,7 @@ class Parts(Counts):
             edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
             needs, flows = self.needs[key], self.flows[key]
             asked = needs.row[needs.sender == rank] - source.sizes.offsets[rank]
-            send = flows.sent_by(rank, self.size)
-            recv = flows.reversed().sent_by(rank, self.size)
+            send, recv = (tuple(each[rank].to_dense().tolist()) for each in (flows, flows.T))
             plan = ExchangePlan(ranks, asked.to(tables.device), send, recv, source.sizes[rank])
             edges[key] = EdgeShard(
                 group=ranks,

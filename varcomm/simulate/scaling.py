@@ -112,15 +112,14 @@ class Sample:
 def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None) -> Sample:
     """Run a step on a small graph for several numbers of ranks, to predict steps on large graphs.
 
-    A few ranks are simulated for each number of ranks. The small graph needs the same attributes
-    per node and edge as the large one, not its shape.
+    A few ranks are simulated for each number of ranks.
 
     Parameters
     ----------
     prepare : callable
         As for :func:`step`.
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        A graph of a few thousand nodes, with the attributes that `prepare` uses.
+        A graph of a few thousand nodes of any shape, with the attributes that `prepare` uses.
     sizes : iterable of int
         Numbers of ranks. Ranks may own nothing of the small graph.
     method : str or torch.Tensor, optional
@@ -142,14 +141,13 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     >>> from torch_geometric.data import Data
     >>> from torch_geometric.nn import SAGEConv
     >>> def ring(n):
-    ...     return torch.stack([torch.arange(n), torch.arange(n).roll(-1)])
+    ...     nodes = torch.arange(n)
+    ...     return Data(x=torch.ones(n, 8), edge_index=torch.stack([nodes, nodes.roll(-1)]))
     >>> def prepare(graph):
     ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
     ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
-    >>> small = Data(x=torch.ones(64, 8), edge_index=ring(64))
-    >>> sample = vc.simulate.sample(prepare, small, [4], "block")
-    >>> large = Data(edge_index=ring(6400), num_nodes=6400)
-    >>> sample.step(vc.simulate.partition(large, 4, "block")).sent.tolist()
+    >>> sample = vc.simulate.sample(prepare, ring(64), [4], "block")
+    >>> sample.step(vc.simulate.partition(ring(6400), 4, "block")).sent.tolist()
     [80.0, 80.0, 80.0, 80.0]
     """
     different = list(dict.fromkeys(sizes))

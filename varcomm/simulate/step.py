@@ -12,7 +12,7 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.simulate.machine import Machine, Seconds
-from varcomm.simulate.parts import Counts, Flows, Parts
+from varcomm.simulate.parts import Counts, Parts, sums
 from varcomm.simulate.table import aligned
 from varcomm.simulate.work import Work, count, world
 from varcomm.sizes import checked_rank
@@ -39,31 +39,31 @@ class HaloCall:
     width: int
     is_adjoint: bool
 
-    def flows(self, counts: Counts) -> Flows:
-        """Return the messages among all ranks, in rows."""
-        flows: Flows = counts.flows[self.edge_type]
-        return flows.reversed() if self.is_adjoint else flows
+    def flows(self, counts: Counts) -> torch.Tensor:
+        """Return the rows that each rank sends to each rank; sparse, shape (P, P)."""
+        flows: torch.Tensor = counts.flows[self.edge_type]
+        return flows.T.coalesce() if self.is_adjoint else flows
 
-    def messages(self, counts: Counts) -> set[tuple[int, int, int]]:
+    def messages(self, counts: Counts) -> set[tuple[int, ...]]:
         """Return sender, receiver and bytes of each message."""
         flows = self.flows(counts)
-        columns = (flows.sender, flows.receiver, flows.rows * self.width)
-        return set(zip(*(column.tolist() for column in columns), strict=True))
+        nbytes = flows.values() * self.width
+        return set(zip(*flows.indices().tolist(), nbytes.tolist(), strict=True))
 
     def traffic(self, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the messages and bytes that each rank sends; int64, shape (P,)."""
         flows = self.flows(counts)
-        messages = torch.bincount(flows.sender, minlength=counts.size)
-        return messages, flows.sent(counts.size) * self.width
+        messages = torch.bincount(flows.indices()[0], minlength=counts.size)
+        return messages, sums(flows, 1) * self.width
 
     def seconds(self, counts: Counts, machine: Machine) -> torch.Tensor:
         """Return the seconds on each rank; fp64, shape (P,)."""
         if counts.size == 1:
             return torch.zeros(1, dtype=torch.float64)
         flows = self.flows(counts)
-        nodes = torch.arange(counts.size) // machine.ranks_per_node
-        is_near = nodes[flows.sender] == nodes[flows.receiver]
-        weights = torch.stack([torch.ones_like(flows.rows), flows.rows * self.width]).double()
+        ends, rows = flows.indices(), flows.values()
+        is_near = torch.eq(*ends // machine.ranks_per_node)
+        weights = torch.stack([torch.ones_like(rows), rows * self.width]).double()
 
         def lane(used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             messages, nbytes = (
@@ -72,7 +72,6 @@ class HaloCall:
             )
             return messages, nbytes
 
-        ends = (flows.sender, flows.receiver)
         return machine.exchange(lane(is_near), lane(~is_near))
 
 
@@ -114,7 +113,7 @@ def _call(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> HaloCal
     if largest.schedule != "neighbours" or len(largest.ranks) != parts.size:
         return SameCall(name, largest)
     halos = list(_matching(parts, name, transfers))
-    if any(halo.width == 0 and len(parts.flows[halo.edge_type].rows) for halo in halos):
+    if any(halo.width == 0 and halo.messages(parts) for halo in halos):
         raise ArgumentError(
             f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the bytes "
             f"per row are not determined. Also run a rank with a halo: {int(parts.halo.argmax())}."
@@ -137,7 +136,7 @@ def _matching(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> Ite
         flows = HaloCall(name, edge_type, 1, is_adjoint).flows(parts)
         rows: list[int] = []
         for rank in transfers:
-            rows += flows.sent_by(rank, parts.size) + flows.reversed().sent_by(rank, parts.size)
+            rows += [*flows[rank].to_dense().tolist(), *flows.T[rank].to_dense().tolist()]
         width = sum(given) // sum(rows) if any(rows) else 0
         if [width * n for n in rows] == given and (width or not any(rows)):
             yield HaloCall(name, edge_type, width, is_adjoint)
@@ -237,7 +236,7 @@ class Step:
     works : mapping of int to Work
         Work of the simulated ranks.
     fit : Fit
-        The linear model and its error.
+        The linear model; ``fit.error`` is its error on the simulated ranks.
     transfers : tuple of HaloCall and SameCall
         The calls of a step, in order.
     """
@@ -322,8 +321,8 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Parameters
     ----------
     prepare : callable
-        Takes a rank's :class:`~varcomm.graph.PartitionedGraph`, makes its model, optimizer and
-        data, and returns a function without arguments that does one step, as a real run does.
+        Makes model, optimizer and data from a rank's :class:`~varcomm.graph.PartitionedGraph`, and
+        returns a function without arguments that does one step.
     parts : Parts
         The partition; its graph has the attributes that `prepare` uses.
     ranks : sequence of int, optional
@@ -385,7 +384,7 @@ def _representative(parts: Parts) -> list[int]:
     # Per halo: a rank that has rows, and a rank that sends and receives different numbers of rows.
     ranks = []
     for flows in parts.flows.values():
-        sent, received = flows.sent(parts.size), flows.reversed().sent(parts.size)
+        received, sent = sums(flows, 0), sums(flows, 1)
         ranks += [int(received.argmax()), int((sent - received).abs().argmax())]
     for counts in (parts.edges, parts.halo, parts.sent):
         ranks += [int(counts.argmax()), int(counts.argmin())]

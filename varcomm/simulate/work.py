@@ -32,18 +32,15 @@ _FREE = (
 def world(size: int, rank: int = 0) -> Iterator[World]:
     """Make this process one of `size` ranks, of which no other exists.
 
-    All code of a rank runs inside. Nothing is sent. Received tensors have the size and dtype of a
-    real run and hold zeros, so shapes, memory and the counts of :func:`varcomm.trace` are those of
-    a real run. Other ranks are taken to agree with this rank's arguments, and the root of a
-    broadcast to have this rank's tensor. Calls that depend on the needs of other ranks raise, such
-    as :meth:`ExchangePlan.from_needed`; :func:`varcomm.simulate.partition` makes parts.
+    Nothing is sent. Received tensors have the size and dtype of a real run and hold zeros, so
+    shapes, memory and the counts of :func:`varcomm.trace` are those of a real run. Other ranks are
+    taken to agree with this rank's arguments, and the root of a broadcast to have its tensor. Calls
+    that depend on the needs of other ranks raise, such as :meth:`ExchangePlan.from_needed`.
 
     Parameters
     ----------
-    size : int
-        Number of ranks.
-    rank : int
-        Rank of this process.
+    size, rank : int
+        Number of ranks, and the rank of this process.
 
     Yields
     ------
