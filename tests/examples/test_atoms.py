@@ -39,15 +39,6 @@ def test_neighbours_are_those_of_brute_force(atoms, box):
     assert (box.min() < 3) <= len(found), "an atom is near its own images"
 
 
-def test_a_perfect_crystal_is_face_centred_cubic():
-    pos, box = crystal.perfect(3)
-    assert len(pos) == 4 * 3**3
-    assert ((pos > 0) & (pos < box)).all()
-    for cutoff, count in ((3.8, 12), (5.3, 18), (6.5, 42)):  # the shells
-        edge_index, _ = neighbours.neighbours(pos, box, cutoff)
-        assert edge_index[1].bincount().tolist() == [count] * len(pos)
-
-
 def test_true_forces_are_slopes_of_the_energy_by_formula_and_by_autograd():
     data = crystal.as_graph(crystal.shaken(3, 0.1, seed=1))
     forces = crystal.true_forces(data.pos, data.edge_index, data.shifts)

@@ -195,20 +195,6 @@ def test_tokens():
     assert vocabulary.decode(torch.arange(131)).startswith(corpus.CHARACTERS)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 7, 15, 200])
-def test_rates_of_trainings_of_any_length_rise_and_fall(steps):
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
-    schedule = example(".", "common").one_cycle(optimizer, 0.5, steps, 0.15)
-    found = []
-    for _ in range(steps):
-        found += schedule.get_last_lr()
-        optimizer.step()
-        schedule.step()  # also after the last step
-    assert all(0 < rate <= 0.5 for rate in found)
-    top = found.index(max(found))
-    assert found == sorted(found[:top]) + sorted(found[top:], reverse=True)
-
-
 def test_a_picture_that_can_be_written_leaves_nothing_until_it_is(tmp_path):
     hindrance = example(".", "command_line").hindrance
     assert hindrance(tmp_path / "new" / "a.png") is None

@@ -1,4 +1,4 @@
-"""Each example learns; copies of parameters stay equal on a mesh of ranks."""
+"""The training of each example learns."""
 
 import pytest
 import torch
@@ -7,31 +7,10 @@ from tests.examples.loading import example
 from tests.examples.test_data import small_grid
 
 TEXT = ["--layers", "1", "--length", "16", "--batch", "8", "--head-size", "8", "--rate", "0.01"]
-MESH = ["--samples", "7", "--batch", "5", "--blocks", "1", "--wide", "13"]
 
 
 def options(name, folder, *more):
     return example(name, "train").parsed(["--picture", str(folder / "a.png"), *more])
-
-
-def replicated(rank, folder):
-    """Return losses, error, and digests of the parameters that all ranks hold, after some steps."""
-    train = example("three_ways", "train")
-    chosen = options("three_ways", folder, *MESH, "--side", "6", "--mesh", "2x2x2")
-    ranks = train.new_mesh(chosen.mesh[0])
-    data, model = train.plate.load(chosen.side, chosen.samples, 3), train.new_model(chosen)
-    graph = train.spread(model, data, ranks)
-    losses = list(train.fit_on_mesh(model, graph, ranks, chosen, 3))
-    error = train.held_out_error(model, graph, ranks, chosen.nodes)
-    found = [p.double().sum().item() for p in model.parameters() if train.shard_spec(p) is None]
-    return losses, error, found
-
-
-@pytest.mark.slow
-def test_copies_stay_equal_bit_for_bit(worlds, tmp_path):
-    answers = worlds.run(8, replicated, tmp_path)
-    assert answers == answers[:1] * 8
-    assert len(answers[0][2]) > 5
 
 
 def atoms_learn(folder):

@@ -297,8 +297,8 @@ def _page(found: Mapping[str, Any], results: Sequence[Engine]) -> Iterator[str]:
     if started:
         yield ""
         verdicts = {True: "pass", False: "**fail**", None: "not tried"}
-        rows = [[name, *(verdicts[e.passed.get(name)] for e in started)] for name in CHECKS]
-        yield from _table(["dot test on all ranks", *(engine.name for engine in started)], rows)
+        listed = [[name, *(verdicts[e.passed.get(name)] for e in started)] for name in CHECKS]
+        yield from _table(["dot test on all ranks", *(engine.name for engine in started)], listed)
     for engine in results:
         if engine.state == "fails":
             for name, reason in engine.reasons.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,6 @@ example:
   %(prog)s wing-8
 """
 
-Found = dict[str, Any]
-
 _INDEXES = ("checkpoint.json", "model.safetensors", "model.safetensors.index.json")
 
 
@@ -48,22 +46,23 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             f"{folder} is not a folder; give the folder of a saved partition or checkpoint."
         )
     if (folder / "graph.json").exists():
-        found, lines = _partition(folder), _lines_of_partition
+        found, lines = _partition(folder)
     elif folder.is_dir() and not any((folder / name).exists() for name in _INDEXES):
         raise ArgumentError(
             f"{folder} is no saved partition and no checkpoint: it has neither graph.json nor "
             "checkpoint.json nor model.safetensors."
         )
     else:
-        found, lines = _checkpoint(folder), _lines_of_checkpoint
+        found, lines = _checkpoint(folder)
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        print(f"{folder}: a {found['kind']}", *lines(found), sep="\n")
+        print(f"{folder}: a {found['kind']}", *lines, sep="\n")
     return 0
 
 
-def _partition(folder: Path) -> Found:
+def _partition(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a saved partition for JSON, and its lines for people."""
     from varcomm.graph.files.outline import Outline
 
     outline = Outline.open(folder)
@@ -81,21 +80,29 @@ def _partition(folder: Path) -> Found:
                 "bytes": sum(value.nbytes for value in part.values()),
             }
         )
+    nodes, edges = (sum(one[name] for one in by_rank) for name in ("nodes", "edges"))
     of_graph = {name: _kind(array) for name, array in outline.whole.items()}
     of_graph |= {name: type(value).__name__ for name, value in outline.attributes.items()}
-    return {
-        "kind": "saved partition",
-        "ranks": outline.ranks,
-        "method": outline.method,
-        "hops": outline.hops,
-        "nodes": sum(one["nodes"] for one in by_rank),
-        "edges": sum(one["edges"] for one in by_rank),
-        "by_rank": by_rank,
+    attributes = {
         "node_attributes": _attributes(outline.nodes, "nodes", outline.part),
         "edge_attributes": _attributes(outline.edges, "edges", outline.part),
         "graph_attributes": of_graph,
-        "checksums": "verified",
     }
+    counts = {"nodes": nodes, "edges": edges, "by_rank": by_rank}
+    found = {"kind": "saved partition", "ranks": outline.ranks, "method": outline.method}
+    found |= {"hops": outline.hops, **counts, **attributes, "checksums": "verified"}
+
+    hops = "" if outline.hops == 1 else f", halos of {outline.hops} hops"
+    ranks, files = (number_of(outline.ranks, noun) for noun in ("rank", "file"))
+    lines = [f"{nodes:,} nodes and {edges:,} edges on {ranks} by {outline.method}{hops}"]
+    lines.append(f"{'rank':>5} {'nodes':>10} {'edges':>10} {'halo':>10} {'bytes':>14}")
+    for rank, one in enumerate(by_rank):
+        rows = f"{one['nodes']:10,} {one['edges']:10,} {one['halo']:10,}"
+        lines.append(f"{rank:5} {rows} {one['bytes']:14,}")
+    for of, kinds in attributes.items():
+        listed = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        lines.append(f"{of.replace('_', ' ')}: {listed or 'none'}")
+    return found, [*lines, f"checksums: SHA-256 of graph.json and {files} verified"]
 
 
 def _attributes(types: Mapping[Any, Any], noun: str, arrays: Mapping[str, Array]) -> dict[str, str]:
@@ -114,62 +121,40 @@ def _kind(array: Array) -> str:
     return f"{dtype} {tuple(rest)}" if rest else dtype
 
 
-def _lines_of_partition(found: Found) -> Iterator[str]:
-    hops = "" if found["hops"] == 1 else f", halos of {found['hops']} hops"
-    counts = f"{found['nodes']:,} nodes and {found['edges']:,} edges"
-    yield f"{counts} on {number_of(found['ranks'], 'rank')} by {found['method']}{hops}"
-    yield f"{'rank':>5} {'nodes':>10} {'edges':>10} {'halo':>10} {'bytes':>14}"
-    for rank, one in enumerate(found["by_rank"]):
-        rows = f"{one['nodes']:10,} {one['edges']:10,} {one['halo']:10,}"
-        yield f"{rank:5} {rows} {one['bytes']:14,}"
-    for of in ("node", "edge", "graph"):
-        listed = ", ".join(f"{name} {kind}" for name, kind in found[f"{of}_attributes"].items())
-        yield f"{of} attributes: {listed or 'none'}"
-    yield f"checksums: SHA-256 of graph.json and {number_of(found['ranks'], 'file')} verified"
-
-
-def _checkpoint(folder: Path) -> Found:
+def _checkpoint(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a checkpoint for JSON, and its lines for people."""
     from varcomm.checkpoint.reader import Checkpoint
 
-    found = Checkpoint.open(folder)
-    found.verify()
-    tensors, total = {}, 0
-    for key, tensor in found.tensors.items():
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        tensors[key] = {"dtype": dtype, "shape": shape, "pieces": len(tensor.parts)}
+    saved = Checkpoint.open(folder)
+    saved.verify()
+    tensors, total, listed = {}, 0, []
+    for key, tensor in saved.tensors.items():
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        pieces = len(tensor.parts)
+        tensors[key] = {"dtype": dtype, "shape": list(shape), "pieces": pieces}
         total += prod(shape) * tensor.dtype.itemsize
-    names = sorted(found.files or {part.file for t in found.tensors.values() for part in t.parts})
+        listed.append(f"{key}: {dtype} {shape}" + f", in {pieces} pieces" * (pieces != 1))
+    names = sorted(saved.files or {part.file for t in saved.tensors.values() for part in t.parts})
     by_rank = []
     for number, name in enumerate(names):
-        rank = int(name[-17:-12]) if found.files is not None else number
-        size = (found.folder / name).stat().st_size
+        rank = number if saved.files is None else int(name[-17:-12])
+        size = (saved.folder / name).stat().st_size
         by_rank.append({"rank": rank, "file": name, "bytes": size})
-    return {
-        "kind": "checkpoint",
-        "ranks": len(names),
-        "by_rank": by_rank,
-        "tensors": tensors,
-        "tensor_bytes": total,
-        "values": list(found.values),
-        "files": len(names),
-        "checksums": "none" if found.files is None else "verified",
-    }
+    found = {"kind": "checkpoint", "ranks": len(names), "by_rank": by_rank, "tensors": tensors}
+    found |= {"tensor_bytes": total, "values": list(saved.values), "files": len(names)}
+    found |= {"checksums": "none" if saved.files is None else "verified"}
 
-
-def _lines_of_checkpoint(found: Found) -> Iterator[str]:
-    tensors = f"{number_of(len(found['tensors']), 'tensor')} of {found['tensor_bytes']:,} bytes"
-    values, ranks = f"{len(found['values'])} other values", number_of(found["ranks"], "rank")
-    yield f"{tensors}, {values}; written by {ranks}"
-    yield f"{'rank':>5} {'bytes':>14} file"
-    for one in found["by_rank"]:
-        yield f"{one['rank']:5} {one['bytes']:14,} {one['file']}"
-    for key, tensor in found["tensors"].items():
-        pieces = "" if tensor["pieces"] == 1 else f", in {tensor['pieces']} pieces"
-        yield f"{key}: {tensor['dtype']} {tuple(tensor['shape'])}{pieces}"
-    if found["values"]:
-        yield f"other values: {', '.join(found['values'])}"
-    files = number_of(found["files"], "file")
-    if found["checksums"] == "verified":
-        yield f"checksums: SHA-256 of checkpoint.json and {files} verified"
+    values, ranks = f"{len(saved.values)} other values", number_of(len(names), "rank")
+    lines = [
+        f"{number_of(len(tensors), 'tensor')} of {total:,} bytes, {values}; written by {ranks}"
+    ]
+    lines.append(f"{'rank':>5} {'bytes':>14} file")
+    lines += [f"{one['rank']:5} {one['bytes']:14,} {one['file']}" for one in by_rank] + listed
+    if saved.values:
+        lines.append(f"other values: {', '.join(saved.values)}")
+    files = number_of(len(names), "file")
+    if saved.files is None:
+        lines.append(f"checksums: none in files of other tools; headers of {files} verified")
     else:
-        yield f"checksums: none in files of other tools; headers of {files} verified"
+        lines.append(f"checksums: SHA-256 of checkpoint.json and {files} verified")
+    return found, lines
