@@ -24,7 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, TypeVar
 
@@ -210,56 +210,43 @@ _A100 = (
     "NVIDIA A100 80 GB data sheet (2021): 19.5 TFLOP/s in fp32, 2.039 TB/s, NVLink of 600 GB/s in "
     "both directions together; peak. "
 )
-_H100_NDR = Machine(
-    name="h100-ndr",
-    ranks_per_node=8,
-    flops=66.9e12,
-    memory_bandwidth=3.35e12,
-    launch=5e-6,
-    memory=80e9,
-    latency_within=3.4e-6,
-    latency_between=9.6e-6,
-    bandwidth_within=450e9,
-    bandwidth_between=50e9,
-    gap=1e-6,
-    call=8.4e-6,
-    source="HGX H100. NVIDIA H100 SXM data sheet (2023): 66.9 TFLOP/s in fp32, 3.35 TB/s, NVLink "
-    "of 900 GB/s in both directions together; a ConnectX-7 of 400 Gb/s a GPU, as in the DGX H100 "
-    f"data sheet (2023); peak. {_NCCL}",
-)
-_A100_HDR = replace(
-    _H100_NDR,
-    name="a100-hdr",
-    flops=19.5e12,
-    memory_bandwidth=2.039e12,
-    bandwidth_within=300e9,
-    bandwidth_between=25e9,
-    source=f"HGX A100. {_A100}A ConnectX-6 of 200 Gb/s a GPU, as in the DGX A100 data sheet "
-    f"(2020); peak. {_NCCL}",
-)
-_MI250X = replace(
-    _H100_NDR,
-    name="mi250x-slingshot",
-    flops=23.95e12,
-    memory_bandwidth=1.6e12,
-    memory=64e9,
-    bandwidth_within=50e9,
-    bandwidth_between=12.5e9,
-    source="A rank is a GCD, half of an MI250X, as on Frontier and LUMI. AMD MI250X data sheet "
-    "(2021): 47.9 TFLOP/s in fp32 and 3.2 TB/s for two GCDs. Frontier User Guide, "
+# FLOP/s, memory bandwidth and memory, bandwidths within and between nodes, latency between nodes
+_RATES = {
+    "h100-ndr": (66.9e12, 3.35e12, 80e9, 450e9, 50e9, 9.6e-6),
+    "a100-hdr": (19.5e12, 2.039e12, 80e9, 300e9, 25e9, 9.6e-6),
+    "mi250x-slingshot": (23.95e12, 1.6e12, 64e9, 50e9, 12.5e9, 9.6e-6),
+    "a100-ethernet": (19.5e12, 2.039e12, 80e9, 300e9, 12.5e9 / 8, 50e-6),
+}
+_SOURCES = {
+    "h100-ndr": "HGX H100. NVIDIA H100 SXM data sheet (2023): 66.9 TFLOP/s in fp32, 3.35 TB/s, "
+    "NVLink of 900 GB/s in both directions together; a ConnectX-7 of 400 Gb/s a GPU, as in the "
+    "DGX H100 data sheet (2023); peak. ",
+    "a100-hdr": f"HGX A100. {_A100}A ConnectX-6 of 200 Gb/s a GPU, as in the DGX A100 data sheet "
+    "(2020); peak. ",
+    "mi250x-slingshot": "A rank is a GCD, half of an MI250X, as on Frontier and LUMI. AMD MI250X "
+    "data sheet (2021): 47.9 TFLOP/s in fp32 and 3.2 TB/s for two GCDs. Frontier User Guide, "
     "docs.olcf.ornl.gov: 64 GB a GCD, links between GCDs of 50 GB/s at least, four Slingshot-11 "
-    f"NICs of 25 GB/s for eight GCDs; peak. RCCL is taken to be like NCCL. {_NCCL}",
-)
-_ETHERNET = replace(
-    _A100_HDR,
-    name="a100-ethernet",
-    latency_between=50e-6,
-    bandwidth_between=12.5e9 / 8,
-    source=f"{_A100}One port of 100 Gb/s, 100GBASE of IEEE 802.3, for eight GPUs; peak. Latency of "
-    f"50 us between nodes over TCP: assumed, of no source. {_NCCL}",
-)
+    "NICs of 25 GB/s for eight GCDs; peak. RCCL is taken to be like NCCL. ",
+    "a100-ethernet": f"{_A100}One port of 100 Gb/s, 100GBASE of IEEE 802.3, for eight GPUs; peak. "
+    "Latency of 50 us between nodes over TCP: assumed, of no source. ",
+}
 MACHINES: dict[str, Machine] = {
-    machine.name: machine for machine in (_H100_NDR, _A100_HDR, _MI250X, _ETHERNET)
+    name: Machine(
+        name=name,
+        ranks_per_node=8,
+        flops=flops,
+        memory_bandwidth=memory_bandwidth,
+        launch=5e-6,
+        memory=memory,
+        latency_within=3.4e-6,
+        latency_between=latency,
+        bandwidth_within=within,
+        bandwidth_between=between,
+        gap=1e-6,
+        call=8.4e-6,
+        source=_SOURCES[name] + _NCCL,
+    )
+    for name, (flops, memory_bandwidth, memory, within, between, latency) in _RATES.items()
 }
 
 
