@@ -72,23 +72,15 @@ __all__ = [
     "transpose_v",
 ]
 
-# Rooms that are loaded when they are first used: importing PyTorch Geometric takes seconds a rank.
-_ROOMS = frozenset(
-    {
-        "checkpoint",
-        "data_parallel",
-        "graph",
-        "models",
-        "sharding",
-        "simulate",
-        "tensor_parallel",
-        "testing",
-    }
+# Loaded when they are first used, because importing PyTorch Geometric takes seconds per rank.
+_ROOMS = (
+    *("checkpoint", "data_parallel", "graph", "models"),
+    *("sharding", "simulate", "tensor_parallel", "testing"),
 )
 
 
-class _MissingRoomError(MissingPackageError, AttributeError):
-    """What `hasattr` and `help` expect of a module whose optional package is not installed."""
+class _MissingSubpackageError(MissingPackageError, AttributeError):
+    """The error that `hasattr` and `help` expect if an optional package is not installed."""
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -96,7 +88,7 @@ def __getattr__(name: str) -> ModuleType:
         try:
             return importlib.import_module(f"varcomm.{name}")
         except MissingPackageError as error:
-            raise _MissingRoomError(str(error)) from error
+            raise _MissingSubpackageError(str(error)) from error
     raise AttributeError(f"module 'varcomm' has no attribute {name!r}")
 
 

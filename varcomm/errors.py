@@ -37,32 +37,11 @@ class VarcommError(Exception):
 
 
 class ArgumentError(VarcommError, ValueError):
-    """A wrong argument on this rank, raised before any communication.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> with varcomm.simulate.world(2, rank=0):
-    ...     try:
-    ...         varcomm.all_gather_v(torch.zeros(3, 4), [2, 2])
-    ...     except ValueError as error:
-    ...         print(str(error).partition(", but ")[0])
-    all_gather_v on rank 0 of 2: the tensor of shape (3, 4) has 3 rows along dim 0
-    """
+    """A wrong argument on this rank, raised before any communication."""
 
 
 class GroupError(VarcommError, RuntimeError):
-    """A group that cannot be used: not initialised, without this rank, or for another device.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> try:
-    ...     varcomm.all_reduce(torch.ones(2))
-    ... except varcomm.GroupError as error:
-    ...     print(str(error).partition(" Call ")[0])
-    torch.distributed is not initialised.
-    """
+    """A group that cannot be used: not initialised, without this rank, or for another device."""
 
 
 class DisagreementError(VarcommError, RuntimeError):
@@ -90,16 +69,7 @@ class CommunicationError(VarcommError, RuntimeError):
 class LaunchError(VarcommError, RuntimeError):
     """A failure to start or join ranks, or of a launched rank.
 
-    Examples
-    --------
     The message ends with the error of the rank that failed first.
-
-    >>> import varcomm
-    >>> try:
-    ...     varcomm.launch(lambda rank: 1 / rank, 2)
-    ... except varcomm.LaunchError as error:
-    ...     print(str(error).splitlines()[-1])
-    ZeroDivisionError: division by zero
     """
 
 
