@@ -5,9 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
-from datetime import timedelta
 from itertools import accumulate
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 import torch
@@ -23,7 +21,6 @@ __all__ = [
     "at_least",
     "checked_dim",
     "checked_rank",
-    "checked_seconds",
     "checked_sizes",
     "exact_int",
     "holds_integers",
@@ -31,19 +28,12 @@ __all__ = [
 
 
 class ShardSizes(tuple[int, ...]):
-    """Rows per rank: a tuple of ints, zeros allowed.
-
-    It equals the tuple of the same ints.
+    """Rows per rank: a tuple of non-negative ints, else ArgumentError; equal to a plain tuple.
 
     Parameters
     ----------
     sizes : iterable of int
         Rows of rank 0, 1, ...
-
-    Raises
-    ------
-    ArgumentError
-        If an entry is not a non-negative integer.
 
     Examples
     --------
@@ -77,27 +67,12 @@ class ShardSizes(tuple[int, ...]):
 
     @overload
     def owner(self, index: int) -> int: ...
-
     @overload
     def owner(self, index: torch.Tensor) -> torch.Tensor: ...
-
     def owner(self, index: int | torch.Tensor) -> int | torch.Tensor:
-        """Return the rank of a global row, or of each row in a tensor.
+        """Return the rank that has a global row, or an int64 tensor of ranks for rows in a tensor.
 
-        Parameters
-        ----------
-        index : int or torch.Tensor
-            Global rows, ``0 <= index < total``; any shape.
-
-        Returns
-        -------
-        int or torch.Tensor
-            Ranks; int64 of the same shape and device for a tensor.
-
-        Raises
-        ------
-        ArgumentError
-            If a row is out of range, or is not an integer.
+        Raises ArgumentError if a row is out of range, or is not an integer.
 
         Examples
         --------
@@ -107,26 +82,24 @@ class ShardSizes(tuple[int, ...]):
         if isinstance(index, torch.Tensor):
             if not holds_integers(index):
                 raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
-            if index.numel():
-                low, high = (int(bound) for bound in index.aminmax())
-                if low < 0 or high >= self.total:
-                    raise ArgumentError(
-                        f"index spans {low}...{high}, but there are {self.total} rows "
-                        f"(sizes {list(self)})."
-                    )
-            ends = torch.tensor(self.offsets, device=index.device) + torch.tensor(
-                self, dtype=torch.int64, device=index.device
-            )
-            return torch.searchsorted(ends, index.to(torch.int64).contiguous(), right=True)
-        row = exact_int(index)
-        if row is None:
-            raise ArgumentError(f"index must be an integer or a tensor of integers; got {index!r}.")
-        if not 0 <= row < self.total:
-            raise ArgumentError(
-                f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
-            )
-        # the last rank that starts there: empty ranks before it start at the same row
-        return bisect_right(self.offsets, row) - 1
+            rows = [int(bound) for bound in index.aminmax()] if index.numel() else []
+        else:
+            row = exact_int(index)
+            if row is None:
+                raise ArgumentError(
+                    f"index must be an integer or a tensor of integers; got {index!r}."
+                )
+            rows = [row]
+        for row in rows:
+            if not 0 <= row < self.total:
+                raise ArgumentError(
+                    f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
+                )
+        ends = list(accumulate(self))
+        if not isinstance(index, torch.Tensor):
+            return bisect_right(ends, rows[0])
+        of_ranks = torch.tensor(ends, dtype=torch.int64, device=index.device)
+        return torch.searchsorted(of_ranks, index.to(torch.int64).contiguous(), right=True)
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
@@ -141,8 +114,7 @@ class ShardSizes(tuple[int, ...]):
         >>> ShardSizes.balanced(100, 3, multiple_of=8)
         ShardSizes(36, 32, 32)
         """
-        n = at_least(0, n, "n")
-        parts = at_least(1, parts, "parts")
+        n, parts = at_least(0, n, "n"), at_least(1, parts, "parts")
         multiple_of = at_least(1, multiple_of, "multiple_of")
         units, remainder = divmod(n, multiple_of)
         base, more = divmod(units, parts)
@@ -161,15 +133,12 @@ class ShardSizes(tuple[int, ...]):
         >>> ShardSizes.chunked(14, 8)
         ShardSizes(2, 2, 2, 2, 2, 2, 2, 0)
         """
-        n = at_least(0, n, "n")
-        parts = at_least(1, parts, "parts")
+        n, parts = at_least(0, n, "n"), at_least(1, parts, "parts")
         rows = -(-n // parts)
         return cls(min(rows, max(0, n - part * rows)) for part in range(parts))
 
     def __mul__(self, n: SupportsIndex) -> Self:
-        """Multiply every size by `n`, as from heads to features.
-
-        Unlike ``tuple * n``, this does not repeat the sizes.
+        """Multiply every size by `n`, as from heads to features; ``tuple * n`` would repeat them.
 
         Examples
         --------
@@ -231,21 +200,14 @@ def exact_int(value: object) -> int | None:
 
 
 def holds_integers(x: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers.
-
-    >>> holds_integers(torch.tensor([1])), holds_integers(torch.tensor([True]))
-    (True, False)
-    """
+    """Return whether a tensor holds integers, not bools."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def checked_sizes(
     sizes: Iterable[int], name: str, ranks: int | None = None, where: str = ""
 ) -> tuple[int, ...]:
-    """Return `sizes` as ints, or raise ArgumentError.
-
-    `ranks` is how many there must be, where known; `where` starts the message.
-    """
+    """Return `sizes` as ints, `ranks` of them if given; ArgumentError starts with `where`."""
     if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
         return sizes
     scalar = getattr(sizes, "ndim", 1) == 0  # numpy's and torch's scalars are iterable by type
@@ -254,21 +216,22 @@ def checked_sizes(
         raise ArgumentError(
             f"{where}{name} must be a list or tuple of ints, one per rank; got {sizes!r}."
         )
-    given = list(sizes)
-    values = [exact_int(value) for value in given]
-    if None in values:
-        raise ArgumentError(
-            f"{where}{name} must hold ints; got {given!r}, where entry {values.index(None)} is "
-            f"{given[values.index(None)]!r} of type {type(given[values.index(None)]).__name__}."
-        )
-    checked = tuple(value for value in values if value is not None)
+    given, checked = list(sizes), []
+    for place, entry in enumerate(given):
+        value = exact_int(entry)
+        if value is None:
+            raise ArgumentError(
+                f"{where}{name} must hold ints; got {given!r}, where entry {place} is {entry!r} "
+                f"of type {type(entry).__name__}."
+            )
+        checked.append(value)
     if any(value < 0 for value in checked):
         raise ArgumentError(f"{where}{name} must not be negative; got {given!r}.")
     if ranks is not None and len(checked) != ranks:
         raise ArgumentError(
             f"{where}{name} must have one entry per rank, {ranks}; got {len(checked)}: {given!r}."
         )
-    return checked
+    return tuple(checked)
 
 
 def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "dim") -> int:
@@ -300,17 +263,3 @@ def at_least(least: int, value: object, name: str) -> int:
     if exact is None or exact < least:
         raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
     return exact
-
-
-def checked_seconds(timeout: object) -> float:
-    """Return a timeout in seconds, at most 24 days: ``poll`` counts milliseconds in an int.
-
-    >>> checked_seconds(timedelta(minutes=1)), checked_seconds(0.5), checked_seconds(float("inf"))
-    (60.0, 0.5, 2073600.0)
-    """
-    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0:
-        return min(float(given), 24 * 86_400.0)
-    raise ArgumentError(
-        f"timeout must be a positive number of seconds or a timedelta; got {timeout!r}."
-    )

@@ -123,7 +123,7 @@ def befall(fault, rounds):
 
         setattr(engine, name, function)
 
-    for name in ("exchange", "all_gather", "all_gather_metadata"):
+    for name in ("exchange", "all_gather"):
         instead(name)
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import varcomm
 from varcomm import GroupError
-from varcomm.transport import c10d
 from varcomm.transport.agreement import share
 from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane, weakly
 from varcomm.transport.group import resolve
@@ -113,28 +112,3 @@ def gone(rank):
 
 def test_a_group_that_has_been_destroyed(worlds):
     worlds.run(3, gone)
-
-
-def internals(rank):
-    store = c10d.default_store()
-    store.set(f"test/{rank}", "value")
-    assert store.get(f"test/{rank}") == b"value"
-    group = dist.new_group([0, 1, 2])
-    assert c10d.group_by_name(group.group_name) is group
-    with pytest.raises(RuntimeError):
-        c10d.group_by_name("none of this name")
-    limit = c10d.timeout_of(group, torch.device("cpu"))
-    name = shared(f"varcomm.test {c10d.timeout_of.__name__} {id(group)}")[0]
-    made = c10d.group_of_members([2, 0], "gloo", limit, name) if rank != 1 else None
-    if made is not None:
-        assert dist.get_process_group_ranks(made) == [2, 0]
-        assert c10d.timeout_of(made, torch.device("cpu")) == limit
-        total = torch.tensor(rank)
-        dist.all_reduce(total, group=made)
-        assert (made.group_name, total.item()) == (name, 2)
-        dist.destroy_process_group(made)
-
-
-def test_internals_of_torch_distributed(worlds):
-    """The private functions that varcomm.transport.c10d calls, and nothing else in varcomm."""
-    worlds.run(3, internals)

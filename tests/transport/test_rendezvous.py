@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from varcomm.errors import LaunchError
 from varcomm.transport.environment import Place
-from varcomm.transport.rendezvous import meeting_store
-from varcomm.transport.world import join
+from varcomm.transport.world import join, meeting_store
 
 
 @pytest.fixture

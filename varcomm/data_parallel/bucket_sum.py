@@ -8,10 +8,9 @@ from varcomm.ops import packing
 from varcomm.ops.reduction import SMALL, accumulated
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import compare, debugging
-from varcomm.transport.engine import Pending
+from varcomm.transport.engine import Pending, span
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.trace import span
 
 __all__ = ["BucketSum"]
 

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from varcomm.transport.agreement import share
-from varcomm.transport.c10d import group_of_members
 from varcomm.transport.engine import is_simulated
 from varcomm.transport.group import Group, resolve, weakly
 
@@ -31,7 +31,7 @@ def aside(group: Group) -> Group:
         name = share("a second group", _new_name, group)[0]
         simulated = is_simulated(group)
         backends = dist.get_backend_config(group.process_group) if simulated else "gloo"
-        made = group_of_members(group.ranks, backends, group.timeout(), name)
+        made = _made(group.ranks, backends, group.timeout(), name)
         group.auxiliary["aside"] = weakly(resolve(made))
     found: Group = group.auxiliary["aside"]()
     return found
@@ -85,7 +85,7 @@ def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
         lane.taken = True
         return lane
     backends, timeout = kind = _kind(group)
-    made = group_of_members(group.ranks, backends, timeout, offers[0]["name"])
+    made = _made(group.ranks, backends, timeout, offers[0]["name"])
     lanes.append(Lane(len(lanes), weakly(resolve(made)), kind))
     return lanes[-1]
 
@@ -102,3 +102,28 @@ def _kind(group: Group) -> tuple[str, timedelta]:
 
 def _new_name() -> str:
     return f"varcomm.{uuid.uuid4().hex}"
+
+
+def _made(ranks: Sequence[int], backends: str, timeout: timedelta, name: str) -> dist.ProcessGroup:
+    """Make a process group by a call of its members alone.
+
+    ``new_group(use_local_synchronization=True)`` derives the name under which ranks meet from the
+    groups that a rank is in. Ranks in different numbers of groups never meet, and a new group can
+    read the addresses that a destroyed one left in the store. Here the caller passes `name`: equal
+    on all members, and used for no other group.
+    """
+    world = distributed_c10d._world
+    _, store = world.pg_map[cast(dist.ProcessGroup, dist.group.WORLD)]
+    place = list(ranks).index(dist.get_rank())
+    process_group: dist.ProcessGroup
+    process_group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        place,
+        list(ranks),
+        distributed_c10d.Backend(backends),
+        store,
+        cast(Any, name),
+        timeout=timeout,
+    )
+    world.pg_group_ranks[process_group] = {rank: place for place, rank in enumerate(ranks)}
+    return process_group

@@ -19,16 +19,16 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from varcomm.errors import LaunchError, MissingPackageError
-from varcomm.sizes import at_least, checked_seconds
+from varcomm.sizes import at_least
+from varcomm.transport.debug import checked_seconds
 from varcomm.transport.worker import STOP, Report, importing_module, pickled_call, stack_file
 from varcomm.transport.world import World, init, uses_mpi
 
@@ -103,10 +103,7 @@ def launch(
         return ranks.run(fn, *args)
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """Connection to a rank, and its process id."""
-
+class _Worker(NamedTuple):
     connection: Connection[Any, Any]
     pid: int
 
@@ -169,10 +166,8 @@ class Ranks:
                 for worker in self._workers:
                     with suppress(BrokenPipeError):  # it died just now, and gets an obituary
                         worker.connection.send_bytes(task)
-                return [
-                    self._result(rank, report)
-                    for rank, report in enumerate(self._reports(limit, "finished"))
-                ]
+                reports = self._reports(limit, "finished")
+                return [_result(rank, report) for rank, report in enumerate(reports)]
             except BaseException:
                 self._kill()
                 raise
@@ -193,11 +188,9 @@ class Ranks:
 
     def _forget(self) -> None:
         """Reset to a pool without ranks, owned by this process."""
-        self._owner = os.getpid()
-        self._lock = threading.RLock()
+        self._owner, self._lock = os.getpid(), threading.RLock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._workers: list[_Worker] = []
-        self._folder = ""
         self._end: Callable[[], object] = lambda: None
 
     def _held(self) -> threading.RLock:
@@ -205,6 +198,10 @@ class Ranks:
         if self._owner != os.getpid():
             self._forget()  # after a fork the ranks, and a held lock, are the parent's
         return self._lock
+
+    def _kill(self) -> None:
+        self._end()
+        self._processes, self._workers = [], []
 
     def _start(self) -> None:
         if module := importing_module():
@@ -220,25 +217,23 @@ class Ranks:
         self._end = weakref.finalize(
             self, _end, self._processes, self._workers, self._folder, self._owner
         )
-        mpiexec = [_mpiexec(), "-n", str(self.world_size)] if self._mpi else []
-        address = f"{self._folder}/ranks"
+        python = [sys.executable, "-c", _START, json.dumps(sys.path), self._folder]
+        if self._mpi:
+            python = [_mpiexec(), "-n", str(self.world_size), *python]
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(address)
+            server.bind(f"{self._folder}/ranks")
             server.listen(self.world_size)
             for rank in [-1] if self._mpi else range(self.world_size):
-                place = (address, self._owner, rank, self.world_size, self.backend or "")
-                with _interrupt_later():  # every started process is in the list that ends it
-                    self._processes.append(
-                        subprocess.Popen(
-                            [*mpiexec, sys.executable, "-c", _START, json.dumps(sys.path)]
-                            + [str(argument) for argument in (*place, self._folder)],
-                            env=self._environment(rank),
-                            stdin=subprocess.DEVNULL,
-                            # A process group of its own: Ctrl-C in the terminal is ours to handle,
-                            # and killing it ends all that the rank has started.
-                            start_new_session=True,
-                        )
-                    )
+                # a rank that Ctrl-C keeps out of this list loses its connection, and ends
+                process = subprocess.Popen(
+                    [*python, *map(str, (self._owner, rank, self.world_size, self.backend or ""))],
+                    env=self._environment(rank),
+                    stdin=subprocess.DEVNULL,
+                    # A process group of its own: Ctrl-C in the terminal is ours to handle, and
+                    # killing it ends all that the rank has started.
+                    start_new_session=True,
+                )
+                self._processes.append(process)
             self._connect(server)
         self._reports(_START_LIMIT, "started")
 
@@ -247,23 +242,16 @@ class Ranks:
         if sys.platform == "linux":
             # no name to resolve, nothing reachable from outside
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self._mpi:
-            # this process may be a rank itself, but not of this MPI
-            ours = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_")
-            for name in [name for name in environ if name.startswith(ours)]:
-                del environ[name]
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-                environ.pop(name, None)
-            return {
-                "HYDRA_LAUNCHER": "fork",
-                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-                **environ,
-            }
-        return environ | {
-            "WORLD_SIZE": str(self.world_size),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+        if not self._mpi:
+            names = {"WORLD_SIZE": self.world_size, "RANK": rank, "LOCAL_RANK": rank}
+            return environ | {name: str(value) for name, value in names.items()}
+        # this process may be a rank itself, but not of this MPI
+        others = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+        default = {
+            "HYDRA_LAUNCHER": "fork",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         }
+        return default | {k: v for k, v in environ.items() if not k.startswith(others)}
 
     def _connect(self, server: socket.socket) -> None:
         server.settimeout(0.1)
@@ -271,13 +259,12 @@ class Ranks:
         deadline = time.monotonic() + _START_LIMIT
         while len(found) < self.world_size:
             late = [rank for rank in range(self.world_size) if rank not in found]
-            ended = [process.poll() for process in self._processes]
-            if any(code is not None for code in ended):
-                rank = next((r for r, code in enumerate(ended) if code is not None), 0)
-                raise LaunchError(
-                    f"{_ranks(late if self._mpi else [rank])} of {self.world_size} failed: "
-                    f"{_how(ended[rank] or 0)} before it could start."
-                )
+            for rank, code in enumerate(process.poll() for process in self._processes):
+                if code is not None:
+                    raise LaunchError(
+                        f"{_ranks(late if self._mpi else [rank])} of {self.world_size} failed: "
+                        f"{_how(code)} before it could start."
+                    )
             if time.monotonic() > deadline:
                 raise self._overdue(late, _START_LIMIT, "started")
             with suppress(TimeoutError, EOFError):  # a rank that died just now is found above
@@ -286,65 +273,53 @@ class Ranks:
                 found[rank] = _Worker(connection, pid)
         self._workers.extend(found[rank] for rank in range(self.world_size))
 
-    def _kill(self) -> None:
-        self._end()
-        self._processes, self._workers = [], []
-
     def _reports(self, limit: float, done: str) -> list[Report]:
         """Collect one report per rank; raise soon after one fails, or after the limit."""
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         reports: dict[int, Report] = {}
-        failures: dict[int, Report] = {}
         deadline = time.monotonic() + limit
+        failed: dict[int, Report] = {}
         while waiting and (ready := wait(waiting, max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    report = pickle.loads(connection.recv_bytes())
+                    reports[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    report = self._obituary(rank)
-                reports[rank] = report
-                if report.failure is not None:
-                    if not failures:
-                        deadline = min(deadline, time.monotonic() + _GRACE)
-                    failures[rank] = report
-        if failures:
-            raise self._failure(failures)
+                    reports[rank] = self._obituary(rank)
+            if not failed and any(report.failure for report in reports.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            failed = {rank: report for rank, report in reports.items() if report.failure}
+        if failed:
+            raise self._failure(failed)
         if waiting:
             raise self._overdue(sorted(waiting.values()), limit, done)
         return [reports[rank] for rank in range(self.world_size)]
 
-    def _failure(self, failures: dict[int, Report]) -> LaunchError:
+    def _failure(self, failed: dict[int, Report]) -> LaunchError:
         """Return an error that names the rank that failed first: others lost connection to it."""
         # the parent may notice a death after a peer has reported it
-        first, *others = sorted(
-            failures, key=lambda rank: (not failures[rank].died, failures[rank].when)
-        )
+        first, *others = sorted(failed, key=lambda rank: (not failed[rank].died, failed[rank].when))
         also = f" (then {_ranks(sorted(others))} failed)" if others else ""
-        error = LaunchError(
-            f"rank {first} of {self.world_size} failed{also}: {failures[first].failure}"
-        )
-        payload = failures[first].payload
-        if payload is not None:
+        text = f"rank {first} of {self.world_size} failed{also}: {failed[first].failure}"
+        error = LaunchError(text)
+        if (payload := failed[first].payload) is not None:
             with suppress(Exception):
                 error.__cause__ = pickle.loads(payload)
         return error
 
     def _obituary(self, rank: int) -> Report:
-        when = time.monotonic()
-        process = self._processes[0 if self._mpi else rank]
+        when, process = time.monotonic(), self._processes[0 if self._mpi else rank]
         if self._mpi:  # mpiexec ends when one of its ranks dies
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_FAREWELL)
         _kill_group(process)
-        code = process.wait()
         stack = stack_file(self._folder, rank)
         text = stack.read_text() if stack.exists() else ""
-        how = f"{_how(code)} before it gave a result. {text}".rstrip()
+        how = f"{_how(process.wait())} before it gave a result. {text}".rstrip()
         return Report(when, failure=how, died=True)
 
-    def _overdue(self, late: list[int], limit: float, done: str) -> LaunchError:
+    def _overdue(self, late: Sequence[int], limit: float, done: str) -> LaunchError:
         """Return an error that names the late ranks, with their stacks."""
         message = f"{_ranks(late)} of {self.world_size} not {done} within {limit:g} s."
         if done == "started":
@@ -353,27 +328,23 @@ class Ranks:
         for rank in late:
             os.kill(self._workers[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and not all(
-            path.stat().st_size for path in stacks.values()
-        ):
+        while time.monotonic() < deadline and not all(s.stat().st_size for s in stacks.values()):
             time.sleep(0.05)
         time.sleep(0.1)  # a stack is written line by line
-        return LaunchError(
-            "\n\n".join(
-                [message, *(f"rank {rank}: {path.read_text()}" for rank, path in stacks.items())]
-            )
-        )
-
-    def _result(self, rank: int, report: Report) -> Any:
-        try:
-            return pickle.loads(report.payload or b"")
-        except Exception as error:
-            raise LaunchError(
-                f"what rank {rank} returned cannot be unpickled here: {error!r}"
-            ) from error
+        texts = [f"rank {rank}: {path.read_text()}" for rank, path in stacks.items()]
+        return LaunchError("\n\n".join([message, *texts]))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _result(rank: int, report: Report) -> Any:
+    try:
+        return pickle.loads(report.payload or b"")
+    except Exception as error:
+        raise LaunchError(
+            f"what rank {rank} returned cannot be unpickled here: {error!r}"
+        ) from error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -410,20 +381,3 @@ def _end(
     for process in processes:
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; only the main thread handles signals."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    pressed = []
-    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)

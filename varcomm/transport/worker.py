@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
-import inspect
 import io
 import math
 import os
@@ -55,7 +54,7 @@ def stack_file(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"stack-{rank}")
 
 
-def main(address: str, parent: str, rank: str, size: str, backend: str, folder: str) -> None:
+def main(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
     """Join the other ranks, then serve the parent until it sends STOP.
 
     The arguments come from the command line; `rank` is -1 if ``mpiexec`` sets it.
@@ -69,7 +68,7 @@ def main(address: str, parent: str, rank: str, size: str, backend: str, folder: 
             os.setpgid(0, 0)  # so that this rank ends with its children, and without other ranks
         parent = str(os.getppid())
     client = socket.socket(socket.AF_UNIX)
-    client.connect(address)
+    client.connect(f"{folder}/ranks")
     connection: Connection[Any, Any] = Connection(client.detach())
     connection.send_bytes(pickle.dumps((place.rank, os.getpid())))
     watch = threading.Thread(
@@ -91,58 +90,6 @@ def main(address: str, parent: str, rank: str, size: str, backend: str, folder: 
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _run(task: bytes, rank: int) -> Any:
-    # the path first: the function's module may be new to this process
-    sys.path[:], call = pickle.loads(task)
-    fn, args = pickle.loads(call)
-    return fn(rank, *args)
-
-
-def importing_module() -> str | None:
-    """Return the name of the module that the running task is importing, if any."""
-    frame, module, importing = inspect.currentframe(), None, False
-    while frame is not None and frame.f_code is not _run.__code__:
-        name = str(frame.f_globals.get("__name__"))
-        if module is None and frame.f_code.co_name == "<module>":
-            module = name
-        importing |= name.startswith("importlib._bootstrap")
-        frame = frame.f_back
-    return module if importing and frame is not None else None
-
-
-def _attempt(step: Callable[[], Any]) -> Report:
-    """Return the report of `step`, with its result or its exception."""
-    try:
-        result = step()
-    except BaseException as error:
-        # without this function's own frame
-        lines = traceback.format_exception(
-            type(error), error, error.__traceback__ and error.__traceback__.tb_next
-        )
-        return Report(time.monotonic(), _portable(error), "".join(lines))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    try:
-        return Report(time.monotonic(), _dumps(result))
-    except Exception as error:
-        return Report(
-            time.monotonic(),
-            _portable(error),
-            f"its result, of type {type(result).__qualname__}, cannot be pickled: {error!r}",
-        )
-
-
-def _portable(error: BaseException) -> bytes | None:
-    """Pickle an exception; None if it cannot be unpickled."""
-    try:
-        data = _dumps(error)
-        pickle.loads(data)
-    except Exception:
-        return None
-    return data
-
-
 def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
     """Wait for the end of the parent, and end with it.
 
@@ -155,6 +102,54 @@ def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str)
         pass
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
+
+
+def _run(task: bytes, rank: int) -> Any:
+    # the path first: the function's module may be new to this process
+    sys.path[:], call = pickle.loads(task)
+    fn, args = pickle.loads(call)
+    return fn(rank, *args)
+
+
+def importing_module() -> str | None:
+    """Return the name of the module that the running task is importing, if any."""
+    module, importing = None, False
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is _run.__code__:
+            return module if importing else None
+        name = str(frame.f_globals.get("__name__"))
+        if module is None and frame.f_code.co_name == "<module>":
+            module = name
+        importing |= name.startswith("importlib._bootstrap")
+    return None
+
+
+def _attempt(step: Callable[[], Any]) -> Report:
+    """Return the report of `step`, with its result or its exception."""
+    try:
+        result = step()
+    except BaseException as error:
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function's frame
+        lines = traceback.format_exception(type(error), error, trace)
+        return Report(time.monotonic(), _portable(error), "".join(lines))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    try:
+        return Report(time.monotonic(), _dumps(result))
+    except Exception as error:
+        failure = f"its result, of type {type(result).__qualname__}, cannot be pickled: {error!r}"
+        return Report(time.monotonic(), _portable(error), failure)
+
+
+def _portable(error: BaseException) -> bytes | None:
+    """Pickle an exception; None if it cannot be unpickled."""
+    try:
+        data = _dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
 
 
 def _dumps(value: object) -> bytes:
@@ -173,7 +168,11 @@ def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
     by_name = importlib.util.find_spec("cloudpickle") is None
     try:
-        return _dumps_by_name((fn, args)) if by_name else _dumps((fn, args))
+        if not by_name:
+            return _dumps((fn, args))
+        buffer = io.BytesIO()
+        _PicklerByName(buffer).dump((fn, args))
+        return buffer.getvalue()
     except Exception as error:
         if by_name:
             raise MissingPackageError(
@@ -191,9 +190,3 @@ class _PicklerByName(pickle.Pickler):
     def persistent_id(self, obj: object) -> None:
         if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
             raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
-
-
-def _dumps_by_name(value: object) -> bytes:
-    buffer = io.BytesIO()
-    _PicklerByName(buffer).dump(value)
-    return buffer.getvalue()

@@ -11,10 +11,9 @@ import torch
 from varcomm.data_parallel.sharded.split import Split
 from varcomm.ops import packing
 from varcomm.ops.reduction import accumulated
-from varcomm.transport.engine import wait_for
+from varcomm.transport.engine import span, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.trace import span
 
 __all__ = ["Reduction", "Scaling", "SideStream", "predivide_factor"]
 

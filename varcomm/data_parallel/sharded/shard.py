@@ -10,10 +10,9 @@ from torch.autograd.graph import increment_version
 
 from varcomm.data_parallel.sharded.split import Split
 from varcomm.ops import packing
-from varcomm.transport.engine import Work, wait_for
+from varcomm.transport.engine import Work, span, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.trace import span
 
 __all__ = ["Piece", "Shard"]
 
