@@ -39,23 +39,21 @@ def compare(failures, rank, c, dtype, words):
         torch.testing.assert_close(got.cpu(), torch.zeros_like(x.cpu()) if want is None else want)
 
 
-def check_on_gpu(rank, name):
-    failures = Failures()
-    for pattern in PATTERNS:
-        for dim in (0, 1):
-            for dtype in DTYPES:
-                c = case(name, pattern, GPUS, dim)
-                compare(failures, rank, c, dtype, (pattern, dim))
-    return failures
-
-
 # the others of the table are bound to indices on the CPU: see below
 ON_GPU = [name for name in PRIMITIVES if "ind" not in name and "needed" not in name]
 
 
-@pytest.mark.parametrize("name", ON_GPU)
-def test_values_and_gradients(ranks, name):
-    assert_none(ranks.run(check_on_gpu, name))
+def check_on_gpu(rank):
+    failures = Failures()
+    for name in ON_GPU:
+        for pattern in PATTERNS:
+            for dim in (0, 1):
+                for dtype in DTYPES:
+                    compare(failures, rank, case(name, pattern, GPUS, dim), dtype, (pattern, dim))
+    for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
+        c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
+        compare(failures, rank, c, torch.float32, ("large", name))
+    return failures
 
 
 def check_plan(rank):
@@ -84,22 +82,6 @@ def check_plan(rank):
     return failures
 
 
-def test_plans(ranks):
-    assert_none(ranks.run(check_plan))
-
-
-def check_large(rank):
-    failures = Failures()
-    for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
-        c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
-        compare(failures, rank, c, torch.float32, (name,))
-    return failures
-
-
-def test_large(ranks):
-    assert_none(ranks.run(check_large))
-
-
 def check_asynchronous(rank):
     x = torch.full((rank + 1, 1000), float(rank), device=torch.device("cuda", rank))
     sizes = list(range(1, GPUS + 1))
@@ -108,6 +90,8 @@ def check_asynchronous(rank):
     return handle.wait()[:, 0].tolist(), other.item()
 
 
-def test_asynchronous(ranks):
+def test_values_and_gradients(ranks):
+    assert_none(ranks.run(check_on_gpu))
+    assert_none(ranks.run(check_plan))
     whole = [float(rank) for rank in range(GPUS) for _ in range(rank + 1)]
     assert ranks.run(check_asynchronous) == [(whole, float(GPUS))] * GPUS

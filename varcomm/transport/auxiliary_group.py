@@ -29,10 +29,8 @@ def aside(group: Group) -> Group:
     """
     if "aside" not in group.auxiliary:
         name = share("a second group", _new_name, group)[0]
-        simulated = is_simulated(group)
-        backends = dist.get_backend_config(group.process_group) if simulated else "gloo"
-        made = _made(group.ranks, backends, group.timeout(), name)
-        group.auxiliary["aside"] = weakly(resolve(made))
+        backends = _kind(group)[0] if is_simulated(group) else "gloo"
+        group.auxiliary["aside"] = _made(group, backends, name)
     found: Group = group.auxiliary["aside"]()
     return found
 
@@ -79,14 +77,11 @@ def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
     if group.size == 1 or (group.size < world.size and bound):
         return None
     lanes = _lanes(group)
-    free: set[int] = set.intersection(*(set(offer["free"]) for offer in offers))
-    if free:
-        lane = lanes[min(free)]
-        lane.taken = True
-        return lane
-    backends, timeout = kind = _kind(group)
-    made = _made(group.ranks, backends, timeout, offers[0]["name"])
-    lanes.append(Lane(len(lanes), weakly(resolve(made)), kind))
+    if free := set.intersection(*(set(offer["free"]) for offer in offers)):
+        lanes[min(free)].taken = True
+        return lanes[min(free)]
+    kind = _kind(group)
+    lanes.append(Lane(len(lanes), _made(group, kind[0], offers[0]["name"]), kind))
     return lanes[-1]
 
 
@@ -104,26 +99,20 @@ def _new_name() -> str:
     return f"varcomm.{uuid.uuid4().hex}"
 
 
-def _made(ranks: Sequence[int], backends: str, timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """Make a process group by a call of its members alone.
+def _made(group: Group, backends: str, name: str) -> Callable[[], Group]:
+    """Make a process group with the ranks of `group`, by a call of these alone.
 
     ``new_group(use_local_synchronization=True)`` derives the name under which ranks meet from the
     groups that a rank is in. Ranks in different numbers of groups never meet, and a new group can
     read the addresses that a destroyed one left in the store. Here the caller passes `name`: equal
     on all members, and used for no other group.
     """
-    world = distributed_c10d._world
+    world, ranks = distributed_c10d._world, list(group.ranks)
     _, store = world.pg_map[cast(dist.ProcessGroup, dist.group.WORLD)]
-    place = list(ranks).index(dist.get_rank())
-    process_group: dist.ProcessGroup
-    process_group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        place,
-        list(ranks),
-        distributed_c10d.Backend(backends),
-        store,
-        cast(Any, name),
-        timeout=timeout,
+    backend, own_name = distributed_c10d.Backend(backends), cast(Any, name)
+    made, _ = distributed_c10d._new_process_group_helper(
+        group.size, group.rank, ranks, backend, store, own_name, timeout=group.timeout()
     )
+    process_group = cast(dist.ProcessGroup, made)
     world.pg_group_ranks[process_group] = {rank: place for place, rank in enumerate(ranks)}
-    return process_group
+    return weakly(resolve(process_group))
