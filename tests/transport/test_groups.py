@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none, error_beyond_bound, twin_gradients
-from tests.ops.primitives import PATTERNS, PRIMITIVES, case, random
+from tests.ops.comparing import Failures, assert_none
+from tests.ops.primitives import PATTERNS, PRIMITIVES, case
+from tests.transport.twin import compare
 from varcomm import GroupError
 from varcomm.transport.agreement import share
 from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane, weakly
@@ -18,24 +19,10 @@ from varcomm.transport.group import resolve
 
 
 def check_all_primitives(failures, group, words):
-    """Compare every primitive within a group with one process, in value and gradient."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for name in PRIMITIVES:
         for pattern in PATTERNS:
-            c = case(name, pattern, ranks, 1)
-            inputs = [x if x is None else x.requires_grad_() for x in c.draw(torch.float64)]
-            x = inputs[rank]
-            if x is None:
-                x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-            generator = torch.Generator().manual_seed(7)
-            weights = [random(y.shape, y.dtype, generator) for y in c.reference(inputs)]
-            want = twin_gradients(c, inputs, weights)[rank]
-            y = c.bind(group)(x)
-            (got,) = torch.autograd.grad(y, x, weights[rank])
-            with failures.named(*words, name, pattern):
-                with torch.no_grad():
-                    assert not error_beyond_bound(c, inputs, rank, y)
-                torch.testing.assert_close(got, torch.zeros_like(x) if want is None else want)
+            c = case(name, pattern, dist.get_world_size(group), 1)
+            compare(failures, c, torch.float64, (*words, name, pattern), group)
 
 
 # without rank 0 of the world; group rank 1 is another rank of the world in each

@@ -199,6 +199,7 @@ FAILURES = [
     ],
 )
 def test_a_failed_rank_is_named_and_all_end(ranks, fn, message, cause):
+    ranks.run(rank_and_argument, 0)  # imports this module
     pids = pids_of(ranks)
     with pytest.raises(LaunchError, match=f"(?s){message}") as info:
         ranks.run(fn, timeout=0.5 if fn is waits_for_no_rank else None)

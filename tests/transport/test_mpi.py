@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
-from tests.ops.primitives import PATTERNS, PRIMITIVES, case
 from tests.transport.processes import all_end, script
 from varcomm.errors import CommunicationError, LaunchError
 from varcomm.transport.engine import engine_for
@@ -94,18 +92,7 @@ def dropped(rank):
     return whole
 
 
-def values(rank, names):
-    failures = Failures()
-    for c, pattern in ((case(name, p, 3, 1), p) for name in names for p in PATTERNS):
-        x = c.input(rank, torch.float64).requires_grad_()
-        y = c.bind()(x)
-        with failures.named(pattern):
-            torch.testing.assert_close(y, c.reference(c.draw(torch.float64))[rank])
-            torch.autograd.grad(y, x, torch.ones_like(y))
-    return failures
-
-
-def test_groups_values_and_dropped_calls(mpi_worlds):
+def test_groups_and_dropped_calls(mpi_worlds):
     """The sample of the first tier."""
     first, second, third = mpi_worlds.run(3, many)
     same = (3, 3, [0, 1, 2], [[1.0, 1.0]])
@@ -120,8 +107,6 @@ def test_bytes_arrive(mpi_worlds, world):
     """Ten ranks gather few bytes by MPI's own call."""
     for unit in (0, 1, 1000, LARGE):
         mpi_worlds.run(world, moved, unit)
-    if world == 3:
-        assert_none(mpi_worlds.run(world, values, [*PRIMITIVES]))
 
 
 def late(rank, made):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none, error_beyond_bound, twin_gradients
-from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random, setting
+from tests.ops.comparing import Failures, assert_none
+from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, setting
+from tests.transport.twin import compare
 from varcomm.testing import dot_test
 
 GPUS = torch.cuda.device_count()
@@ -22,37 +23,21 @@ def ranks():
         yield pool
 
 
-def compare(failures, rank, c, dtype, words):
-    device = torch.device("cuda", rank)
-    inputs = [x if x is None else x.requires_grad_() for x in c.draw(dtype)]
-    x = c.input(rank, dtype).to(device).requires_grad_()
-    generator = torch.Generator().manual_seed(7)
-    weights = [random(y.shape, dtype, generator) for y in c.reference(inputs)]
-    y = c.bind()(x)
-    (got,) = torch.autograd.grad(y, x, weights[rank].to(device))
-    with failures.named(*words, dtype):
-        assert y.device == got.device == device
-        with torch.no_grad():
-            wrong = error_beyond_bound(c, inputs, rank, y.cpu())
-        assert not wrong, wrong
-        want = twin_gradients(c, inputs, weights)[rank]
-        torch.testing.assert_close(got.cpu(), torch.zeros_like(x.cpu()) if want is None else want)
-
-
 # the others of the table are bound to indices on the CPU: see below
 ON_GPU = [name for name in PRIMITIVES if "ind" not in name and "needed" not in name]
 
 
 def check_on_gpu(rank):
-    failures = Failures()
+    failures, device = Failures(), torch.device("cuda", rank)
     for name in ON_GPU:
         for pattern in PATTERNS:
             for dim in (0, 1):
                 for dtype in DTYPES:
-                    compare(failures, rank, case(name, pattern, GPUS, dim), dtype, (pattern, dim))
+                    c = case(name, pattern, GPUS, dim)
+                    compare(failures, c, dtype, (name, pattern, dim), device=device)
     for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
         c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
-        compare(failures, rank, c, torch.float32, ("large", name))
+        compare(failures, c, torch.float32, ("large", name), device=device)
     return failures
 
 

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
+from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging
 from varcomm.transport.engine import (
     NO_LIMIT,
@@ -26,17 +28,7 @@ from varcomm.transport.engine import (
     is_simulated,
     wait_for,
 )
-from varcomm.transport.failure import (
-    brief,
-    explained,
-    leave,
-    leave_note,
-    members,
-    notes,
-    spans,
-    table,
-    user_line,
-)
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.serialization import from_bytes, to_bytes
 
@@ -87,19 +79,19 @@ def agree_and_share(
 
     One round of messages; raises as :func:`agree` does.
     """
-    failure: Exception | None = None
+    cause: Exception | None = None
     call: dict[str, Any] = {"operation": what, "is set-up": True}
     try:
         value = local()
         call["value"] = to_bytes(public(value)).decode()
     except Exception as error:
-        failure = error
+        cause = error
         own = (k.__name__ for k in type(error).__mro__ if k.__module__ == errors.__name__)
         call |= {"error": str(error), "kind": next(own, "ArgumentError")}
     calls = _gathered(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         if not all("is set-up" in other for other in calls):
-            raise _not_called(group, calls) from failure
+            raise _not_called(group, calls) from cause
         first, *others = failures
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
@@ -108,7 +100,7 @@ def agree_and_share(
             f"{calls[first]['error']}{_rows(group, [], calls)}"
         )
         agreed.on_all_ranks = True
-        raise agreed from failure
+        raise agreed from cause
     _require_equal(group, ["operation"], calls)
     return value, [from_bytes(other["value"].encode()) for other in calls]
 
@@ -133,13 +125,13 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     number: int = calls[0].get("number", 0)
     if "send" not in call or is_simulated(group):
         return number
-    for i, sender in enumerate(calls):
-        for j, receiver in enumerate(calls):
-            if sender["send"][j] != receiver["recv"][i]:
-                raise DisagreementError(
-                    f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
-                    f"which expects {receiver['recv'][i]}.{_rows(group, ['send', 'recv'], calls)}"
-                )
+    for i, j in product(range(group.size), repeat=2):
+        sent, expected = calls[i]["send"][j], calls[j]["recv"][i]
+        if sent != expected:
+            raise DisagreementError(
+                f"{call['operation']}: rank {i} sends {sent} rows to rank {j}, "
+                f"which expects {expected}.{_rows(group, ['send', 'recv'], calls)}"
+            )
     return number
 
 
@@ -159,23 +151,23 @@ def announce(
     engine, device = engine_for(group, group.device()), group.device()
     if engine.simulated:
         return local()
-    failure: ArgumentError | None = None
+    cause: ArgumentError | None = None
     message: dict[str, Any] = {}
     if group.rank == src:
         try:
             message = local()
         except ArgumentError as error:
-            failure, text = error, str(error)
-            long = len(json.dumps(text)) > _LENGTH - 20  # encoded, a character may have six bytes
-            message = {"error": text[: _LENGTH // 8] + "..." if long else text}
+            cause, message = error, {"error": str(error)}
+            if len(json.dumps(message)) > _LENGTH:  # encoded, a character may have six bytes
+                message = {"error": str(error)[: _LENGTH // 8] + "..."}
     memory = bytearray(json.dumps(message).encode().ljust(_LENGTH, b"\0"))
     # torch.func wraps tensors that other functions make, and hides their memory
     data = torch.frombuffer(memory, dtype=torch.uint8)
     data = data if device.type == "cpu" else data.to(device)
     with explained(what, group):
         _done(engine.broadcast, group, data, src)
-    if failure is not None:
-        raise failure
+    if cause is not None:
+        raise cause
     sent = memory if device.type == "cpu" else data.cpu().numpy().tobytes()
     message = json.loads(sent.rstrip(b"\0"))
     if "error" in message:
@@ -244,19 +236,17 @@ def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
             f"{call['operation']}: this group has been given up: {group.given_up}"
         )
     group.compared_calls += 1
-    call |= {"number": group.compared_calls, "at": user_line()}
-    here = {"group": group.name, "call": call["number"]}
+    call |= {"number": group.compared_calls, "at": failure.user_line()}
+    here, began = {"group": group.name, "call": call["number"]}, time.monotonic()
     more = {"operation": call["operation"], "at": call["at"], "left with": ""}
-    leave_note({**here, "of ranks": spans(group.ranks), **more})
-    began = time.monotonic()
+    failure.leave_note({**here, "of ranks": failure.spans(group.ranks), **more})
     try:
         return all_gather_object(call, group, debug_timeout())
     except EngineFailure as error:
-        after = time.monotonic() - began
-        group.given_up = _absent(call["operation"], here, group, after, error)
+        group.given_up = _absent(call["operation"], here, group, began, error)
         # a rank that comes later must not take what is in flight for another call
-        leave_note(_given_up(here))
-        leave(group)
+        failure.leave_note(_given_up(here))
+        failure.leave(group)
         raise CommunicationError(group.given_up) from error.__cause__
 
 
@@ -266,17 +256,18 @@ def _given_up(here: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absent(
-    what: str, here: Mapping[str, Any], group: Group, after: float, error: RuntimeError
+    what: str, here: Mapping[str, Any], group: Group, began: float, error: RuntimeError
 ) -> str:
     """Return a message that names the ranks missing in a call, and the last place of all ranks."""
-    found, _ = notes(group)
+    after = time.monotonic() - began
+    found, _ = failure.notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
     gone = [rank for rank, note in enumerate(found) if _given_up(here).items() <= note.items()]
     have = "rank {} has" if len(missing or gone) == 1 else "ranks {} have"
     if gone and not missing:
-        reason = f"{have.format(spans(gone))} given up waiting for this rank in"
+        reason = f"{have.format(failure.spans(gone))} given up waiting for this rank in"
     else:
-        absent = have.format(spans(missing)) if missing else "a rank has"
+        absent = have.format(failure.spans(missing)) if missing else "a rank has"
         reason = f"{absent} not come within {after:.1f} s to"
     # the name of a group matters only if another group has the same ranks
     groups, lists = ({note.get(word) for note in found} for word in ("group", "of ranks"))
@@ -285,8 +276,8 @@ def _absent(
     rows = ({w: note[w] for w in note if w not in hidden} or nothing for note in found)
     return (
         f"{what} on {group}: {reason} call {here['call']} of the group inside varcomm.debug "
-        f"({brief(error)}).{_numbering(group)} Where ranks were last:\n"
-        f"{table(rows)}\n"
+        f"({failure.brief(error)}).{_numbering(group)} Where ranks were last:\n"
+        f"{failure.table(rows)}\n"
         "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...), "
         "VARCOMM_DEBUG_TIMEOUT."
     )
@@ -294,7 +285,7 @@ def _absent(
 
 def _numbering(group: Group) -> str:
     """Return a sentence that names the world ranks of the group, if they differ."""
-    return "" if group.ranks == tuple(range(group.size)) else f" {members(group)}"
+    return "" if group.ranks == tuple(range(group.size)) else f" {failure.members(group)}"
 
 
 def _rows(group: Group, words: Sequence[str], calls: Calls) -> str:
@@ -302,7 +293,7 @@ def _rows(group: Group, words: Sequence[str], calls: Calls) -> str:
     if not all("at" in call for call in calls):
         return _numbering(group)
     shown = dict.fromkeys(("operation", *words, "at"))
-    rows = table({word: call.get(word, "none") for word in shown} for call in calls)
+    rows = failure.table({word: call.get(word, "none") for word in shown} for call in calls)
     return f"{_numbering(group)}\n{rows}"
 
 

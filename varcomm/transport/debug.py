@@ -10,8 +10,6 @@ from numbers import Real
 
 from varcomm.errors import ArgumentError, CommunicationError
 
-__all__ = ["DEFAULT_TIMEOUT", "checked_seconds", "debug", "debug_timeout", "debugging"]
-
 DEFAULT_TIMEOUT = 30.0  # seconds
 
 

@@ -21,26 +21,8 @@ from torch import Tensor
 from varcomm.errors import GroupError
 from varcomm.transport.group import Group, resolve
 
-__all__ = [
-    "NO_LIMIT",
-    "Counts",
-    "Engine",
-    "EngineFailure",
-    "Peers",
-    "Pending",
-    "Work",
-    "Works",
-    "engine_for",
-    "is_simulated",
-    "note",
-    "pieces",
-    "recorders",
-    "span",
-    "wait_for",
-]
-
-# Backends of torch.distributed and kinds of device that have an engine.
-_SERVED = {(b, d) for b in ("gloo", "fake") for d in ("cpu", "cuda")} | {("nccl", "cuda")}
+# Backends of torch.distributed that have an engine, and its kinds of devices.
+_SERVED = {"gloo": ("cpu", "cuda"), "fake": ("cpu", "cuda"), "nccl": ("cuda",)}
 
 NO_LIMIT = timedelta(0)  # the timeout of the group holds
 
@@ -162,8 +144,8 @@ def _found(group: Group, device: torch.device) -> Engine:
     """Import and return the engine: a process imports only the engines that its groups use."""
     backends = group.backends()
     backend = backends.get(device.type, "")
-    if (backend, device.type) not in _SERVED:
-        served = [kind for kind, backend in backends.items() if (backend, kind) in _SERVED]
+    if device.type not in _SERVED.get(backend, ()):
+        served = [kind for kind, backend in backends.items() if kind in _SERVED.get(backend, ())]
         raise GroupError(
             f"{group}: the tensor is on {device}, but this group has an engine for "
             f"{' and '.join(served) or 'no device'} only (torch.distributed's backends: "

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from varcomm.errors import LaunchError
 
-__all__ = ["Place", "first_host", "read"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -23,20 +23,6 @@ from varcomm.transport.engine import EngineFailure, engine_for
 from varcomm.transport.group import Group, resolve
 from varcomm.transport.serialization import from_bytes, to_bytes
 
-__all__ = [
-    "brief",
-    "explained",
-    "failure",
-    "leave",
-    "leave_note",
-    "members",
-    "note_exceptions",
-    "notes",
-    "spans",
-    "table",
-    "user_line",
-]
-
 _LIBRARIES = {"varcomm", "torch", "torch_geometric"}
 _MADE_BY_TORCH = "<eval_with_key>", os.path.dirname(dist.__path__[0])
 _GRACE = 2.0  # seconds for which a rank that has failed waits for the notes of others

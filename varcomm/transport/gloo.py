@@ -32,8 +32,6 @@ from torch import Tensor
 from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works, pieces
 from varcomm.transport.group import Group
 
-__all__ = ["Gloo"]
-
 # Ranks up to which an all-to-all serves neighbours too: most pairs are neighbours.
 _FEW_RANKS = 4
 

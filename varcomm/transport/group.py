@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
 
-__all__ = ["Group", "GroupLike", "forget_destroyed", "named", "resolve", "weakly"]
-
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -32,46 +30,26 @@ class Group:
     process_group : torch.distributed.ProcessGroup
     rank, size : int
         This rank within the group, and the number of ranks.
-    label : str
-        Name of this rank in messages.
-    name : str
-        Name that torch.distributed gave to the group, equal on all ranks.
-    engines : dict
-        Engine per device, as :func:`~varcomm.transport.engine.engine_for` found it.
-    over_mpi : bool
-        Whether MPI serves this group and its subgroups; set by ``init(backend="mpi")``.
-    compared_calls : int
-        Calls that this rank compared with the other ranks.
-    given_up : str
-        Message of the call in which this rank stopped to wait for others; empty if there is none.
-    note : dict
-        Note of this rank on its last call; kept by the group of all ranks.
-    unfinished : list
-        Buffers and requests of calls that no caller waits for.
-    auxiliary : dict
-        State that other modules keep per group, by name; for example further groups.
+    label, name : str
+        Name of this rank in messages; name of the group in torch.distributed, equal on all ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
+        self.process_group, self.name = process_group, process_group.group_name
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.label = f"rank {self.rank} of {self.size}"
-        self.name = process_group.group_name
-        self.engines: dict[torch.device, Any] = {}
-        self.over_mpi = False
-        self.compared_calls = 0
-        self.given_up = ""
-        self.note: dict[str, Any] = {}
-        self.unfinished: list[Any] = []
-        self.auxiliary: dict[Any, Any] = {}
+        self.engines: dict[torch.device, Any] = {}  # as `engine_for` found them
+        self.over_mpi = False  # of the world: whether MPI serves it and its subgroups
+        self.compared_calls = 0  # calls that this rank compared with the other ranks
+        self.given_up = ""  # message of the call in which this rank stopped to wait for others
+        self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
+        self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
+        self.auxiliary: dict[Any, Any] = {}  # state of other modules; for example further groups
         self._ranks: tuple[int, ...] = ()
         self._checked_mesh: DeviceMesh | None = None
 
     def __str__(self) -> str:
         return self.label
-
-    def __repr__(self) -> str:
-        return f"Group({self.name!r}, {self.label})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Group) and self.process_group == other.process_group

@@ -21,12 +21,12 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,6 @@ except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can 
         'backend "mpi" needs mpi4py and an MPI library: pip install "varcomm[mpi]". '
         f"The import of mpi4py.MPI says: {error}"
     ) from error
-
-__all__ = ["MPIEngine", "gpu_aware", "start"]
 
 logger = logging.getLogger("varcomm")
 
@@ -120,16 +118,12 @@ def _exchange(
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
     _settle(data)
-    requests = [
-        comm.Irecv([_at(arriving + places[peer], recv[peer]), MPI.BYTE], peer)
-        for peer in others
-        if recv[peer]
-    ]
-    requests += [
-        comm.Isend([_at(leaving + starts[peer], send[peer]), MPI.BYTE], peer)
-        for peer in others
-        if send[peer]
-    ]
+    receiving = comm.Irecv, arriving, places, recv
+    requests = []
+    for begin, memory, at, counts in (receiving, (comm.Isend, leaving, starts, send)):
+        for peer in others:
+            if counts[peer]:
+                requests.append(begin([_at(memory + at[peer], counts[peer]), MPI.BYTE], peer))
     to, start, own = places[rank], starts[rank], send[rank]
     if own and arriving + to != leaving + start:
         if own <= _COPIED_BY_PYTHON and not data.is_cuda:
@@ -142,11 +136,7 @@ def _exchange(
 class _Messages:
     """Messages in flight; the group keeps those that no caller waits for until they are done."""
 
-    __slots__ = ("_buffers", "_group", "_name", "_requests")
-
-    def __init__(
-        self, group: Group, name: str, requests: list[MPI.Request], buffers: object
-    ) -> None:
+    def __init__(self, group: Group, name: str, requests: list[Any], buffers: object) -> None:
         self._group, self._name, self._requests, self._buffers = group, name, requests, buffers
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
@@ -228,14 +218,12 @@ def _settle(tensor: Tensor) -> None:
 @cache
 def gpu_aware() -> bool:
     """Return whether this MPI reads and writes CUDA memory, as Open MPI and MPICH report it."""
-    library = ctypes.CDLL(MPI.__file__)
+    library, answer, cuda = ctypes.CDLL(MPI.__file__), ctypes.c_int(0), 0
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if hasattr(library, "MPIX_GPU_query_support"):
-        answer, cuda = ctypes.c_int(0), 0
         library.MPIX_GPU_query_support(cuda, ctypes.byref(answer))
-        return bool(answer.value)
-    return False
+    return bool(answer.value)
 
 
 def start(place: Place, limit: timedelta) -> Store:
@@ -274,8 +262,7 @@ def _unlink_shared_memory() -> None:
     names = re.findall(r"/dev/shm/mpich_shm_\S+", mapped.read_text()) if mapped.exists() else []
     MPI.COMM_WORLD.Barrier()
     for name in set(names):
-        with suppress(FileNotFoundError):
-            os.unlink(name)
+        Path(name).unlink(missing_ok=True)
 
 
 def _store(limit: timedelta) -> Store:

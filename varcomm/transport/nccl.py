@@ -12,8 +12,6 @@ from torch import Tensor
 from varcomm.transport.engine import Counts, Engine, Peers, Works
 from varcomm.transport.group import Group
 
-__all__ = ["NCCL"]
-
 # Named so from torch 2.13 on, which warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

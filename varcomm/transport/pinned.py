@@ -14,8 +14,6 @@ from torch import Tensor
 from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works
 from varcomm.transport.group import Group
 
-__all__ = ["Pinned"]
-
 
 @dataclass(frozen=True)
 class Pinned(Engine):

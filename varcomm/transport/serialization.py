@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["dtype_of", "from_bytes", "to_bytes"]
-
 # By name: an unknown attribute of torch would be imported.
 _DTYPES = {
     str(value).removeprefix("torch."): value

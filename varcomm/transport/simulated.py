@@ -20,8 +20,6 @@ from varcomm.sizes import at_least, checked_rank
 from varcomm.transport.engine import Counts, Engine, Peers, Works
 from varcomm.transport.group import Group, forget_destroyed
 
-__all__ = ["Schedule", "Simulated", "Transfer", "alone", "transfers"]
-
 Schedule = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
 
 

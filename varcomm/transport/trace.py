@@ -10,8 +10,6 @@ from typing import Any
 from varcomm.transport import engine
 from varcomm.transport.group import Group
 
-__all__ = ["Call", "Trace", "Traffic", "trace"]
-
 
 @dataclass(frozen=True)
 class Call:

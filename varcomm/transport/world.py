@@ -36,8 +36,6 @@ from varcomm.transport.environment import Place
 from varcomm.transport.failure import note_exceptions
 from varcomm.transport.group import forget_destroyed, resolve
 
-__all__ = ["World", "init", "join", "meeting_store", "uses_mpi"]
-
 logger = logging.getLogger("varcomm")
 
 
