@@ -40,6 +40,8 @@ class ShardSizes(tuple[int, ...]):
     >>> sizes = ShardSizes([3, 0, 5])
     >>> sizes.total, sizes.offsets, sizes.range(2), sizes.owner(3)
     (8, (0, 3, 3), range(3, 8), 2)
+    >>> sizes * 2
+    ShardSizes(6, 0, 10)
     """
 
     def __new__(cls, sizes: Iterable[int] = ()) -> Self:
@@ -73,33 +75,29 @@ class ShardSizes(tuple[int, ...]):
         """Return the rank that has a global row, or an int64 tensor of ranks for rows in a tensor.
 
         Raises ArgumentError if a row is out of range, or is not an integer.
-
-        Examples
-        --------
-        >>> ShardSizes([2, 0, 1]).owner(torch.tensor([0, 1, 2]))
-        tensor([0, 0, 2])
         """
-        if isinstance(index, torch.Tensor):
-            if not holds_integers(index):
-                raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
-            rows = [int(bound) for bound in index.aminmax()] if index.numel() else []
-        else:
+        ends = list(accumulate(self))
+        if not isinstance(index, torch.Tensor):
             row = exact_int(index)
             if row is None:
                 raise ArgumentError(
                     f"index must be an integer or a tensor of integers; got {index!r}."
                 )
-            rows = [row]
+            self._require(row)
+            return bisect_right(ends, row)
+        if not holds_integers(index):
+            raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
+        if index.numel():
+            self._require(*map(int, index.aminmax()))
+        of_ranks = torch.tensor(ends, dtype=torch.int64, device=index.device)
+        return torch.searchsorted(of_ranks, index.to(torch.int64).contiguous(), right=True)
+
+    def _require(self, *rows: int) -> None:
         for row in rows:
             if not 0 <= row < self.total:
                 raise ArgumentError(
                     f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
                 )
-        ends = list(accumulate(self))
-        if not isinstance(index, torch.Tensor):
-            return bisect_right(ends, rows[0])
-        of_ranks = torch.tensor(ends, dtype=torch.int64, device=index.device)
-        return torch.searchsorted(of_ranks, index.to(torch.int64).contiguous(), right=True)
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
@@ -107,12 +105,8 @@ class ShardSizes(tuple[int, ...]):
 
         The first ranks get one unit more; a remainder below one unit goes to the next rank.
 
-        Examples
-        --------
-        >>> ShardSizes.balanced(14, 8)
-        ShardSizes(2, 2, 2, 2, 2, 2, 1, 1)
-        >>> ShardSizes.balanced(100, 3, multiple_of=8)
-        ShardSizes(36, 32, 32)
+        >>> ShardSizes.balanced(14, 8), ShardSizes.balanced(100, 3, multiple_of=8)
+        (ShardSizes(2, 2, 2, 2, 2, 2, 1, 1), ShardSizes(36, 32, 32))
         """
         n, parts = at_least(0, n, "n"), at_least(1, parts, "parts")
         multiple_of = at_least(1, multiple_of, "multiple_of")
@@ -128,8 +122,6 @@ class ShardSizes(tuple[int, ...]):
 
         Each rank gets ``ceil(n / parts)`` rows; the last ranks may have fewer, or none.
 
-        Examples
-        --------
         >>> ShardSizes.chunked(14, 8)
         ShardSizes(2, 2, 2, 2, 2, 2, 2, 0)
         """
@@ -138,13 +130,7 @@ class ShardSizes(tuple[int, ...]):
         return cls(min(rows, max(0, n - part * rows)) for part in range(parts))
 
     def __mul__(self, n: SupportsIndex) -> Self:
-        """Multiply every size by `n`, as from heads to features; ``tuple * n`` would repeat them.
-
-        Examples
-        --------
-        >>> ShardSizes.balanced(5, 3) * 8
-        ShardSizes(16, 16, 8)
-        """
+        """Multiply every size by `n`, as heads to features; ``tuple * n`` would repeat them."""
         factor = at_least(0, n, "the factor of sizes")
         return type(self)(rows * factor for rows in self)
 
@@ -154,15 +140,9 @@ class ShardSizes(tuple[int, ...]):
     def from_local(cls, n: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> Self:
         """Collect the sizes from the number of rows on each rank; collective.
 
-        Parameters
-        ----------
-        n : int
-            Rows of this rank; ArgumentError on every rank if one rank has no such number.
-        group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
+        All ranks raise ArgumentError if one rank has no such number. `group` is a ProcessGroup or
+        DeviceMesh; None is the whole world.
 
-        Examples
-        --------
         >>> import varcomm
         >>> varcomm.launch(lambda rank: varcomm.ShardSizes.from_local(rank + 1), 2)[0]
         ShardSizes(1, 2)
@@ -176,7 +156,6 @@ class ShardSizes(tuple[int, ...]):
         )
 
     def __repr__(self) -> str:
-        """Return e.g. ``ShardSizes(3, 0, 5)``."""
         return f"ShardSizes({', '.join(map(str, self))})"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -208,7 +187,7 @@ def checked_sizes(
     sizes: Iterable[int], name: str, ranks: int | None = None, where: str = ""
 ) -> tuple[int, ...]:
     """Return `sizes` as ints, `ranks` of them if given; ArgumentError starts with `where`."""
-    if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
+    if isinstance(sizes, ShardSizes) and ranks in (None, len(sizes)):
         return sizes
     scalar = getattr(sizes, "ndim", 1) == 0  # numpy's and torch's scalars are iterable by type
     unordered = isinstance(sizes, str | bytes | Set | Mapping)

@@ -20,14 +20,7 @@ from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging
-from varcomm.transport.engine import (
-    NO_LIMIT,
-    EngineFailure,
-    Works,
-    engine_for,
-    is_simulated,
-    wait_for,
-)
+from varcomm.transport.engine import NO_LIMIT, EngineFailure, Works, engine_for, is_simulated
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.serialization import from_bytes, to_bytes
@@ -95,10 +88,8 @@ def agree_and_share(
         first, *others = failures
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
-        agreed = kind(
-            f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}: "
-            f"{calls[first]['error']}{_rows(group, [], calls)}"
-        )
+        where = f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}"
+        agreed = kind(f"{where}: {calls[first]['error']}{_rows(group, [], calls)}")
         agreed.on_all_ranks = True
         raise agreed from cause
     _require_equal(group, ["operation"], calls)
@@ -211,10 +202,10 @@ def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta)
 def _done(start: Callable[..., Works], *arguments: Any, timeout: timedelta = NO_LIMIT) -> None:
     """Start a call of an engine and wait for it, or raise EngineFailure."""
     try:
-        works = start(*arguments)
+        for work in start(*arguments):
+            work.wait(timeout)
     except RuntimeError as error:
         raise EngineFailure(str(error)) from error
-    wait_for(works, timeout)
 
 
 def _not_called(group: Group, calls: Calls) -> DisagreementError:

@@ -51,6 +51,9 @@ class Group:
     def __str__(self) -> str:
         return self.label
 
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {self.label})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Group) and self.process_group == other.process_group
 
