@@ -1,8 +1,7 @@
-"""Sizes: the numbers of rows per rank; checks of integers, dimensions, ranks and timeouts."""
+"""Sizes: the numbers of rows per rank, and checks of sizes and dimensions."""
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 import torch
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, at_least, checked_rank, exact_int
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -147,7 +146,7 @@ class ShardSizes(tuple[int, ...]):
         >>> varcomm.launch(lambda rank: varcomm.ShardSizes.from_local(rank + 1), 2)[0]
         ShardSizes(1, 2)
         """
-        # the one import of a higher layer: users look for this function here
+        # collectives import this module, and agreement only inside debug()
         from varcomm.transport.agreement import share
         from varcomm.transport.group import resolve
 
@@ -160,22 +159,6 @@ class ShardSizes(tuple[int, ...]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (tuple(self),)
-
-
-def exact_int(value: object) -> int | None:
-    """Return `value` as an int if it is an integer of any library, and not a bool; else None.
-
-    >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
-    (3, None, None, None)
-    """
-    if isinstance(value, int | torch.SymInt):  # symbols stay symbols
-        return None if isinstance(value, bool) else value  # type: ignore[return-value]
-    if getattr(value, "dtype", None) == torch.bool:  # torch would make an index of it
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):
-        return None
 
 
 def holds_integers(x: torch.Tensor) -> bool:
@@ -224,21 +207,3 @@ def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "di
             f"{where}{name}={dim} is out of range for a tensor of shape {tuple(shape)}.{hint}"
         )
     return value % len(shape)
-
-
-def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
-    """Return `rank` if it is one of the group, or raise ArgumentError."""
-    value = exact_int(rank)
-    if value is None or not 0 <= value < ranks:
-        raise ArgumentError(
-            f"{where}{name} must be a rank of the group, 0...{ranks - 1}; got {rank!r}."
-        )
-    return value
-
-
-def at_least(least: int, value: object, name: str) -> int:
-    """Return `value` as an int if it is an integer from `least` on, or raise ArgumentError."""
-    exact = exact_int(value)
-    if exact is None or exact < least:
-        raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
-    return exact

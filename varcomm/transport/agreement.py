@@ -48,7 +48,11 @@ _LENGTH, _HEAD = 1024, 8
 Calls = Sequence[Mapping[str, Any]]
 
 # Kinds of errors that ranks name to each other.
-_KINDS: dict[str, type[VarcommError]] = {name: getattr(errors, name) for name in errors.__all__}
+_KINDS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, VarcommError)
+}
 
 
 def agree(what: str, local: Callable[[], T], group: Group) -> T:

@@ -36,8 +36,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from varcomm.errors import ArgumentError, LaunchError, MissingPackageError
-from varcomm.sizes import at_least
+from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, at_least
 from varcomm.transport import environment
 from varcomm.transport.debug import checked_seconds
 from varcomm.transport.environment import Place

@@ -15,8 +15,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from varcomm.errors import GroupError
-from varcomm.sizes import at_least, checked_rank
+from varcomm.errors import GroupError, at_least, checked_rank
 from varcomm.transport.engine import Counts, Engine, Peers, Works
 from varcomm.transport.group import Group, forget_destroyed
 
