@@ -411,7 +411,10 @@ def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
             os.setpgid(0, 0)  # so that this rank ends with its children, and without other ranks
         parent = str(os.getppid())
     client = socket.socket(socket.AF_UNIX)
-    client.connect(f"{folder}/ranks")
+    try:
+        client.connect(f"{folder}/ranks")
+    except FileNotFoundError:  # the parent has given up
+        return
     connection: Connection[Any, Any] = Connection(client.detach())
     connection.send_bytes(pickle.dumps((place.rank, os.getpid())))
     watch = threading.Thread(
