@@ -50,6 +50,7 @@ PLACES = [
     (without(SBATCH, "SLURM_PROCID"), Place()),
     (SBATCH | {"SLURM_STEP_ID": str(0xFFFFFFFA)}, Place()),  # an interactive shell
     (TORCHRUN, Place(5, 8, 1, "env://", "torchrun")),
+    (TORCHRUN | {"SLURM_STEP_ID": "4294967290"}, Place(5, 8, 1, "env://", "torchrun")),
     (SRUN | TORCHRUN, Place(5, 8, 1, "env://", "torchrun")),
     (TORCHRUN | AGENT, Place(5, 8, 1, "env://", "torchrun", lasting_store=True)),
     ({"RANK": "0", "WORLD_SIZE": "1"} | AGENT, Place(0, 1, 0, None, "torchrun")),

@@ -223,8 +223,7 @@ def test_two_jobs_of_mpiexec_at_once(start):
 def test_ends_of_mpiexec(start):
     before = left_in_shared_memory()
     failed = start(
-        [*MPIEXEC, "2"],
-        TOTAL + "if world.rank == 1: raise ValueError('boom')\ndist.barrier()",
+        [*MPIEXEC, "2"], TOTAL + "if world.rank == 1: raise ValueError('boom')\ndist.barrier()"
     )
     assert failed.returncode != 0
     assert "ValueError: boom" in failed.stderr

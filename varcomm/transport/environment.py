@@ -33,36 +33,27 @@ class Place:
 
 
 class _Launcher(NamedTuple):
-    """Names of the variables of a launcher."""
+    """Names of the variables of a launcher; of several separated by spaces."""
 
     name: str
-    sign: str  # set if it has started this process
     rank: str
-    sizes: tuple[str, ...]  # the first that is set holds the number of ranks
+    sizes: str  # the first that is set holds the number of ranks
     local_rank: str
     local_size: str = ""  # ranks on this host
-    job: tuple[str, ...] = ()  # together they identify the job
-
-
-def _of_mpi(name: str, prefix: str, job: str) -> _Launcher:
-    rank, size = f"{prefix}RANK", (f"{prefix}SIZE",)
-    return _Launcher(name, rank, rank, size, f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE", (job,))
+    job: str = ""  # together they identify the job
 
 
 # SLURM is last because `mpirun` inside an allocation starts its daemons by `srun`, whose variables
 # the ranks inherit. A step of SLURM may have fewer tasks and hosts than its job.
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_MVAPICH2 = [f"MV2_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_TASKS, _STEP = "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_JOB_ID SLURM_STEP_ID"
 _LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "RANK", ("WORLD_SIZE",), "LOCAL_RANK"),
-    _of_mpi("Open MPI", "OMPI_COMM_WORLD_", "PMIX_NAMESPACE"),
-    _of_mpi("MVAPICH2", "MV2_COMM_WORLD_", "PMI_PORT"),
-    _Launcher(
-        *("MPICH", "MPI_LOCALRANKID", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID"),
-        *("MPI_LOCALNRANKS", ("PMI_PORT",)),
-    ),
-    _Launcher(
-        *("SLURM", "SLURM_PROCID", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
-        *("SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    ),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    _Launcher("Open MPI", *_OPEN_MPI, "PMIX_NAMESPACE"),
+    _Launcher("MVAPICH2", *_MVAPICH2, "PMI_PORT"),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"),
+    _Launcher("SLURM", "SLURM_PROCID", _TASKS, "SLURM_LOCALID", job=_STEP),
 )
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
@@ -99,7 +90,8 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
                 "Export both, or neither to run as one rank."
             )
         return Place()
-    size_name = next((name for name in launcher.sizes if name in environ), launcher.sizes[-1])
+    *first, last = launcher.sizes.split()
+    size_name = next((name for name in first if name in environ), last)
     rank, size = _integer(environ, launcher.rank), _integer(environ, size_name)
     if rank >= size:
         raise LaunchError(
@@ -113,9 +105,12 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
 
 
 def _has_started(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
-    if launcher.sign not in environ or launcher.name != "SLURM":
-        return launcher.sign in environ
-    return 0 <= _integer(environ, "SLURM_STEP_ID", -1) < _FIRST_SPECIAL_STEP
+    # SLURM sets PMI_RANK too
+    sign = launcher.local_rank if launcher.name == "MPICH" else launcher.rank
+    if sign not in environ or launcher.name != "SLURM":
+        return sign in environ
+    step = _integer(environ, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
+    return step < _FIRST_SPECIAL_STEP
 
 
 def _meeting_point(
@@ -150,7 +145,7 @@ def _meeting_point(
             f"{launcher.name} started {size} ranks on several hosts, but does not say where rank 0 "
             "is. Export MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
         )
-    job = ".".join(environ.get(name, "") for name in launcher.job)
+    job = ".".join(environ.get(name, "") for name in launcher.job.split())
     derived = 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
     port = _integer(environ, "MASTER_PORT", derived)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

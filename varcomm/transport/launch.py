@@ -149,11 +149,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        timeout: float | timedelta = 300.0,
-        *,
-        backend: str | None = "gloo",
+        self, world_size: int, timeout: float | timedelta = 300.0, *, backend: str | None = "gloo"
     ) -> None:
         self.world_size = at_least(1, world_size, "world_size")
         self.timeout = checked_seconds(timeout)

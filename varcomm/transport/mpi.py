@@ -20,7 +20,7 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate
@@ -71,8 +71,8 @@ class MPIEngine(Engine):
         """Send the shard to all others, and receive theirs into `out`: no copies."""
         own, total = counts[group.rank], sum(counts)
         if group.size < _MANY_RANKS or total > _FEW_BYTES:
-            ends, places = [own] * group.size, _places(counts)
-            return _exchange("all_gather", group, out, data, counts, places, ends, [0] * group.size)
+            to_all, start = [own] * group.size, [0] * group.size
+            return _exchange("all_gather", group, out, data, counts, to_all, start)
         comm, places = _communicator(group), _places(counts)
         in_place = data.data_ptr() == out.data_ptr() + places[group.rank]
         sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
@@ -84,7 +84,7 @@ class MPIEngine(Engine):
         self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
     ) -> Works:
         """Send and receive between ranks that have bytes for each other."""
-        return _exchange("exchange", group, out, data, recv, _places(recv), send, _places(send))
+        return _exchange("exchange", group, out, data, recv, send, _places(send))
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         """Run MPI's own broadcast, a tree."""
@@ -104,17 +104,10 @@ def _places(counts: Counts) -> list[int]:
 
 
 def _exchange(
-    name: str,
-    group: Group,
-    out: Tensor,
-    data: Tensor,
-    recv: Counts,
-    places: Sequence[int],
-    send: Counts,
-    starts: Sequence[int],
-) -> list[_Messages]:
+    name: str, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, starts: Counts
+) -> Works:
     """Start to receive and to send the pieces that have bytes, and copy this rank's own piece."""
-    comm, rank = _communicator(group), group.rank
+    comm, rank, places = _communicator(group), group.rank, _places(recv)
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
     _settle(data)

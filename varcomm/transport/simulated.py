@@ -72,13 +72,7 @@ class Simulated(Engine):
 
 
 def _kept(
-    schedule: Schedule,
-    group: Group,
-    out: Tensor,
-    data: Tensor,
-    recv: Counts,
-    send: Counts,
-    start: int,
+    kind: Schedule, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, start: int
 ) -> Works:
     """Record the transfer, and fill `out` with this rank's own bytes and zeros."""
 
@@ -87,7 +81,7 @@ def _kept(
 
     for found in _listening:
         counts = without_own(send), without_own(recv)
-        found.append(Transfer(schedule, group.rank, group.ranks, *counts))
+        found.append(Transfer(kind, group.rank, group.ranks, *counts))
     own, place = recv[group.rank], sum(recv[: group.rank])
     out[:place].zero_()
     out[place + own :].zero_()
