@@ -467,7 +467,8 @@ def _importing_module() -> str | None:
 
 def _attempt(step: Callable[..., Any], *args: Any) -> bytes:
     """Return the pickled report of a step, with its result or its exception."""
-    failure, payload = None, None
+    failure: str | None = None
+    payload: bytes | None = None
     try:
         result = step(*args)
         failure = f"its result, of type {type(result).__qualname__}, cannot be pickled: "

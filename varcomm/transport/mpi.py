@@ -111,8 +111,8 @@ def _exchange(
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
     _settle(data)
-    receiving = comm.Irecv, arriving, places, recv
-    requests = []
+    receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
+    requests: list[Any] = []
     for begin, memory, at, counts in (receiving, (comm.Isend, leaving, starts, send)):
         for peer in others:
             if counts[peer]:
