@@ -77,7 +77,8 @@ def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
     if group.size == 1 or (group.size < world.size and bound):
         return None
     lanes = _lanes(group)
-    if free := set.intersection(*(set(offer["free"]) for offer in offers)):
+    free: set[int] = set.intersection(*(set(offer["free"]) for offer in offers))
+    if free:
         lanes[min(free)].taken = True
         return lanes[min(free)]
     kind = _kind(group)
