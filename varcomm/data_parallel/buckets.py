@@ -14,7 +14,7 @@ from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.trace import span
+from varcomm.transport.engine import span
 
 __all__ = [
     "BUCKET_BYTES",

@@ -34,9 +34,8 @@ from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import EngineFailure, Pending, engine_for
+from varcomm.transport.engine import EngineFailure, Pending, engine_for, span
 from varcomm.transport.group import Group, named
-from varcomm.transport.trace import span
 
 __all__ = [
     "Operator",

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from varcomm.transport.engine import EngineFailure, Peers, Work, engine_for
+from varcomm.transport.engine import EngineFailure, Peers, Work, engine_for, note
 from varcomm.transport.group import Group
-from varcomm.transport.trace import note
 
 __all__ = [
     "all_gather",

@@ -14,8 +14,7 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import in_graph, refuse_vmap
-from varcomm.transport.agreement import compare, debugging, share
-from varcomm.transport.announce import announce
+from varcomm.transport.agreement import announce, compare, debugging, share
 from varcomm.transport.group import Group
 
 __all__ = ["RootInput", "root_input"]
