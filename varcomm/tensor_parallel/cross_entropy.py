@@ -18,10 +18,11 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_shard, checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import apply, checking, refuse_linearize
+from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_sizes, exact_int
-from varcomm.tensor_parallel.class_statistics import Statistics, computed_in
-from varcomm.tensor_parallel.layout import checked_number
+from varcomm.tensor_parallel.class_statistics import Statistics
+from varcomm.tensor_parallel.layout import checked_choice, checked_number
 from varcomm.tensor_parallel.linear import autocast, checked_operands, refuse_vmap
 from varcomm.tensor_parallel.mappings import shard_sizes
 from varcomm.transport.agreement import compare, debugging
@@ -123,12 +124,11 @@ def vocab_parallel_cross_entropy(
         options.check(where)
     asked = shard_sizes(name, logits, sizes, -1, ranks)
     with checking(name, ranks) as where:
-        _check_floats(logits, where, "logits", 1)
-        what = f"the last dimension of logits, of shape {tuple(logits.shape)},"
-        known = _checked_sizes(asked, logits.shape[-1], what, ranks, where)
+        _check_floats(logits, "logits", where)
+        known = _checked_sizes(asked, logits, -1, "logits", ranks, where)
         target = _checked_targets(target, logits[..., :0], known, options, name, ranks, where)
         _check_weights(weight, "weight", logits.device, known, where)
-    dtype = computed_in(logits.dtype)
+    dtype = accumulation_dtype(logits.dtype, use_fp32=True)
     return _Targets(name, target, known, weight, options, dtype, ranks).loss(logits)
 
 
@@ -218,10 +218,9 @@ def linear_cross_entropy(
             raise ArgumentError(f"{where}chunk_rows must be a positive int; got {chunk_rows!r}.")
     asked = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks) as where:
-        _check_floats(hidden, where, "hidden", 1)
+        _check_floats(hidden, "hidden", where)
         checked_operands(hidden, weight, bias, where, "hidden")
-        what = f"weight, of shape {tuple(weight.shape)},"
-        known = _checked_sizes(asked, weight.shape[0], what, ranks, where)
+        known = _checked_sizes(asked, weight, 0, "weight", ranks, where)
         like = hidden[..., :0]
         if sequence_sizes is not None:
             parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
@@ -229,7 +228,7 @@ def linear_cross_entropy(
         target = _checked_targets(target, like, known, options, name, ranks, where)
         _check_weights(class_weight, "class_weight", hidden.device, known, where)
     hidden, weight, bias = autocast(hidden, weight, bias)
-    dtype = computed_in(hidden.dtype)
+    dtype = accumulation_dtype(hidden.dtype, use_fp32=True)
     targets = _Targets(name, target, known, class_weight, options, dtype, ranks)
     if sequence_sizes is not None:
         hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
@@ -279,19 +278,13 @@ class _Options:
 
     def check(self, where: str) -> None:
         """Raise ArgumentError if one of them is wrong."""
-        smoothing, z_loss = self.label_smoothing, self.z_loss
-        checked_number(
-            smoothing, "label_smoothing", where, "a number in [0, 1)", lambda s: 0 <= s < 1
-        )
-        checked_number(z_loss, "z_loss", where, "a finite number from 0", lambda z: 0 <= z < inf)
+        of_one, of_z = "a number in [0, 1)", "a finite number from 0"
+        checked_number(self.label_smoothing, "label_smoothing", where, of_one, lambda s: 0 <= s < 1)
+        checked_number(self.z_loss, "z_loss", where, of_z, lambda z: 0 <= z < inf)
         if exact_int(self.ignore_index) is None:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
-        for name, kind in (("reduction", Reduction), ("smooth_over", SmoothOver)):
-            if getattr(self, name) not in get_args(kind):
-                allowed = ", ".join(map(repr, get_args(kind)))
-                raise ArgumentError(
-                    f"{where}{name} must be one of {allowed}; got {getattr(self, name)!r}."
-                )
+        checked_choice(self.reduction, "reduction", where, get_args(Reduction))
+        checked_choice(self.smooth_over, "smooth_over", where, get_args(SmoothOver))
 
 
 class _Targets:
@@ -314,7 +307,7 @@ class _Targets:
     ) -> None:
         self.options, self.group = options, group
         if not torch.compiler.is_compiling() and debugging():
-            call: dict[str, Any] = {
+            call = {
                 "operation": name,
                 "sizes": list(sizes),
                 "options": repr(options),
@@ -326,26 +319,25 @@ class _Targets:
         smoothing, classes = float(options.label_smoothing), sizes.total
         sharing = classes if options.smooth_over == "all" else max(classes - 1, 1)
         self.share = smoothing / sharing
-        own = 1 - smoothing - (0 if options.smooth_over == "all" else self.share)
+        own_mass = 1 - smoothing - (0 if options.smooth_over == "all" else self.share)
 
         self.ignored = target == options.ignore_index
         target = target.masked_fill(self.ignored, 0)
         weights = None if weight is None else weight.detach().to(dtype)
         counted = torch.ones_like(target, dtype=dtype) if weights is None else weights[target]
         self.counted = counted.masked_fill(self.ignored, 0)
-        self.q = own * self.counted
+        self.q = own_mass * self.counted
 
-        ends = torch.tensor(list(sizes), device=target.device).cumsum(0)
-        self.owner = torch.bucketize(target, ends, right=True)
-        first, columns = sizes.offsets[group.rank], sizes[group.rank]
+        lengths = torch.tensor(list(sizes), device=target.device)
+        self.owner = torch.bucketize(target, lengths.cumsum(0), right=True)
+        own = sizes.range(group.rank)
         mine = self.owner == group.rank
         self.local_q = self.q.masked_fill(~mine, 0)
-        self.column = (target - first).masked_fill(~mine, 0)
-        if weights is None:
-            self.local_weights: tuple[torch.Tensor, ...] = ()
-            self.of_shards = torch.tensor(list(sizes), dtype=dtype, device=target.device)
-        else:
-            self.local_weights = (weights[first : first + columns],)
+        self.column = (target - own.start).masked_fill(~mine, 0)
+        self.local_weights: tuple[torch.Tensor, ...] = ()
+        self.of_shards = lengths.to(dtype)
+        if weights is not None:
+            self.local_weights = (weights[own.start : own.stop],)
             self.of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
 
     def loss(
@@ -368,10 +360,10 @@ class _Targets:
         ranks = self.group.size
         gather = ReplicatedGather(self.group, (len(own),) * ranks, 0, use_fp32=True)
         of_ranks = apply(gather, own).unflatten(0, (ranks, len(own)))
-        return self._reduced(self._of_tokens(*of_ranks.unbind(1)))
+        return self._reduced(*of_ranks.unbind(1))
 
-    def _of_tokens(self, top: torch.Tensor, log: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each token from (P, *T) statistics."""
+    def _reduced(self, top: torch.Tensor, log: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return the loss from (P, *T) statistics."""
         top = top.detach()
         # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
         # are used; `above` from their sum would be rounded.
@@ -384,23 +376,19 @@ class _Targets:
             loss = loss + self.share * (shares * above).sum(0)
         if self.options.z_loss:
             loss = loss + self.options.z_loss * (peak + rest) ** 2
-        return loss.masked_fill(self.ignored, 0)
-
-    def _reduced(self, loss: torch.Tensor) -> torch.Tensor:
+        loss = loss.masked_fill(self.ignored, 0)
         if self.options.reduction == "none":
             return loss
         total = loss.sum()
         return total if self.options.reduction == "sum" else total / self.counted.sum()
 
 
-def _check_floats(x: torch.Tensor, where: str, name: str, least: int) -> None:
+def _check_floats(x: torch.Tensor, name: str, where: str) -> None:
     checked_tensor(x, where, name)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
-    if x.dim() < least:
-        raise ArgumentError(
-            f"{where}{name} must have at least {least} dimensions; got shape {tuple(x.shape)}."
-        )
+    if x.dim() == 0:
+        raise ArgumentError(f"{where}{name} must have at least 1 dimension; got a scalar.")
 
 
 def _check_device(x: torch.Tensor, device: torch.device, name: str, where: str) -> None:
@@ -409,14 +397,15 @@ def _check_device(x: torch.Tensor, device: torch.device, name: str, where: str) 
 
 
 def _checked_sizes(
-    sizes: Sequence[int], columns: int, what: str, group: Group, where: str
+    sizes: Sequence[int], x: torch.Tensor, dim: int, name: str, group: Group, where: str
 ) -> ShardSizes:
-    """Return `sizes` if this rank's entry is the number of its columns."""
+    """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
     known = ShardSizes(checked_sizes(sizes, "sizes", group.size, where))
-    if known[group.rank] != columns:
+    if known[group.rank] != x.shape[dim]:
         raise ArgumentError(
-            f"{where}{what} is for {columns} classes, but sizes[{group.rank}] is "
-            f"{known[group.rank]} (sizes {list(known)}). Pass the number of classes of each rank."
+            f"{where}{name}, of shape {tuple(x.shape)}, is for {x.shape[dim]} classes, but "
+            f"sizes[{group.rank}] is {known[group.rank]} (sizes {list(known)}). Pass the number of "
+            "classes of each rank."
         )
     if known.total == 0:
         raise ArgumentError(f"{where}sizes sum to 0: there are no classes (sizes {list(known)}).")
@@ -428,7 +417,7 @@ def _check_weights(
 ) -> None:
     if weight is None:
         return
-    _check_floats(weight, where, name, 1)
+    _check_floats(weight, name, where)
     if weight.shape != (sizes.total,):
         raise ArgumentError(
             f"{where}{name} must have one entry per class, {sizes.total} (sizes {list(sizes)}); "

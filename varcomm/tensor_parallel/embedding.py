@@ -7,7 +7,7 @@ compiled graphs, and the ids are checked when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -32,6 +32,7 @@ from varcomm.tensor_parallel.layout import (
     ShardedModule,
     agreed,
     check_plain,
+    checked_choice,
     module_seed,
 )
 from varcomm.tensor_parallel.mappings import (
@@ -134,7 +135,7 @@ def vocab_parallel_embedding(
     with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
         _check_table(weight, owned, 0, ranks, where)
         _check_ids(ids, weight, where)
-        _check_method(method, where)
+        checked_choice(method, "method", where, _METHODS)
         padding = _checked_padding(padding_idx, sum(owned), where)
         if input_is_parallel:
             checked_dim(0, ids.shape, where)
@@ -453,11 +454,6 @@ def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
     return value % total
 
 
-def _check_method(method: str, where: str) -> None:
-    if method not in _METHODS:
-        raise ArgumentError(f"{where}method must be one of {list(_METHODS)}; got {method!r}.")
-
-
 def _normal(tensor: torch.Tensor, generator: torch.Generator) -> None:
     tensor.normal_(generator=generator)
 
@@ -466,17 +462,22 @@ class _ParallelEmbedding(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
 
     weight: torch.nn.Parameter
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
 
     def __init__(
         self,
         layout: Layout,
         padding_idx: int | None,
         max_norm: float | None,
-        options: Callable[[], dict[str, Any]],
+        flags: dict[str, bool],
+        method: str = "auto",
     ) -> None:
         super().__init__()
 
         def more() -> dict[str, Any]:
+            checked_choice(method, "method", "", _METHODS)
             if max_norm is not None:
                 raise ArgumentError(
                     "max_norm is refused: a lookup would overwrite rows of the table while "
@@ -485,12 +486,9 @@ class _ParallelEmbedding(ShardedModule):
             if len(self.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {layout.sizes!r}.")
             padding = _checked_padding(padding_idx, layout.shape[0], "")
-            return {"padding_idx": None if padding < 0 else padding, **options()}
+            return {"method": method, "padding_idx": None if padding < 0 else padding}
 
-        checked, seed = self._agree(layout, more)
-        self.num_embeddings, self.embedding_dim = (checked[name] for name in layout.names)
-        self.padding_idx: int | None = checked["padding_idx"]
-        self.sequence_sizes: ShardSizes | None = checked["sequence_sizes"]
+        seed = self._agree(layout, flags, more)
         self._layout = replace(layout, init=layout.init or _normal)
         # a device may be missing or full on one rank, and `init` is the caller's
         self.weight = agree(
@@ -543,7 +541,7 @@ class _ParallelEmbedding(ShardedModule):
                 **options,
             )
         layer._layout = replace(layer._layout, device=embedding.weight.device)
-        layer.weight = layer._own(embedding.weight, layer.spec)
+        layer.weight = layer._own("weight", embedding.weight)
         return layer.train(embedding.training)
 
     def to_embedding(self) -> torch.nn.Embedding:
@@ -616,6 +614,10 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
     """
 
+    sequence_sizes: Sequence[int] | None
+    method: str
+    input_is_parallel: bool
+
     def __init__(
         self,
         num_embeddings: int,
@@ -633,13 +635,8 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     ) -> None:
         shape = (num_embeddings, embedding_dim)
         layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
-
-        def options() -> dict[str, Any]:
-            _check_method(method, "")
-            return {"method": method, **self._checked({"input_is_parallel": input_is_parallel})}
-
-        super().__init__(layout, padding_idx, max_norm, options)
-        self.method, self.input_is_parallel = method, input_is_parallel
+        flags = {"input_is_parallel": input_is_parallel}
+        super().__init__(layout, padding_idx, max_norm, flags, method)
 
     def forward(
         self, ids: torch.Tensor, sequence_sizes: Sequence[int] | None = None
@@ -718,6 +715,8 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))
     """
 
+    gather_output: bool
+
     def __init__(
         self,
         num_embeddings: int,
@@ -733,12 +732,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     ) -> None:
         shape = (num_embeddings, embedding_dim)
         layout = Layout(_NAMES, shape, 1, sizes, None, init, group, device, dtype)
-
-        def options() -> dict[str, Any]:
-            return self._checked({"gather_output": gather_output})
-
-        super().__init__(layout, padding_idx, max_norm, options)
-        self.gather_output = gather_output
+        super().__init__(layout, padding_idx, max_norm, {"gather_output": gather_output})
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up `ids`, which are identical on all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ __all__ = [
     "Sizes",
     "agreed",
     "check_plain",
+    "checked_choice",
     "checked_number",
     "module_seed",
     "param_is_not_tensor_parallel_duplicate",
@@ -33,8 +34,6 @@ __all__ = [
 
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
-
-_MARKS = "_varcomm_shard_specs"
 
 
 def agreed(
@@ -77,8 +76,14 @@ def checked_number(
         raise ArgumentError(f"{where}{name} must be {kind}; got {value!r}.")
 
 
+def checked_choice(value: object, name: str, where: str, choices: Sequence[str]) -> None:
+    """Raise ArgumentError unless `value` is one of the choices."""
+    if value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ArgumentError(f"{where}{name} must be one of {allowed}; got {value!r}.")
+
+
 def _random_seed() -> int:
-    """Return a seed from torch's default CPU generator."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
@@ -155,65 +160,59 @@ class ShardedModule(nn.Module):
     """
 
     spec: ShardSpec
+    _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
 
     @property
     def group(self) -> Group:
         """The ranks that share the weight."""
         return self.spec.group
 
-    def _agree(self, layout: Layout, more: Callable[[], dict[str, Any]]) -> tuple[Any, int]:
-        """Return all checked arguments and a seed, and set `spec`; collective."""
+    def _agree(
+        self,
+        layout: Layout,
+        flags: Mapping[str, object],
+        more: Callable[[], Mapping[str, Any]] = dict,
+    ) -> int:
+        """Check all arguments and keep them as attributes; return a seed. Collective."""
 
         def check() -> dict[str, Any]:
             self.spec, found = layout.checked()
-            return found | more()
+            for name, value in flags.items():
+                checked_flag(value, name, "")
+            return {**found, **flags, **more()}
 
-        return agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
+        checked, seed = agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
+        for name in checked.keys() - {"sizes", "dtype", "an init", "bias", "allocate_weight"}:
+            setattr(self, name, checked[name])
+        return int(seed)
 
-    @staticmethod
-    def _checked(flags: Mapping[str, object]) -> dict[str, Any]:
-        for name, value in flags.items():
-            checked_flag(value, name, "")
-        return dict(flags)
-
-    def _own(self, whole: torch.Tensor, spec: ShardSpec | None) -> nn.Parameter:
-        """Return this rank's shard of a full parameter, in memory of its own."""
+    def _own(self, name: str, whole: torch.Tensor) -> nn.Parameter:
+        """Return this rank's part of a full parameter, in memory of its own."""
+        spec = self.spec if name in self._sharded else None
         own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
         parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
         return parameter if spec is None else mark(parameter, spec)
 
-    def _marks(self) -> dict[str, ShardSpec]:
-        named = self._parameters.items()
-        specs = {name: shard_spec(param) for name, param in named if param is not None}
-        return {name: spec for name, spec in specs.items() if spec is not None}
-
-    def _mark(self, marks: dict[str, ShardSpec]) -> None:
-        for name, spec in marks.items():
-            param = self._parameters[name]
-            if param is not None:
-                mark(param, spec)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, _MARKS: self._marks()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        marks = state.pop(_MARKS)
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark(marks)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        marks = self._marks()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark(marks)
+    def _mark(self) -> Self:
+        for name in self._sharded:
+            parameter = getattr(self, name)
+            if parameter is not None:
+                mark(parameter, self.spec)
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return super()._apply(fn, recurse)._mark()  # type: ignore[no-untyped-call, no-any-return]
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        marks = self._marks()
         super()._load_from_state_dict(*args, **kwargs)
-        self._mark(marks)
+        self._mark()
 
 
-def check_plain(layer: nn.Module, kind: type[nn.Module], name: str) -> dict[str, Any]:
+def check_plain(layer: nn.Module, kind: Any, name: str) -> dict[str, Any]:
     """Return digests of the parameters of a plain torch layer that is to be replaced.
 
     Raises ArgumentError if `layer` is not of this kind, or has hooks, a parametrization or its own
@@ -222,17 +221,14 @@ def check_plain(layer: nn.Module, kind: type[nn.Module], name: str) -> dict[str,
     if not isinstance(layer, kind):
         got = type(layer).__name__
         raise ArgumentError(f"{name} must be a torch.nn.{kind.__name__}; got {got}.")
-    hooks = (
-        layer._forward_pre_hooks,
-        layer._forward_hooks,
-        layer._backward_pre_hooks,
-        layer._backward_hooks,
-    )
+    # dictionaries that are empty in a plain layer, as those of hooks are
+    plain = vars(kind(1, 1, device="meta"))
+    state = [name for name, usual in plain.items() if usual == {} and vars(layer).get(name)]
     lost = None
     if parametrize.is_parametrized(layer):
         lost = "a parametrization"
-    elif any(hooks):
-        lost = "hooks"
+    elif state:
+        lost = f"hooks or other state ({', '.join(state)})"
     elif type(layer).forward is not kind.forward:
         lost = "a forward of its own"
     if lost is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from inspect import signature
 from math import prod, sqrt
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -23,10 +23,16 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, begin, checking, in_forward_mode
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
-from varcomm.sharding import ShardSpec
 from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.init import Fill
-from varcomm.tensor_parallel.layout import Layout, ShardedModule, Sizes, agreed, check_plain
+from varcomm.tensor_parallel.layout import (
+    Layout,
+    ShardedModule,
+    Sizes,
+    agreed,
+    check_plain,
+    checked_choice,
+)
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -54,6 +60,8 @@ Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 Before = ReplicatedUse | AllGatherV
 After = ReplicatedSum | ReduceScatterV
 
+_SAVED = ("input", "gathered")
+
 
 def column_parallel_linear(
     x: torch.Tensor,
@@ -75,8 +83,8 @@ def column_parallel_linear(
         Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
         ``(sequence_sizes[rank], *F, K)``.
     weight : torch.Tensor
-        This rank's rows of the weight, ``(sizes[rank], K)``. If it has an attribute ``main_grad``,
-        ``backward()`` adds its gradient to that, in its dtype, and not to ``weight.grad``.
+        This rank's rows of the weight, ``(sizes[rank], K)``. ``backward()`` adds its gradient to an
+        attribute ``main_grad`` if there is one, in its dtype, and not to ``weight.grad``.
     bias : torch.Tensor, optional
         This rank's part of the bias, ``(sizes[rank],)``.
     sizes : sequence of int, optional
@@ -106,14 +114,13 @@ def column_parallel_linear(
     Notes
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
-    Derivatives are of any order. ``torch.autocast`` works as for ``torch.nn.functional.linear``.
 
-    Communication: with `sequence_sizes` every rank sends its rows of `x` to every other rank while
-    it multiplies its own, and again in backward with ``save="input"``. `gather_output` sends the
-    outputs. In backward an all-reduce or reduce-scatter of the gradient of `x` travels while the
-    gradient of `weight` is computed. Nothing is kept or sent for operands without a gradient.
+    Communication: with `sequence_sizes` an all-gather of `x`, while own rows are multiplied, again
+    in backward with ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient
+    of `x`, while that of `weight` is computed. Operands without a gradient cause neither.
 
-    In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``.
+    In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``, also
+    under ``torch.autocast``.
 
     Examples
     --------
@@ -129,7 +136,7 @@ def column_parallel_linear(
     flags = {"gather_output": gather_output, "use_fp32": use_fp32}
     with checking("column_parallel_linear", ranks, **flags) as where:
         checked_operands(x, weight, bias, where)
-        _check_save(save, where)
+        checked_choice(save, "save", where, _SAVED)
         _check_sizes(weight, sizes, 0, ranks, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
         sink = _gradient_sink(weight, where)
@@ -297,7 +304,9 @@ class _Product(torch.autograd.Function):
         gradient, of_token, _ = gradients
         x, rows, weight, token = ctx.saved_tensors
         if torch.is_grad_enabled():
-            of_bias = _of_replicated_bias(ctx.after, gradient) if ctx.of_bias else None
+            of_bias = gradient.sum(0) if ctx.of_bias else None
+            if of_bias is not None and isinstance(ctx.after, ReduceScatterV):  # of own rows only
+                of_bias = apply(ReplicatedSum(ctx.after.group, ctx.after.use_fp32), of_bias)
             rows, gradient, of_x = _recorded(ctx, gradient, x, weight, token + of_token)
             of_weight = _of_weight(ctx, gradient, rows)
         else:
@@ -397,14 +406,6 @@ def _of_weight(ctx: Any, gradient: torch.Tensor, rows: torch.Tensor | None) -> t
     if ctx.sink_dtype is not None:
         gradient, rows = gradient.to(ctx.sink_dtype), rows.to(ctx.sink_dtype)
     return gradient.T @ rows.conj()
-
-
-def _of_replicated_bias(after: After | None, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a bias, differentiable; from own rows of a sequence, or from all."""
-    own = gradient.sum(0)
-    if not isinstance(after, ReduceScatterV):
-        return own
-    return apply(ReplicatedSum(after.group, after.use_fp32), own)
 
 
 def multiplied_while_gathered(
@@ -510,11 +511,6 @@ def checked_operands(
         raise ArgumentError(f"{where}{name} must be floats; got {x.dtype}.")
 
 
-def _check_save(save: str, where: str) -> None:
-    if save not in ("input", "gathered"):
-        raise ArgumentError(f'{where}save must be "input" or "gathered"; got {save!r}.')
-
-
 def _check_sizes(
     weight: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
 ) -> None:
@@ -583,22 +579,22 @@ def _dtype(operand: torch.Tensor) -> torch.dtype:
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
-    _dim: ClassVar[int]  # sharded dimension of the weight
-    _usual: ClassVar[dict[str, Any]]  # options that the repr leaves out
-
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    sequence_sizes: Sequence[int] | None
+    skip_bias_add: bool
+    use_fp32: bool
 
     def __init__(self, layout: Layout, flags: dict[str, bool], save: str = "input") -> None:
         super().__init__()
 
-        def options() -> dict[str, Any]:
-            _check_save(save, "")
-            return {**self._checked(flags), "save": save}
+        def more() -> dict[str, str]:
+            checked_choice(save, "save", "", _SAVED)
+            return {"save": save}
 
-        checked, seed = self._agree(layout, options)
-        self.out_features, self.in_features = (checked[name] for name in layout.names)
-        self.sequence_sizes = checked["sequence_sizes"]
+        seed = self._agree(layout, flags, more)
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
         def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
@@ -611,14 +607,11 @@ class _ParallelLinear(ShardedModule):
             if flags["allocate_weight"]:
                 self.weight = layout.draw(self.spec, layout.init or uniform, seed)
             if flags["bias"]:  # from another seed, so that it does not repeat the weight
-                self.bias = layout.draw(self._bias_spec, uniform, seed + 1, dims=1)
+                spec = self.spec if "bias" in self._sharded else None
+                self.bias = layout.draw(spec, uniform, seed + 1, dims=1)
 
         # a device may be missing or full on one rank, and `init` is the caller's
         agree(type(self).__name__, make, self.group)
-
-    @property
-    def _bias_spec(self) -> ShardSpec | None:
-        return self.spec if self._dim == 0 else None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
@@ -647,9 +640,9 @@ class _ParallelLinear(ShardedModule):
             dtype=linear.weight.dtype,
             **{"group": group, **options},
         )
-        made.weight = made._own(linear.weight, made.spec)
+        made.weight = made._own("weight", linear.weight)
         if linear.bias is not None:
-            made.bias = made._own(linear.bias, made._bias_spec)
+            made.bias = made._own("bias", linear.bias)
         return made.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -672,13 +665,11 @@ class _ParallelLinear(ShardedModule):
             device=weight.device,
             dtype=weight.dtype,
         )
-        with torch.no_grad():
-            linear.weight.copy_(self.spec.gather(weight.detach()))
-            linear.weight.requires_grad_(weight.requires_grad)
-            if self.bias is not None:
-                spec, bias = self._bias_spec, self.bias.detach()
-                linear.bias.copy_(bias if spec is None else spec.gather(bias))
-                linear.bias.requires_grad_(self.bias.requires_grad)
+        for name, own in self.named_parameters(recurse=False):
+            whole, values = linear.get_parameter(name), own.detach()
+            with torch.no_grad():
+                whole.copy_(self.spec.gather(values) if name in self._sharded else values)
+            whole.requires_grad_(own.requires_grad)
         return linear.train(self.training)
 
     def _weight(self, given: torch.Tensor | None, where: str) -> torch.Tensor:
@@ -698,8 +689,10 @@ class _ParallelLinear(ShardedModule):
         ]
         if self.sequence_sizes is not None:
             words.append(f"sequence_sizes={list(self.sequence_sizes)}")
-        options = ((name, getattr(self, name), usual) for name, usual in self._usual.items())
-        words += [f"{name}={value!r}" for name, value, usual in options if value != usual]
+        usual = signature(type(self)).parameters
+        for name in ("gather_output", "input_is_parallel", "skip_bias_add", "save", "use_fp32"):
+            if name in usual and getattr(self, name) != usual[name].default:
+                words.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(words)
 
 
@@ -718,23 +711,15 @@ class ColumnParallelLinear(_ParallelLinear):
     sizes : sequence of int, or of such sequences, optional
         Outputs per rank; zeros allowed; None is balanced. For several fused blocks (queries, keys
         and values; gate and up), those of each block: a rank has its part of every block.
-    gather_output : bool
-        Return all outputs, replicated.
-    sequence_sizes : sequence of int, optional
-        Rows of the input's first dimension per rank: sequence parallelism.
+    gather_output, sequence_sizes, save, use_fp32, group
+        As in :func:`column_parallel_linear`.
     init : callable, optional
         ``init(tensor, generator)`` draws elements of the weight in place, all from the same
         distribution; it is called for pieces. None draws as :class:`torch.nn.Linear` does.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     device, dtype : optional
         Device and dtype of the parameters.
     skip_bias_add : bool
         Return ``(output, bias)`` and leave the addition to the caller.
-    save : {"input", "gathered"}
-        Tensor that backward keeps in sequence parallelism; see :func:`column_parallel_linear`.
-    use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once.
     allocate_weight : bool
         Whether the layer has its own weight; otherwise each call passes one, as tied heads do.
 
@@ -773,13 +758,10 @@ class ColumnParallelLinear(_ParallelLinear):
     (True, [4, 3])
     """
 
-    _dim = 0
-    _usual: ClassVar[dict[str, Any]] = {
-        "gather_output": False,
-        "skip_bias_add": False,
-        "save": "input",
-        "use_fp32": True,
-    }
+    _sharded = ("weight", "bias")
+
+    gather_output: bool
+    save: Literal["input", "gathered"]
 
     def __init__(
         self,
@@ -809,8 +791,6 @@ class ColumnParallelLinear(_ParallelLinear):
             "allocate_weight": allocate_weight,
         }
         super().__init__(layout, flags, save)
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.save, self.use_fp32 = save, use_fp32
 
     def forward(
         self,
@@ -837,18 +817,17 @@ class ColumnParallelLinear(_ParallelLinear):
             use_fp32=self.use_fp32,
             group=self.group.process_group,
         )
-        bias: torch.Tensor | None = self.bias
-        if gather:
-            y = self._gathered(y)
-            bias = bias if bias is None or not self.skip_bias_add else self._gathered(bias)
-        return (y, bias) if self.skip_bias_add else y
+        if not gather:
+            return (y, self.bias) if self.skip_bias_add else y
+        if not self.skip_bias_add:
+            return self._gathered(y)
+        return self._gathered(y), None if self.bias is None else self._gathered(self.bias)
 
     def _gathered(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return all outputs, in the order of the full layer."""
         sizes, pg = self.spec.sizes, self.group.process_group
-        return self.spec.ordered(
-            gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg), -1
-        )
+        whole = gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg)
+        return self.spec.ordered(whole, -1)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -862,11 +841,9 @@ class RowParallelLinear(_ParallelLinear):
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
-    input_is_parallel : bool
-        Whether calls pass this rank's inputs; otherwise all inputs, replicated.
-    sequence_sizes : sequence of int, optional
-        Rows of the output's first dimension per rank: sequence parallelism.
-    init, group, device, dtype, skip_bias_add, use_fp32, allocate_weight
+    input_is_parallel, sequence_sizes, use_fp32, group
+        As in :func:`row_parallel_linear`.
+    init, device, dtype, skip_bias_add, allocate_weight
         As in :class:`ColumnParallelLinear`.
 
     Attributes
@@ -895,12 +872,7 @@ class RowParallelLinear(_ParallelLinear):
     [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]
     """
 
-    _dim = 1
-    _usual: ClassVar[dict[str, Any]] = {
-        "input_is_parallel": True,
-        "skip_bias_add": False,
-        "use_fp32": True,
-    }
+    input_is_parallel: bool
 
     def __init__(
         self,
@@ -929,8 +901,6 @@ class RowParallelLinear(_ParallelLinear):
             "allocate_weight": allocate_weight,
         }
         super().__init__(layout, flags)
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.use_fp32 = use_fp32
 
     def forward(
         self,

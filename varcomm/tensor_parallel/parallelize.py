@@ -122,10 +122,9 @@ def parallelize(
     agreed(_WHAT, alike, ranks)
     for layer, names in in_place:
         _change(layer, names, ranks)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if name and id(layer) in made:
+            module.set_submodule(name, made[id(layer)])
     return made.get(id(module), module)
 
 
@@ -194,33 +193,23 @@ def _named(how: str | Make) -> str:
 
 def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Tie the parameters of new modules where those of the old ones were."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    names: dict[int, str] = {}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for prefix, layer in module.named_modules():
-        for name, param in layer._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((layer, name))
-                names.setdefault(id(param), f"{prefix}.{name}")
-    for key, shared in places.items():
-        new = [(made[id(layer)], name) for layer, name in shared if id(layer) in made]
+        for name, param in layer.named_parameters(recurse=False):
+            places.setdefault(param, []).append((layer, name, f"{prefix}.{name}"))
+    for shared in places.values():
+        new = [(made[id(layer)], name) for layer, name, _ in shared if id(layer) in made]
         if len(shared) == 1 or not new:
             continue
-        params = [layer._parameters.get(name) for layer, name in new]
-        first = params[0]
-        for param in params:
-            if (
-                len(new) < len(shared)
-                or first is None
-                or param is None
-                or param.shape != first.shape
-                or shard_spec(param) != shard_spec(first)
-            ):
-                raise ArgumentError(
-                    f"{names[key]} is shared with another module, which the plan does not shard "
-                    "in the same way. Shard both alike, or neither."
-                )
-        for layer, name in new[1:]:
-            layer._parameters[name] = first
+        params = [getattr(layer, name, None) for layer, name in new]
+        kinds = {None if p is None else (p.shape, shard_spec(p)) for p in params}
+        if len(new) < len(shared) or len(kinds) > 1 or None in kinds:
+            raise ArgumentError(
+                f"{shared[0][2]} is shared with another module, which the plan does not shard "
+                "in the same way. Shard both alike, or neither."
+            )
+        for layer, name in new:
+            layer.register_parameter(name, params[0])
 
 
 def sequence_parallel(module: M, group: GroupLike = None) -> M:
@@ -282,8 +271,8 @@ def _agreed_parameters(module: Any, group: Group) -> list[str]:
             raise ArgumentError(
                 f"the gradients of this {type(module).__name__} are summed already. Do it once."
             )
-        params = {name: p for name, p in module._parameters.items() if p is not None}
-        return {name: (digest(p), p.requires_grad) for name, p in params.items()}
+        params = module.named_parameters(recurse=False, remove_duplicate=False)
+        return {name: (digest(p), p.requires_grad) for name, p in params}
 
     return list(agreed("sequence_parallel", check, group)[0])
 
