@@ -18,17 +18,6 @@ import torch
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.tensor_parallel.linear import refuse_vmap
 
-__all__ = [
-    "Chunks",
-    "Gradients",
-    "Product",
-    "RowMap",
-    "Tensors",
-    "Values",
-    "in_chunks",
-    "pulled_back",
-]
-
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -74,9 +63,15 @@ class RowMap:
         """Return the gradients of the needed inputs from those `of` the outputs."""
         if self.adjoint is not None:
             return self.adjoint(rows, shared, Gradients(kept, of, needed))
-        outputs, inputs = self._as_function(rows, shared, needed)
-        _, pull = torch.func.vjp(outputs, *inputs)
-        found = pull(of)
+        everything = (*rows, *shared)
+
+        def outputs(*inputs: torch.Tensor) -> Tensors:
+            own = iter(inputs)
+            given = tuple(next(own) if c else x for x, c in zip(everything, needed, strict=True))
+            return self._outputs(given[: len(rows)], given[len(rows) :])
+
+        chosen = (x for x, flag in zip(everything, needed, strict=True) if flag)
+        found = torch.func.vjp(outputs, *chosen)[1](of)
         count = sum(needed[: len(rows)])
         return found[:count], found[count:]
 
@@ -94,28 +89,15 @@ class RowMap:
             of_rows, of_shared = self.pulled_back(rows, shared, kept, of, moving)
             return (*of_rows, *map(_value, of_shared))
 
-        outputs = kept[self.constants :]
-        if self.adjoint is None:
-            results, sums = self.fn(rows, shared)
-            outputs = (*results[self.constants :], *map(_value, sums))
-        _, push = torch.func.vjp(pulled, *map(torch.zeros_like, outputs))
-        found = push(tangents)
+        outputs = self._outputs(rows, shared) if self.adjoint is None else kept[self.constants :]
+        found = torch.func.vjp(pulled, *map(torch.zeros_like, outputs))[1](tangents)
         count = self.results - self.constants
         return found[:count], found[count:]
 
-    def _as_function(
-        self, rows: Tensors, shared: Tensors, chosen: tuple[bool, ...]
-    ) -> tuple[Callable[..., Tensors], Tensors]:
-        """Return the outputs with a derivative as a function of the chosen inputs, and these."""
-        everything = (*rows, *shared)
-
-        def outputs(*inputs: torch.Tensor) -> Tensors:
-            own = iter(inputs)
-            given = [next(own) if c else x for x, c in zip(everything, chosen, strict=True)]
-            results, sums = self.fn(tuple(given[: len(rows)]), tuple(given[len(rows) :]))
-            return (*results[self.constants :], *map(_value, sums))
-
-        return outputs, tuple(x for x, c in zip(everything, chosen, strict=True) if c)
+    def _outputs(self, rows: Tensors, shared: Tensors) -> Tensors:
+        """Return the outputs with a derivative."""
+        results, sums = self.fn(rows, shared)
+        return (*results[self.constants :], *map(_value, sums))
 
 
 @dataclass(frozen=True)
@@ -169,8 +151,8 @@ class _InChunks(torch.autograd.Function):
                 dtypes.extend((x.a if isinstance(x, Product) else x).dtype for x in sums)
                 totals.extend(map(_first, sums))
             else:
-                for total, part in zip(totals, sums, strict=True):
-                    _add(total, part)
+                for total, added in zip(totals, sums, strict=True):
+                    _add(total, added)
 
         for index in chunks:
             collect(index)
@@ -206,7 +188,8 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        of, n = ctx.of, ctx.split
+        of: RowMap = ctx.of
+        n = ctx.split
         tensors, kept = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
         moving = tuple(tangent is not None for tangent in tangents[3:])
         of_rows = [tangent for tangent in tangents[3 : 3 + n] if tangent is not None]

@@ -31,8 +31,6 @@ from varcomm.tensor_parallel.chunked_rows import (
     pulled_back,
 )
 
-__all__ = ["Statistics"]
-
 
 @dataclass(frozen=True)
 class Statistics:

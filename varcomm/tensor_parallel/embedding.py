@@ -26,12 +26,10 @@ from varcomm.ops.replicated import ReplicatedSum
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, exact_int
-from varcomm.tensor_parallel.init import Fill
 from varcomm.tensor_parallel.layout import (
     Layout,
     ShardedModule,
     agreed,
-    check_plain,
     checked_choice,
     module_seed,
 )
@@ -73,13 +71,12 @@ def vocab_parallel_embedding(
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
-        Ids per rank; zeros allowed: rank 0 owns the first ``sizes[0]`` ids, and so on. None asks
-        all ranks, which costs a round of messages.
+        Ids per rank, rank 0 first; zeros allowed. None asks all ranks.
     padding_idx : int, optional
-        The id, counted over the full table, whose row gets no gradient.
+        The id, of all ids, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of the sequence, the first dimension of all ids, per rank; zeros allowed. None returns
-        all rows on all ranks or, with `input_is_parallel`, each rank's own.
+        Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows on all
+        ranks or, with `input_is_parallel`, each rank's own.
     method : {"auto", "masked", "indexed"}
         *masked*: every rank looks up the ids it owns, and the rows are summed over ranks.
         *indexed*: the row of each distinct id travels once from its owner to each rank that needs
@@ -108,27 +105,20 @@ def vocab_parallel_embedding(
     at every run; floats narrower than 4 bytes are summed in fp32.
 
     Communication: *masked* is an all-reduce of all rows and nothing in backward, or a
-    reduce-scatter, and an all-gather in backward. *indexed* sends each rank the rows of the
-    distinct ids that it needs and does not own; gradients of parts of the sequence return the same
-    way. Ids travel only with `input_is_parallel`, to every rank. Backward keeps ids, and no rows.
+    reduce-scatter, and an all-gather in backward. *indexed* sends rows of distinct ids, and their
+    gradients back if ranks have parts. Ids travel only with `input_is_parallel`.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
     Examples
     --------
-    Ids 0, 1, 2 are on rank 0, and 3, 4 on rank 1:
-
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import vocab_parallel_embedding
     >>> def fn(rank):
     ...     weight = torch.arange(5.0).view(5, 1)[[slice(0, 3), slice(3, 5)][rank]]
-    ...     whole = vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2])
-    ...     part = vocab_parallel_embedding(
-    ...         torch.tensor([4, 0, 4]), weight, [3, 2], sequence_sizes=[2, 1]
-    ...     )
-    ...     return whole.view(-1).tolist(), part.view(-1).tolist()
+    ...     return vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2]).view(-1)
     >>> varcomm.launch(fn, 2)
-    [([4.0, 0.0, 4.0], [4.0, 0.0]), ([4.0, 0.0, 4.0], [4.0])]
+    [tensor([4., 0., 4.]), tensor([4., 0., 4.])]
     """
     name, ranks = "vocab_parallel_embedding", resolve(group)
     owned = shard_sizes(name, weight, sizes, 0, ranks)
@@ -146,13 +136,14 @@ def vocab_parallel_embedding(
         sequence_sizes = shard_sizes(name, ids, sequence_sizes, 0, ranks, "sequence_sizes")
         ids = all_gather_v(ids, sequence_sizes, group=group)
     parts: tuple[int, ...] = ()
-    length: tuple[int, ...] = ids.shape[:1]
+    length = ids.shape[:1]
     with checking(name, ranks) as where:
         if sequence_sizes is not None:
             rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
-            parts, length = tuple(n * ids.shape[1:].numel() for n in rows), (rows[ranks.rank],)
-            first = sum(rows[: ranks.rank])
-            own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
+            parts = tuple(n * ids.shape[1:].numel() for n in rows)
+            mine = ShardSizes(rows).range(ranks.rank)
+            length = torch.Size([len(mine)])
+            own = own if input_is_parallel else ids[mine.start : mine.stop]
     flat = ids.reshape(-1).to(torch.int64)
     operator = _LookUp(ranks, flat, tuple(owned), padding, _METHODS.index(method), parts)
     found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])
@@ -177,10 +168,10 @@ def feature_parallel_embedding(
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed. None asks all ranks.
-    padding_idx, group
-        As in :func:`vocab_parallel_embedding`.
     gather_output : bool
         Whether the result has all columns, replicated, or this rank's only.
+    padding_idx, group
+        As in :func:`vocab_parallel_embedding`.
 
     Returns
     -------
@@ -190,8 +181,7 @@ def feature_parallel_embedding(
 
     Notes
     -----
-    Communication: with `gather_output` every rank sends its columns of the result to every other
-    rank; nothing in backward.
+    Communication: with `gather_output` an all-gather of the result; nothing in backward.
 
     In one process: ``torch.nn.functional.embedding(ids, weight)``.
 
@@ -458,6 +448,19 @@ def _normal(tensor: torch.Tensor, generator: torch.Generator) -> None:
     tensor.normal_(generator=generator)
 
 
+@dataclass(frozen=True)
+class _VocabLayout(Layout):
+    method: str = "auto"
+    input_is_parallel: bool = False
+
+    choices = {"method": _METHODS}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class _FeatureLayout(Layout):
+    gather_output: bool = True
+
+
 class _ParallelEmbedding(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
 
@@ -468,28 +471,31 @@ class _ParallelEmbedding(ShardedModule):
 
     def __init__(
         self,
-        layout: Layout,
-        padding_idx: int | None,
-        max_norm: float | None,
-        flags: dict[str, bool],
-        method: str = "auto",
+        num_embeddings: int,
+        embedding_dim: int,
+        sizes: Sequence[int] | None = None,
+        padding_idx: int | None = None,
+        max_norm: None = None,
+        *,
+        group: GroupLike = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        self._layout = self._kind(sizes, group, **options)
 
         def more() -> dict[str, Any]:
-            checked_choice(method, "method", "", _METHODS)
             if max_norm is not None:
                 raise ArgumentError(
                     "max_norm is refused: a lookup would overwrite rows of the table while "
                     "autograd uses them. Normalise the result, or the weight after the step."
                 )
             if len(self.spec.blocks) != 1:
-                raise ArgumentError(f"sizes must be one int per rank; got {layout.sizes!r}.")
-            padding = _checked_padding(padding_idx, layout.shape[0], "")
-            return {"method": method, "padding_idx": None if padding < 0 else padding}
+                raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
+            padding = _checked_padding(padding_idx, num_embeddings, "")
+            return {"padding_idx": None if padding < 0 else padding}
 
-        seed = self._agree(layout, flags, more)
-        self._layout = replace(layout, init=layout.init or _normal)
+        shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        seed = self._agree(self._layout, shape, more)
         # a device may be missing or full on one rank, and `init` is the caller's
         self.weight = agree(
             type(self).__name__, lambda: self._drawn(self._layout, seed), self.group
@@ -501,8 +507,8 @@ class _ParallelEmbedding(ShardedModule):
         return self.spec.blocks[0]
 
     def _drawn(self, layout: Layout, seed: int) -> torch.nn.Parameter:
-        assert layout.init is not None
-        parameter = layout.draw(self.spec, layout.init, seed)
+        shape = self.num_embeddings, self.embedding_dim
+        parameter = layout.draw(shape, self.spec, layout.init or _normal, seed)
         own = range(self.num_embeddings)
         if self.spec.dim == 0:
             own = self.sizes.range(self.group.rank)
@@ -519,21 +525,35 @@ class _ParallelEmbedding(ShardedModule):
             self.weight.copy_(self._drawn(now, seed))
 
     @classmethod
-    def _from(cls, embedding: torch.nn.Embedding, group: GroupLike, **options: Any) -> Self:
+    def from_embedding(
+        cls,
+        embedding: torch.nn.Embedding,
+        sizes: Sequence[int] | None = None,
+        *,
+        group: GroupLike = None,
+        **options: Any,
+    ) -> Self:
+        """Shard an embedding that is identical on all ranks; collective.
+
+        `options` are arguments of the constructor beside sizes of the table, padding_idx, max_norm,
+        init, device and dtype. All ranks raise ArgumentError if the embedding has options that a
+        sharded table has not, and DisagreementError if the weights differ.
+        """
+
         def check() -> dict[str, Any]:
-            digests = check_plain(embedding, torch.nn.Embedding, "embedding")
+            digests = cls._check_plain(embedding, torch.nn.Embedding, options, "embedding")
             words = ("max_norm", "scale_grad_by_freq", "sparse")
             if refused := [word for word in words if getattr(embedding, word)]:
                 raise ArgumentError(f"a sharded table has no {' and no '.join(refused)}.")
             return {**digests, "padding_idx": embedding.padding_idx}
 
-        kind: Any = cls
         # nothing is drawn here, so the caller's generator keeps its state
         with torch.random.fork_rng(devices=[]):
             agreed(f"{cls.__name__}.from_embedding", check, resolve(group))
-            layer: Self = kind(
+            layer = cls(
                 embedding.num_embeddings,
                 embedding.embedding_dim,
+                sizes,
                 padding_idx=embedding.padding_idx,
                 group=group,
                 device="meta",
@@ -558,9 +578,6 @@ class _ParallelEmbedding(ShardedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, sizes={list(self.sizes)}{padding}"
 
 
-_NAMES = ("num_embeddings", "embedding_dim")
-
-
 class VocabParallelEmbedding(_ParallelEmbedding):
     """Embedding whose rows are sharded by ids; the constructor is collective.
 
@@ -574,15 +591,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         The id, of all ids, whose row starts as zeros and gets no gradient.
     max_norm : None
         Refused: rows would be overwritten during the forward.
-    sequence_sizes, method, input_is_parallel
-        As in :func:`vocab_parallel_embedding`.
-    init : callable, optional
-        ``init(tensor, generator)`` draws elements in place; None draws from the normal
-        distribution. One seed gives the same table on any number of ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
-    device, dtype : optional
-        Device and dtype of the weight.
+    **options
+        `sequence_sizes`, `method` and `input_is_parallel` as in :func:`vocab_parallel_embedding`;
+        `device` and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place;
+        None draws from the normal distribution.
 
     Attributes
     ----------
@@ -614,29 +628,10 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
     """
 
-    sequence_sizes: Sequence[int] | None
+    _kind = _VocabLayout
+
     method: str
     input_is_parallel: bool
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        sizes: Sequence[int] | None = None,
-        padding_idx: int | None = None,
-        max_norm: None = None,
-        sequence_sizes: Sequence[int] | None = None,
-        method: str = "auto",
-        input_is_parallel: bool = False,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (num_embeddings, embedding_dim)
-        layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
-        flags = {"input_is_parallel": input_is_parallel}
-        super().__init__(layout, padding_idx, max_norm, flags, method)
 
     def forward(
         self, ids: torch.Tensor, sequence_sizes: Sequence[int] | None = None
@@ -653,42 +648,18 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.group.process_group,
         )
 
-    @classmethod
-    def from_embedding(
-        cls,
-        embedding: torch.nn.Embedding,
-        sizes: Sequence[int] | None = None,
-        sequence_sizes: Sequence[int] | None = None,
-        method: str = "auto",
-        input_is_parallel: bool = False,
-        group: GroupLike = None,
-    ) -> Self:
-        """Shard an embedding that is identical on all ranks; collective.
-
-        All ranks raise ArgumentError if it has options that a sharded table has not, and
-        DisagreementError if the weights differ.
-        """
-        return cls._from(
-            embedding,
-            group,
-            sizes=sizes,
-            sequence_sizes=sequence_sizes,
-            method=method,
-            input_is_parallel=input_is_parallel,
-        )
-
 
 class FeatureParallelEmbedding(_ParallelEmbedding):
     """Embedding whose columns are sharded, for all ids; the constructor is collective.
 
     Parameters
     ----------
+    num_embeddings, embedding_dim, padding_idx, max_norm, group
+        As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.
-    gather_output : bool
-        Whether the result has all columns, replicated, or this rank's only.
-    num_embeddings, embedding_dim, padding_idx, max_norm, init, group, device, dtype
-        As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
+    **options
+        `gather_output` as in :func:`feature_parallel_embedding`; `init`, `device` and `dtype`.
 
     Attributes
     ----------
@@ -715,24 +686,10 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))
     """
 
-    gather_output: bool
+    _kind = _FeatureLayout
+    _dim = 1
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        sizes: Sequence[int] | None = None,
-        padding_idx: int | None = None,
-        max_norm: None = None,
-        gather_output: bool = True,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (num_embeddings, embedding_dim)
-        layout = Layout(_NAMES, shape, 1, sizes, None, init, group, device, dtype)
-        super().__init__(layout, padding_idx, max_norm, {"gather_output": gather_output})
+    gather_output: bool
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up `ids`, which are identical on all ranks."""
@@ -740,17 +697,3 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
         return feature_parallel_embedding(
             ids, self.weight, self.sizes, self.padding_idx, self.gather_output, group
         )
-
-    @classmethod
-    def from_embedding(
-        cls,
-        embedding: torch.nn.Embedding,
-        sizes: Sequence[int] | None = None,
-        gather_output: bool = True,
-        group: GroupLike = None,
-    ) -> Self:
-        """Shard an embedding that is identical on all ranks; collective.
-
-        Raises as :meth:`VocabParallelEmbedding.from_embedding` does.
-        """
-        return cls._from(embedding, group, sizes=sizes, gather_output=gather_output)

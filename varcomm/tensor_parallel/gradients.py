@@ -53,9 +53,8 @@ def grad_norm(
     ArgumentError
         If `norm_type` is not positive, a gradient is sparse, or a parameter is sharded over another
         group. For several groups, compute a norm for each and use
-        :func:`torch.nn.utils.clip_grads_with_norm_`.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if parameters differ.
+        :func:`torch.nn.utils.clip_grads_with_norm_`. Inside :func:`varcomm.debug`, all ranks raise
+        DisagreementError if parameters differ.
 
     Notes
     -----
@@ -103,11 +102,6 @@ def clip_grad_norm_(
     -------
     torch.Tensor
         The norm before, as from :func:`grad_norm`.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        As in :func:`grad_norm`, and if `max_norm` is negative or differs.
 
     Notes
     -----

@@ -52,8 +52,7 @@ class Buffers:
        A result lives in its buffers, and is **valid until the next call with the same buffers,
        which overwrites it.** Clone what you keep.
 
-    Make one for each place in a program that calls; layers in a loop may share it if no result of
-    one layer is used at the same place of the next. The first call allocates; later calls allocate
+    Make one for each place in a program that calls. The first call allocates; later calls allocate
     only if they need more memory, another device, or enter :class:`torch.inference_mode`.
 
     Examples
@@ -147,9 +146,8 @@ def norm_column_linear(
     multiplies its own; otherwise none.
 
     Memory: the normed input and the result, in `buffers`, and temporaries of 256 KiB or a sixteenth
-    of the rows. Results are equal to rounding only if torch's norm of a row depends on the number
-    of rows: on GPUs, for non-contiguous `x`, and for rows of 32,768 values and more on several
-    threads.
+    of the rows. Where torch's norm of a row depends on the number of rows (on GPUs, for
+    non-contiguous `x` and very long rows), results are equal to rounding.
 
     In one process: this rank's columns of ``torch.nn.functional.linear(norm(x), weight, bias)``.
 
@@ -170,23 +168,26 @@ def norm_column_linear(
         normed = _normed(norm, x, where)
         checked_operands(normed, weight, bias, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
-        _refuse_gradients({"x": x, "norm": norm, "weight": weight, "bias": bias}, where)
-        memory = _checked_buffers(buffers, {"x": x, "weight": weight, "bias": bias}, where)
+        operands = {"x": x, "weight": weight, "bias": bias}
+        memory = _checked_buffers(buffers, operands, where)
+        _refuse_gradients({**operands, "norm": norm}, where)
     like, weight, bias = autocast(normed.new_empty(0), weight, bias)
-    dtype, rows, factor = like.dtype, as_rows(x), weight.T
-    width, columns = rows.shape[1], weight.shape[0]
-    if sequence is None:
-        into = memory.take("normed", rows.shape, dtype, x.device)
-        y = memory.take("product", (len(rows), columns), dtype, x.device)
-        _norm_into(norm, rows, into)
-        return multiplied(into, factor, bias, y).view(*x.shape[:-1], columns)
-    sizes = flattened(sequence, x)
-    whole = memory.take("normed", (sum(sizes), width), dtype, x.device)
-    y = memory.take("product", (sum(sizes), columns), dtype, x.device)
-    gather = _GatherInto(ranks, sizes, 0, True, whole)
-    _norm_into(norm, rows, gather.own)
-    multiplied_while_gathered(gather, gather.own, factor, bias, False, y)
-    return y.view(sum(sequence), *x.shape[1:-1], columns)
+    rows, columns, lead = as_rows(x), weight.shape[0], x.shape[:-1]
+    gather, count = None, len(rows)
+    if sequence is not None:
+        count, lead = sum(flattened(sequence, x)), torch.Size((sum(sequence), *lead[1:]))
+    whole = into = memory.take("normed", (count, rows.shape[1]), like.dtype, x.device)
+    y = memory.take("product", (count, columns), like.dtype, x.device)
+    if sequence is not None:
+        gather = _GatherInto(ranks, flattened(sequence, x), 0, True, whole)
+        into = gather.own
+    for piece in _pieces(rows):
+        into[piece] = norm(rows[piece])
+    if gather is None:
+        multiplied(into, weight.T, bias, y)
+    else:
+        multiplied_while_gathered(gather, into, weight.T, bias, False, y)
+    return y.view(*lead, columns)
 
 
 @uncompiled(_IN_PLACE)
@@ -229,11 +230,6 @@ def row_linear_norm(
     residual : torch.Tensor
         This rank's rows of the sum, ``(sequence_sizes[rank], *F, N)``.
 
-    Raises
-    ------
-    ArgumentError
-        As in :func:`norm_column_linear`.
-
     Notes
     -----
     Communication: a reduce-scatter of the product, summed in rank order, and an all-gather of the
@@ -272,9 +268,9 @@ def row_linear_norm(
         factors = autocast(x, weight, bias)
         dtype = torch.promote_types(factors[0].dtype, residual.dtype)
         normed = _normed(norm, residual.new_empty((), dtype=dtype).expand(own), where)
-        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm": norm}
-        _refuse_gradients(operands, where)
-        memory = _checked_buffers(buffers, {"x": x, "weight": weight, "bias": bias}, where)
+        operands = {"x": x, "weight": weight, "bias": bias}
+        memory = _checked_buffers(buffers, operands, where)
+        _refuse_gradients({**operands, "residual": residual, "norm": norm}, where)
         _check_place(memory, residual, dtype, where)
     x, weight, bias = factors
     sizes, (width, _) = flattened(sequence, x), weight.shape
@@ -336,11 +332,6 @@ class _PartsInto(ReduceScatterV):
             self.name, self.group, packing.flat(x), send, recv, out=self.out.view(-1)
         )
         return Pending(works, lambda: self.out)
-
-
-def _norm_into(norm: Norm, rows: torch.Tensor, out: torch.Tensor) -> None:
-    for piece in _pieces(rows):
-        out[piece] = norm(rows[piece])
 
 
 def _pieces(rows: torch.Tensor) -> Iterator[slice]:

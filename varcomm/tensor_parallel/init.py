@@ -13,8 +13,6 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import ShardSpec
 
-__all__ = ["Fill", "initialised"]
-
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], object]
 
 # A weight is cut along its first two dimensions, a vector into as many elements.

@@ -9,7 +9,7 @@ them along the sequence. Messages travel while products are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
+from dataclasses import dataclass, fields
 from math import prod, sqrt
 from typing import Any, Literal, NoReturn, Self
 
@@ -24,13 +24,11 @@ from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, begin, checking, in_forward_mode
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sizes import checked_sizes
-from varcomm.tensor_parallel.init import Fill
 from varcomm.tensor_parallel.layout import (
     Layout,
     ShardedModule,
     Sizes,
     agreed,
-    check_plain,
     checked_choice,
 )
 from varcomm.tensor_parallel.mappings import (
@@ -44,15 +42,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
-    "as_rows",
-    "autocast",
-    "checked_operands",
-    "checked_sequence",
     "column_parallel_linear",
-    "flattened",
-    "multiplied",
-    "multiplied_while_gathered",
-    "refuse_vmap",
     "row_parallel_linear",
 ]
 
@@ -576,6 +566,27 @@ def _dtype(operand: torch.Tensor) -> torch.dtype:
     return dtype
 
 
+@dataclass(frozen=True)
+class _LinearLayout(Layout):
+    bias: bool = True
+    skip_bias_add: bool = False
+    use_fp32: bool = True
+    allocate_weight: bool = True
+
+
+@dataclass(frozen=True)
+class _ColumnLayout(_LinearLayout):
+    gather_output: bool = False
+    save: str = "input"
+
+    choices = {"save": _SAVED}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class _RowLayout(_LinearLayout):
+    input_is_parallel: bool = True
+
+
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
@@ -583,18 +594,23 @@ class _ParallelLinear(ShardedModule):
     bias: nn.Parameter | None
     in_features: int
     out_features: int
-    sequence_sizes: Sequence[int] | None
     skip_bias_add: bool
     use_fp32: bool
 
-    def __init__(self, layout: Layout, flags: dict[str, bool], save: str = "input") -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        sizes: Sizes | None = None,
+        *,
+        group: GroupLike = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-
-        def more() -> dict[str, str]:
-            checked_choice(save, "save", "", _SAVED)
-            return {"save": save}
-
-        seed = self._agree(layout, flags, more)
+        layout: Any = self._kind(sizes=sizes, group=group, **{"bias": bias, **options})
+        shape = {"out_features": out_features, "in_features": in_features}
+        seed = self._agree(layout, shape)
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
         def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
@@ -604,11 +620,12 @@ class _ParallelLinear(ShardedModule):
         self.register_parameter("bias", None)
 
         def make() -> None:
-            if flags["allocate_weight"]:
-                self.weight = layout.draw(self.spec, layout.init or uniform, seed)
-            if flags["bias"]:  # from another seed, so that it does not repeat the weight
+            full = self.out_features, self.in_features
+            if layout.allocate_weight:
+                self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            if bias:  # from another seed, so that it does not repeat the weight
                 spec = self.spec if "bias" in self._sharded else None
-                self.bias = layout.draw(spec, uniform, seed + 1, dims=1)
+                self.bias = layout.draw(full[:1], spec, uniform, seed + 1)
 
         # a device may be missing or full on one rank, and `init` is the caller's
         agree(type(self).__name__, make, self.group)
@@ -621,24 +638,19 @@ class _ParallelLinear(ShardedModule):
         the constructor beside features, bias, init, device and dtype. All ranks raise ArgumentError
         if one passes no plain Linear or a wrong option, DisagreementError if weights differ.
         """
-        kind: Any = cls
-        fixed = {"in_features", "out_features", "bias", "device", "dtype", "init"}
 
         def check() -> dict[str, Any]:
-            digests = check_plain(linear, nn.Linear, "linear")
-            known = signature(kind).parameters.keys() - fixed - {"allocate_weight"}
-            if unknown := [name for name in options if name not in known]:
-                raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
-            return digests
+            return cls._check_plain(linear, nn.Linear, options, "linear")
 
         agreed(f"{cls.__name__}.from_linear", check, resolve(group))
-        made: Self = kind(
+        made = cls(
             linear.in_features,
             linear.out_features,
             False,
+            group=group,
             allocate_weight=False,
             dtype=linear.weight.dtype,
-            **{"group": group, **options},
+            **options,
         )
         made.weight = made._own("weight", linear.weight)
         if linear.bias is not None:
@@ -689,14 +701,11 @@ class _ParallelLinear(ShardedModule):
         ]
         if self.sequence_sizes is not None:
             words.append(f"sequence_sizes={list(self.sequence_sizes)}")
-        usual = signature(type(self)).parameters
-        for name in ("gather_output", "input_is_parallel", "skip_bias_add", "save", "use_fp32"):
-            if name in usual and getattr(self, name) != usual[name].default:
+        usual = {field.name: field.default for field in fields(self._kind)}
+        for name in sorted({*self._kind.own_names()} - {"bias", "allocate_weight"}):
+            if getattr(self, name) != usual[name]:
                 words.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(words)
-
-
-_NAMES = ("out_features", "in_features")
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -711,17 +720,15 @@ class ColumnParallelLinear(_ParallelLinear):
     sizes : sequence of int, or of such sequences, optional
         Outputs per rank; zeros allowed; None is balanced. For several fused blocks (queries, keys
         and values; gate and up), those of each block: a rank has its part of every block.
-    gather_output, sequence_sizes, save, use_fp32, group
-        As in :func:`column_parallel_linear`.
-    init : callable, optional
-        ``init(tensor, generator)`` draws elements of the weight in place, all from the same
-        distribution; it is called for pieces. None draws as :class:`torch.nn.Linear` does.
-    device, dtype : optional
-        Device and dtype of the parameters.
-    skip_bias_add : bool
-        Return ``(output, bias)`` and leave the addition to the caller.
-    allocate_weight : bool
-        Whether the layer has its own weight; otherwise each call passes one, as tied heads do.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    **options
+        `gather_output`, `sequence_sizes`, `save` and `use_fp32` as in
+        :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
+        generator)`` draws elements of the weight in place, all from the same distribution, in
+        pieces; None draws as :class:`torch.nn.Linear` does. `skip_bias_add` returns ``(output,
+        bias)`` and leaves the addition to the caller. ``allocate_weight=False`` makes a layer
+        without a weight, to which each call passes one, as tied heads do.
 
     Attributes
     ----------
@@ -758,39 +765,11 @@ class ColumnParallelLinear(_ParallelLinear):
     (True, [4, 3])
     """
 
+    _kind = _ColumnLayout
     _sharded = ("weight", "bias")
 
     gather_output: bool
     save: Literal["input", "gathered"]
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        sizes: Sizes | None = None,
-        gather_output: bool = False,
-        sequence_sizes: Sequence[int] | None = None,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        skip_bias_add: bool = False,
-        save: Literal["input", "gathered"] = "input",
-        use_fp32: bool = True,
-        allocate_weight: bool = True,
-    ) -> None:
-        shape = (out_features, in_features)
-        layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
-        flags = {
-            "bias": bias,
-            "gather_output": gather_output,
-            "skip_bias_add": skip_bias_add,
-            "use_fp32": use_fp32,
-            "allocate_weight": allocate_weight,
-        }
-        super().__init__(layout, flags, save)
 
     def forward(
         self,
@@ -841,10 +820,11 @@ class RowParallelLinear(_ParallelLinear):
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
-    input_is_parallel, sequence_sizes, use_fp32, group
-        As in :func:`row_parallel_linear`.
-    init, device, dtype, skip_bias_add, allocate_weight
-        As in :class:`ColumnParallelLinear`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    **options
+        `input_is_parallel`, `sequence_sizes` and `use_fp32` as in :func:`row_parallel_linear`, and
+        others of :class:`ColumnParallelLinear`.
 
     Attributes
     ----------
@@ -872,35 +852,10 @@ class RowParallelLinear(_ParallelLinear):
     [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]
     """
 
-    input_is_parallel: bool
+    _kind = _RowLayout
+    _dim = 1
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        sizes: Sizes | None = None,
-        input_is_parallel: bool = True,
-        sequence_sizes: Sequence[int] | None = None,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        skip_bias_add: bool = False,
-        use_fp32: bool = True,
-        allocate_weight: bool = True,
-    ) -> None:
-        shape = (out_features, in_features)
-        layout = Layout(_NAMES, shape, 1, sizes, sequence_sizes, init, group, device, dtype)
-        flags = {
-            "bias": bias,
-            "input_is_parallel": input_is_parallel,
-            "skip_bias_add": skip_bias_add,
-            "use_fp32": use_fp32,
-            "allocate_weight": allocate_weight,
-        }
-        super().__init__(layout, flags)
+    input_is_parallel: bool
 
     def forward(
         self,

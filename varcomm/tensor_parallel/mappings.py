@@ -84,12 +84,13 @@ def _documented(mapping: F) -> F:
     recurring = re.split(r"^(\w+): ", _RECURRING, flags=re.MULTILINE)[1:]
     texts = dict(zip(recurring[::2], recurring[1::2], strict=True))
     texts |= dict(zip(fields[::2], fields[1::2], strict=True))
+    texts = {name: " ".join(text.split()) for name, text in texts.items()}
     parameters = signature(mapping).parameters
-    described = [f"{x} : {p.annotation}\n    {texts[x].strip()}" for x, p in parameters.items()]
-    notes = [f"{x}: {texts[x].strip()}\n" for x in ("Adjoint", "Communication", "In one process")]
+    described = [f"{x} : {p.annotation}\n    {texts[x]}" for x, p in parameters.items()]
+    notes = [f"{x}: {texts[x]}\n" for x in ("Adjoint", "Communication", "In one process")]
     sections = {
         "Parameters": described,
-        "Returns": ["torch.Tensor", f"    {texts['Returns'].strip()}"],
+        "Returns": ["torch.Tensor", f"    {texts['Returns']}"],
         "Notes": notes,
         "Examples": [
             ">>> import torch, varcomm",
