@@ -57,7 +57,9 @@ def in_use(rank):
         "parts": VocabParallelEmbedding.from_embedding(whole, sequence_sizes=[1, 2, 3]),
         "own": VocabParallelEmbedding.from_embedding(whole, input_is_parallel=True),
         "columns": FeatureParallelEmbedding.from_embedding(whole),
-        "own columns": FeatureParallelEmbedding.from_embedding(whole, [0, 1, 2], gather_output=False),
+        "own columns": FeatureParallelEmbedding.from_embedding(
+            whole, [0, 1, 2], gather_output=False
+        ),
     }
     parts = ids.split([1, 2, 3])
     wanted = {

@@ -21,7 +21,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import apply, begin, checking, in_forward_mode
+from varcomm.ops.operator import apply, begin, checking, in_forward_mode, is_recorded
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.layout import (
@@ -122,11 +122,11 @@ def column_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
-    ranks = resolve(group)
+    name, ranks = "column_parallel_linear", resolve(group)
     flags = {"gather_output": gather_output, "use_fp32": use_fp32}
-    with checking("column_parallel_linear", ranks, **flags) as where:
-        checked_operands(x, weight, bias, where)
+    with checking(name, ranks, **flags) as where:
         checked_choice(save, "save", where, _SAVED)
+        checked_operands(x, weight, bias, where)
         _check_sizes(weight, sizes, 0, ranks, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
         sink = _gradient_sink(weight, where)
@@ -174,16 +174,15 @@ def row_parallel_linear(
     Returns
     -------
     torch.Tensor
-        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows. Errors are those of
-        :func:`column_parallel_linear`.
+        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows.
 
     Notes
     -----
     Adjoint: with respect to `x`, :func:`column_parallel_linear` with the transposed weight.
 
-    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter. In
-    backward nothing, or a gather of the gradient's rows while the rank's own are multiplied.
-    Without `input_is_parallel`, backward also gathers the gradient of `x`.
+    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter, and in
+    backward an all-gather, while the rank's own rows are multiplied. Without `input_is_parallel`,
+    backward also gathers the gradient of `x`.
 
     In one process: ``torch.nn.functional.linear(x, weight, bias)``.
 
@@ -236,10 +235,8 @@ def _product(
         if bias is not None and isinstance(after, ReduceScatterV):
             bias = apply(ReplicatedUse(after.group, after.use_fp32), bias)
         return y if bias is None else y + bias
-    recorded = torch.is_grad_enabled() and any(
-        operand is not None and operand.requires_grad
-        for operand in ((x,) if after is None else (x, weight, sink))
-    )
+    needed = (x,) if after is None else (x, weight, sink)
+    recorded = any(is_recorded(operand) for operand in needed if operand is not None)
     used = weight if sink is None else weight.detach()
     node: Any = _Product
     y, *_ = node.apply(x, used, bias, sink, before, after, keep_gathered, recorded)
