@@ -41,7 +41,7 @@ def split(pattern, ranks, unit=1):
 
 def drawn(seed, *shape, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.tensor_parallel.layout import agreed
-from varcomm.transport.engine import is_simulated, wait_for
+from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import GroupLike, resolve
 
@@ -46,13 +46,9 @@ def broadcast_data(
 
     Raises
     ------
-    ArgumentError
-        On every rank, if `keys` or `dtype` is wrong on one of them, or a tensor of the first rank
-        is missing, not dense, of another dtype, or on another device.
-    DisagreementError
-        On every rank, if keys or dtypes differ.
-    GroupError
-        If this rank is not in `group`.
+    ArgumentError, DisagreementError
+        On every rank, if `keys` or `dtype` is wrong on one of them or differs, or a tensor of the
+        first rank is missing, not dense, of another dtype, or on another device.
 
     Notes
     -----
@@ -82,9 +78,11 @@ def broadcast_data(
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
         asked = list(keys)
-        # a simulated first rank has the data of this rank
-        if ranks.rank == 0 or is_simulated(ranks):
+        try:
             own.extend(_checked_data(asked, data, dtype))
+        except ArgumentError:
+            if ranks.rank == 0:  # elsewhere data may be anything
+                raise
         return {"keys": asked, "dtype": dtype}
 
     def described() -> tuple[str, list[list[int]]]:
@@ -93,14 +91,18 @@ def broadcast_data(
         return known, [list(x.shape) for x in own]
 
     _, (kind, shapes) = agreed("broadcast_data", check, ranks, described)
-    device = own[0].device if own and own[0].device.type == kind else torch.device(kind)
+    if len(shapes) < len(keys):  # this rank answers for a first rank that is simulated
+        raise ArgumentError("broadcast_data: data must have all keys where ranks are simulated.")
+    here = ranks.rank == 0 and own and own[0].device.type == kind
+    device = own[0].device if here else torch.device(kind)
     counts = [prod(shape) for shape in shapes]
     values = torch.empty(sum(counts), dtype=dtype, device=device)
     # `data` separates the version counters: a change in place of one result is none of the others
     parts = (part.data for part in values.split(counts)) if counts else ()
     got = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     for place, tensor in zip(got, own, strict=False):
-        place.copy_(tensor.detach())
+        if place.shape == tensor.shape:  # not so for data of another rank, which are left out
+            place.copy_(tensor.detach())
     with explained("broadcast_data", ranks):
         wait_for(packing.broadcast("broadcast_data", ranks, values, 0))
     return dict(zip(keys, got, strict=True))
