@@ -14,7 +14,7 @@ from tests.tensor_parallel.twins import (
     REPLICATED,
     SPLITS,
     Sharded,
-    compare,
+    compare_all,
     drawn,
     split,
 )
@@ -181,7 +181,8 @@ def whole(x, of_queries, of_keys, of_values, across, *biases):
     return functional.linear(read.flatten(-2), across, bias[3])
 
 
-def cases(ranks, pattern, group=None):
+def cases(ranks, pattern):
+    found = {}
     sizes, sequence = split(pattern, ranks), split("uneven", ranks)
     if pattern == "uneven":
         sequence = split("one empty", ranks)
@@ -204,7 +205,6 @@ def cases(ranks, pattern, group=None):
             sizes,
             bias=True,
             sequence_sizes=sequence if in_parts else None,
-            group=group,
             dtype=torch.float64,
         )
 
@@ -219,15 +219,12 @@ def cases(ranks, pattern, group=None):
 
         layout = Sharded(0, sequence) if in_parts else REPLICATED
         x = drawn(9, sequence.total, 2, HIDDEN) if in_parts else drawn(9, 3, HIDDEN)
-        yield name, fn, [(x, layout), *weights, *biases], layout
+        found[name] = fn, whole, [(x, layout), *weights, *biases], layout
+    return found
 
 
 def on_ranks(rank, pattern):
-    failures = []
-    for name, fn, inputs, layout in cases(torch.distributed.get_world_size(), pattern):
-        found = compare(fn, whole, inputs, layout)
-        failures += [f"{name}: {text}" for text in found]
-    return failures
+    return compare_all(cases(torch.distributed.get_world_size(), pattern))
 
 
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)

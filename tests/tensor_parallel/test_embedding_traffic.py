@@ -5,11 +5,10 @@ import torch
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids, own_rows
+from tests.tensor_parallel.embeddings import H, V, drawn_ids, own_rows
+from tests.tensor_parallel.twins import drawn
 from varcomm import ShardSizes
-from varcomm.tensor_parallel.embedding import (
-    vocab_parallel_embedding,
-)
+from varcomm.tensor_parallel import vocab_parallel_embedding
 
 ROW = 8 * H
 
@@ -40,7 +39,7 @@ SIZES, PARTS = ([4, 0, 7], [2, 1, 3])
 
 
 def indexed_to_parts(rank, input_is_parallel):
-    ids, weight = drawn_ids(6, 5, seed=9), own_rows(draw(V, H), SIZES, rank)
+    ids, weight = drawn_ids(6, 5, seed=9), own_rows(drawn(0, V, H), SIZES, rank)
     given = ids.split(PARTS)[rank] if input_is_parallel else ids
 
     def fn(weight):
@@ -72,7 +71,7 @@ def test_indexed_to_parts_is_the_bound(worlds, input_is_parallel):
 
 
 def each_method(rank):
-    ids, weight = drawn_ids(6, 500, seed=9), own_rows(draw(V, H), SIZES, rank)
+    ids, weight = drawn_ids(6, 500, seed=9), own_rows(drawn(0, V, H), SIZES, rank)
     answers = {}
     for method in ("masked", "indexed"):
         for parts in (None, PARTS):
@@ -113,7 +112,7 @@ def choices(rank):
                 sizes = ShardSizes(tokens * part for part in parts)
                 ids = torch.randperm(sizes.total, generator=torch.Generator().manual_seed(high))
                 ids = ids[:tokens].sort().values % high
-                weight = own_rows(draw(sizes.total, 5), sizes, rank)
+                weight = own_rows(drawn(0, sizes.total, 5), sizes, rank)
                 costs = [busiest(ids, weight, sizes, m) for m in ("auto", "masked", "indexed")]
                 taken.add((tokens, costs[0][1]))
                 with failures.named(tokens, high, sizes):

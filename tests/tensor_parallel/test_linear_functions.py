@@ -45,7 +45,7 @@ def test_inputs_of_any_rank(worlds):
 def forward_mode(rank, pattern):
     """The tangent of an output is the derivative along the tangents of all inputs."""
     failures = Failures()
-    for name, (fn, inputs, output) in cases(3, pattern).items():
+    for name, (fn, _, inputs, output) in cases(3, pattern).items():
         tangents = [drawn(30 + i, *x.shape) for i, (x, _) in enumerate(inputs)]
         for which in (slice(None), slice(0, 1), slice(1, 2), slice(2, 3)):
             chosen = [t if i in range(3)[which] else 0 * t for i, t in enumerate(tangents)]

@@ -102,3 +102,8 @@ def compare(fn, twin, inputs, output, group=None, bound=BOUND, second=True):
             with failures.named("second derivative", i):
                 torch.testing.assert_close(of_seconds[i], layout.cut(seconds[i], rank), **bound)
     return failures
+
+
+def compare_all(cases, **options):
+    """Return the differences of cases, each by its name: function, twin, inputs and output."""
+    return [f"{n}: {text}" for n, case in cases.items() for text in compare(*case, **options)]

@@ -61,9 +61,6 @@ def attention(
     Values and first derivatives are those of :func:`scaled_dot_product_attention
     <torch.nn.functional.scaled_dot_product_attention>`. With ``create_graph=True`` and in forward
     mode, which fused kernels do not support, products of S x T numbers per head replace it.
-    Derivatives are of any order.
-
-    Communication: none.
 
     Examples
     --------

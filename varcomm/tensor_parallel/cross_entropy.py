@@ -55,18 +55,17 @@ def vocab_parallel_cross_entropy(
     Parameters
     ----------
     logits : torch.Tensor
-        Floats ``(*T, sizes[rank])``: this rank's classes along the *last* dimension. Not changed.
+        Floats ``(*T, sizes[rank])``: this rank's classes along the *last* dimension.
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, of all classes; identical on all ranks.
     sizes : sequence of int, optional
-        Classes per rank; zeros allowed. None asks all ranks, which costs a round of messages.
+        Classes per rank; zeros allowed. None asks all ranks.
     label_smoothing : float
         Part of the target's mass that goes to all classes, in [0, 1).
     ignore_index : int
         Tokens with this target have loss and gradient 0 and do not count in a mean.
     reduction : {"none", "mean", "sum"}
-        The mean is the sum of all losses over the sum of the weights of their targets; NaN if all
-        tokens are ignored.
+        The mean is the sum of all losses over the sum of the weights of their targets.
     weight : torch.Tensor, optional
         Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
     z_loss : float
@@ -91,8 +90,6 @@ def vocab_parallel_cross_entropy(
         `ignore_index`.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if sizes, options, targets or weights differ.
-    GroupError
-        If this rank is not in `group`, or the group does not communicate on the logits' device.
 
     Notes
     -----
@@ -108,15 +105,12 @@ def vocab_parallel_cross_entropy(
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import vocab_parallel_cross_entropy
     >>> def fn(rank):
-    ...     sizes = [2, 1]
-    ...     logits = torch.zeros(2, sizes[rank], requires_grad=True)
-    ...     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), sizes)
+    ...     logits = torch.zeros(2, [2, 1][rank], requires_grad=True)
+    ...     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), [2, 1])
     ...     loss.sum().backward()
     ...     return loss.exp().tolist(), (3 * logits.grad).round().tolist()
-    >>> for answer in varcomm.launch(fn, 2):
-    ...     print(*answer)
-    [3.0, 3.0] [[1.0, 1.0], [-2.0, 1.0]]
-    [3.0, 3.0] [[-2.0], [1.0]]
+    >>> varcomm.launch(fn, 2)
+    [([3.0, 3.0], [[1.0, 1.0], [-2.0, 1.0]]), ([3.0, 3.0], [[-2.0], [1.0]])]
     """
     name, ranks = "vocab_parallel_cross_entropy", resolve(group)
     options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
@@ -158,24 +152,18 @@ def linear_cross_entropy(
     ----------
     hidden : torch.Tensor
         Floats ``(*T, H)``, identical on all ranks; with `sequence_sizes`, this rank's part.
-    weight : torch.Tensor
-        ``(sizes[rank], H)``: the head's rows for this rank's classes, in the dtype of `hidden`.
+    weight, bias : torch.Tensor
+        The head for this rank's classes: ``(sizes[rank], H)``, and ``(sizes[rank],)`` or None.
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, of all classes and all tokens; identical on all
         ranks, also with `sequence_sizes`.
-    sizes : sequence of int, optional
-        Classes per rank; zeros allowed. None asks all ranks, which costs a round of messages.
-    label_smoothing, ignore_index, reduction, z_loss, smooth_over
+    sizes, label_smoothing, ignore_index, reduction, z_loss, group, smooth_over
         As in :func:`vocab_parallel_cross_entropy`.
     class_weight : torch.Tensor, optional
         ``(sum(sizes),)``: a weight per class.
-    bias : torch.Tensor, optional
-        ``(sizes[rank],)``: the head's bias for this rank's classes.
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
         the gradient is scattered.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     chunk_rows : int, optional
         Tokens whose logits exist together. None keeps the logits of a chunk as small as `hidden`,
         or as much as a processor needs to be busy.
@@ -191,10 +179,9 @@ def linear_cross_entropy(
     gradient of `hidden`; with `sequence_sizes` an all-gather of `hidden` before, and a
     reduce-scatter instead.
 
-    Memory: `hidden` (gathered) and `weight` are kept, and some numbers per token. Beside gradients,
-    the logits of a chunk exist two or three times. Backward computes them again (four matrix
-    products instead of three), as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language
-    Models", 2025. Under ``torch.autocast`` operands are cast as for a linear layer.
+    Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
+    times. Backward computes them again, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary
+    Language Models", 2025. Under ``torch.autocast`` operands are cast as for a linear layer.
 
     In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
     weight, bias)``.
@@ -204,9 +191,8 @@ def linear_cross_entropy(
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import linear_cross_entropy
     >>> def fn(rank):
-    ...     sizes = [2, 1]
-    ...     head = torch.zeros(sizes[rank], 4)
-    ...     return linear_cross_entropy(torch.ones(2, 4), head, torch.tensor([2, 0]), sizes).exp()
+    ...     head = torch.zeros([2, 1][rank], 4)
+    ...     return linear_cross_entropy(torch.ones(2, 4), head, torch.tensor([2, 0]), [2, 1]).exp()
     >>> varcomm.launch(fn, 2)
     [tensor([3., 3.]), tensor([3., 3.])]
     """

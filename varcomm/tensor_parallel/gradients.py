@@ -53,16 +53,16 @@ def grad_norm(
     ArgumentError
         If `norm_type` is not positive, a gradient is sparse, or a parameter is sharded over another
         group. For several groups, compute a norm for each and use
-        :func:`torch.nn.utils.clip_grads_with_norm_`. Inside :func:`varcomm.debug`, all ranks raise
-        DisagreementError if parameters differ.
+        :func:`torch.nn.utils.clip_grads_with_norm_`.
+    DisagreementError
+        Inside :func:`varcomm.debug`, on every rank, if parameters differ.
 
     Notes
     -----
-    Gradients narrower than 4 bytes are summed in float32, norms of parameters and ranks in float64.
-
     Communication: 8 bytes from each rank to every other rank.
 
-    In one process: ``torch.nn.utils.get_total_norm`` of all gradients.
+    In one process: ``torch.nn.utils.get_total_norm`` of all gradients; narrow ones are summed in
+    fp32.
 
     Examples
     --------
@@ -96,12 +96,12 @@ def clip_grad_norm_(
         As in :func:`grad_norm`. If the norm is not finite and `error_if_nonfinite` is False,
         gradients become NaN or zeros, as in torch.
     max_norm : float
-        Upper bound of the norm afterwards; identical on all ranks.
+        Upper bound of the norm afterwards, not negative; identical on all ranks.
 
     Returns
     -------
     torch.Tensor
-        The norm before, as from :func:`grad_norm`.
+        The norm before, as from :func:`grad_norm`, with the same errors.
 
     Notes
     -----
@@ -117,8 +117,7 @@ def clip_grad_norm_(
     >>> def fn(rank):
     ...     weight = mark(torch.nn.Parameter(torch.zeros(1)), ShardSpec.of([1, 1]))
     ...     weight.grad = torch.tensor([3.0 + rank])
-    ...     norm = clip_grad_norm_([weight], 1.0)
-    ...     return norm.item(), round(weight.grad.item(), 4)
+    ...     return clip_grad_norm_([weight], 1.0).item(), round(weight.grad.item(), 4)
     >>> varcomm.launch(fn, 2)
     [(5.0, 0.6), (5.0, 0.8)]
     """

@@ -116,19 +116,12 @@ def norm_column_linear(
 
     Parameters
     ----------
-    x : torch.Tensor
-        Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
-        ``(sequence_sizes[rank], *F, K)``.
+    x, weight, bias, sequence_sizes, group
+        As in :func:`column_parallel_linear`; none may require a gradient.
     norm : torch.nn.LayerNorm or torch.nn.RMSNorm
         Over the last dimension, replicated.
-    weight, bias : torch.Tensor, torch.Tensor or None
-        This rank's rows of the weight, ``(n, K)``, and of the bias, ``(n,)``.
-    sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
     buffers : Buffers, optional
         Memory for the result, which the next call with it overwrites.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
 
     Returns
     -------
@@ -142,8 +135,8 @@ def norm_column_linear(
 
     Notes
     -----
-    Communication: with `sequence_sizes` each rank receives the other normed rows while it
-    multiplies its own; otherwise none.
+    Communication: with `sequence_sizes` an all-gather of the normed rows, while own rows are
+    multiplied; otherwise none.
 
     Memory: the normed input and the result, in `buffers`, and temporaries of 256 KiB or a sixteenth
     of the rows. Where torch's norm of a row depends on the number of rows (on GPUs, for
@@ -210,18 +203,15 @@ def row_linear_norm(
 
     Parameters
     ----------
-    x, weight : torch.Tensor
-        This rank's columns of the input, ``(sum(sequence_sizes), *F, k)``, and of the weight,
-        ``(N, k)``.
-    bias : torch.Tensor or None
-        The full bias, ``(N,)``, replicated and added once.
+    x, weight, bias, sequence_sizes
+        As in :func:`row_parallel_linear`; none may require a gradient.
     residual : torch.Tensor
         This rank's rows, ``(sequence_sizes[rank], *F, N)``. A residual that the previous call
         returned with the same `buffers` is updated in place; no other is changed.
     gather : bool
         Return the normed rows of all ranks; otherwise this rank's only.
-    norm, sequence_sizes, buffers, group
-        As in :func:`norm_column_linear`; `sequence_sizes` are the output's rows per rank.
+    norm, buffers, group
+        As in :func:`norm_column_linear`.
 
     Returns
     -------
@@ -243,13 +233,12 @@ def row_linear_norm(
     >>> from varcomm.tensor_parallel import row_linear_norm
     >>> def fn(rank):
     ...     x, weight, norm = torch.ones(2, 1), torch.ones(4, 1), torch.nn.RMSNorm(4, eps=0.0)
+    ...     options = {"residual": torch.zeros(1, 4), "norm": norm, "sequence_sizes": [1, 1]}
     ...     with torch.inference_mode():
-    ...         return row_linear_norm(
-    ...             x, weight, None, torch.zeros(1, 4), norm, sequence_sizes=[1, 1]
-    ...         )
+    ...         normed, residual = row_linear_norm(x, weight, None, **options)
+    ...     return normed.shape, residual
     >>> varcomm.launch(fn, 2)[1]
-    (tensor([[1., 1., 1., 1.],
-            [1., 1., 1., 1.]]), tensor([[2., 2., 2., 2.]]))
+    (torch.Size([2, 4]), tensor([[2., 2., 2., 2.]]))
     """
     ranks = resolve(group)
     with checking("row_linear_norm", ranks) as where:

@@ -741,10 +741,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Notes
     -----
-    The constructor is collective. The full weight depends on torch's default generator on the
-    group's first rank and not on the number of ranks, and no rank holds it.
+    The full weight depends on torch's default generator on the group's first rank and not on the
+    number of ranks, and no rank holds it.
 
-    Communication: per call as :func:`column_parallel_linear`; short messages in the constructor.
+    Communication: per call as :func:`column_parallel_linear`; the constructor is collective.
 
     In one process: :class:`torch.nn.Linear`.
 
@@ -754,8 +754,7 @@ class ColumnParallelLinear(_ParallelLinear):
     >>> from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     up = ColumnParallelLinear(4, 7)
-    ...     down = RowParallelLinear(7, 4)
+    ...     up, down = ColumnParallelLinear(4, 7), RowParallelLinear(7, 4)
     ...     return up.weight.shape[0], round(down(up(torch.ones(2, 4)).relu()).sum().item(), 4)
     >>> one, two = varcomm.launch(fn, 1), varcomm.launch(fn, 2)
     >>> one[0][1] == two[0][1] == two[1][1], [rows for rows, _ in two]
@@ -821,7 +820,7 @@ class RowParallelLinear(_ParallelLinear):
         Ranks that take part; None is the whole world.
     **options
         `input_is_parallel`, `sequence_sizes` and `use_fp32` as in :func:`row_parallel_linear`, and
-        others of :class:`ColumnParallelLinear`.
+        others of :class:`ColumnParallelLinear`, whose example has both layers.
 
     Attributes
     ----------
@@ -832,9 +831,7 @@ class RowParallelLinear(_ParallelLinear):
 
     Notes
     -----
-    The constructor works as that of :class:`ColumnParallelLinear`, whose example has both layers.
-
-    Communication: per call as :func:`row_parallel_linear`; short messages in the constructor.
+    Communication: per call as :func:`row_parallel_linear`; the constructor is collective.
 
     In one process: :class:`torch.nn.Linear`.
 
