@@ -162,11 +162,7 @@ def turned(x):
     angle = torch.arange(len(x), dtype=x.dtype).view(-1, *[1] * (x.dim() - 2))
     first, second = x.unbind(-1)
     return torch.stack(
-        [
-            first * angle.cos() - second * angle.sin(),
-            first * angle.sin() + second * angle.cos(),
-        ],
-        -1,
+        [first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()], -1
     )
 
 

@@ -162,7 +162,4 @@ def test_what_travels_of_hidden_states(worlds):
     assert worlds.run(3, sent_from_hidden, False) == [expected] * 3
     for rows, found in zip((1, 0, 4), worlds.run(3, sent_from_hidden, True), strict=True):
         gathered, scattered = (5 - rows) * width, 2 * rows * width
-        assert found == [
-            [("all_gather_v", gathered), told],
-            [("reduce_scatter_v", scattered)],
-        ]
+        assert found == [[("all_gather_v", gathered), told], [("reduce_scatter_v", scattered)]]

@@ -22,10 +22,7 @@ from tests.tensor_parallel.twins import drawn
 from tests.worlds import WORLDS
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
-from varcomm.tensor_parallel.embedding import (
-    feature_parallel_embedding,
-    vocab_parallel_embedding,
-)
+from varcomm.tensor_parallel.embedding import feature_parallel_embedding, vocab_parallel_embedding
 from varcomm.testing import gradcheck, gradgradcheck
 
 METHODS = ("auto", "masked", "indexed")

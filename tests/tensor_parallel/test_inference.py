@@ -13,10 +13,7 @@ from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.twins import SPLITS, drawn, split
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.tensor_parallel import (
-    column_parallel_linear,
-    row_parallel_linear,
-)
+from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.inference import Buffers, norm_column_linear, row_linear_norm
 
 WIDTH, OUT = 12, 5

@@ -9,10 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.test_linear_modules import cases
-from tests.tensor_parallel.twins import (
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import drawn, split
 from varcomm import ArgumentError
 from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 

@@ -12,21 +12,10 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.twins import (
-    REPLICATED,
-    SPLITS,
-    Sharded,
-    compare_all,
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, GroupError
-from varcomm.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    shard_spec,
-)
+from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear, shard_spec
 from varcomm.transport.group import resolve
 
 IN, OUT = 4, 5

@@ -6,14 +6,7 @@ import torch
 import varcomm
 import varcomm.tensor_parallel as tp
 from tests.ops.comparing import assert_none
-from tests.tensor_parallel.twins import (
-    REPLICATED,
-    SPLITS,
-    Sharded,
-    compare_all,
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
 
 
 # A partial value is a shard of a stack along a new dimension, over which the twin sums.
@@ -100,11 +93,7 @@ def test_bytes(worlds):
         "gather": [12, 0],
         "gather sequence": [12, 4],
     }
-    assert second == first | {
-        "scatter": [0, 4],
-        "gather": [4, 0],
-        "gather sequence": [4, 12],
-    }
+    assert second == first | {"scatter": [0, 4], "gather": [4, 0], "gather sequence": [4, 12]}
 
 
 def in_place_around(rank):

@@ -4,10 +4,7 @@ from varcomm.sharding import ShardSpec, shard_spec
 from varcomm.tensor_parallel import mappings
 from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
-from varcomm.tensor_parallel.cross_entropy import (
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
+from varcomm.tensor_parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from varcomm.tensor_parallel.data import broadcast_data
 from varcomm.tensor_parallel.embedding import (
     FeatureParallelEmbedding,

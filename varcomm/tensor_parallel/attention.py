@@ -7,7 +7,7 @@ from math import isfinite, prod, sqrt
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
@@ -22,16 +22,12 @@ from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ParallelAttention", "attention", "split_heads"]
 
-Rotary: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Rotary: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, causal: bool = True, scale: float | None = None
+) -> Tensor:
     """Return scaled dot-product attention with the sequence first; no communication.
 
     Parameters
@@ -97,20 +93,20 @@ class _Differentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(out: torch.Tensor, *operands: Any) -> torch.Tensor:
+    def forward(out: Tensor, *operands: Any) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, q, k, v, ctx.causal, ctx.scale = inputs
         ctx.save_for_backward(q, k, v)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return gradient, None, None, None, None, None
 
-        def by_products(*given: torch.Tensor) -> torch.Tensor:
+        def by_products(*given: Tensor) -> Tensor:
             return _by_products(*given, ctx.causal, ctx.scale)
 
         _, pull = torch.func.vjp(by_products, *ctx.saved_tensors)
@@ -129,9 +125,7 @@ def _in_forward_mode() -> bool:
     return True
 
 
-def _by_products(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> torch.Tensor:
+def _by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """Return the attention of (batch, heads, places, features) by plain products."""
     wide, served = accumulation_dtype(q.dtype, True), q.shape[-3] // max(k.shape[-3], 1)
     keys, values = (x.to(wide).repeat_interleave(served, -3) for x in (k, v))
@@ -142,7 +136,7 @@ def _by_products(
     return (scores.softmax(-1) @ values).to(v.dtype)
 
 
-def _heads_before_places(x: torch.Tensor) -> torch.Tensor:
+def _heads_before_places(x: Tensor) -> Tensor:
     """Return (batch, heads, S, D), as the kernels want it; a view where there can be one."""
     return x.reshape(len(x), prod(x.shape[1:-2]), *x.shape[-2:]).permute(1, 2, 0, 3)
 
@@ -181,8 +175,8 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
 
 
 def split_heads(
-    qkv: torch.Tensor, head_dim: int, queries_per_key: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv: Tensor, head_dim: int, queries_per_key: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split the output of three fused blocks into heads of queries, keys and values; views.
 
     Parameters
@@ -337,18 +331,15 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rotary: Rotary | None = None,
-        sequence_sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, rotary: Rotary | None = None, sequence_sizes: Sequence[int] | None = None
+    ) -> Tensor:
         """Return the attention of `x`, ``(S, *F, H)``, the sequence first, replicated or in parts.
 
         ``rotary(heads)`` is applied to queries and to keys, ``(S, *F, heads, head_dim)`` of the
         whole sequence and this rank's heads. `sequence_sizes` replace the layer's in this call.
         """
         with checking("ParallelAttention", self.qkv.group) as where:
-            if isinstance(x, torch.Tensor) and x.dim() < 2:
+            if isinstance(x, Tensor) and x.dim() < 2:
                 raise ArgumentError(
                     f"{where}x must be (sequence, ..., {self.qkv.in_features}); got shape "
                     f"{tuple(x.shape)}."
@@ -359,7 +350,7 @@ class ParallelAttention(nn.Module):
             if rotary is not None:
                 query, key = rotary(query), rotary(key)
             read = attention(query, key, value, self.causal)
-        out: torch.Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
+        out: Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
         return out
 
     def extra_repr(self) -> str:

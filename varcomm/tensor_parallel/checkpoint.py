@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -26,7 +27,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["CheckpointWithoutOutput", "checkpoint"]
 
 T = TypeVar("T")
-Outputs = TypeVar("Outputs", bound="torch.Tensor | tuple[torch.Tensor, ...]")
+Outputs = TypeVar("Outputs", bound="Tensor | tuple[Tensor, ...]")
 
 _NAME = "CheckpointWithoutOutput"
 _CALLS = "a checkpoint runs calls again, not a graph; compile inside of it"
@@ -102,7 +103,7 @@ def checkpoint(
     gathered = _gather_of(whole, ranks)
     first = [whole]  # not an argument, which torch's checkpoint would keep
 
-    def run(piece: torch.Tensor, *others: Any) -> T:
+    def run(piece: Tensor, *others: Any) -> T:
         return function(first.pop() if first else gathered(piece), *others, **kwargs)
 
     with torch.no_grad():
@@ -126,12 +127,12 @@ def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) ->
         return torch_checkpoint(run, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _gather_of(whole: torch.Tensor, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gather_of(whole: Tensor, group: Group) -> Callable[[Tensor], Tensor]:
     """Return the function from this rank's piece to a copy of `whole`, which is not kept."""
     sizes, requires_grad = ShardSizes.balanced(whole.numel(), group.size), whole.requires_grad
     like = torch.empty_like(whole, device="meta", requires_grad=False)  # its shape and strides
 
-    def gathered(piece: torch.Tensor) -> torch.Tensor:
+    def gathered(piece: Tensor) -> Tensor:
         with torch.no_grad():
             flat = all_gather_v(piece, sizes, group=group.process_group).view(like.shape)
             if like.stride() != flat.stride():
@@ -206,7 +207,7 @@ class CheckpointWithoutOutput:
         run = _Run()
         known = weakref.ref(run)  # the run owns the graph, which owns the function below
 
-        def recorded(*args: Any) -> tuple[Outputs, torch.Tensor]:
+        def recorded(*args: Any) -> tuple[Outputs, Tensor]:
             result = function(*args, **kwargs)
             if (own := known()) is not None:
                 own.computed(_tensors(result))
@@ -217,7 +218,7 @@ class CheckpointWithoutOutput:
         self._runs.append(run)
         return result
 
-    def _pack(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
         for run in self._runs or ():
             if note := run.note(x):
                 return note
@@ -234,18 +235,18 @@ class _Run:
     """The runs of a function, owned by the notes of its outputs."""
 
     # A tensor whose node asks torch's checkpoint for a saved tensor, so that the function runs.
-    anchor: torch.Tensor
+    anchor: Tensor
 
     def __init__(self) -> None:
         # those of the first run, which are not kept, and their versions
-        self.outputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.outputs: list[tuple[weakref.ref[Tensor], int]] = []
         self._uses: Counter[int] = Counter()  # notes per output
         self._left: Counter[int] = Counter()  # notes per output that this backward has not read
-        self._found: dict[int, torch.Tensor] = {}
+        self._found: dict[int, Tensor] = {}
         self._layouts: list[tuple[object, ...]] | None = None
         self._is_awaited = False
 
-    def note(self, x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    def note(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Return the function that gets `x` back from the next run, if `x` views an output.
 
         The output is recognised by its memory, and must be unchanged since it was computed.
@@ -263,7 +264,7 @@ class _Run:
                 return lambda: self._output(index).as_strided(*view)
         return None
 
-    def computed(self, outputs: tuple[torch.Tensor, ...]) -> None:
+    def computed(self, outputs: tuple[Tensor, ...]) -> None:
         """Record the layouts of the first run; keep outputs of a later run that notes await."""
         layouts: list[tuple[object, ...]] = [
             (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in outputs
@@ -281,7 +282,7 @@ class _Run:
                 if self._uses[index] and index not in self._found:
                     self._found[index], self._left[index] = output.detach(), self._uses[index]
 
-    def _output(self, index: int) -> torch.Tensor:
+    def _output(self, index: int) -> Tensor:
         """Return an output, for the last time after as many reads as there are notes."""
         if index not in self._found:
             self._is_awaited = True
@@ -305,29 +306,29 @@ class _Kept(torch.autograd.Function):
     """A node that keeps a tensor, and takes part in no backward."""
 
     @staticmethod
-    def forward(leaf: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    def forward(leaf: Tensor, kept: list[Tensor]) -> Tensor:
         return torch.empty_like(leaf)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         return None, None
 
 
-def _kept(x: torch.Tensor) -> torch.Tensor:
+def _kept(x: Tensor) -> Tensor:
     """Return an empty tensor whose node in the graph keeps `x`."""
     with torch.enable_grad():
         leaf = torch.empty(0, device="cpu", requires_grad=True)
         return _Kept.apply(leaf, [x])  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _tensors(result: object) -> tuple[torch.Tensor, ...]:
+def _tensors(result: object) -> tuple[Tensor, ...]:
     outputs = result if isinstance(result, tuple) else (result,)
     for output in outputs:
-        if not isinstance(output, torch.Tensor):
+        if not isinstance(output, Tensor):
             raise ArgumentError(
                 f"{_NAME}: the function must return a tensor or a tuple of tensors; got "
                 f"{type(output).__name__}."

@@ -14,23 +14,24 @@ from math import prod
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.tensor_parallel.linear import refuse_vmap
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Product:
     """A sum over rows as its factors, ``a @ b``, which ``addmm_`` adds without a temporary."""
 
-    a: torch.Tensor
-    b: torch.Tensor
+    a: Tensor
+    b: Tensor
 
 
 # Results with an entry per row, and totals over rows.
-Values = tuple[Tensors, tuple[torch.Tensor | Product, ...]]
+Values = tuple[Tensors, tuple[Tensor | Product, ...]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class RowMap:
             return self.adjoint(rows, shared, Gradients(kept, of, needed))
         everything = (*rows, *shared)
 
-        def outputs(*inputs: torch.Tensor) -> Tensors:
+        def outputs(*inputs: Tensor) -> Tensors:
             own = iter(inputs)
             given = tuple(next(own) if c else x for x, c in zip(everything, needed, strict=True))
             return self._outputs(given[: len(rows)], given[len(rows) :])
@@ -85,7 +86,7 @@ class RowMap:
     ) -> Values:
         """Return the tangents of the outputs: the transpose of `pulled_back`, which is linear."""
 
-        def pulled(*of: torch.Tensor) -> Tensors:
+        def pulled(*of: Tensor) -> Tensors:
             of_rows, of_shared = self.pulled_back(rows, shared, kept, of, moving)
             return (*of_rows, *map(_value, of_shared))
 
@@ -120,7 +121,7 @@ class Chunks:
 
 
 def in_chunks(
-    of: RowMap, chunks: Chunks, rows: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+    of: RowMap, chunks: Chunks, rows: Sequence[Tensor], shared: Sequence[Tensor]
 ) -> Tensors:
     """Return the results of a map and its sums over all rows, computed chunk by chunk.
 
@@ -133,9 +134,9 @@ class _InChunks(torch.autograd.Function):
     """Applies a map; its derivatives apply the maps that are its derivatives."""
 
     @staticmethod
-    def forward(of: RowMap, chunks: Chunks, split: int, *tensors: torch.Tensor) -> Tensors:
-        results: list[torch.Tensor] = []
-        totals: list[torch.Tensor] = []
+    def forward(of: RowMap, chunks: Chunks, split: int, *tensors: Tensor) -> Tensors:
+        results: list[Tensor] = []
+        totals: list[Tensor] = []
         dtypes: list[torch.dtype] = []
 
         def collect(index: tuple[slice, ...]) -> None:
@@ -171,7 +172,7 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_forward(*tensors, *kept)
 
     @staticmethod
-    def backward(ctx: Any, *arrived: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Any, ...]:
         gradients = tuple(
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(arrived, ctx.like, strict=True)
@@ -187,7 +188,7 @@ class _InChunks(torch.autograd.Function):
         return None, None, None, *(next(found) if flag else None for flag in needed)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         of: RowMap = ctx.of
         n = ctx.split
         tensors, kept = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
@@ -238,18 +239,18 @@ def pulled_back(
     )
 
 
-def _value(part: torch.Tensor | Product) -> torch.Tensor:
+def _value(part: Tensor | Product) -> Tensor:
     return part.a @ part.b if isinstance(part, Product) else part
 
 
-def _first(part: torch.Tensor | Product) -> torch.Tensor:
+def _first(part: Tensor | Product) -> Tensor:
     """Return a total to add to, in memory of its own, since `part` may be an input."""
     total = _value(part)
     wide = accumulation_dtype(total.dtype, True)
     return total.to(wide, copy=not isinstance(part, Product))
 
 
-def _add(total: torch.Tensor, part: torch.Tensor | Product) -> None:
+def _add(total: Tensor, part: Tensor | Product) -> None:
     if isinstance(part, Product) and part.a.dtype == total.dtype:
         total.addmm_(part.a, part.b)
     else:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from varcomm.tensor_parallel.chunked_rows import (
     Chunks,
@@ -75,13 +76,13 @@ class Statistics:
             most, columns = max(values.numel(), most), len(shared[0])
         return Chunks(shape, max(1, most // max(1, columns)))
 
-    def _named(self, shared: Tensors) -> tuple[torch.Tensor | None, ...]:
+    def _named(self, shared: Tensors) -> tuple[Tensor | None, ...]:
         """Return head, bias and weights; None for those that do not exist."""
         rest = iter(shared)
         flags = self.of_hidden, self.biased, self.weighted
         return tuple(next(rest) if flag else None for flag in flags)
 
-    def _logits(self, values: torch.Tensor, shared: Tensors) -> torch.Tensor:
+    def _logits(self, values: Tensor, shared: Tensors) -> Tensor:
         head, bias, _ = self._named(shared)
         return values if head is None else F.linear(values, head, bias)
 
@@ -109,14 +110,14 @@ class Statistics:
         if head is None:
             return (of_logits,), ()
         flat = of_logits.reshape(q.numel(), len(head))
-        sums: list[torch.Tensor | Product] = []
+        sums: list[Tensor | Product] = []
         if g.needed[3]:
             sums.append(Product(flat.t(), values.reshape(q.numel(), head.shape[1])))
         if self.biased and g.needed[4]:
             sums.append(flat.sum(0))
         return (of_logits @ head,) if g.needed[0] else (), tuple(sums)
 
-    def _of_logits(self, rows: Tensors, shared: Tensors, g: Gradients) -> torch.Tensor:
+    def _of_logits(self, rows: Tensors, shared: Tensors, g: Gradients) -> Tensor:
         values, column, q = rows
         z, weight = self._logits(values, shared), self._named(shared)[2]
         if z.shape[-1] == 0:
@@ -155,7 +156,7 @@ def _in_graph(*arguments: Any) -> Tensors:
 
 
 @_in_graph.register_fake
-def _(values: torch.Tensor, column: torch.Tensor, q: torch.Tensor, *options: Any) -> Tensors:
+def _(values: Tensor, column: Tensor, q: Tensor, *options: Any) -> Tensors:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
@@ -166,8 +167,8 @@ def _(values: torch.Tensor, column: torch.Tensor, q: torch.Tensor, *options: Any
 )
 @torch.no_grad()
 def _adjoint(
-    kept: list[torch.Tensor], gradients: list[torch.Tensor], needed: list[bool], *arguments: Any
-) -> list[torch.Tensor]:
+    kept: list[Tensor], gradients: list[Tensor], needed: list[bool], *arguments: Any
+) -> list[Tensor]:
     of, rows, shared = _prepared(arguments)
     flags = tuple(flag for flag, x in zip(needed, arguments, strict=False) if x is not None)
     chunks = of.chunks(rows, shared)
@@ -176,8 +177,8 @@ def _adjoint(
 
 @_adjoint.register_fake
 def _(
-    kept: list[torch.Tensor], gradients: list[torch.Tensor], needed: list[bool], *arguments: Any
-) -> list[torch.Tensor]:
+    kept: list[Tensor], gradients: list[Tensor], needed: list[bool], *arguments: Any
+) -> list[Tensor]:
     tensors = zip(arguments, needed, strict=False)
     return [x.new_empty(x.shape) for x, flag in tensors if flag and x is not None]
 
@@ -194,7 +195,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     tensors, kept = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
     needed = [*ctx.needs_input_grad[:6]]
     of_results = [*gradients[1:]]  # the first is a constant

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
@@ -35,18 +36,18 @@ SmoothOver = Literal["all", "wrong"]
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     sizes: Sequence[int] | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: Reduction = "none",
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     z_loss: float = 0.0,
     group: GroupLike = None,
     *,
     smooth_over: SmoothOver = "all",
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `target` is replicated, and compute the loss of sharded logits, replicated.
 
     This is :func:`torch.nn.functional.cross_entropy` on the concatenated logits of all ranks. Every
@@ -127,22 +128,22 @@ def vocab_parallel_cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     sizes: Sequence[int] | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: Reduction = "none",
-    class_weight: torch.Tensor | None = None,
+    class_weight: Tensor | None = None,
     z_loss: float = 0.0,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
     *,
     smooth_over: SmoothOver = "all",
     chunk_rows: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
 
     :func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, of which only the logits
@@ -232,19 +233,19 @@ class _Use(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(x: Tensor, group: Group) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return apply(ReplicatedSum(ctx.group, use_fp32=True), gradient), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return tangent.view_as(tangent)
 
     @staticmethod
@@ -284,9 +285,9 @@ class _Targets:
     def __init__(
         self,
         name: str,
-        target: torch.Tensor,
+        target: Tensor,
         sizes: ShardSizes,
-        weight: torch.Tensor | None,
+        weight: Tensor | None,
         options: _Options,
         dtype: torch.dtype,
         group: Group,
@@ -320,7 +321,7 @@ class _Targets:
         mine = self.owner == group.rank
         self.local_q = self.q.masked_fill(~mine, 0)
         self.column = (target - own.start).masked_fill(~mine, 0)
-        self.local_weights: tuple[torch.Tensor, ...] = ()
+        self.local_weights: tuple[Tensor, ...] = ()
         self.of_shards = lengths.to(dtype)
         if weights is not None:
             self.local_weights = (weights[own.start : own.stop],)
@@ -328,11 +329,11 @@ class _Targets:
 
     def loss(
         self,
-        values: torch.Tensor,
-        head: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        values: Tensor,
+        head: Tensor | None = None,
+        bias: Tensor | None = None,
         chunk_rows: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the loss of logits, or of hidden states and a head.
 
         One collective, whose backward is a slice.
@@ -348,7 +349,7 @@ class _Targets:
         of_ranks = apply(gather, own).unflatten(0, (ranks, len(own)))
         return self._reduced(*of_ranks.unbind(1))
 
-    def _reduced(self, top: torch.Tensor, log: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    def _reduced(self, top: Tensor, log: Tensor, part: Tensor) -> Tensor:
         """Return the loss from (P, *T) statistics."""
         top = top.detach()
         # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
@@ -369,7 +370,7 @@ class _Targets:
         return total if self.options.reduction == "sum" else total / self.counted.sum()
 
 
-def _check_floats(x: torch.Tensor, name: str, where: str) -> None:
+def _check_floats(x: Tensor, name: str, where: str) -> None:
     checked_tensor(x, where, name)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
@@ -377,13 +378,13 @@ def _check_floats(x: torch.Tensor, name: str, where: str) -> None:
         raise ArgumentError(f"{where}{name} must have at least 1 dimension; got a scalar.")
 
 
-def _check_device(x: torch.Tensor, device: torch.device, name: str, where: str) -> None:
+def _check_device(x: Tensor, device: torch.device, name: str, where: str) -> None:
     if x.device != device:
         raise ArgumentError(f"{where}{name} must be on {device}; it is on {x.device}.")
 
 
 def _checked_sizes(
-    sizes: Sequence[int], x: torch.Tensor, dim: int, name: str, group: Group, where: str
+    sizes: Sequence[int], x: Tensor, dim: int, name: str, group: Group, where: str
 ) -> ShardSizes:
     """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
     known = ShardSizes(checked_sizes(sizes, "sizes", group.size, where))
@@ -399,7 +400,7 @@ def _checked_sizes(
 
 
 def _check_weights(
-    weight: torch.Tensor | None, name: str, device: torch.device, sizes: ShardSizes, where: str
+    weight: Tensor | None, name: str, device: torch.device, sizes: ShardSizes, where: str
 ) -> None:
     if weight is None:
         return
@@ -415,14 +416,14 @@ def _check_weights(
 
 
 def _checked_targets(
-    target: torch.Tensor,
-    like: torch.Tensor,
+    target: Tensor,
+    like: Tensor,
     sizes: ShardSizes,
     options: _Options,
     name: str,
     group: Group,
     where: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
     checked_tensor(target, where, "target")
     shape = like.shape[:-1]
@@ -440,7 +441,7 @@ def _checked_targets(
     refuse_linearize(where, "chunks of rows")
     if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
         raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
-    found: torch.Tensor = _known_classes(
+    found: Tensor = _known_classes(
         target, sizes.total, int(options.ignore_index), name, group.rank, group.size
     )
     return found
@@ -452,8 +453,8 @@ def _checked_targets(
     schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
 )
 def _known_classes(
-    target: torch.Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
-) -> torch.Tensor:
+    target: Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
+) -> Tensor:
     """Return a copy of targets, or raise ArgumentError, in a compiled graph when it runs."""
     outside = ((target < 0) | (target >= classes)) & (target != ignored)
     if bool(outside.any()):
@@ -467,5 +468,5 @@ def _known_classes(
 
 
 @_known_classes.register_fake
-def _(target: torch.Tensor, *_: object) -> torch.Tensor:
+def _(target: Tensor, *_: object) -> Tensor:
     return target.new_empty(target.shape)

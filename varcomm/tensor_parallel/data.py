@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
@@ -21,10 +22,10 @@ __all__ = ["broadcast_data"]
 
 def broadcast_data(
     keys: Sequence[str],
-    data: Mapping[str, torch.Tensor] | None,
+    data: Mapping[str, Tensor] | None,
     dtype: torch.dtype,
     group: GroupLike = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the tensors of the group's first rank on all ranks; not differentiable.
 
     Parameters
@@ -69,7 +70,7 @@ def broadcast_data(
     (tensor([[3, 1]]), torch.Size([0, 2]))
     """
     ranks = resolve(group)
-    own: list[torch.Tensor] = []
+    own: list[Tensor] = []
 
     def check() -> dict[str, Any]:
         strings = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
@@ -108,14 +109,14 @@ def broadcast_data(
     return dict(zip(keys, got, strict=True))
 
 
-def _checked_data(keys: list[str], data: object, dtype: torch.dtype) -> list[torch.Tensor]:
+def _checked_data(keys: list[str], data: object, dtype: torch.dtype) -> list[Tensor]:
     if not isinstance(data, Mapping):
         raise ArgumentError(
             f"data must be a mapping on the group's first rank; got {type(data).__name__}."
         )
     if missing := [key for key in keys if key not in data]:
         raise ArgumentError(f"data has no {missing}; it has {list(data)}.")
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for key in keys:
         checked_tensor(data[key], "", f"data[{key!r}]")
         tensors.append(data[key])

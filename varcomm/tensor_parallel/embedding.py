@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
@@ -33,10 +34,7 @@ from varcomm.tensor_parallel.layout import (
     checked_choice,
     module_seed,
 )
-from varcomm.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region,
-    shard_sizes,
-)
+from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
 from varcomm.transport.agreement import agree
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -52,15 +50,15 @@ _METHODS = ("auto", "masked", "indexed")
 
 
 def vocab_parallel_embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
+    ids: Tensor,
+    weight: Tensor,
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
     method: str = "auto",
     input_is_parallel: bool = False,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Look up embeddings in a table whose rows are sharded by ids.
 
     Parameters
@@ -151,13 +149,13 @@ def vocab_parallel_embedding(
 
 
 def feature_parallel_embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
+    ids: Tensor,
+    weight: Tensor,
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     gather_output: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Look up embeddings in a table whose columns are sharded.
 
     Parameters
@@ -231,7 +229,7 @@ class _Lookup(Operator):
     method: int
     parts: tuple[int, ...]
 
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+    def describe(self, x: Tensor) -> dict[str, Any]:
         local = self.method == _LOCAL
         return {
             "ids": digest(self.ids),
@@ -258,7 +256,7 @@ class _Lookup(Operator):
         alone = self.method == 0 and self.group.size == 1
         return alone or _METHODS[self.method] == "masked"
 
-    def _owned(self, without: int = -1) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _owned(self, without: int = -1) -> tuple[Tensor, Tensor | None]:
         """Return the rows of ids that this rank owns, and their places; None is everywhere."""
         mine = self._rows
         own = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != without)
@@ -267,7 +265,7 @@ class _Lookup(Operator):
         return self.ids[places] - mine.start, None if everywhere else places
 
     @cached_property
-    def exchange(self) -> tuple[ExchangePlan, torch.Tensor, torch.Tensor]:
+    def exchange(self) -> tuple[ExchangePlan, Tensor, Tensor]:
         """The plan by which rows travel to their part, that part's ids, and the row of each."""
         tokens, rank, ranks = ShardSizes(self.parts), self.group.rank, self.group.size
         table, mine = ShardSizes(self.sizes), self._rows
@@ -291,14 +289,14 @@ class _LookUp(_Lookup):
     name = "parallel_embedding"
 
     @torch.no_grad()
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
         kind = "feature" if self.method == _LOCAL else "vocab"
         _check_range(self.ids, sum(self.sizes), f"{kind}_parallel_embedding on {self.group}: ")
         rows = self._looked_up(x)
         return Pending([], lambda: rows)
 
-    def _looked_up(self, table: torch.Tensor) -> torch.Tensor:
+    def _looked_up(self, table: Tensor) -> Tensor:
         if self.method == _LOCAL:
             return table.index_select(0, self.ids)
         if self.parts:
@@ -315,7 +313,7 @@ class _LookUp(_Lookup):
                 return self._gathered(table, distinct, places, counts)
         return apply(ReplicatedSum(self.group, use_fp32=True), self._masked(table))
 
-    def _masked(self, table: torch.Tensor) -> torch.Tensor:
+    def _masked(self, table: Tensor) -> Tensor:
         own, places = self._owned()
         picked = table.index_select(0, own)
         if places is None:
@@ -324,8 +322,8 @@ class _LookUp(_Lookup):
         return rows.index_copy_(0, places, picked)
 
     def _gathered(
-        self, table: torch.Tensor, distinct: torch.Tensor, places: torch.Tensor, counts: list[int]
-    ) -> torch.Tensor:
+        self, table: Tensor, distinct: Tensor, places: Tensor, counts: list[int]
+    ) -> Tensor:
         """Gather each distinct row once; the only copy repeats it at all its places."""
         rank, row = self.group.rank, table.shape[1:]
         first = sum(counts[:rank])
@@ -336,7 +334,7 @@ class _LookUp(_Lookup):
         rows = received.view(len(distinct), *row)
         return Pending(works, lambda: rows.index_select(0, places)).wait()
 
-    def _sum_is_no_more(self, counts: Sequence[int], table: torch.Tensor) -> bool:
+    def _sum_is_no_more(self, counts: Sequence[int], table: Tensor) -> bool:
         """Return whether the busiest rank sends and receives no more by a sum than by a gather."""
         ranks, distinct, tokens = self.group.size, sum(counts), len(self.ids)
         gathering = max(max((ranks - 1) * own, distinct - own) for own in counts)
@@ -346,7 +344,7 @@ class _LookUp(_Lookup):
         summing = 2 * tokens * (ranks - 1) / ranks if by_pieces else tokens * (ranks - 1)
         return summing <= gathering
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
+    def result(self, x: Tensor) -> Tensor:
         rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
         return x.new_empty(rows, *x.shape[1:])
 
@@ -365,7 +363,7 @@ class _SumUp(_Lookup):
     name = "parallel_embedding_adjoint"
 
     @torch.no_grad()
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
         if not self.parts or self._is_masked:
             if self.parts:
@@ -381,12 +379,10 @@ class _SumUp(_Lookup):
         return Pending([], lambda: total)
 
     @staticmethod
-    def _summed(
-        x: torch.Tensor, index: torch.Tensor, places: torch.Tensor | None, rows: int
-    ) -> torch.Tensor:
+    def _summed(x: Tensor, index: Tensor, places: Tensor | None, rows: int) -> Tensor:
         return RowSum(index, rows)(x if places is None else x.index_select(0, places))
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
+    def result(self, x: Tensor) -> Tensor:
         return x.new_empty(self.sizes[self.group.rank], *x.shape[1:])
 
     @property
@@ -394,16 +390,14 @@ class _SumUp(_Lookup):
         return self._transposed(_LookUp)  # type: ignore[no-any-return]
 
 
-def _without_padding(rows: torch.Tensor, ids: torch.Tensor, padding: int) -> torch.Tensor:
+def _without_padding(rows: Tensor, ids: Tensor, padding: int) -> Tensor:
     """Return `rows`, of which those of the padding id are constants in derivatives."""
     if padding < 0:
         return rows
     return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
 
 
-def _check_table(
-    weight: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str
-) -> None:
+def _check_table(weight: Tensor, sizes: Sequence[int], dim: int, group: Group, where: str) -> None:
     checked_summable(weight, where)
     if weight.dim() != 2:
         raise ArgumentError(
@@ -413,7 +407,7 @@ def _check_table(
     checked_shard(weight, sizes, dim, group, where)
 
 
-def _check_ids(ids: torch.Tensor, weight: torch.Tensor, where: str) -> None:
+def _check_ids(ids: Tensor, weight: Tensor, where: str) -> None:
     checked_tensor(ids, where, "ids")
     if ids.dtype not in (torch.int32, torch.int64):
         hint = " Give an empty tensor its dtype." if ids.numel() == 0 else ""
@@ -422,7 +416,7 @@ def _check_ids(ids: torch.Tensor, weight: torch.Tensor, where: str) -> None:
         raise ArgumentError(f"{where}ids are on {ids.device}, weight is on {weight.device}.")
 
 
-def _check_range(ids: torch.Tensor, total: int, where: str) -> None:
+def _check_range(ids: Tensor, total: int, where: str) -> None:
     if ids.numel():
         low, high = torch.stack(ids.aminmax()).tolist()
         if low < 0 or high >= total:
@@ -444,7 +438,7 @@ def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
     return value % total
 
 
-def _normal(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _normal(tensor: Tensor, generator: torch.Generator) -> None:
     tensor.normal_(generator=generator)
 
 
@@ -633,9 +627,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     method: str
     input_is_parallel: bool
 
-    def forward(
-        self, ids: torch.Tensor, sequence_sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Look up `ids`; `sequence_sizes` of this call replace the constructor's."""
         return vocab_parallel_embedding(
             ids,
@@ -691,7 +683,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     gather_output: bool
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`, which are identical on all ranks."""
         group = self.group.process_group
         return feature_parallel_embedding(

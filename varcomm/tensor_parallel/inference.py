@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from varcomm.errors import ArgumentError
@@ -70,11 +70,11 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
 
     def take(
         self, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return uninitialised memory, the same one for a role while it is large enough."""
         nbytes = prod(shape) * dtype.itemsize
         memory = self._memory.get(role)
@@ -90,7 +90,7 @@ class Buffers:
             self._memory[role] = memory
         return memory[:nbytes].view(dtype).view(*shape)
 
-    def hold(self, tensor: torch.Tensor) -> str | None:
+    def hold(self, tensor: Tensor) -> str | None:
         """Return the role whose memory `tensor` uses, or None."""
         place = tensor.untyped_storage().data_ptr()
         for role, memory in self._memory.items():
@@ -101,15 +101,15 @@ class Buffers:
 
 @uncompiled(_IN_PLACE)
 def norm_column_linear(
-    x: torch.Tensor,
+    x: Tensor,
     norm: Norm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     sequence_sizes: Sequence[int] | None = None,
     buffers: Buffers | None = None,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `x` is replicated or a part of a sequence; norm it, and compute own outputs.
 
     Equal to ``column_parallel_linear(norm(x), weight, bias, sequence_sizes=...)``, bit for bit.
@@ -185,17 +185,17 @@ def norm_column_linear(
 
 @uncompiled(_IN_PLACE)
 def row_linear_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
     norm: Norm,
     *,
     sequence_sizes: Sequence[int],
     gather: bool = True,
     buffers: Buffers | None = None,
     group: GroupLike = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Assume that `x` is sharded along its last dimension; sum products, add the residual, norm.
 
     Equal to ``residual + row_parallel_linear(x, weight, bias, sequence_sizes=...)``, and its
@@ -290,15 +290,15 @@ def row_linear_norm(
 class _GatherInto(AllGatherV):
     """``all_gather_v`` of rows that stand in their place already, `own`."""
 
-    out: torch.Tensor = field(compare=False)
+    out: Tensor = field(compare=False)
 
     @property
-    def own(self) -> torch.Tensor:
+    def own(self) -> Tensor:
         """Return the place of this rank's rows."""
         rank = self.group.rank
         return self.out.narrow(0, sum(self.sizes[:rank]), self.sizes[rank])
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Let the others' rows arrive in theirs."""
         counts = [rows * self.out.shape[1] for rows in self.sizes]
         works, _ = packing.all_gather(
@@ -311,9 +311,9 @@ class _GatherInto(AllGatherV):
 class _PartsInto(ReduceScatterV):
     """``reduce_scatter_v`` but for the sum: what it is of, rank by rank."""
 
-    out: torch.Tensor = field(compare=False)
+    out: Tensor = field(compare=False)
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Send each rank its rows."""
         send = [rows * x.shape[1] for rows in self.sizes]
         recv = [send[self.group.rank]] * self.group.size
@@ -323,14 +323,14 @@ class _PartsInto(ReduceScatterV):
         return Pending(works, lambda: self.out)
 
 
-def _pieces(rows: torch.Tensor) -> Iterator[slice]:
+def _pieces(rows: Tensor) -> Iterator[slice]:
     count = len(rows)
     step = max(_PIECE * count // max(rows.nbytes, 1), -(-count // _MOST_PIECES), 1)
     for start in range(0, count, step):
         yield slice(start, start + step)
 
 
-def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
+def _normed(norm: Norm, x: Tensor, where: str) -> Tensor:
     """Return what has shape and dtype of ``norm(x)``, in no memory."""
     if not isinstance(norm, Norm):
         raise ArgumentError(
@@ -349,7 +349,7 @@ def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
     return none.new_empty(()).expand(x.shape)  # type: ignore[no-any-return]
 
 
-def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], where: str) -> None:
+def _refuse_gradients(operands: Mapping[str, Tensor | nn.Module | None], where: str) -> None:
     for name, operand in operands.items():
         tensors = operand.parameters() if isinstance(operand, nn.Module) else [operand]
         for tensor in tensors:
@@ -365,7 +365,7 @@ def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], w
 
 
 def _checked_buffers(
-    buffers: Buffers | None, operands: Mapping[str, torch.Tensor | None], where: str
+    buffers: Buffers | None, operands: Mapping[str, Tensor | None], where: str
 ) -> Buffers:
     if buffers is None:
         return Buffers()
@@ -380,7 +380,7 @@ def _checked_buffers(
     return buffers
 
 
-def _check_place(buffers: Buffers, residual: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+def _check_place(buffers: Buffers, residual: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise ArgumentError if a residual would be overwritten before it is read."""
     role = buffers.hold(residual)
     in_place = residual.dtype == dtype and residual.is_contiguous()

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from varcomm.errors import ArgumentError, DisagreementError
@@ -215,7 +215,7 @@ class ShardedModule(nn.Module):
             raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
         return {name: (digest(x), x.requires_grad) for name, x in layer.named_parameters()}
 
-    def _own(self, name: str, whole: torch.Tensor) -> nn.Parameter:
+    def _own(self, name: str, whole: Tensor) -> nn.Parameter:
         """Return this rank's part of a full parameter, in memory of its own."""
         spec = self.spec if name in self._sharded else None
         own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
@@ -241,7 +241,7 @@ class ShardedModule(nn.Module):
         self._mark()
 
 
-def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, group: GroupLike = None) -> bool:
+def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = None) -> bool:
     """Return whether this rank counts a parameter, so that all ranks together count it once.
 
     True for a sharded parameter on every rank, and for a replicated one on the group's first rank.

@@ -14,7 +14,7 @@ from math import prod, sqrt
 from typing import Any, Literal, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
@@ -24,13 +24,7 @@ from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, begin, checking, in_forward_mode, is_recorded
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sizes import checked_sizes
-from varcomm.tensor_parallel.layout import (
-    Layout,
-    ShardedModule,
-    Sizes,
-    agreed,
-    checked_choice,
-)
+from varcomm.tensor_parallel.layout import Layout, ShardedModule, Sizes, agreed, checked_choice
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -46,7 +40,7 @@ __all__ = [
     "row_parallel_linear",
 ]
 
-Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+Output = Tensor | tuple[Tensor, Tensor | None]
 Before = ReplicatedUse | AllGatherV
 After = ReplicatedSum | ReduceScatterV
 
@@ -54,9 +48,9 @@ _SAVED = ("input", "gathered")
 
 
 def column_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     *,
     gather_output: bool = False,
@@ -64,7 +58,7 @@ def column_parallel_linear(
     save: Literal["input", "gathered"] = "input",
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `x` is replicated or a part of a sequence, and compute this rank's outputs.
 
     Parameters
@@ -142,16 +136,16 @@ def column_parallel_linear(
 
 
 def row_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     *,
     input_is_parallel: bool = True,
     sequence_sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `x` is sharded along its last dimension, and sum the products of all ranks.
 
     Parameters
@@ -218,14 +212,14 @@ def row_parallel_linear(
 
 
 def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
     before: Before | None,
     after: After | None,
     keep_gathered: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return ``after(before(x) @ weight.T) + bias`` for `x` of (rows, in), differentiable."""
     if torch.compiler.is_compiling():
         rows = x if before is None else apply(before, x)
@@ -253,15 +247,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        sink: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
         before: Before | None,
         after: After | None,
         keep_gathered: bool,
         recorded: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         token, rows = torch.empty(0, dtype=torch.float32, device=x.device), None
         if isinstance(before, AllGatherV):
             y, rows = multiplied_while_gathered(before, x, weight.T, bias, recorded)
@@ -287,7 +281,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_forward(x, weight, token)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, of_token, _ = gradients
         x, rows, weight, token = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -306,9 +300,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @in_forward_mode
-    def jvp(
-        ctx: Any, saved: Any, *tangents: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def jvp(ctx: Any, saved: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         of_x, of_weight, of_bias, *_ = tangents
         x, weight, token = saved
         # ranks communicate identically, whichever tangents exist on this rank
@@ -334,18 +326,14 @@ def refuse_vmap(what: str) -> NoReturn:
     raise ArgumentError(f"torch.func.vmap over {what} is not supported. Loop over the batch.")
 
 
-def _joined(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def _joined(x: Tensor, token: Tensor) -> Tensor:
     """Return the values of `x`, which then depend on `token` as well."""
     return x + token.sum().to(x.dtype)
 
 
 def _recorded(
-    ctx: Any,
-    gradient: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    token: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None, token: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return all rows, the gradient of all products, and that of `x`, all differentiable."""
     rows = x if x is None or ctx.before is None else apply(ctx.before, _joined(x, token))
     if ctx.after is not None:
@@ -357,12 +345,8 @@ def _recorded(
 
 
 def _overlapped(
-    ctx: Any,
-    gradient: torch.Tensor,
-    x: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    weight: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    ctx: Any, gradient: Tensor, x: Tensor | None, rows: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return the gradients of `x`, `weight` and all products; messages travel meanwhile."""
     before, after, of_x, gathering = ctx.before, ctx.after, None, None
     if x is not None and rows is None:
@@ -387,7 +371,7 @@ def _overlapped(
     return summing.wait(), of_weight, gradient
 
 
-def _of_weight(ctx: Any, gradient: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
+def _of_weight(ctx: Any, gradient: Tensor, rows: Tensor | None) -> Tensor | None:
     if rows is None:
         return None
     if ctx.sink_dtype is not None:
@@ -397,12 +381,12 @@ def _of_weight(ctx: Any, gradient: torch.Tensor, rows: torch.Tensor | None) -> t
 
 def multiplied_while_gathered(
     gather: AllGatherV,
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
     recorded: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Gather rows, and return ``rows @ factor + bias`` and the rows.
 
     This rank's rows are multiplied while the others travel, and each product is written into its
@@ -420,19 +404,14 @@ def multiplied_while_gathered(
     return out, rows
 
 
-def multiplied(
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def multiplied(x: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return ``x @ factor + bias``, in `out` if given."""
     if bias is None:
         return torch.mm(x, factor, out=out)
     return torch.addmm(bias, x, factor, out=out)
 
 
-def _gradient_sink(weight: torch.Tensor, where: str) -> torch.Tensor | None:
+def _gradient_sink(weight: Tensor, where: str) -> Tensor | None:
     """Return a leaf whose gradient is ``weight.main_grad``, for a weight that has one."""
     values = getattr(weight, "main_grad", None)
     if values is None or not weight.requires_grad or not torch.is_grad_enabled():
@@ -441,9 +420,9 @@ def _gradient_sink(weight: torch.Tensor, where: str) -> torch.Tensor | None:
 
 
 @uncompiled("in a graph, backward() cannot add to weight.main_grad; delete it")
-def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor:
-    if not isinstance(values, torch.Tensor) or values.shape != weight.shape:
-        got = tuple(values.shape) if isinstance(values, torch.Tensor) else values
+def _made_sink(weight: Tensor, values: object, where: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != weight.shape:
+        got = tuple(values.shape) if isinstance(values, Tensor) else values
         raise ArgumentError(
             f"{where}weight.main_grad must be a tensor of the weight's shape, "
             f"{tuple(weight.shape)}; got {got!r}."
@@ -455,7 +434,7 @@ def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor
     sink = values.new_empty(()).expand(values.shape).requires_grad_()  # without memory
     sink.grad = values
 
-    def check(sink: torch.Tensor) -> None:
+    def check(sink: Tensor) -> None:
         if sink.grad is not values:  # torch has made a new tensor for a gradient with a graph
             raise ArgumentError(
                 "backward(create_graph=True) with a weight.main_grad: gradients that are added to "
@@ -467,11 +446,7 @@ def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor
 
 
 def checked_operands(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    where: str,
-    name: str = "x",
+    x: Tensor, weight: Tensor, bias: Tensor | None, where: str, name: str = "x"
 ) -> None:
     """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` is that of x."""
     checked_tensor(x, where, name)
@@ -499,7 +474,7 @@ def checked_operands(
 
 
 def _check_sizes(
-    weight: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
+    weight: Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
 ) -> None:
     if sizes is None:
         return
@@ -513,11 +488,7 @@ def _check_sizes(
 
 
 def checked_sequence(
-    x: torch.Tensor,
-    sequence_sizes: Sequence[int] | None,
-    group: Group,
-    where: str,
-    whole: bool = False,
+    x: Tensor, sequence_sizes: Sequence[int] | None, group: Group, where: str, whole: bool = False
 ) -> tuple[int, ...] | None:
     """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
     if sequence_sizes is None:
@@ -537,25 +508,25 @@ def checked_sequence(
     return sequence
 
 
-def flattened(sequence: Sequence[int], x: torch.Tensor) -> tuple[int, ...]:
+def flattened(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
     """Return the rows per rank of :func:`as_rows`."""
     return tuple(size * prod(x.shape[1:-1]) for size in sequence)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return `x` with all dimensions but the last flattened."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def autocast(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return operands in the dtype of :class:`torch.autocast`, as torch's linear uses them."""
     cast = None if bias is None else bias.to(_dtype(bias))
     return x.to(_dtype(x)), weight.to(_dtype(weight)), cast
 
 
-def _dtype(operand: torch.Tensor) -> torch.dtype:
+def _dtype(operand: Tensor) -> torch.dtype:
     # autocast leaves fp64 and complex numbers alone
     device, dtype = operand.device.type, operand.dtype
     if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
@@ -610,7 +581,7 @@ class _ParallelLinear(ShardedModule):
         seed = self._agree(layout, shape)
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
-        def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
+        def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
         self.register_parameter("weight", None)
@@ -660,7 +631,7 @@ class _ParallelLinear(ShardedModule):
         All ranks raise ArgumentError if the layer has no weight of its own.
         """
 
-        def check() -> torch.Tensor:
+        def check() -> Tensor:
             if self.weight is None:
                 raise ArgumentError("the layer has no weight of its own: allocate_weight=False.")
             return self.weight
@@ -681,7 +652,7 @@ class _ParallelLinear(ShardedModule):
             whole.requires_grad_(own.requires_grad)
         return linear.train(self.training)
 
-    def _weight(self, given: torch.Tensor | None, where: str) -> torch.Tensor:
+    def _weight(self, given: Tensor | None, where: str) -> Tensor:
         weight = self.weight if given is None else given
         if weight is None:
             raise ArgumentError(
@@ -769,8 +740,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
+        x: Tensor,
+        weight: Tensor | None = None,
         gather_output: bool | None = None,
         sequence_sizes: Sequence[int] | None = None,
     ) -> Output:
@@ -798,7 +769,7 @@ class ColumnParallelLinear(_ParallelLinear):
             return self._gathered(y)
         return self._gathered(y), None if self.bias is None else self._gathered(self.bias)
 
-    def _gathered(self, outputs: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, outputs: Tensor) -> Tensor:
         """Return all outputs, in the order of the full layer."""
         sizes, pg = self.spec.sizes, self.group.process_group
         whole = gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg)
@@ -852,10 +823,7 @@ class RowParallelLinear(_ParallelLinear):
     input_is_parallel: bool
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        sequence_sizes: Sequence[int] | None = None,
+        self, x: Tensor, weight: Tensor | None = None, sequence_sizes: Sequence[int] | None = None
     ) -> Output:
         """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from inspect import cleandoc, signature
 from typing import TypeVar
 
-import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
@@ -37,12 +37,7 @@ from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import checked_summable
-from varcomm.ops.replicated import (
-    ReplicatedGather,
-    ReplicatedShard,
-    ReplicatedSum,
-    ReplicatedUse,
-)
+from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
 from varcomm.ops.transpose_v import transpose_v
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import share
@@ -66,8 +61,17 @@ __all__ = [
 ]
 
 
-F = TypeVar("F", bound=Callable[..., torch.Tensor])
+F = TypeVar("F", bound=Callable[..., Tensor])
 
+_TYPES = {
+    "tensor": "torch.Tensor",
+    "piece": "torch.Tensor",
+    "dim": "int",
+    "use_fp32": "bool",
+    "tensor_parallel_output_grad": "bool",
+    "numel": "int, optional",
+    "group": "ProcessGroup or DeviceMesh, optional",
+}
 _RECURRING = """
 sizes: Rows per rank along `dim`; zeros allowed, identical on all ranks. None is balanced if
     `tensor` is whole; otherwise it asks all ranks.
@@ -86,7 +90,9 @@ def _documented(mapping: F) -> F:
     texts |= dict(zip(fields[::2], fields[1::2], strict=True))
     texts = {name: " ".join(text.split()) for name, text in texts.items()}
     parameters = signature(mapping).parameters
-    described = [f"{x} : {p.annotation}\n    {texts[x]}" for x, p in parameters.items()]
+    described = [
+        f"{x} : {_TYPES.get(x, 'sequence of int, optional')}\n    {texts[x]}" for x in parameters
+    ]
     notes = [f"{x}: {texts[x]}\n" for x in ("Adjoint", "Communication", "In one process")]
     sections = {
         "Parameters": described,
@@ -106,8 +112,8 @@ def _documented(mapping: F) -> F:
 
 @_documented
 def copy_to_tensor_model_parallel_region(
-    tensor: torch.Tensor, use_fp32: bool = True, group: GroupLike = None
-) -> torch.Tensor:
+    tensor: Tensor, use_fp32: bool = True, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is replicated, and use it differently on each rank.
 
     tensor: Floats or complex of any shape, identical on all ranks.
@@ -131,8 +137,8 @@ def copy_to_tensor_model_parallel_region(
 
 @_documented
 def reduce_from_tensor_model_parallel_region(
-    tensor: torch.Tensor, use_fp32: bool = True, group: GroupLike = None
-) -> torch.Tensor:
+    tensor: Tensor, use_fp32: bool = True, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is partial and that all ranks use the sum identically.
 
     If ranks use the sum differently, :func:`varcomm.all_reduce` is the right call.
@@ -159,11 +165,8 @@ def reduce_from_tensor_model_parallel_region(
 
 @_documented
 def scatter_to_tensor_model_parallel_region(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = -1,
-    group: GroupLike = None,
-) -> torch.Tensor:
+    tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = -1, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's shard.
 
     tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
@@ -184,11 +187,8 @@ def scatter_to_tensor_model_parallel_region(
 
 @_documented
 def gather_from_tensor_model_parallel_region(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = -1,
-    group: GroupLike = None,
-) -> torch.Tensor:
+    tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = -1, group: GroupLike = None
+) -> Tensor:
     """Assume that all ranks use the gathered tensor identically.
 
     If ranks use it differently, :func:`varcomm.all_gather_v` is the right call.
@@ -212,11 +212,11 @@ def gather_from_tensor_model_parallel_region(
 
 @_documented
 def all_gather_last_dim_from_tensor_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that ranks use the gathered tensor differently; shards of the last dimension.
 
     tensor: This rank's shard, ``(*F, sizes[rank])``.
@@ -236,11 +236,11 @@ def all_gather_last_dim_from_tensor_parallel_region(
 
 @_documented
 def reduce_scatter_last_dim_to_tensor_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's columns of the sum.
 
     tensor: This rank's part of the sum, ``(*F, sum(sizes))``.
@@ -262,11 +262,8 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 
 @_documented
 def scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = 0,
-    group: GroupLike = None,
-) -> torch.Tensor:
+    tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = 0, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's part of the sequence.
 
     tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
@@ -283,13 +280,13 @@ def scatter_to_sequence_parallel_region(
 
 @_documented
 def gather_from_sequence_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     tensor_parallel_output_grad: bool = True,
     sizes: Sequence[int] | None = None,
     dim: int = 0,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that ranks use the whole differently if `tensor_parallel_output_grad`.
 
     tensor: This rank's part, ``sizes[rank]`` rows along `dim`.
@@ -320,12 +317,12 @@ def gather_from_sequence_parallel_region(
 
 @_documented
 def reduce_scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None = None,
     dim: int = 0,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's part of the summed sequence.
 
     tensor: This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
@@ -345,12 +342,12 @@ def reduce_scatter_to_sequence_parallel_region(
 
 @_documented
 def all_to_all(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     dim: int = 0,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume nothing, and send rows to every rank, like :func:`varcomm.all_to_all_v`.
 
     tensor: ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
@@ -373,11 +370,11 @@ def all_to_all(
 
 @_documented
 def all_to_all_sp2hp(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sequence_sizes: Sequence[int] | None = None,
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume nothing, and turn parts of the sequence into shards of the hidden dimension.
 
     tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
@@ -403,11 +400,11 @@ def all_to_all_sp2hp(
 
 @_documented
 def all_to_all_hp2sp(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sequence_sizes: Sequence[int] | None = None,
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume nothing, and turn shards of the hidden dimension into parts of the sequence.
 
     tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
@@ -428,7 +425,7 @@ def all_to_all_hp2sp(
 
 
 @_documented
-def split_tensor_into_1d_chunks(tensor: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+def split_tensor_into_1d_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's balanced share of its elements.
 
     tensor: Any shape, identical on all ranks.
@@ -448,8 +445,8 @@ def split_tensor_into_1d_chunks(tensor: torch.Tensor, group: GroupLike = None) -
 
 @_documented
 def gather_split_1d_tensor(
-    piece: torch.Tensor, numel: int | None = None, group: GroupLike = None
-) -> torch.Tensor:
+    piece: Tensor, numel: int | None = None, group: GroupLike = None
+) -> Tensor:
     """Assume that all ranks use the gathered pieces identically.
 
     piece: This rank's piece, of one dimension.
@@ -475,8 +472,8 @@ def gather_split_1d_tensor(
 
 
 def split_tensor_along_last_dim(
-    tensor: torch.Tensor, sizes: Sequence[int], contiguous: bool = False
-) -> tuple[torch.Tensor, ...]:
+    tensor: Tensor, sizes: Sequence[int], contiguous: bool = False
+) -> tuple[Tensor, ...]:
     """Split a tensor into parts of `sizes` along its last dimension; no communication.
 
     Parameters
@@ -539,7 +536,7 @@ def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
 
 def shard_sizes(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None,
     dim: int,
     group: Group,
@@ -550,9 +547,7 @@ def shard_sizes(
 
 
 @uncompiled("a graph cannot ask the ranks for sizes that were left out; pass sizes")
-def _asked_sizes(
-    name: str, tensor: torch.Tensor, dim: int, group: Group, what: str
-) -> Sequence[int]:
+def _asked_sizes(name: str, tensor: Tensor, dim: int, group: Group, what: str) -> Sequence[int]:
     def local() -> int:
         checked_tensor(tensor, "")
         return tensor.shape[checked_dim(dim, tensor.shape)]
@@ -567,7 +562,7 @@ def _asked_counts(name: str, sends: Sequence[int], group: Group) -> list[int]:
 
 
 def _whole_sizes(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: Group
 ) -> Sequence[int]:
     if sizes is not None:
         return sizes
@@ -577,8 +572,8 @@ def _whole_sizes(
 
 
 def _scattered(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
-) -> torch.Tensor:
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
+) -> Tensor:
     ranks = resolve(group)
     sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
     with checking(name, ranks) as where:
@@ -587,8 +582,8 @@ def _scattered(
 
 
 def _gathered(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
-) -> torch.Tensor:
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
+) -> Tensor:
     ranks = resolve(group)
     sizes = shard_sizes(name, tensor, sizes, dim, ranks)
     with checking(name, ranks) as where:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
@@ -288,8 +288,8 @@ class _SequenceParallel(nn.Module):
 
 
 def _reader(name: str, group: Group) -> property:
-    def read(module: _SequenceParallel) -> torch.Tensor:
-        parameter: torch.Tensor = nn.Module.__getattr__(module, name)  # type: ignore[assignment]
+    def read(module: _SequenceParallel) -> Tensor:
+        parameter: Tensor = nn.Module.__getattr__(module, name)  # type: ignore[assignment]
         if not (module._computes and torch.is_grad_enabled()):
             return parameter  # to any other reader
         return copy_to_tensor_model_parallel_region(parameter, group=group.process_group)

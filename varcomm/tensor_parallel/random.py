@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.compilation import uncompiled
@@ -24,7 +25,7 @@ __all__ = ["RandomStreams"]
 T = TypeVar("T")
 
 # The states of a stream, by kind of device.
-States = dict[str, torch.Tensor]
+States = dict[str, Tensor]
 
 # The states of all streams, and the names of those whose block is open.
 Snapshot = tuple[dict[str, States], frozenset[str]]
@@ -162,7 +163,7 @@ class RandomStreams:
                 "draw from the stream. Call torch.cuda.init() first."
             )
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return seed and states of all streams of this rank, as tensors only.
 
         Raises ArgumentError inside :meth:`fork`.
@@ -176,7 +177,7 @@ class RandomStreams:
             for name, states in self._states.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore all streams; raise ArgumentError, without a change, if `state` does not fit.
 
         It does not fit inside :meth:`fork`, or if it has other streams, another seed, rank or
@@ -293,9 +294,9 @@ def _states(generators: Mapping[str, torch.Generator]) -> States:
     return {kind: generator.get_state() for kind, generator in generators.items()}
 
 
-def _checked_state(name: str, kind: Any, state: Any) -> torch.Tensor:
+def _checked_state(name: str, kind: Any, state: Any) -> Tensor:
     """Return a copy of a generator's state, checked as far as possible without the device."""
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or kind not in _KINDS:
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or kind not in _KINDS:
         raise ArgumentError(
             f"load_state_dict: {name!r} has {kind!r}, which is no state of a generator."
         )
