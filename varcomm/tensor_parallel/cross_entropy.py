@@ -34,6 +34,8 @@ __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 Reduction = Literal["none", "mean", "sum"]
 SmoothOver = Literal["all", "wrong"]
 
+_OPTIONS = ("label_smoothing", "ignore_index", "reduction", "z_loss", "smooth_over")
+
 
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -114,17 +116,16 @@ def vocab_parallel_cross_entropy(
     [([3.0, 3.0], [[1.0, 1.0], [-2.0, 1.0]]), ([3.0, 3.0], [[-2.0], [1.0]])]
     """
     name, ranks = "vocab_parallel_cross_entropy", resolve(group)
-    options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss, smooth_over)
     with checking(name, ranks) as where:
-        options.check(where)
+        call.check_options(where)
     asked = shard_sizes(name, logits, sizes, -1, ranks)
     with checking(name, ranks) as where:
         _check_floats(logits, "logits", where)
-        known = _checked_sizes(asked, logits, -1, "logits", ranks, where)
-        target = _checked_targets(target, logits[..., :0], known, options, name, ranks, where)
+        known = call.checked_sizes(asked, logits, -1, "logits", where)
+        target = call.checked_targets(target, logits[..., :0], known, where)
         _check_weights(weight, "weight", logits.device, known, where)
-    dtype = accumulation_dtype(logits.dtype, use_fp32=True)
-    return _Targets(name, target, known, weight, options, dtype, ranks).loss(logits)
+    return _Targets(call, target, known, weight, logits.dtype).loss(logits)
 
 
 def linear_cross_entropy(
@@ -198,25 +199,24 @@ def linear_cross_entropy(
     [tensor([3., 3.]), tensor([3., 3.])]
     """
     name, ranks = "linear_cross_entropy", resolve(group)
-    options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss, smooth_over)
     with checking(name, ranks) as where:
-        options.check(where)
+        call.check_options(where)
         if chunk_rows is not None and (exact_int(chunk_rows) or 0) < 1:
             raise ArgumentError(f"{where}chunk_rows must be a positive int; got {chunk_rows!r}.")
     asked = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks) as where:
         _check_floats(hidden, "hidden", where)
         checked_operands(hidden, weight, bias, where, "hidden")
-        known = _checked_sizes(asked, weight, 0, "weight", ranks, where)
+        known = call.checked_sizes(asked, weight, 0, "weight", where)
         like = hidden[..., :0]
         if sequence_sizes is not None:
             parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
             like = like.new_empty(sum(parts), *like.shape[1:])
-        target = _checked_targets(target, like, known, options, name, ranks, where)
+        target = call.checked_targets(target, like, known, where)
         _check_weights(class_weight, "class_weight", hidden.device, known, where)
     hidden, weight, bias = autocast(hidden, weight, bias)
-    dtype = accumulation_dtype(hidden.dtype, use_fp32=True)
-    targets = _Targets(name, target, known, class_weight, options, dtype, ranks)
+    targets = _Targets(call, target, known, class_weight, hidden.dtype)
     if sequence_sizes is not None:
         hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
     elif torch.compiler.is_compiling():
@@ -254,17 +254,19 @@ class _Use(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Options:
-    """Arguments of both losses that are no tensors."""
+class _Call:
+    """Arguments of both losses that are no tensors, and checks with them."""
 
+    name: str
+    group: Group
     label_smoothing: float
     ignore_index: int
     reduction: Reduction
     z_loss: float
     smooth_over: SmoothOver
 
-    def check(self, where: str) -> None:
-        """Raise ArgumentError if one of them is wrong."""
+    def check_options(self, where: str) -> None:
+        """Raise ArgumentError if one of the options is wrong."""
         of_one, of_z = "a number in [0, 1)", "a finite number from 0"
         checked_number(self.label_smoothing, "label_smoothing", where, of_one, lambda s: 0 <= s < 1)
         checked_number(self.z_loss, "z_loss", where, of_z, lambda z: 0 <= z < inf)
@@ -272,6 +274,47 @@ class _Options:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
         checked_choice(self.reduction, "reduction", where, get_args(Reduction))
         checked_choice(self.smooth_over, "smooth_over", where, get_args(SmoothOver))
+
+    def checked_sizes(
+        self, sizes: Sequence[int], x: Tensor, dim: int, name: str, where: str
+    ) -> ShardSizes:
+        """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
+        rank = self.group.rank
+        known = ShardSizes(checked_sizes(sizes, "sizes", self.group.size, where))
+        if known[rank] != x.shape[dim]:
+            raise ArgumentError(
+                f"{where}{name}, of shape {tuple(x.shape)}, is for {x.shape[dim]} classes, but "
+                f"sizes[{rank}] is {known[rank]} (sizes {list(known)}). Pass the number of classes "
+                "of each rank."
+            )
+        if known.total == 0:
+            raise ArgumentError(f"{where}sizes sum to 0: there are no classes ({list(known)}).")
+        return known
+
+    def checked_targets(
+        self, target: Tensor, like: Tensor, sizes: ShardSizes, where: str
+    ) -> Tensor:
+        """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
+        checked_tensor(target, where, "target")
+        if target.dtype != torch.int64:
+            hint = " Convert: target.to(torch.int64)."
+            if target.is_floating_point():
+                hint = " Distributions over classes are not supported: pass the ids of classes."
+            raise ArgumentError(f"{where}target must be int64; got {target.dtype}.{hint}")
+        if target.shape != like.shape[:-1]:
+            raise ArgumentError(
+                f"{where}target must have shape {tuple(like.shape[:-1])}, an id per token (classes "
+                f"are along the last dimension of logits); got {tuple(target.shape)}."
+            )
+        _check_device(target, like.device, "target", where)
+        refuse_linearize(where, "chunks of rows")
+        if self.label_smoothing and self.smooth_over == "wrong" and sizes.total == 1:
+            raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
+        ignored, ranks = int(self.ignore_index), self.group
+        found: Tensor = _known_classes(
+            target, sizes.total, ignored, self.name, ranks.rank, ranks.size
+        )
+        return found
 
 
 class _Targets:
@@ -284,31 +327,30 @@ class _Targets:
 
     def __init__(
         self,
-        name: str,
+        call: _Call,
         target: Tensor,
         sizes: ShardSizes,
         weight: Tensor | None,
-        options: _Options,
         dtype: torch.dtype,
-        group: Group,
     ) -> None:
-        self.options, self.group = options, group
+        self.call, self.group = call, call.group
         if not torch.compiler.is_compiling() and debugging():
-            call = {
-                "operation": name,
+            described = {
+                "operation": call.name,
                 "sizes": list(sizes),
-                "options": repr(options),
+                "options": repr([getattr(call, name) for name in _OPTIONS]),
                 "shape of target": list(target.shape),
                 "values of target": digest(target),
                 "weights": None if weight is None else digest(weight),
             }
-            compare(group, call)
-        smoothing, classes = float(options.label_smoothing), sizes.total
-        sharing = classes if options.smooth_over == "all" else max(classes - 1, 1)
+            compare(call.group, described)
+        dtype = accumulation_dtype(dtype, use_fp32=True)
+        smoothing, classes = float(call.label_smoothing), sizes.total
+        sharing = classes if call.smooth_over == "all" else max(classes - 1, 1)
         self.share = smoothing / sharing
-        own_mass = 1 - smoothing - (0 if options.smooth_over == "all" else self.share)
+        own_mass = 1 - smoothing - (0 if call.smooth_over == "all" else self.share)
 
-        self.ignored = target == options.ignore_index
+        self.ignored = target == call.ignore_index
         target = target.masked_fill(self.ignored, 0)
         weights = None if weight is None else weight.detach().to(dtype)
         counted = torch.ones_like(target, dtype=dtype) if weights is None else weights[target]
@@ -317,8 +359,8 @@ class _Targets:
 
         lengths = torch.tensor(list(sizes), device=target.device)
         self.owner = torch.bucketize(target, lengths.cumsum(0), right=True)
-        own = sizes.range(group.rank)
-        mine = self.owner == group.rank
+        own = sizes.range(call.group.rank)
+        mine = self.owner == call.group.rank
         self.local_q = self.q.masked_fill(~mine, 0)
         self.column = (target - own.start).masked_fill(~mine, 0)
         self.local_weights: tuple[Tensor, ...] = ()
@@ -361,13 +403,13 @@ class _Targets:
         if self.share:
             shares = self.of_shards.view(-1, *[1] * self.q.dim())
             loss = loss + self.share * (shares * above).sum(0)
-        if self.options.z_loss:
-            loss = loss + self.options.z_loss * (peak + rest) ** 2
+        if self.call.z_loss:
+            loss = loss + self.call.z_loss * (peak + rest) ** 2
         loss = loss.masked_fill(self.ignored, 0)
-        if self.options.reduction == "none":
+        if self.call.reduction == "none":
             return loss
         total = loss.sum()
-        return total if self.options.reduction == "sum" else total / self.counted.sum()
+        return total if self.call.reduction == "sum" else total / self.counted.sum()
 
 
 def _check_floats(x: Tensor, name: str, where: str) -> None:
@@ -381,22 +423,6 @@ def _check_floats(x: Tensor, name: str, where: str) -> None:
 def _check_device(x: Tensor, device: torch.device, name: str, where: str) -> None:
     if x.device != device:
         raise ArgumentError(f"{where}{name} must be on {device}; it is on {x.device}.")
-
-
-def _checked_sizes(
-    sizes: Sequence[int], x: Tensor, dim: int, name: str, group: Group, where: str
-) -> ShardSizes:
-    """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
-    known = ShardSizes(checked_sizes(sizes, "sizes", group.size, where))
-    if known[group.rank] != x.shape[dim]:
-        raise ArgumentError(
-            f"{where}{name}, of shape {tuple(x.shape)}, is for {x.shape[dim]} classes, but "
-            f"sizes[{group.rank}] is {known[group.rank]} (sizes {list(known)}). Pass the number of "
-            "classes of each rank."
-        )
-    if known.total == 0:
-        raise ArgumentError(f"{where}sizes sum to 0: there are no classes (sizes {list(known)}).")
-    return known
 
 
 def _check_weights(
@@ -413,38 +439,6 @@ def _check_weights(
     if weight.requires_grad:
         raise ArgumentError(f"{where}{name} gets no gradient. Pass {name}.detach().")
     _check_device(weight, device, name, where)
-
-
-def _checked_targets(
-    target: Tensor,
-    like: Tensor,
-    sizes: ShardSizes,
-    options: _Options,
-    name: str,
-    group: Group,
-    where: str,
-) -> Tensor:
-    """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
-    checked_tensor(target, where, "target")
-    shape = like.shape[:-1]
-    if target.dtype != torch.int64:
-        hint = " Convert: target.to(torch.int64)."
-        if target.is_floating_point():
-            hint = " Distributions over classes are not supported: pass the ids of classes."
-        raise ArgumentError(f"{where}target must be int64; got {target.dtype}.{hint}")
-    if target.shape != shape:
-        raise ArgumentError(
-            f"{where}target must have shape {tuple(shape)}, an id per token (classes are along the "
-            f"last dimension of logits); got {tuple(target.shape)}."
-        )
-    _check_device(target, like.device, "target", where)
-    refuse_linearize(where, "chunks of rows")
-    if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
-        raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
-    found: Tensor = _known_classes(
-        target, sizes.total, int(options.ignore_index), name, group.rank, group.size
-    )
-    return found
 
 
 @torch.library.custom_op(
