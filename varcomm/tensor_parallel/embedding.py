@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, exact_int
 from varcomm.tensor_parallel.layout import (
+    Choices,
     Layout,
     ShardedModule,
     agreed,
@@ -447,7 +448,7 @@ class _VocabLayout(Layout):
     method: str = "auto"
     input_is_parallel: bool = False
 
-    choices = {"method": _METHODS}  # noqa: RUF012
+    choices: ClassVar[Choices] = {"method": _METHODS}
 
 
 @dataclass(frozen=True)
@@ -573,7 +574,7 @@ class _ParallelEmbedding(ShardedModule):
 
 
 class VocabParallelEmbedding(_ParallelEmbedding):
-    """Embedding whose rows are sharded by ids; the constructor is collective.
+    """Embedding whose rows are sharded by ids.
 
     Parameters
     ----------
@@ -599,14 +600,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     spec : ShardSpec
         How the table is sharded.
 
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
-
     Notes
     -----
-    Communication: per call as :func:`vocab_parallel_embedding`; short messages in the constructor.
+    One seed gives the same table on any number of ranks. All ranks raise an error if arguments are
+    wrong on one of them, or differ.
+
+    Communication: per call as :func:`vocab_parallel_embedding`; the constructor is collective.
 
     In one process: :class:`torch.nn.Embedding`.
 
@@ -642,7 +641,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
 
 class FeatureParallelEmbedding(_ParallelEmbedding):
-    """Embedding whose columns are sharded, for all ids; the constructor is collective.
+    """Embedding whose columns are sharded, for all ids.
 
     Parameters
     ----------
@@ -662,8 +661,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Notes
     -----
-    Communication: per call as :func:`feature_parallel_embedding`; short messages in the
-    constructor.
+    Communication: per call as :func:`feature_parallel_embedding`; the constructor is collective.
 
     In one process: :class:`torch.nn.Embedding`.
 

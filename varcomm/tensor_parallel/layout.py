@@ -22,6 +22,9 @@ from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["param_is_not_tensor_parallel_duplicate"]
 
+# Values of an option, by its name.
+Choices = Mapping[str, Sequence[str]]
+
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
 
@@ -102,12 +105,13 @@ class Layout:
     dtype: torch.dtype | None = None
 
     # the values of the fields of subclasses that are no flags
-    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
+    choices: ClassVar[Choices] = {}
 
     @classmethod
     def own_names(cls) -> list[str]:
         """Return the names of the fields that a subclass adds."""
-        return [field.name for field in fields(cls) if field.name not in vars(Layout)]
+        common = {field.name for field in fields(Layout)}
+        return [field.name for field in fields(cls) if field.name not in common]
 
     def checked(self, shape: Mapping[str, int], dim: int) -> tuple[ShardSpec, dict[str, Any]]:
         """Return how a weight is sharded along `dim`, and all arguments; no communication.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod, sqrt
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,14 @@ from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, begin, checking, in_forward_mode, is_recorded
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sizes import checked_sizes
-from varcomm.tensor_parallel.layout import Layout, ShardedModule, Sizes, agreed, checked_choice
+from varcomm.tensor_parallel.layout import (
+    Choices,
+    Layout,
+    ShardedModule,
+    Sizes,
+    agreed,
+    checked_choice,
+)
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -547,7 +554,7 @@ class _ColumnLayout(_LinearLayout):
     gather_output: bool = False
     save: str = "input"
 
-    choices = {"save": _SAVED}  # noqa: RUF012
+    choices: ClassVar[Choices] = {"save": _SAVED}
 
 
 @dataclass(frozen=True)
@@ -705,17 +712,13 @@ class ColumnParallelLinear(_ParallelLinear):
     spec : ShardSpec
         How both are sharded.
 
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
-
     Notes
     -----
     The full weight depends on torch's default generator on the group's first rank and not on the
-    number of ranks, and no rank holds it.
+    number of ranks, and no rank holds it. The constructor is collective: all ranks raise an error
+    if arguments are wrong on one of them (ArgumentError), or differ (DisagreementError).
 
-    Communication: per call as :func:`column_parallel_linear`; the constructor is collective.
+    Communication: per call as :func:`column_parallel_linear`.
 
     In one process: :class:`torch.nn.Linear`.
 
