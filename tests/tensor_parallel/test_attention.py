@@ -7,7 +7,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
 
-import varcomm
 from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import (
     BOUND,
@@ -17,6 +16,7 @@ from tests.tensor_parallel.twins import (
     compare_all,
     drawn,
     split,
+    traced,
 )
 from varcomm import ShardSizes
 from varcomm.sharding import shard_spec
@@ -263,11 +263,8 @@ def test_any_number_of_heads_and_ranks(worlds, ranks, heads, kv_heads, sizes):
 def traffic(rank):
     layer = ParallelAttention(6, 3, sequence_sizes=[3, 2])
     x = torch.ones([3, 2][rank], 6, requires_grad=True)
-    with varcomm.trace() as forward:
-        y = layer(x)
-    with varcomm.trace() as backward:
-        y.sum().backward()
-    return [[(call.name, call.sent) for call in calls] for calls in (forward, backward)]
+    found = traced(lambda: layer(x))
+    return [[(call.name, call.sent) for call in calls] for calls in found]
 
 
 def test_only_its_two_layers_communicate(worlds):

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import varcomm
 from tests.tensor_parallel.test_checkpoint import Layer, derivatives, splits
-from tests.tensor_parallel.twins import drawn
+from tests.tensor_parallel.twins import drawn, traced
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
@@ -181,15 +180,12 @@ def test_what_does_not_require_a_gradient():
 
 def traffic(rank):
     layer = Before([2, 5, 0])
-    with varcomm.trace() as forward:
-        y = layer.freed(drawn(6, 2, 3).requires_grad_())
-    with varcomm.trace() as backward:
-        y.sum().backward()
-    return [call.name for call in forward], [call.name for call in backward]
+    found = traced(lambda: layer.freed(leaf(6, 2, 3)))
+    return [[call.name for call in calls] for calls in found]
 
 
 def test_traffic_is_that_of_one_more_run(worlds):
-    expected = ["replicated_sum"], ["replicated_sum", "replicated_sum"]
+    expected = [["replicated_sum"], ["replicated_sum", "replicated_sum"]]
     assert worlds.run(3, traffic) == [expected] * 3
 
 

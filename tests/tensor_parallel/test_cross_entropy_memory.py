@@ -6,7 +6,7 @@ from torch.autograd.profiler import profile
 
 import varcomm
 from tests.tensor_parallel.cross_entropy_cases import class_weights, targets
-from tests.tensor_parallel.twins import drawn
+from tests.tensor_parallel.twins import drawn, traced
 from varcomm.tensor_parallel import (
     linear_cross_entropy,
     reduce_from_tensor_model_parallel_region,
@@ -148,11 +148,8 @@ def sent_from_hidden(rank, sequence):
     hidden = drawn(0, 5, 3).split(rows)[rank] if sequence else drawn(0, 5, 3)
     inputs = [hidden.clone().requires_grad_(), drawn(1, [2, 5, 4][rank], 3).requires_grad_()]
     options = {"sequence_sizes": rows if sequence else None}
-    with varcomm.trace() as forward:
-        loss = linear_cross_entropy(*inputs, targets(5), [2, 5, 4], **options)
-    with varcomm.trace() as backward:
-        loss.sum().backward()
-    return [[(call.name, call.received) for call in calls] for calls in (forward, backward)]
+    found = traced(lambda: linear_cross_entropy(*inputs, targets(5), [2, 5, 4], **options))
+    return [[(call.name, call.received) for call in calls] for calls in found]
 
 
 def test_what_travels_of_hidden_states(worlds):

@@ -1,12 +1,14 @@
 """What embeddings send, which method is taken, and that sums are the same at every run."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.embeddings import H, V, drawn_ids, own_rows
-from tests.tensor_parallel.twins import drawn
+from tests.tensor_parallel.twins import drawn, traced
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import vocab_parallel_embedding
 
@@ -26,15 +28,6 @@ def needs(ids, sizes, parts):
     ]
 
 
-def traced(rank, fn, weight):
-    """Bytes of a forward and of a backward."""
-    with varcomm.trace() as forward:
-        rows = fn(weight.requires_grad_())
-    with varcomm.trace() as backward:
-        rows.backward(torch.ones_like(rows))
-    return forward, backward
-
-
 SIZES, PARTS = ([4, 0, 7], [2, 1, 3])
 
 
@@ -47,7 +40,7 @@ def indexed_to_parts(rank, input_is_parallel):
             given, weight, SIZES, None, PARTS, input_is_parallel=input_is_parallel
         )
 
-    forward, backward = traced(rank, fn, weight)
+    forward, backward = traced(partial(fn, weight.requires_grad_()))
     of_ids = [call for call in forward if call.name != "exchange"]
     rows = [call for call in forward if call.name == "exchange"]
     return bytes_of(rows), bytes_of(backward), bytes_of(of_ids)
@@ -79,7 +72,7 @@ def each_method(rank):
             def fn(w, method=method, parts=parts):
                 return vocab_parallel_embedding(ids, w, SIZES, None, parts, method)
 
-            forward, backward = traced(rank, fn, weight)
+            forward, backward = traced(partial(fn, weight.requires_grad_()))
             answers[method, parts is None] = bytes_of(forward), bytes_of(backward)
     return answers
 

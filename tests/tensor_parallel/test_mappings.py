@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-import varcomm
 import varcomm.tensor_parallel as tp
 from tests.ops.comparing import assert_none
-from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
+from tests.tensor_parallel.twins import (
+    REPLICATED,
+    SPLITS,
+    Sharded,
+    compare_all,
+    drawn,
+    split,
+    traced,
+)
 
 
 # A partial value is a shard of a stack along a new dimension, over which the twin sums.
@@ -76,11 +83,7 @@ def communicated(rank):
         "gather sequence": lambda: tp.gather_from_sequence_parallel_region(shard, sizes=sizes),
     }
     for name, call in calls.items():
-        with varcomm.trace() as forward:
-            y = call()
-        with varcomm.trace() as backward:
-            y.sum().backward()
-        told[name] = [sum(c.sent for c in forward), sum(c.sent for c in backward)]
+        told[name] = [sum(c.sent for c in calls) for calls in traced(call)]
     return told
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import varcomm
 from tests.ops.comparing import Failures
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import reduce_from_tensor_model_parallel_region
@@ -102,6 +103,15 @@ def compare(fn, twin, inputs, output, group=None, bound=BOUND, second=True):
             with failures.named("second derivative", i):
                 torch.testing.assert_close(of_seconds[i], layout.cut(seconds[i], rank), **bound)
     return failures
+
+
+def traced(call):
+    """Return the calls of a forward, and those of the backward of its sum."""
+    with varcomm.trace() as forward:
+        y = call()
+    with varcomm.trace() as backward:
+        y.sum().backward()
+    return forward, backward
 
 
 def compare_all(cases, **options):
