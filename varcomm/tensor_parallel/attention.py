@@ -106,11 +106,11 @@ class _Differentiable(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return gradient, None, None, None, None, None
 
-        def by_products(*given: Tensor) -> Tensor:
-            return _by_products(*given, ctx.causal, ctx.scale)
+        def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _by_products(q, k, v, ctx.causal, ctx.scale)
 
-        _, pull = torch.func.vjp(by_products, *ctx.saved_tensors)
-        return None, *pull(gradient), None, None
+        found = torch.func.vjp(by_products, *ctx.saved_tensors)[1](gradient)
+        return None, *found, None, None
 
 
 def _in_forward_mode() -> bool:
