@@ -135,14 +135,13 @@ def vocab_parallel_embedding(
         sequence_sizes = shard_sizes(name, ids, sequence_sizes, 0, ranks, "sequence_sizes")
         ids = all_gather_v(ids, sequence_sizes, group=group)
     parts: tuple[int, ...] = ()
-    length = ids.shape[:1]
+    length: tuple[int, ...] = ids.shape[:1]
     with checking(name, ranks) as where:
         if sequence_sizes is not None:
             rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
-            parts = tuple(n * ids.shape[1:].numel() for n in rows)
-            mine = ShardSizes(rows).range(ranks.rank)
-            length = torch.Size([len(mine)])
-            own = own if input_is_parallel else ids[mine.start : mine.stop]
+            parts, length = tuple(n * ids.shape[1:].numel() for n in rows), (rows[ranks.rank],)
+            first = sum(rows[: ranks.rank])  # no range: rows are symbols in a compiled graph
+            own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
     flat = ids.reshape(-1).to(torch.int64)
     operator = _LookUp(ranks, flat, tuple(owned), padding, _METHODS.index(method), parts)
     found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])

@@ -277,21 +277,25 @@ def _change(module: nn.Module, names: Iterable[str], group: Group) -> None:
 class _SequenceParallel(nn.Module):
     """Base class of changed modules, which marks the time of their forward."""
 
-    _computes = False
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._computes = self._computes, True
+        before = self.__dict__.get(_COMPUTES, False)
+        self.__dict__[_COMPUTES] = True
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self._computes = before
+            self.__dict__[_COMPUTES] = before
+
+
+# Set while a module is in its forward; all other readers of a parameter get the parameter itself.
+_COMPUTES = "_varcomm_computes"
 
 
 def _reader(name: str, group: Group) -> property:
-    def read(module: _SequenceParallel) -> Tensor:
-        parameter: Tensor = nn.Module.__getattr__(module, name)  # type: ignore[assignment]
-        if not (module._computes and torch.is_grad_enabled()):
-            return parameter  # to any other reader
+    def read(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]
+        computes = module.__dict__.get(_COMPUTES, False) and torch.is_grad_enabled()
+        if parameter is None or not computes:
+            return parameter
         return copy_to_tensor_model_parallel_region(parameter, group=group.process_group)
 
     return property(read)
