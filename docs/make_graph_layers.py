@@ -1,14 +1,14 @@
 """Write ``graph_layers.md``: the table of PyG's layers on a partitioned graph.
 
 Run it from the root of the repository, after PyG or the lists in
-``varcomm/graph/adapt/layers/exact.py`` have changed: ``python docs/make_graph_layers.py``.
+``varcomm.graph.adapt.exact.py`` have changed: ``python docs/make_graph_layers.py``.
 """
 
 from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 PAGE = Path(__file__).with_name("graph_layers.md")
 

@@ -9,8 +9,8 @@ from torch_geometric.nn import MessagePassing
 from tests.graph.graphs import wild
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS
-from varcomm.graph.adapt.layers.exact import REFUSED as LAYERS_REFUSED
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.adapt.exact import REFUSED as LAYERS_REFUSED
 
 
 class BothAtOnce(MessagePassing):

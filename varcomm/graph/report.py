@@ -67,7 +67,7 @@ class Report:
             sum(edges.num_halo for edges in shards),
             sum(edges.num_owned for edges in shards),
             # with halos of several hops, edges into the halo stand behind the owned edges
-            sum(int((e.edge_index[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
+            sum(int((e.local_ids[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
             sum(sum(edges.plan.send_counts) for edges in shards),
             len({rank for edges in shards for rank in edges.plan.neighbours}),
         )

@@ -11,6 +11,8 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.delta_ids import AscendingIds
+from varcomm.graph.index import PartitionedIndex, plain
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.compilation import counts_in, extent_of
@@ -333,6 +335,13 @@ class NodeShard(Shard):
 
     rows = "nodes"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        batch = plain(self.attributes.get("batch"))
+        if isinstance(batch, torch.Tensor) and batch.dtype == torch.int64 and batch.dim() == 1:
+            known = PartitionedIndex.make(batch, Graphs(self.group), "graph", whole=True)
+            vars(self)["attributes"] = {**self.attributes, "batch": known}
+
 
 def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
     owned = shard.counted()
@@ -370,6 +379,6 @@ def described(value: Any) -> str:
 def moved(attributes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     """Return attributes with their tensors on another device."""
     return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        name: plain(value).to(device) if isinstance(value, torch.Tensor) else value
         for name, value in attributes.items()
     }

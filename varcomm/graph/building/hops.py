@@ -47,17 +47,17 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
             )
     pg = group.process_group
     first, owned = sizes.offsets[group.rank], graph.num_owned
-    own_numbers = torch.arange(first, first + owned, device=edges.edge_index.device)
+    own_numbers = torch.arange(first, first + owned, device=edges.local_ids.device)
     halo = edges.plan(own_numbers)
     number = torch.cat([own_numbers, halo])
     own = {
-        "source": number[edges.edge_index[0]],
-        "target": number[edges.edge_index[1]],
+        "source": number[edges.local_ids[0]],
+        "target": number[edges.local_ids[1]],
         # sorted, because ranks may have their attributes in different orders
         **{f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)},
     }
-    by_target = torch.sort(edges.edge_index[1], stable=True).indices
-    stops = torch.bincount(edges.edge_index[1], minlength=owned).cumsum(0)
+    by_target = torch.sort(edges.local_ids[1], stable=True).indices
+    stops = torch.bincount(edges.local_ids[1], minlength=owned).cumsum(0)
 
     found, frontier = [own], halo
     for _ in range(hops - 1):

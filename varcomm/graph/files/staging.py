@@ -95,7 +95,7 @@ def part_of(
         yield f"nodes {place}", nodes.owned_ids
         yield from _rows(nodes.attributes, f"nodes {place}", nodes.num_owned)
     for place, (edge_type, edges) in enumerate(graph.edge_shards.items()):
-        edge_index = edges.edge_index[:, : edges.num_owned].clone()
+        edge_index = edges.local_ids[:, : edges.num_owned].clone()
         is_halo = edge_index[0] >= edges.num_sources
         halo, position = torch.unique(edge_index[0, is_halo], return_inverse=True)
         edge_index[0, is_halo] = position + edges.num_sources
