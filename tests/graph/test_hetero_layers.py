@@ -251,7 +251,9 @@ def types_of_edges(rank):
     edges, x = graph["a", "self", "a"].edge_index, graph["a"].x
     expected = layer(x, edges)
     torch.testing.assert_close(layer(x, edges.clone()), expected)
-    with pytest.raises(ArgumentError, match=r"propagate on .*edges must be given as graph.edge_ind"):
+    with pytest.raises(
+        ArgumentError, match=r"propagate on .*edges must be given as graph.edge_ind"
+    ):
         layer(x, edges.plain)
     kind = ("a", "to", "b")
     layer = distribute(pyg.HeteroConv({kind: pyg.SAGEConv((4, 3), 5).double()}), graph)

@@ -14,6 +14,7 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.index import (
     How,
     Kind,
+    Numbering,
     PartitionedIndex,
     plain,
     stops_at_last,
@@ -35,8 +36,9 @@ __all__ = ["EdgeShard"]
 # the attribute of a result of with_halo
 _WITH_HALO = "_varcomm_with_halo"
 
+
 @dataclass(frozen=True, eq=False)
-class EdgeShard(Shard):
+class EdgeShard(Numbering, Shard):
     """The edges of one type into nodes that this rank owns, and the halo of their sources.
 
     Local ids of sources: ``0 ... n - 1`` are owned nodes, ``n ... n + h - 1`` the halo, copies of
@@ -248,7 +250,7 @@ class EdgeShard(Shard):
                 return False
         owned = targets if kind == "target" else sources
         raise ArgumentError(
-            f"{where}the edges select from {given} rows, but this rank owns {owned} nodes. Call the "
+            f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call the "
             "model with the local part: graph.x, graph.edge_index, ...; halos are added by varcomm."
         )
 
@@ -316,9 +318,7 @@ class EdgeShard(Shard):
         local = src.new_zeros(sources + halo, *src.shape[1:]).index_add(0, index, src)
         return local[:sources] + self.plan.adjoint(local[sources:])
 
-    def _extreme_at_sources(
-        self, how: How, index: torch.Tensor, src: torch.Tensor
-    ) -> torch.Tensor:
+    def _extreme_at_sources(self, how: How, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         beyond = torch.iinfo if not src.is_floating_point() else torch.finfo
         worst = beyond(src.dtype).min if how == "amax" else beyond(src.dtype).max
         local = src.new_full((self.num_sources + self.num_halo, *src.shape[1:]), worst)

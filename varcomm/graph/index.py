@@ -1,7 +1,7 @@
 """Index vectors of a partitioned graph, which know what their numbers stand for.
 
-``graph.edge_index`` and ``graph.batch`` are :class:`PartitionedIndex`: tensors of integers that carry
-the edges or the graphs that they belong to. What ordinary operations make of them carries it on.
+``graph.edge_index`` and ``graph.batch`` are :class:`PartitionedIndex`: tensors of integers that
+carry the edges or the graphs that they belong to. What operations make of them carries it on.
 Where such a vector selects or reduces rows, the operation is that on the full graph:
 
 - ``x[row]`` at the sources of edges fetches the halo, ``scatter_add_(0, row, ...)`` returns the
@@ -15,7 +15,7 @@ operation that would take the local numbers for those of the full graph raises A
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -36,39 +36,53 @@ _ENDS: dict[str, tuple[Kind, Kind]] = {
 _PAIRS: dict[tuple[str, ...], Kind] = {ends: kind for kind, ends in _ENDS.items()}  # type: ignore[misc]
 
 
-class Numbering(Protocol):
-    """The edges or the graphs that numbers stand for."""
+class Numbering:
+    """The edges or the graphs that numbers stand for; what is not known of them is refused."""
+
+    #: whether a source and a target with the same number are the same node
+    has_loops = False
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
+        raise _unknown("selecting rows")
 
     def reduced(
         self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce rows of `src` to `size` nodes or graphs of `index`, over all ranks."""
-
-    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
-        """Return how many nodes or graphs the numbers are of, as one process counts them."""
+        raise _unknown("reducing at sources of edges")
 
     def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Check that a local reduction at targets has a row for each, and return its start."""
+        raise _unknown("reducing at targets of edges")
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
         """Complete a local reduction at targets."""
+        return out
 
-    def positions(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
-        """Return the positions in a mask of all edges."""
+    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
+        """Return how many nodes or graphs the numbers are of, as one process counts them."""
+        raise _unknown("the largest number (give num_nodes=x.size(0))")
 
     def is_up_to_last(self, count: int) -> bool:
         """Return whether PyG may ask for so many nodes: those up to the last that has an edge."""
+        return False
+
+    def positions(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
+        """Return the positions in a mask of all edges, of self loops or of the others."""
+        raise _unknown("self loops")
 
     def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
         """Return edges that are appended, if they are self loops of owned nodes."""
+        raise _unknown("appending numbers")
 
     def joined(self, parts: Sequence[PartitionedIndex]) -> PartitionedIndex:
         """Return edges of several types as one, whose nodes are numbered together by offsets."""
+        raise _unknown("joining vectors")
 
-    has_loops: bool
+
+def _unknown(what: str) -> ArgumentError:
+    return ArgumentError(f"{what} is not known for these numbers of a partitioned graph.")
 
 
 class PartitionedIndex(torch.Tensor):
@@ -278,9 +292,12 @@ def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
         first = key[0] if own is not None and len(key) else key
         if isinstance(first, int):
             kind = _ENDS[kind][first]
-        elif own is None or len(own) != 2 or not (_is_all(first) or first is Ellipsis):
-            kind = "computed"
-        elif isinstance(own[1], int):
+        elif (
+            own is None
+            or len(own) != 2
+            or not (_is_all(first) or first is Ellipsis)
+            or isinstance(own[1], int)
+        ):
             kind = "computed"
     chosen = key[-1] if own is not None and len(key) else key
     if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
@@ -308,9 +325,7 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
     return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
 
 
-def _index_select(
-    func: Callable[..., Any], x: Any, dim: int, index: Any, **kwargs: Any
-) -> Any:
+def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     if isinstance(x, PartitionedIndex):
         if isinstance(index, PartitionedIndex):
             if index.kind not in ("source", "target"):
@@ -324,14 +339,11 @@ def _index_select(
 
 
 def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
-    if isinstance(x, PartitionedIndex) and isinstance(value, PartitionedIndex):
-        # edge_index[0] += offset
-        if isinstance(key, int) and x.kind in _ENDS and _ENDS[x.kind][key] == value.kind:
-            x.plain[key] = value.plain
-            at = ("source", "target").index(value.kind)
-            x.offsets = (value.offsets[0], x.offsets[1]) if at == 0 else (x.offsets[0], value.offsets[1])
-            x.whole = False
-            return
+    if _is_end(x, key, value):  # edge_index[0] += offset
+        x.plain[key], x.whole = value.plain, False
+        offsets = x.offsets[0] + value.offsets[0], x.offsets[1] + value.offsets[1]
+        x.offsets = offsets
+        return
     if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
         raise _refuse(func, plain_kind(x, value))
     if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
@@ -340,6 +352,18 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
         x[key.plain] = value
     else:
         raise _refuse(func, plain_kind(key))
+
+
+def _is_end(x: Any, key: Any, value: Any) -> bool:
+    """Return whether a value stands for the same end of the same edges."""
+    return (
+        isinstance(x, PartitionedIndex)
+        and isinstance(value, PartitionedIndex)
+        and isinstance(key, int)
+        and x.of is value.of
+        and x.kind in _ENDS
+        and _ENDS[x.kind][key] == value.kind
+    )
 
 
 def plain_kind(*values: Any) -> str:
@@ -386,7 +410,7 @@ def _reduction(
             )
         return total  # of a rank without rows
     if how == "sum":
-        return x.add_(total) if in_place else x + total
+        return x.add_(total) if in_place else x + total  # type: ignore[no-any-return]
     if include_self:
         combine = {"amax": torch.maximum, "amin": torch.minimum, "prod": torch.mul}[how]
         total = combine(x.clone(), total)
@@ -436,7 +460,8 @@ def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: 
 
 def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     """Compare numbers; which edges are self loops is known."""
-    kinds = {a.kind, b.kind} if isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex) else {}
+    both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
+    kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
         if a.of is not b.of or not a.of.has_loops or func not in _EQUAL:
             raise _refuse(func, "edges", "Sources and targets have local ids, in no order.")
@@ -462,15 +487,12 @@ def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
 def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     ids = [one for one in tensors if isinstance(one, PartitionedIndex)]
     first = ids[0]
-    if first.plain.dim() == 2 and dim % 2 == 0 and len(ids) == len(tensors):
-        if all(one.plain.dim() == 2 and len(one.plain) == 1 for one in ids):
-            return _stack(func, [one[0] for one in ids])
+    no_others = len(ids) == len(tensors)
     apart = any(one.of is not first.of or one.offsets != (0, 0) for one in ids)
-    if first.kind == "edges" and dim % 2 == 1 and apart:
-        if len(ids) == len(tensors) and all(one.kind == "edges" for one in ids):
-            return first.of.joined(ids)
+    if apart and no_others and dim % 2 == 1 and all(one.kind == "edges" for one in ids):
+        return first.of.joined(ids)
     alike = all(one.kind == first.kind and one.of is first.of for one in ids)
-    across = (first.plain.dim() == 2 and dim % 2 == 1) if first.kind in _ENDS else len(ids) == len(tensors)
+    across = (first.plain.dim() == 2 and dim % 2 == 1) if first.kind in _ENDS else no_others
     if not alike or not across or first.kind == "computed":
         raise _refuse(func, first.kind)
     parts = [
@@ -487,7 +509,7 @@ def _add(func: Callable[..., Any], x: Any, other: Any, **kwargs: Any) -> Any:
         return _other(func, (x, other), kwargs)
     at = ("source", "target").index(x.kind)
     offsets = tuple([now + other * (at == end) for end, now in enumerate(x.offsets)])
-    return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)  # type: ignore[arg-type]
+    return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)
 
 
 def _stack(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -544,6 +566,11 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
     return PartitionedIndex.make(out[0], x.of, x.kind), out[1]
 
 
+def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse, before torch looks at ids that it would find out of range."""
+    raise _refuse(func, plain_kind(*args, *kwargs.values()))
+
+
 def _copied(func: Callable[..., Any], x: PartitionedIndex, memo: Any) -> Any:
     return PartitionedIndex.make(x.plain.clone(), x.of, x.kind, x.whole)
 
@@ -555,48 +582,45 @@ def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
 def _named(names: str) -> list[Callable[..., Any]]:
     """Return the functions and methods of torch with these names."""
     found = [getattr(of, name, None) for name in names.split() for of in (torch, torch.Tensor)]
-    return [one for one in found if one is not None]
+    return [one for one in found if callable(one)]
 
 
 _SIGNS = set(_named("neg __neg__ mul __mul__ __rmul__"))
 _CATS = set(_named("cat concat concatenate"))
 _EQUAL = {
-    **{func: True for func in _named("eq __eq__")},
-    **{func: False for func in _named("ne not_equal __ne__")},
+    **dict.fromkeys(_named("eq __eq__"), True),
+    **dict.fromkeys(_named("ne not_equal __ne__"), False),
 }
-_FRESH = {
-    func
-    for func in _named(
-        "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like "
-        "rand_like randn_like"
+_FRESH = set(
+    _named(
+        "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like "
+        "empty_like rand_like randn_like"
     )
+)
+_BY_NAMES: dict[str, Callable[..., Any]] = {
+    "clone contiguous detach to cpu cuda view view_as reshape expand expand_as unsqueeze "
+    "squeeze long pin_memory requires_grad_ alias": _same,
+    "__getitem__": _getitem,
+    "__setitem__ index_put_ index_put": _setitem,
+    "index_select": _index_select,
+    "scatter_add scatter_add_": _scatter_add,
+    "index_add index_add_": _index_add,
+    "scatter_reduce scatter_reduce_ index_reduce index_reduce_": _scatter_reduce,
+    "bincount": _bincount,
+    "eq __eq__ ne not_equal __ne__ lt __lt__ le __le__ gt __gt__ ge __ge__": _compare,
+    "bitwise_not logical_not __invert__": _not,
+    "equal": _equal_all,
+    "cat concat concatenate": _cat,
+    "add __add__ __radd__ add_ __iadd__": _add,
+    "stack": _stack,
+    "unbind": _unbind,
+    "__iter__": _iterate,
+    "flip": _flip,
+    "max amax": _greatest,
+    "numel nelement": _numel,
+    "sort argsort": _sort,
+    "embedding embedding_bag gather take take_along_dim": _never,
+    "__deepcopy__": _copied,
+    "__reduce_ex__": _saved,
 }
-_RULES: dict[Callable[..., Any], Callable[..., Any]] = {
-    func: rule
-    for names, rule in {
-        "clone contiguous detach to cpu cuda view view_as reshape expand expand_as unsqueeze "
-        "squeeze long pin_memory requires_grad_ alias": _same,
-        "__getitem__": _getitem,
-        "__setitem__ index_put_ index_put": _setitem,
-        "index_select": _index_select,
-        "scatter_add scatter_add_": _scatter_add,
-        "index_add index_add_": _index_add,
-        "scatter_reduce scatter_reduce_ index_reduce index_reduce_": _scatter_reduce,
-        "bincount": _bincount,
-        "eq __eq__ ne not_equal __ne__ lt __lt__ le __le__ gt __gt__ ge __ge__": _compare,
-        "bitwise_not logical_not __invert__": _not,
-        "equal": _equal_all,
-        "cat concat concatenate": _cat,
-        "add __add__ __radd__ add_ __iadd__": _add,
-        "stack": _stack,
-        "unbind": _unbind,
-        "__iter__": _iterate,
-        "flip": _flip,
-        "max amax": _greatest,
-        "numel nelement": _numel,
-        "sort argsort": _sort,
-        "__deepcopy__": _copied,
-        "__reduce_ex__": _saved,
-    }.items()
-    for func in _named(names)
-}
+_RULES = {func: rule for names, rule in _BY_NAMES.items() for func in _named(names)}

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index import Kind, PartitionedIndex
+from varcomm.graph.index import Kind, Numbering, PartitionedIndex
 
 __all__ = ["joined"]
 
 
 @dataclass(frozen=True, eq=False)
-class _JoinedEdges:
+class _JoinedEdges(Numbering):
     """Edges of several types; see :class:`PartitionedIndex`.
 
     The nodes of each type stand at an offset among owned rows; halo rows of all types follow, type
@@ -25,7 +25,6 @@ class _JoinedEdges:
     parts: Sequence[tuple[Any, int]]
     sources_end: int
     targets_end: int
-    has_loops = False
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return the rows of all types, for sources with the halos of all types."""
@@ -47,19 +46,6 @@ class _JoinedEdges:
         if x.shape[dim] < self.targets_end:
             raise ArgumentError(f"edges lead to {self.targets_end} nodes, but got {x.shape[dim]}.")
         return x
-
-    def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the result of a local reduction at targets."""
-        return out
-
-    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
-        """Raise, as the largest number says nothing."""
-        raise ArgumentError("edges of several types have no number of nodes. Give num_nodes.")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ArgumentError(f"{name} is not known for edges of several types in one vector.")
 
 
 def joined(parts: Sequence[PartitionedIndex]) -> PartitionedIndex:

@@ -56,10 +56,7 @@ class _Block:
     def _with_halos(self, given: Any) -> Any:
         edges = self.running.graph.edges
         leaves, spec = tree_flatten(given)
-        is_edges = [
-            isinstance(leaf, PartitionedIndex) and leaf.kind != "graph"
-            for leaf in leaves
-        ]
+        is_edges = [isinstance(leaf, PartitionedIndex) and leaf.kind != "graph" for leaf in leaves]
         of_nodes = self._agreed(leaves, ("in", str(spec)), edges.num_sources, is_edges)
         with checking("a block of layers", self.running.graph.group) as where:
             for leaf, flag in zip(leaves, of_nodes, strict=True):

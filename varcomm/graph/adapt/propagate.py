@@ -94,7 +94,7 @@ class _Checked:
     method: str
     running: Running
 
-    def __call__(self, edge_index: torch.Tensor, size: Any = None, **values: Any) -> Any:
+    def __call__(self, edge_index: PartitionedIndex, size: Any = None, **values: Any) -> Any:
         with checking(self.method, self.running.graph.group) as where:
             self.running.check(edge_index, where)
             if self.method == "propagate":

@@ -144,9 +144,7 @@ def _cheb_norm(
         weights = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
         lambda_max = 2.0 * _greatest(running, weights)
     own: Any = pyg.ChebConv.__norm__
-    return own(
-        self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch
-    )
+    return own(self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
 
 
 def _greatest(running: Running, weight: torch.Tensor) -> torch.Tensor:

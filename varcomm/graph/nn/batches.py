@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import exact_int
 from varcomm.transport.group import Group
-
-if TYPE_CHECKING:
-    from varcomm.graph.nn.rows import Rows
 
 __all__ = [
     "Batch",
@@ -35,7 +32,7 @@ class Batch:
 
     Attributes
     ----------
-    rows : Rows
+    rows : Rows or Graphs
         The nodes, or edges, of all ranks.
     index : torch.Tensor or None
         The graph of each row, int64 of shape (rows,); None if all rows are of one graph.
@@ -43,7 +40,7 @@ class Batch:
         Number of graphs on all ranks together, G.
     """
 
-    rows: Rows | Graphs
+    rows: Any
     index: torch.Tensor | None
     size: int
 
@@ -79,7 +76,7 @@ class Batch:
     def counts(self) -> torch.Tensor:
         """Nodes of each graph, int64 of shape (G,); 8 bytes per graph, none for one graph."""
         if self.index is None:
-            return self.rows.owned_ids.new_full((1,), self.rows.total)  # type: ignore[union-attr]
+            return self.rows.owned_ids.new_full((1,), self.rows.total)  # type: ignore[no-any-return]
         own = self.index[: self.rows.num_owned]
         return self.all_reduce(torch.bincount(own, minlength=self.size))
 

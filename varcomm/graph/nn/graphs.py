@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from varcomm.graph.index import How, Kind
+from varcomm.graph.index import How, Kind, Numbering
 from varcomm.graph.nn.batches import Batch, largest
 from varcomm.graph.nn.extremes import extreme, product
 from varcomm.transport.group import Group
@@ -15,14 +15,13 @@ __all__ = ["Graphs"]
 
 
 @dataclass(eq=False)
-class Graphs:
+class Graphs(Numbering):
     """The graphs that the nodes of all ranks belong to; see :class:`PartitionedIndex`."""
 
     group: Group
     #: the number of graphs, once known
     size: int | None = None
 
-    has_loops = False
     num_owned = None  # of the rows of a Batch: all that are given
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:

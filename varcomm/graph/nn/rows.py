@@ -14,10 +14,10 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.shard import Shard
 from varcomm.graph.index import plain
 from varcomm.graph.nn.batches import Batch, check_ids, largest
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import Shard
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
