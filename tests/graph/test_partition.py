@@ -192,7 +192,7 @@ def read_as_pyg_does(rank):
     with pytest.raises(ArgumentError, match=r"data\.columns has its rows along dimension 1"):
         partition(own)
     rows = [graph[key].tolist() for key in ("x", "weight", "edge_attr", "edge_weight")]
-    return type(graph.edge_index) is torch.Tensor, rows, settings
+    return isinstance(graph.edge_index, torch.Tensor), rows, settings
 
 
 def test_rows_are_those_of_pyg(worlds):

@@ -270,8 +270,9 @@ class EdgeShard(Numbering, Shard):
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the result of a local reduction at targets."""
-        if self.hops > 1 and src.dim() == 1:
-            # nodes of the halo lack edges here: their owners send what is counted at them
+        if self.hops > 1 and src.dim() == 1 and self._unused is None:
+            # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
+            # their owners send the degree.
             return self.with_halo(out[: self.num_sources])
         if out.shape[dim] != self.layer_counts()[2]:
             return up_to_last(out)

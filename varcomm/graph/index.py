@@ -192,7 +192,8 @@ def _unwrapped(value: Any) -> Any:
 
 def _computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> Any:
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
-        return tuple([_computed(func, one, given) for one in out])
+        parts = [_computed(func, one, given) for one in out]
+        return parts if isinstance(out, list) else tuple(parts)
     if not isinstance(out, torch.Tensor) or out.dtype == torch.bool:
         return out
     if given.kind in ("loops", "no loops"):
@@ -598,8 +599,8 @@ _FRESH = set(
     )
 )
 _BY_NAMES: dict[str, Callable[..., Any]] = {
-    "clone contiguous detach to cpu cuda view view_as reshape expand expand_as unsqueeze "
-    "squeeze long pin_memory requires_grad_ alias": _same,
+    "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
+    "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
     "__getitem__": _getitem,
     "__setitem__ index_put_ index_put": _setitem,
     "index_select": _index_select,

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.propagate import Running
+from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import PartitionedIndex
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
@@ -66,7 +68,7 @@ class _Block:
                         f"for each of the {edges.num_sources} owned nodes stood before."
                     )
         pairs = zip(leaves, of_nodes, strict=True)
-        return tree_unflatten([edges.with_halo(x) if flag else x for x, flag in pairs], spec)
+        return tree_unflatten([_with_halo(edges, x) if flag else x for x, flag in pairs], spec)
 
     @kept_from_compilation
     def _owned(self, out: Any) -> Any:
@@ -97,6 +99,14 @@ class _Block:
             shared = share("a block of layers", lambda: fits, self.running.graph.group)
             self._of_nodes[key] = tuple(map(all, zip(*shared, strict=True)))
         return self._of_nodes[key]
+
+
+def _with_halo(edges: EdgeShard, x: torch.Tensor) -> torch.Tensor:
+    """Append the halo's rows, which do not count in readouts by a batch vector."""
+    if not isinstance(x, PartitionedIndex):
+        return edges.with_halo(x)
+    graphs = Graphs(edges.group, num_owned=edges.num_sources)
+    return PartitionedIndex.make(edges.with_halo(x.plain), graphs, x.kind, whole=True)
 
 
 def _unwrap_forward(module: torch.nn.Module) -> Callable[..., Any] | None:

@@ -22,7 +22,8 @@ class Graphs(Numbering):
     #: the number of graphs, once known
     size: int | None = None
 
-    num_owned = None  # of the rows of a Batch: all that are given
+    #: rows that count, of which halo rows may follow; all, if None
+    num_owned: int | None = None
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return the rows of all graphs, which every rank has."""
@@ -32,6 +33,7 @@ class Graphs(Numbering):
         self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
+        src, index = src[: self.num_owned], index[: self.num_owned]
         graphs = Batch(self, index, size)
         if how == "sum":
             return graphs.sum(src).to(src.dtype)
