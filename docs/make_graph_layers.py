@@ -19,8 +19,7 @@ HEAD = """\
 of inputs and parameters, and second derivatives equal one process, on any number of ranks. Each
 layer is tested in fp64, on a directed graph with self loops, multi-edges and isolated nodes, on
 three ranks of which one owns nothing. `cached=True` is exact too. `distribute` refuses the other
-layers, with the reason, and any layer with `flow="target_to_source"`: reverse the edges before you
-partition the graph, `data.edge_index.flip(0)`, and use the default flow.
+layers, with the reason.
 
 `docs/make_graph_layers.py` writes this page from the lists that `distribute` uses.
 
@@ -29,10 +28,28 @@ partition the graph, `data.edge_index.flip(0)`, and use the default flow.
 """
 
 TAIL = """
-Own subclasses of these layers, and of `MessagePassing`, are accepted as well. Functions of PyG that
-look at degrees, at all nodes or at all edges (`gcn_norm`, `get_laplacian`, `add_self_loops` without
-a number of nodes) are replaced wherever the code of a module reaches them. Other code that looks
-past `propagate` by itself cannot be checked.
+Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
+
+## Functions of edges and of graphs
+
+`graph.edge_index` and `graph.batch` know what their numbers stand for, and so does what operations
+of torch make of them: copies, slices, masks, `flip`, added self loops. No matter where a call
+stands, inside a distributed model or outside, these are exact:
+
+| code | on a partitioned graph |
+| --- | --- |
+| `x[row]`, `x.index_select(0, row)` with `row, col = graph.edge_index` | the rows of other ranks' nodes are fetched |
+| `scatter`, `index_add`, `scatter_reduce` by `col` | local, since a rank has all edges into its nodes |
+| the same by `row`, such as out-degrees: sum, mean, maximum, minimum | parts return to the owners of the nodes |
+| `scatter`, `softmax`, `degree`, `bincount`, pools and aggregations by `graph.batch` | over the nodes of all ranks |
+| `values[graph.batch]` | local, since every rank has the values of all graphs |
+| `gcn_norm`, `get_laplacian`, `remove_self_loops`, `add_self_loops`, `dropout_edge` | exact; without `num_nodes`, loops end at the last node with an edge |
+
+What would mean this rank's numbers is an `ArgumentError`: arithmetic with ids that selects rows,
+`coalesce`, `to_undirected`, `to_dense_batch`, `one_hot`, negative sampling, `TopKPooling`, and
+comparing sources with targets by size. Code without such a vector cannot be seen: a mean over
+dimension 0, or `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is zeros
+if the data have none, or take `graph.mean`.
 
 ## Aggregations
 

@@ -13,6 +13,8 @@ from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index import PartitionedIndex
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.shard import NodeShard, Shard, moved
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
@@ -119,6 +121,9 @@ class PartitionedGraph:
         for attributes in (self.attributes, *self._of_one_type):
             if name in attributes:
                 return attributes[name]
+        if name == "batch" and None in self.node_shards:  # PyG's data of one graph have None
+            zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
+            return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
         if name == "num_edges":  # with halos of several hops, the data have more
             return sum(shard.num_owned for shard in self.edge_shards.values())
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):

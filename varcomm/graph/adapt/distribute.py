@@ -40,8 +40,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Parameters
     ----------
     model : torch.nn.Module
-        Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``, in which
-        values of nodes reach edges as arguments of ``propagate`` and ``edge_updater``. The same
+        Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``. The same
         parameters and buffers on every rank; lazy ones need the same seed.
     graph : PartitionedGraph
         The graph that the model will run on.
@@ -62,14 +61,12 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
 
     Notes
     -----
-    Values that a message reads at its source become pairs of owned rows with halo and owned rows.
-    Functions of PyG that need the full graph, such as ``gcn_norm``, are replaced wherever methods
-    of a module reach them; the class of such a module is exchanged for one of the same name.
-
-    Code that reaches other nodes by itself cannot be seen: degrees of sources or
-    ``x[edge_index[0]]`` in a ``forward``, a mean over nodes. Pass such values through
-    ``propagate``, for example as ``degree_j``. Edges may be left out and self loops added; other
-    edges are refused when the model runs. Each rank draws its own dropout.
+    ``graph.edge_index`` and ``graph.batch`` fetch and reduce rows of other ranks by themselves,
+    inside a layer or outside; see :class:`PartitionedIndex`. This function compares parameters,
+    refuses modules that look at all nodes past such a vector, and lets norms and aggregations run
+    over all nodes. Code that means all nodes without a vector cannot be seen, such as
+    ``x.mean(0)``: take ``graph.mean``. Edges may be left out and self loops added; other edges are
+    refused when the model runs. Each rank draws its own dropout.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.
