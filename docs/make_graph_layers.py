@@ -36,20 +36,21 @@ Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
 of torch make of them: copies, slices, masks, `flip`, added self loops. No matter where a call
 stands, inside a distributed model or outside, these are exact:
 
-| code | on a partitioned graph |
+| code, with `row, col = graph.edge_index` | on a partitioned graph |
 | --- | --- |
-| `x[row]`, `x.index_select(0, row)` with `row, col = graph.edge_index` | the rows of other ranks' nodes are fetched |
-| `scatter`, `index_add`, `scatter_reduce` by `col` | local, since a rank has all edges into its nodes |
-| the same by `row`, such as out-degrees: sum, mean, maximum, minimum | parts return to the owners of the nodes |
-| `scatter`, `softmax`, `degree`, `bincount`, pools and aggregations by `graph.batch` | over the nodes of all ranks |
-| `values[graph.batch]` | local, since every rank has the values of all graphs |
-| `gcn_norm`, `get_laplacian`, `remove_self_loops`, `add_self_loops`, `dropout_edge` | exact; without `num_nodes`, loops end at the last node with an edge |
+| `x[row]`, `x.index_select(0, row)` | fetches the rows of other ranks' nodes |
+| `scatter`, `index_add`, ... by `col` | local: a rank has all edges into its nodes |
+| sum, mean, maximum, minimum by `row` | parts return to the owners of the nodes |
+| `scatter`, `softmax`, pools by `graph.batch` | over the nodes of all ranks |
+| `values[graph.batch]` | local: every rank has the values of all graphs |
+| `gcn_norm`, `get_laplacian`, `degree` | exact |
+| `add_self_loops`, `remove_self_loops`, `dropout_edge` | exact |
 
 What would mean this rank's numbers is an `ArgumentError`: arithmetic with ids that selects rows,
 `coalesce`, `to_undirected`, `to_dense_batch`, `one_hot`, negative sampling, `TopKPooling`, and
 comparing sources with targets by size. Code without such a vector cannot be seen: a mean over
-dimension 0, or `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is zeros
-if the data have none, or take `graph.mean`.
+dimension 0, or `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is
+zeros if the data have none, or take `graph.mean`.
 
 ## Aggregations
 

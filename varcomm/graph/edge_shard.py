@@ -263,10 +263,11 @@ class EdgeShard(Numbering, Shard):
             return x
         if x.shape[dim] == 0 and src.shape[dim] == 0:  # PyG counts up to the last target
             return x.new_zeros(*x.shape[:dim], targets, *x.shape[dim + 1 :])
-        raise ArgumentError(
-            f"a reduction at the targets of edges has {x.shape[dim]} rows, but this rank owns "
-            f"{targets} nodes. Give the number of owned nodes: x.size(0), or graph.num_owned."
-        )
+        with checking("edge_index", self.group) as where:
+            raise ArgumentError(
+                f"{where}a reduction at the targets has {x.shape[dim]} rows, but this rank owns "
+                f"{targets} nodes. Give the number of owned nodes: x.size(0), or graph.num_owned."
+            )
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the result of a local reduction at targets."""

@@ -341,9 +341,7 @@ def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any, **kwar
 
 def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
     if _is_end(x, key, value):  # edge_index[0] += offset
-        x.plain[key], x.whole = value.plain, False
-        offsets = x.offsets[0] + value.offsets[0], x.offsets[1] + value.offsets[1]
-        x.offsets = offsets
+        x.plain[key], x.whole, x.offsets = value.plain, False, value.offsets
         return
     if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
         raise _refuse(func, plain_kind(x, value))
@@ -402,7 +400,7 @@ def _reduction(
     total = total.to(x.dtype)
     in_place = getattr(func, "__name__", "").endswith("_")
     if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
-        total = up_to_last(total.narrow(dim, 0, x.shape[dim]))
+        x, total = up_to_last(x), total.narrow(dim, 0, x.shape[dim])
     elif x.shape[dim] != total.shape[dim]:
         if x.shape[dim]:
             raise ArgumentError(
@@ -580,9 +578,12 @@ def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
     return func(x.plain, *args)
 
 
+_NAMESPACES = (torch, torch.Tensor, torch.nn.functional)
+
+
 def _named(names: str) -> list[Callable[..., Any]]:
     """Return the functions and methods of torch with these names."""
-    found = [getattr(of, name, None) for name in names.split() for of in (torch, torch.Tensor)]
+    found = [getattr(of, name, None) for name in names.split() for of in _NAMESPACES]
     return [one for one in found if callable(one)]
 
 
