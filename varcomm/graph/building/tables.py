@@ -30,7 +30,9 @@ __all__ = [
     "Tables",
     "check_edge_index",
     "check_name",
+    "checked_count",
     "ends",
+    "label",
     "read",
 ]
 
@@ -98,12 +100,12 @@ class Tables:
     def _rows(self) -> Iterator[tuple[str, Any]]:
         """Yield edges and attributes with rows, by name."""
         for edge_type, edges in self.edges.items():
-            yield f"{_name(edge_type)}.edge_index", edges.edge_index
+            yield f"{label(edge_type)}.edge_index", edges.edge_index
         tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
         tables = [*self.nodes.items(), *self.edges.items()]
         for key, table in tables:
             for name, attribute in table.attributes.items():
-                yield f"{_name(key)}.{name}", attribute.value
+                yield f"{label(key)}.{name}", attribute.value
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +136,7 @@ class Tables:
         """Return a digest of each attribute, by name, to compare ranks."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
         found["the kind of device"] = self.device.type
-        found |= {f"{_name(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
+        found |= {f"{label(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
         return found | {name: digest(value) for name, value in self._rows()}
 
 
@@ -151,7 +153,7 @@ def read(data: Data | HeteroData) -> Tables:
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
-    count = _count(data.num_nodes, "data")
+    count = checked_count(data.num_nodes, "data")
     edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
     nodes, edges, whole = {}, {}, {}
     for key, value in _attributes(data.stores[0], "data"):
@@ -173,13 +175,13 @@ def _read_types(data: HeteroData) -> Tables:
     nodes: dict[NodeType, NodeTable] = {}
     edges: dict[EdgeType, EdgeTable] = {}
     for node_type in data.node_types:
-        store, name = data[node_type], _name(node_type)
+        store, name = data[node_type], label(node_type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyG warns if it cannot count; _count raises
-            count = _count(store.num_nodes, name)
+            count = checked_count(store.num_nodes, name)
         nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
     for edge_type in data.edge_types:
-        store, name = data[edge_type], _name(edge_type)
+        store, name = data[edge_type], label(edge_type)
         source, target = ends(edge_type)
         if missing := [end for end in (source, target) if end not in nodes]:
             raise ArgumentError(f"{name} has edges of {missing[0]!r}, of which data have no nodes.")
@@ -194,7 +196,8 @@ def _read_types(data: HeteroData) -> Tables:
     return Tables(nodes, edges, dict(_attributes(data.stores[0], "data"))).on_one_device()
 
 
-def _count(given: Any, name: str) -> int:
+def checked_count(given: Any, name: str) -> int:
+    """Return a number of nodes as an int, or raise ArgumentError."""
     count = exact_int(given)
     if count is None or count < 0:
         raise ArgumentError(f"{name} has no number of nodes. Set {name}.num_nodes.")
@@ -300,5 +303,6 @@ def _check_whole(value: object, name: str, rows: str) -> None:
         )
 
 
-def _name(key: NodeType | EdgeType) -> str:
+def label(key: NodeType | EdgeType) -> str:
+    """Return the name of a type's rows in messages."""
     return "data" if key is None else f"data[{key!r}]"

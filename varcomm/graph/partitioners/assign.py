@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.building.tables import check_edge_index, checked_count, ends, label
 from varcomm.graph.partitioners.coordinates import (
     AllRows,
     by_bisection,
@@ -23,45 +23,24 @@ from varcomm.graph.partitioners.coordinates import (
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.multilevel import Adjacency, by_kahip, by_metis
-from varcomm.sizes import exact_int
+from varcomm.graph.partitioners.multilevel import by_kahip, by_metis
+from varcomm.sizes import at_least
 
 __all__ = ["METHODS", "assign", "method_used"]
 
+_BY_POSITION = {"rcb": by_bisection, "hilbert": by_hilbert}
+_BY_EDGES = {"metis": by_metis, "kahip": by_kahip}
 METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 
-# By type for a HeteroData, directly for a Data.
-NodeWeight = torch.Tensor | Mapping[str, torch.Tensor] | None
-EdgeWeight = torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None
-Ints = NDArray[np.int64]
 
-
-@overload
-def assign(
-    data: Data,
-    parts: int,
-    method: str | None = None,
-    *,
-    node_weight: torch.Tensor | None = None,
-    edge_weight: torch.Tensor | None = None,
-) -> torch.Tensor: ...
-@overload
-def assign(
-    data: HeteroData,
-    parts: int,
-    method: str | None = None,
-    *,
-    node_weight: Mapping[str, torch.Tensor] | None = None,
-    edge_weight: Mapping[tuple[str, str, str], torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]: ...
 def assign(
     data: Data | HeteroData,
     parts: int,
     method: str | None = None,
     *,
-    node_weight: NodeWeight = None,
-    edge_weight: EdgeWeight = None,
-) -> torch.Tensor | dict[str, torch.Tensor]:
+    node_weight: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    edge_weight: torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None = None,
+) -> Any:
     """Decide which of `parts` ranks owns each node.
 
     Parameters
@@ -138,9 +117,7 @@ def assign(
         raise ArgumentError(f"data must be a Data or a HeteroData; got {type(data).__name__}.")
     if method is not None and method not in METHODS:
         raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
-    if exact_int(parts) is None or parts < 1:
-        raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
-    parts = int(parts)
+    parts = at_least(1, parts, "parts")
     counts = _node_counts(data)
     chosen = _chosen(data, method)
     weight = _weights(node_weight, "node_weight", counts, "nodes")
@@ -149,9 +126,9 @@ def assign(
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
             check_node_weight(float(weight.double().sum()), parts, "node_weight")
-    if edge_weight is not None and chosen not in ("metis", "kahip"):
+    if edge_weight is not None and chosen not in _BY_EDGES:
         raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" and "kahip" do.')
-    owner = _owners(data, parts, chosen, weight, edge_weight)
+    owner = _owners(data, counts, parts, chosen, weight, edge_weight)
     if isinstance(data, HeteroData):
         return dict(zip(counts, owner.split(list(counts.values())), strict=True))
     return owner
@@ -164,7 +141,7 @@ def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
     """
     method = _chosen(data, method)
     can_cut = 1 < parts < sum(_node_counts(data).values())
-    return "block" if method in ("metis", "kahip") and not can_cut else method
+    return "block" if method in _BY_EDGES and not can_cut else method
 
 
 def _chosen(data: Data | HeteroData, method: str | None) -> str:
@@ -178,88 +155,74 @@ def _chosen(data: Data | HeteroData, method: str | None) -> str:
 
 def _owners(
     data: Data | HeteroData,
+    counts: Mapping[Any, int],
     parts: int,
     method: str,
     weight: torch.Tensor | None,
-    edge_weight: EdgeWeight,
+    edge_weight: Any,
 ) -> torch.Tensor:
     """Return the rank of each node, type after type."""
-    counts = list(_node_counts(data).values())
-    if method in ("rcb", "hilbert"):
-        by_coordinates = by_bisection if method == "rcb" else by_hilbert
-        return by_coordinates(_positions(data, method), parts, AllRows(), weight)
+    nodes = sum(counts.values())
+    if method in _BY_POSITION:
+        return _BY_POSITION[method](_positions(data, method, counts), parts, AllRows(), weight)
     if method == "random":
-        return torch.from_numpy(np.random.default_rng(0).integers(parts, size=sum(counts)))
-    if method in ("metis", "kahip"):
+        return torch.from_numpy(np.random.default_rng(0).integers(parts, size=nodes))
+    if method in _BY_EDGES:
         # checked even if there is nothing to cut
-        source, target, edge_costs = _edges(data, method, edge_weight)
-        if method_used(data, parts, method) == method:
-            by_edges = by_metis if method == "metis" else by_kahip
-            graph = Adjacency.from_edges(source, target, sum(counts), edge_costs)
-            owner = by_edges(graph, parts, None if weight is None else weight.numpy())
-            return torch.from_numpy(owner)
-    weights = [None] * len(counts) if weight is None else weight.split(counts)
-    each = [by_order(count, weights, parts) for count, weights in zip(counts, weights, strict=True)]
-    return torch.cat(each)
+        edge_index, cost = _edges(data, counts, edge_weight)
+        if 1 < parts < nodes:
+            return _BY_EDGES[method](edge_index, parts, nodes, weight, cost)
+    weights = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
+    each = zip(counts.values(), weights, strict=True)
+    return torch.cat([by_order(count, parts, weight) for count, weight in each])
 
 
 def _node_counts(data: Data | HeteroData) -> dict[Any, int]:
     """Return the number of nodes by type; the type is None for a Data."""
-    counts = {kind: store.num_nodes for kind, store in _node_stores(data)}
+    counts = {kind: checked_count(s.num_nodes, label(kind)) for kind, s in _stores(data, "node")}
     if not counts:
         raise ArgumentError("data has no node types.")
-    for kind, count in counts.items():
-        if count is None:
-            raise ArgumentError(f"{_name(kind)} has no number of nodes. Set num_nodes.")
     return counts
 
 
-def _positions(data: Data | HeteroData, method: str) -> torch.Tensor:
+def _positions(data: Data | HeteroData, method: str, counts: Mapping[Any, int]) -> torch.Tensor:
     """Return the positions of all nodes, of shape (N, D), on the CPU."""
-    counts, found = _node_counts(data), []
-    for kind, store in _node_stores(data):
-        name = f"{_name(kind)}.pos"
+    found = []
+    for kind, store in _stores(data, "node"):
+        name = f"{label(kind)}.pos"
         if store.get("pos") is None:
             raise ArgumentError(f'method="{method}" needs the positions of the nodes in {name}.')
         found.append(checked_positions(store.pos, name, method, counts[kind]).cpu())
     if len({pos.shape[1] for pos in found}) > 1:
-        shapes = ", ".join(str(tuple(pos.shape)) for pos in found)
         raise ArgumentError(
             f'method="{method}" needs as many coordinates for nodes of every type; got positions '
-            f"of shapes {shapes}."
+            f"of shapes {', '.join(str(tuple(pos.shape)) for pos in found)}."
         )
-    return _joined(found)
+    return torch.cat(found)
 
 
-def _edges(data: Data | HeteroData, method: str, weight: Any) -> tuple[Ints, Ints, Ints | None]:
-    """Return sources and targets of all edges, each of shape (E,), and their weights, if any."""
-    counts = _node_counts(data)
+def _edges(
+    data: Data | HeteroData, counts: Mapping[Any, int], weight: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return all edges, nodes counted type after type, and their weights, if any; on the CPU."""
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-    ends, edges = [], {}
-    for kind, store in _edge_stores(data):
-        name = f"{_name(kind)}.edge_index"
-        edge_index = store.get("edge_index")
-        if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
-            raise ArgumentError(f'method="{method}" needs {name}, a tensor of torch.int64.')
-        if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-            raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
-        edges[kind] = edge_index.shape[1]
-        for end, ids in zip((kind[0], kind[2]) if kind else (kind, kind), edge_index, strict=True):
-            nodes = counts.get(end, 0)
-            low, high = torch.stack(ids.aminmax()).tolist() if len(ids) else (0, -1)
-            if low < 0 or high >= nodes:
-                raise ArgumentError(
-                    f"{name} spans {low}...{high}, out of range for the {nodes} nodes of "
-                    f"{_name(end)}."
-                )
-            start = starts.get(end, 0)
-            ends.append(ids.cpu() + start if start else ids.cpu())
-    given = _weights(weight, "edge_weight", edges, "edges")
-    source, target = _joined(ends[::2]).numpy(), _joined(ends[1::2]).numpy()
-    if given is None:
-        return source, target, None
-    check_sum(2 * float(given.double().sum()), 2.0**62, "edge_weight, from both ends,")
-    return source, target, given.numpy()
+    found = {None: torch.zeros(2, 0, dtype=torch.int64)}
+    for kind, store in _stores(data, "edge"):
+        source, target = ends(kind)
+        sizes = counts.get(source, 0), counts.get(target, 0)
+        edge_index = check_edge_index(
+            store.get("edge_index"), *sizes, f"{label(kind)}.edge_index"
+        ).cpu()
+        shift = torch.tensor([[starts.get(source, 0)], [starts.get(target, 0)]])
+        found[kind] = edge_index + shift if shift.any() else edge_index
+    edge_index = torch.cat(list(found.values()), dim=1)
+    if isinstance(data, HeteroData):
+        del found[None]
+    rows = {kind: edges.shape[1] for kind, edges in found.items()}
+    cost = _weights(weight, "edge_weight", rows, "edges")
+    if cost is not None:
+        check_sum(2 * float(cost.double().sum()), 2.0**62, "edge_weight, from both ends,")
+    return edge_index, cost
 
 
 def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> torch.Tensor | None:
@@ -273,29 +236,15 @@ def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> tor
         raise ArgumentError(
             f"{name} must be a dict with the weights of each of {list(counts)}; got {got}."
         )
-    weights = []
+    weights = [torch.zeros(0, dtype=torch.int64)]
     for kind, count in counts.items():
         each = name if kind is None else f"{name}[{kind!r}]"
         weights.append(checked_weight(given[kind], each, count, rows).cpu())
-    return _joined(weights)
+    return torch.cat(weights)
 
 
-def _node_stores(data: Data | HeteroData) -> list[tuple[Any, Any]]:
-    hetero = isinstance(data, HeteroData)
-    return list(data.node_items()) if hetero else [(None, data.node_stores[0])]
-
-
-def _edge_stores(data: Data | HeteroData) -> list[tuple[Any, Any]]:
-    hetero = isinstance(data, HeteroData)
-    return list(data.edge_items()) if hetero else [(None, data.edge_stores[0])]
-
-
-def _name(kind: object) -> str:
-    return "data" if kind is None else f"data[{kind!r}]"
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate; a single, possibly large, tensor is not copied."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.int64)
+def _stores(data: Data | HeteroData, rows: str) -> list[tuple[Any, Any]]:
+    """Return the stores of the "node" or "edge" types, by type; the type is None for a Data."""
+    if isinstance(data, HeteroData):
+        return list(data.node_items() if rows == "node" else data.edge_items())
+    return [(None, data.stores[0])]

@@ -13,7 +13,7 @@ from varcomm.graph.partitioners.coordinates import (
     checked_positions,
     checked_weight,
 )
-from varcomm.sizes import exact_int
+from varcomm.sizes import at_least
 from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -114,8 +114,7 @@ def _checked(
     """Return positions of shape (n, D) and weights in int64, if this rank's arguments will do."""
     if method not in _METHODS:
         raise ArgumentError(f"method must be one of {', '.join(_METHODS)}; got {method!r}.")
-    if exact_int(parts) is None or parts < 1:
-        raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
+    at_least(1, parts, "parts")
     if isinstance(pos, torch.Tensor):
         engine_for(group, pos.device)
     rows = checked_positions(pos, "pos", method)

@@ -9,7 +9,6 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.partitioners.curve import MOST_COORDINATES, bits_of, hilbert_keys
-from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.sizes import ShardSizes, holds_integers
@@ -105,33 +104,28 @@ class AllRows:
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over lower ranks."""
-        if self.group is None:
-            return torch.zeros_like(x)
-        starts = self._folded_piece(x, self.group, lambda ranks: ranks.cumsum(0) - ranks)
-        sizes, own_pieces = self._sizes(x, self.group)
-        back = all_to_all_v(starts.reshape(-1), own_pieces, sizes, group=self.group.process_group)
-        return back.view(x.shape)
+        return self._folded(x, lambda ranks: ranks.cumsum(0) - ranks)
 
     def least(self, x: torch.Tensor) -> torch.Tensor:
         """Return the elementwise minimum over all ranks."""
-        if self.group is None:
-            return x
-        piece = self._folded_piece(x, self.group, lambda ranks: ranks.amin(0))
-        sizes, _ = self._sizes(x, self.group)
-        return all_gather_v(piece, sizes, group=self.group.process_group).view(x.shape)
+        return self._folded(x, lambda ranks: ranks.amin(0).expand_as(ranks))
 
-    def _folded_piece(
-        self, x: torch.Tensor, group: Group, fold: Callable[[torch.Tensor], torch.Tensor]
+    def _folded(
+        self, x: torch.Tensor, fold: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Fold one piece of all ranks' tensors, while other ranks fold the other pieces."""
-        sizes, own_pieces = self._sizes(x, group)
-        got = all_to_all_v(x.reshape(-1), sizes, own_pieces, group=group.process_group)
-        return fold(got.view(group.size, -1))
+        """Return this rank's row of ``fold(rows of all ranks)``; each rank folds some columns."""
+        if self.group is None:
+            return fold(x.view(1, -1)).view(x.shape)
+        size, pg = self.group.size, self.group.process_group
+        columns = ShardSizes.balanced(x.numel(), size)
+        mine = [columns[self.group.rank]] * size
+        ranks = all_to_all_v(x.reshape(-1), columns, mine, group=pg).view(size, -1)
+        return all_to_all_v(fold(ranks).reshape(-1), mine, columns, group=pg).view(x.shape)
 
-    def _sizes(self, x: torch.Tensor, group: Group) -> tuple[ShardSizes, list[int]]:
-        """Return the sizes of the pieces, and this rank's size repeated for each rank."""
-        sizes = ShardSizes.balanced(x.numel(), group.size)
-        return sizes, [sizes[group.rank]] * group.size
+
+def by_order(nodes: int, parts: int, weight: torch.Tensor | None) -> torch.Tensor:
+    """Return the part of each node in the given order, on one process."""
+    return _pieces(torch.zeros(nodes, dtype=torch.int64), 0, parts, AllRows(), weight)
 
 
 def by_hilbert(
@@ -144,12 +138,20 @@ def by_hilbert(
     """
     box = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
     low, high = _bounds(pos, box, 1, rows)
-    total = rows.total(summed(box, 1, weight))
-    shares = torch.arange(1, parts, device=pos.device)
-    cuts = starts_of_shares(total, torch.tensor(parts, device=pos.device), shares)
     keys = hilbert_keys(pos, low[0], high[0])
-    bits = bits_of(pos.shape[1]) * pos.shape[1]
-    return cuts_passed(keys, bits, box, cuts, torch.zeros_like(cuts), rows, weight)
+    return _pieces(keys, bits_of(pos.shape[1]) * pos.shape[1], parts, rows, weight)
+
+
+def _pieces(
+    keys: torch.Tensor, bits: int, parts: int, rows: AllRows, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the part of each row: equal shares of the rows in the order of their keys."""
+    box = torch.zeros_like(keys)
+    total = rows.total(_summed(box, 1, weight))
+    cuts = _starts_of_shares(
+        total, total.new_tensor(parts), torch.arange(1, parts, device=keys.device)
+    )
+    return _cuts_passed(keys, bits, box, cuts, torch.zeros_like(cuts), rows, weight)
 
 
 def by_bisection(
@@ -173,10 +175,10 @@ def by_bisection(
         box, here = box[kept], None if weight is None else weight[kept]
         keys, bits = _keys_of_widest(pos[kept], box, len(boxes), rows)
         halves = counts // 2
-        total = rows.total(summed(box, len(boxes), here))
-        cuts = starts_of_shares(total, counts, halves)
+        total = rows.total(_summed(box, len(boxes), here))
+        cuts = _starts_of_shares(total, counts, halves)
         numbers = torch.arange(len(boxes), device=device)
-        behind = cuts_passed(keys, bits, box, cuts, numbers, rows, here)
+        behind = _cuts_passed(keys, bits, box, cuts, numbers, rows, here)
         owner[kept] += behind.mul_(halves[box])
         boxes = [
             half
@@ -222,7 +224,9 @@ def _bounds(
     return low, -high
 
 
-def starts_of_shares(total: torch.Tensor, parts: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _starts_of_shares(
+    total: torch.Tensor, parts: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
     """Return the start of share `first` of `total` in `parts`, as :meth:`ShardSizes.balanced`.
 
     All arguments are int64, and broadcast.
@@ -231,17 +235,7 @@ def starts_of_shares(total: torch.Tensor, parts: torch.Tensor, first: torch.Tens
     return base * first + torch.minimum(first, total - base * parts)
 
 
-def by_order(nodes: int, weight: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Return the part of each node in the given order: the share that contains its middle."""
-    if weight is None:
-        total, middles = torch.tensor(nodes), torch.arange(nodes)
-    else:
-        total, middles = weight.sum(), weight.cumsum(0).sub_(weight).add_((weight - 1) // 2)
-    cuts = starts_of_shares(total, torch.tensor(parts), torch.arange(1, parts))
-    return torch.searchsorted(cuts, middles, right=True)
-
-
-def summed(index: torch.Tensor, bins: int, weight: torch.Tensor | None) -> torch.Tensor:
+def _summed(index: torch.Tensor, bins: int, weight: torch.Tensor | None) -> torch.Tensor:
     """Return the exact sum of weights per index; without weights, the count per index."""
     if weight is None:
         return torch.bincount(index, minlength=bins)
@@ -249,7 +243,7 @@ def summed(index: torch.Tensor, bins: int, weight: torch.Tensor | None) -> torch
     return sums.scatter_add_(0, index, weight)
 
 
-def cuts_passed(
+def _cuts_passed(
     keys: torch.Tensor,
     bits: int,
     box: torch.Tensor,
@@ -279,7 +273,7 @@ def cuts_passed(
         bits -= width
         places, digits = int(place[-1]) + 1, 1 << width
         slot = (keys >> bits).bitwise_and_(digits - 1).add_(at, alpha=digits)
-        sums = rows.total(summed(slot, places * digits, weight)).view(places, digits)
+        sums = rows.total(_summed(slot, places * digits, weight)).view(places, digits)
         ends = sums.cumsum(1)
         # the digit of each cut; a cut behind all rows has the last digit
         digit = (ends[place] <= cuts[:, None]).sum(1).clamp_(max=digits - 1)
@@ -309,7 +303,7 @@ def _passed_by_equals(
 ) -> torch.Tensor:
     """Return the number of cuts of its range behind which each row lies, in rank order."""
     places = int(place[-1]) + 1
-    mine = summed(at, places, weight)
+    mine = _summed(at, places, weight)
     sums = rows.total(mine)
     before = rows.before(mine)
     # ranges are laid end to end, so that one ascending sequence holds all cuts
