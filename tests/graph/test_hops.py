@@ -133,9 +133,9 @@ def test_hops_end_where_there_is_no_more_upstream(worlds):
 
 # hops, attributes of the data, and a part of the message
 REFUSED = [
-    (0, {}, "hops must be a positive integer; got 0"),
-    (2.0, {}, "hops must be a positive integer; got 2.0"),
-    ("2", {}, "hops must be a positive integer; got '2'"),
+    (0, {}, "hops must be an integer of at least 1; got 0"),
+    (2.0, {}, "hops must be an integer of at least 1; got 2.0"),
+    ("2", {}, "hops must be an integer of at least 1; got '2'"),
     (2, {"names": ["a", "b"]}, "hops=2 needs attributes of edges that are tensors"),
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from varcomm.errors import ArgumentError
@@ -14,6 +15,7 @@ from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard, described
+from varcomm.plan.checks import checked_range
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, holds_integers
 from varcomm.transport.agreement import share
@@ -69,17 +71,18 @@ class Numbering:
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
     """Return the rank of each node as int64, if `owner` is valid for `size` ranks."""
+    if isinstance(owner, np.ndarray):
+        # of arrays without integers only dtype and shape matter, for the message
+        has_ints = owner.dtype.kind in "iu"
+        owner = torch.tensor(owner.astype(np.int64) if has_ints else np.zeros(owner.shape))
     if not isinstance(owner, torch.Tensor) or owner.shape != (nodes,) or not holds_integers(owner):
         raise ArgumentError(
             f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
             f"got {described(owner)}."
         )
-    if nodes and not (int(owner.min()) >= 0 and int(owner.max()) < size):
-        raise ArgumentError(
-            f"method spans ranks {int(owner.min())}...{int(owner.max())}, out of range for "
-            f"{size} ranks."
-        )
-    return owner.to(torch.int64)
+    owner = owner.to(torch.int64)
+    checked_range(owner, size, "method", "ranks")
+    return owner
 
 
 def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Numbering) -> OwnedEdges:
@@ -105,13 +108,13 @@ def assemble(
     """Build this rank's part of the graph; collective."""
     counts = share("graph.partition", lambda: [len(own.source) for own in edges.values()], group)
     shards = {}
-    for place, (edge_type, own) in enumerate(edges.items()):
+    for (edge_type, own), sizes in zip(edges.items(), zip(*counts, strict=True), strict=True):
         sources, targets = (nodes[end] for end in ends(edge_type))
         edge_index, halo = localised(own.source, own.target, sources.sizes, targets.sizes, group)
         plan = ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group)
         shards[edge_type] = EdgeShard(
             group=group,
-            sizes=ShardSizes(count[place] for count in counts),
+            sizes=ShardSizes(sizes),
             attributes=own.attributes,
             ids=AscendingIds.of(own.ids),
             edge_index=edge_index,

@@ -13,7 +13,7 @@ from varcomm.graph.building.redistribute import Shuffle
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.packing import taken
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.sizes import ShardSizes, exact_int
+from varcomm.sizes import at_least
 from varcomm.transport.agreement import share
 
 __all__ = ["check_hops", "deepened"]
@@ -21,9 +21,7 @@ __all__ = ["check_hops", "deepened"]
 
 def check_hops(hops: int, data: Any) -> None:
     """Raise unless halos can have this many hops."""
-    if exact_int(hops) is None or hops < 1:
-        raise ArgumentError(f"hops must be a positive integer; got {hops!r}.")
-    if hops > 1 and isinstance(data, HeteroData):
+    if at_least(1, hops, "hops") > 1 and isinstance(data, HeteroData):
         raise ArgumentError(
             f"hops={hops} is for graphs with one type of nodes. Leave hops at 1 for HeteroData."
         )
@@ -45,43 +43,39 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
                 f"hops={hops} needs attributes of edges that are tensors; {name} is of "
                 f"{type(value).__name__}."
             )
-    pg = group.process_group
-    first, owned = sizes.offsets[group.rank], graph.num_owned
+    pg, rank = group.process_group, group.rank
+    first, owned = sizes.offsets[rank], graph.num_owned
     own_numbers = torch.arange(first, first + owned, device=edges.edge_index.device)
     halo = edges.plan(own_numbers)
     number = torch.cat([own_numbers, halo])
-    own = {
-        "source": number[edges.edge_index[0]],
-        "target": number[edges.edge_index[1]],
-        # sorted, because ranks may have their attributes in different orders
-        **{f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)},
-    }
-    by_target = torch.sort(edges.edge_index[1], stable=True).indices
-    stops = torch.bincount(edges.edge_index[1], minlength=owned).cumsum(0)
+    source, target = edges.edge_index
+    # sorted, because ranks may have their attributes in different orders
+    own = {f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)}
+    own |= {"source": number[source], "target": number[target]}
+    by_target = torch.sort(target, stable=True).indices
+    counts = torch.bincount(target, minlength=owned)
 
     found, frontier = [own], halo
     for _ in range(hops - 1):
         if not any(share("graph.partition", frontier.__len__, group)):
             break  # no rank needs more edges
         asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
-        index, destination = _edges_into(asked, by_target, stops)
+        index, destination = _edges_into(asked, by_target, counts)
         shuffle = Shuffle.to(destination, group)
         more = {key: shuffle.carry(taken(value, index)) for key, value in own.items()}
         found.append(more)
-        source = more["source"].unique()
-        is_new = (source < first) | (source >= first + owned)
-        is_new &= ~torch.isin(source, halo)
-        frontier = source[is_new]
+        sources = more["source"].unique()
+        frontier = sources[~torch.isin(sources, halo) & ~_is_own(sources, first, owned)]
         halo = torch.cat([halo, frontier]).sort().values
 
     whole = {key: torch.cat([part[key] for part in found]) for key in own}
     plan = ExchangePlan.from_needed(halo, sizes, group=pg)
+    numbers = torch.stack([whole["source"], whole["target"]])
+    beyond = owned + torch.searchsorted(halo, numbers)
     shard = replace(
         edges,
         attributes={key: whole[f"attribute {key}"] for key in edges.attributes},
-        edge_index=torch.stack(
-            [_local(whole[end], halo, sizes, group.rank) for end in ("source", "target")]
-        ),
+        edge_index=torch.where(_is_own(numbers, first, owned), numbers - first, beyond),
         halo_ids=plan(graph.owned_ids),
         plan=plan,
         hops=int(hops),
@@ -90,23 +84,19 @@ def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
     return replace(graph, edge_shards={None: shard})
 
 
+def _is_own(numbers: torch.Tensor, first: int, owned: int) -> torch.Tensor:
+    return (numbers >= first) & (numbers < first + owned)
+
+
 def _edges_into(
-    asked: ExchangePlan, by_target: torch.Tensor, stops: torch.Tensor
+    asked: ExchangePlan, by_target: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the edges into the requested nodes, and the requesting rank of each edge."""
-    counts = stops.diff(prepend=stops.new_zeros(1))[asked.send_index]
-    starts = stops[asked.send_index] - counts
+    starts, counts = (counts.cumsum(0) - counts)[asked.send_index], counts[asked.send_index]
     # position of each edge among the edges of its node, and so in `by_target`
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     nth = torch.arange(len(first), device=first.device) - first
     index = by_target[starts.repeat_interleave(counts) + nth]
-    per_rank = torch.tensor(asked.send_counts, dtype=torch.int64, device=first.device)
+    per_rank = torch.tensor(asked.send_counts, device=first.device)
     ranks = torch.arange(len(per_rank), device=first.device).repeat_interleave(per_rank)
     return index, ranks.repeat_interleave(counts)
-
-
-def _local(numbers: torch.Tensor, halo: torch.Tensor, sizes: ShardSizes, rank: int) -> torch.Tensor:
-    """Return the local numbers of owned and halo nodes."""
-    first, owned = sizes.offsets[rank], sizes[rank]
-    is_own = (numbers >= first) & (numbers < first + owned)
-    return torch.where(is_own, numbers - first, owned + torch.searchsorted(halo, numbers))

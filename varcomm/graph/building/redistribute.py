@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -41,15 +41,14 @@ class BroughtNodes:
 
 @dataclass(frozen=True)
 class BroughtEdges:
-    """The edges of one type that this rank contributes, by node ids; int64, (2, e).
+    """The edges of one type that this rank contributes, by node ids, (2, e).
 
-    `ids` are their positions in the full graph (None: consecutive, beginning with `first`).
+    `ids` are their positions in the full graph, int64 of shape (e,).
     """
 
     edge_index: torch.Tensor
+    ids: torch.Tensor
     attributes: Mapping[str, torch.Tensor]
-    ids: torch.Tensor | None = None
-    first: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +109,9 @@ class _Directory:
         shuffle = Shuffle.to(owner, group)
         sizes = ShardSizes.from_local(sum(shuffle.recv), group.process_group)
         # an owner's nodes arrive range by range, which is the order of the full graph
-        first = torch.tensor(shuffle.recv, dtype=torch.int64, device=owner.device)
+        counts, first = torch.tensor([shuffle.send, shuffle.recv], device=owner.device)
         first = first.cumsum(0) - first + sizes.offsets[group.rank]
         first = Shuffle.one_each(group).carry(first)
-        counts = torch.tensor(shuffle.send, dtype=torch.int64, device=owner.device)
         shift = (first - counts.cumsum(0) + counts).repeat_interleave(counts)
         numbers = torch.arange(len(owner), device=owner.device) + shift
         if shuffle.order is not None:
@@ -147,13 +145,12 @@ def sent_to_owners(
     group: Group,
 ) -> PartitionedGraph:
     """Send nodes and edges to their owners, and build the graph; collective."""
+    devices = [brought.ids.device for brought in edges.values()] or [torch.device("cpu")]
     directories, shards = {}, {}
     for node_type, own in nodes.items():
-        directory = _Directory.of(own.ranges, own.owner, group)
-        directories[node_type] = directory
+        directory = directories[node_type] = _Directory.of(own.ranges, own.owner, group)
         mine = own.ranges.range(group.rank)
-        device = next(iter(edges.values())).edge_index.device if edges else torch.device("cpu")
-        ids = directory.owned(torch.arange(mine.start, mine.stop, device=device))
+        ids = directory.owned(torch.arange(mine.start, mine.stop, device=devices[0]))
         rows = {key: directory.owned(value) for key, value in own.attributes.items()}
         shards[node_type] = NodeShard(group, directory.sizes, rows, AscendingIds.of(ids))
     owned = {
@@ -171,16 +168,14 @@ def _owned_edges(brought: BroughtEdges, sources: _Directory, targets: _Directory
         (source,) = sources.look_up(brought.edge_index[0])
         (target,) = targets.look_up(brought.edge_index[1])
     shuffle = Shuffle.to(targets.sizes.owner(target), targets.group)
-    source, target = shuffle.carry(source), shuffle.carry(target)
+    columns = {"source": source, "target": target, "ids": brought.ids}
+    columns = {key: shuffle.carry(value) for key, value in columns.items()}
     rows = {key: shuffle.carry(value) for key, value in brought.attributes.items()}
-    if brought.ids is None:
-        # rows arrive by sender and in the sender's order, so consecutive positions ascend
-        last = brought.first + brought.edge_index.shape[1]
-        ids = shuffle.carry(torch.arange(brought.first, last, device=source.device))
-        return OwnedEdges(source, target, ids, rows)
-    ids, order = shuffle.carry(brought.ids).sort()
-    rows = {key: taken(value, order) for key, value in rows.items()}
-    return OwnedEdges(source[order], target[order], ids, rows)
+    if not bool((columns["ids"].diff() > 0).all()):
+        order = columns["ids"].argsort()
+        columns = {key: value[order] for key, value in columns.items()}
+        rows = {key: taken(value, order) for key, value in rows.items()}
+    return OwnedEdges(**columns, attributes=rows)
 
 
 def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:
@@ -189,7 +184,6 @@ def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:
         return nodes
     shuffle = Shuffle.to(nodes.ranges.owner(nodes.ids), group)
     ids = shuffle.carry(nodes.ids)
-    order = ids.argsort()
     mine = nodes.ranges.range(group.rank)
 
     def check() -> None:
@@ -202,8 +196,9 @@ def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:
             )
 
     agree("graph.from_edges", check, group)
+    order = ids.argsort()
     rows = {key: taken(shuffle.carry(value), order) for key, value in nodes.attributes.items()}
-    return BroughtNodes(nodes.ranges, nodes.owner, None, rows)
+    return replace(nodes, ids=None, attributes=rows)
 
 
 def by_position(nodes: BroughtNodes, method: str, group: Group) -> BroughtNodes:
@@ -218,4 +213,4 @@ def by_position(nodes: BroughtNodes, method: str, group: Group) -> BroughtNodes:
 
     pos = agree("graph.from_edges", check, group)
     owner = assign_sharded(pos, group.size, method, group=group.process_group)
-    return BroughtNodes(nodes.ranges, owner.to(pos.device), None, nodes.attributes)
+    return replace(nodes, owner=owner)

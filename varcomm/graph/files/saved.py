@@ -159,6 +159,6 @@ def _dealt_anew(
             rows, columns = part[f"edges {place} edge_index"]
             whole.append(torch.stack([known[rows], part[target][columns]]))
         edges[edge_type] = BroughtEdges(
-            torch.cat(whole, dim=1), attributes_of(f"edges {place}"), joined(f"edges {place}")
+            torch.cat(whole, dim=1), joined(f"edges {place}"), attributes_of(f"edges {place}")
         )
     return sent_to_owners(nodes, edges, attributes, outline.method, group)
