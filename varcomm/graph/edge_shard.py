@@ -79,25 +79,10 @@ class LocalEdges:
         return (sources + halo, 0, sources + halo) if self.hops > 1 else (sources, halo, targets)
 
     def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Append the halo's rows to the owned ones.
+        """Append the halo's rows to the owned ones: (n, *F) to (n + h, *F) along `dim`.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            Owned rows, (n, *F).
-        dim : int
-            Sharded dimension.
-
-        Returns
-        -------
-        torch.Tensor
-            Owned rows and the halo's, (n + h, *F). The adjoint adds the gradients of copies to the
-            rows that they are copies of.
-
-        Notes
-        -----
-        Communication: ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their
-        owners.
+        The adjoint adds the gradients of copies to the rows that they are copies of. Communication:
+        ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
         if x.dim() == 1:
             # torch.cat drops an empty tensor of one dimension from the autograd graph
@@ -123,11 +108,29 @@ class LocalEdges:
         The ids must be in range. Each tensor is looked at once.
         """
         if self_loops not in self._lookups:
-            self._lookups[self_loops] = _EdgeLookup(self, self_loops)
-        return self._lookups[self_loops].includes(edge_index)
+            known = _without_loops(self.edge_index) if self_loops else self.edge_index
+            self._lookups[self_loops] = known, WeakTensorKeyDictionary()
+        known, passed = self._lookups[self_loops]
+        # tensors of inference mode have no version, which would show that they were written to
+        version = None if edge_index.is_inference() else edge_index._version
+        if version is not None and passed.get(edge_index) == version:
+            return True
+        rest, count = edge_index.to(known.dtype), known.shape[1]
+        # Layers that add self loops make a new tensor at each call, in which all other edges stand
+        # first, in their order: one comparison in place of a search.
+        if torch.equal(rest[:, :count], known):
+            rest = rest[:, count:]
+        rest = _without_loops(rest) if self_loops else rest
+        found = not rest.shape[1] or bool(torch.isin(self._key(rest), self._key(known)).all())
+        if found and version is not None:
+            passed[edge_index] = version
+        return found
+
+    def _key(self, edges: torch.Tensor) -> torch.Tensor:
+        return edges[1] * (self.num_sources + self.num_halo) + edges[0]
 
     @cached_property
-    def _lookups(self) -> dict[bool, _EdgeLookup]:
+    def _lookups(self) -> dict[bool, tuple[torch.Tensor, WeakTensorKeyDictionary]]:
         return {}
 
 
@@ -211,14 +214,9 @@ class EdgeShard(LocalEdges, Shard):
 
     def nbytes(self) -> int:
         """Return the bytes of edges, ids, halo ids and plan on this rank."""
-        tensors = (
-            self.edge_index,
-            self.halo_ids,
-            self.plan.send_index,
-            self.ids.gaps,
-            self.ids.rest,
-        )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        ids = self.ids.gaps, self.ids.rest
+        tensors = (self.edge_index, self.halo_ids, self.plan.send_index, *ids)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> EdgeShard:
         """Return the same on another device."""
@@ -230,46 +228,8 @@ class EdgeShard(LocalEdges, Shard):
         )
 
 
-class _EdgeLookup:
-    """Edges, prepared to look up other edges among them."""
-
-    def __init__(self, edges: LocalEdges, self_loops: bool) -> None:
-        self._sources = edges.num_sources + edges.num_halo
-        self._self_loops = self_loops
-        self._edges = self._without_loops(edges.edge_index)
-        self._keys: torch.Tensor | None = None
-        self._passed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def includes(self, edge_index: torch.Tensor) -> bool:
-        # tensors of inference mode have no version, which would show that they were written to
-        version = None if edge_index.is_inference() else edge_index._version
-        if version is not None and self._passed.get(edge_index) == version:
-            return True
-        rest, count = edge_index.to(self._edges.dtype), self._edges.shape[1]
-        # Layers that add self loops make a new tensor at each call, in which all other edges stand
-        # first, in their order: one comparison in place of a search.
-        if torch.equal(rest[:, :count], self._edges):
-            rest = rest[:, count:]
-        rest = self._without_loops(rest)
-        found = rest.shape[1] == 0 or self._found(rest)
-        if found and version is not None:
-            self._passed[edge_index] = version
-        return found
-
-    def _without_loops(self, edge_index: torch.Tensor) -> torch.Tensor:
-        return edge_index[:, edge_index[0] != edge_index[1]] if self._self_loops else edge_index
-
-    def _found(self, edges: torch.Tensor) -> bool:
-        if self._keys is None:
-            self._keys = self._key(self._edges).unique()  # sorted
-        if not len(self._keys):
-            return False
-        key = self._key(edges)
-        place = torch.searchsorted(self._keys, key).clamp_(max=len(self._keys) - 1)
-        return torch.equal(self._keys[place], key)
-
-    def _key(self, edges: torch.Tensor) -> torch.Tensor:
-        return edges[1] * self._sources + edges[0]
+def _without_loops(edge_index: torch.Tensor) -> torch.Tensor:
+    return edge_index[:, edge_index[0] != edge_index[1]]
 
 
 def _positions(mask: torch.Tensor, count: int) -> torch.Tensor:

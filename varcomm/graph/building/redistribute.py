@@ -13,7 +13,7 @@ from varcomm.graph.building.assemble import OwnedEdges, assemble
 from varcomm.graph.building.tables import ends
 from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.partitioners.assign_sharded import assign_sharded
+from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.graph.shard import NodeShard
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.packing import taken

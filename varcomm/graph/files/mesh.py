@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from math import prod
@@ -30,6 +29,7 @@ from varcomm.graph.files.cells import (
     measures,
     point_edges,
 )
+from varcomm.graph.shard import described
 
 __all__ = ["Mesh", "read_mesh"]
 
@@ -38,8 +38,6 @@ logger = logging.getLogger("varcomm")
 Array = np.ndarray[Any, Any]
 
 _LONGEST = 300  # characters of a message of meshio
-
-_QUOTE = {'"': "&quot;"}
 
 # Attributes of PyG that users set.
 _FREE = ("x", "y", "edge_weight", "batch", "time")
@@ -100,32 +98,36 @@ class Mesh:
         If cells are the nodes, cells of fewer dimensions, as on a boundary, are omitted. fp16 and
         bf16 become float32, and bools become uint8; all other numbers keep their precision.
         """
-        where = _checked_target(path)
-        values = {name: self._checked(name, value) for name, value in fields.items()}
         import meshio
 
-        source = self.source
-        point_data = {
-            n: v for n, value in source.point_data.items() if (v := _rows(value)) is not None
+        where = Path(path)
+        if where.suffix.lower() != ".vtu":
+            raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
+        if not where.parent.is_dir():
+            raise ArgumentError(f"mesh.write: there is no folder {where.parent}.")
+        values = {name: self._checked(name, value) for name, value in fields.items()}
+        source, cells = self.source, [self.source.cells[i] for i in self._blocks]
+        point_data = {name: _rows(value) for name, value in source.point_data.items()}
+        cell_data = {
+            name: [_rows(parts[i]) for i in self._blocks]
+            for name, parts in source.cell_data.items()
         }
-        cell_data: dict[str, Any] = {}
-        for name, parts in source.cell_data.items():
-            kept = [_rows(parts[i]) for i in self._blocks]
-            if all(part is not None for part in kept):
-                cell_data[name] = kept
         if self.nodes == "points":
             point_data |= values
         else:
-            ends = np.cumsum([len(source.cells[i].data) for i in self._blocks])[:-1]
+            ends = np.cumsum([len(block.data) for block in cells])[:-1]
             cell_data |= {name: np.split(value, ends) for name, value in values.items()}
+
+        def name_of(field: str) -> str:
+            return escape(field, {'"': "&quot;"})  # meshio does not escape names in XML
+
         points = np.zeros((len(source.points), 3))
         points[:, : source.points.shape[1]] = source.points
         mesh = meshio.Mesh(
             points,
-            [(source.cells[i].type, source.cells[i].data) for i in self._blocks],
-            # meshio does not escape names in XML
-            {escape(name, _QUOTE): value for name, value in point_data.items()},
-            {escape(name, _QUOTE): value for name, value in cell_data.items()},
+            [(block.type, block.data) for block in cells],
+            {name_of(name): v for name, v in point_data.items() if v is not None},
+            {name_of(name): v for name, v in cell_data.items() if all(p is not None for p in v)},
         )
         try:
             mesh.write(where, file_format="vtu")
@@ -133,18 +135,17 @@ class Mesh:
             raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
+        """Return values of all nodes as VTU stores them."""
+        array = value
         if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-        rows = _rows(value)
-        count = self.data.num_nodes
+            array = value.detach().cpu()
+            array = (array.float() if value.dtype == torch.bfloat16 else array).numpy()
+        rows, count = _rows(array), self.data.num_nodes
         if rows is None or len(rows) != count:
-            got = (
-                f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else value
-            )
             raise ArgumentError(
                 f"mesh.write: {name} must be real numbers, one row for each of the {count} "
-                f"{self.nodes}; got {got}. After graph.gather(x, dst=0), rank 0 alone has them."
+                f"{self.nodes}; got {described(value)}. After graph.gather(x, dst=0), rank 0 alone "
+                "has them."
             )
         return rows
 
@@ -224,38 +225,44 @@ def read_mesh(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
     source = _read(Path(path))
-    if source.points.ndim != 2:
-        raise ArgumentError(f"read_mesh: {path}: it has no points.")
-    points = np.asarray(source.points, np.float64 if source.points.dtype.kind != "f" else None)
-    points = _native(points[:, :2] if points.shape[1] == 3 and not points[:, 2].any() else points)
-    blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
     try:
-        dim = max((dimension(block.type) for _, block in blocks), default=0)
-        if dim == 0:
-            raise ArgumentError("it has no cells with edges.")
-        if nodes == "cells":
-            blocks = [(i, block) for i, block in blocks if dimension(block.type) == dim]
-        cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
-        count = sum(len(block.data) for _, block in blocks)
-        if nodes == "cells":
-            edges = cell_edges(cells, count, len(points))
-        else:
-            edges = point_edges(cells, len(points))
+        return _graph(source, nodes, dtype)
     except ArgumentError as error:
         raise ArgumentError(f"read_mesh: {path}: {error}") from error
 
-    pos = points if nodes == "points" else corner_means(cells, points, count)
+
+def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
+    """Return the graph of a mesh that meshio has read."""
+    points = np.asarray(source.points)
+    if points.ndim != 2:
+        raise ArgumentError("it has no points.")
+    points = _native(points if points.dtype.kind == "f" else points.astype(np.float64))
+    if points.shape[1] == 3 and not points[:, 2].any():
+        points = points[:, :2]
+    blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
+    dim = max((dimension(block.type) for _, block in blocks), default=0)
+    if dim == 0:
+        raise ArgumentError("it has no cells with edges.")
+    if nodes == "cells":
+        blocks = [(i, block) for i, block in blocks if dimension(block.type) == dim]
+    cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
+    count = sum(len(block.data) for _, block in blocks)
+    if nodes == "cells":
+        pos, edges = corner_means(cells, points, count), cell_edges(cells, count, len(points))
+        fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
+    else:
+        pos, edges = points, point_edges(cells, len(points))
+        fields = {name: [values] for name, values in source.point_data.items()}
     far = pos[edges[1]] - pos[edges[0]]
     far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
     data = Data(pos=_tensor(pos, dtype), edge_index=torch.from_numpy(edges))
     data.edge_attr = _tensor(far, dtype)
     if nodes == "cells":
         data.volume = _tensor(measures(cells, points, count), dtype)
-        read = ((n, [parts[i] for i, _ in blocks]) for n, parts in source.cell_data.items())
-    else:
-        read = ((name, [values]) for name, values in source.point_data.items())
-    for name, values in _numeric(read):
-        data[_attribute_name(name, data)] = _tensor(values, dtype)
+    for name, parts in fields.items():
+        values = np.concatenate([np.asarray(part) for part in parts])
+        if values.dtype.kind in "fiub":
+            data[_attribute_name(name, data)] = _tensor(values, dtype)
     return Mesh(data, nodes, source, tuple(i for i, _ in blocks))
 
 
@@ -294,30 +301,21 @@ def _read(path: Path) -> Any:
     return source
 
 
-def _numeric(fields: Iterator[tuple[str, list[Any]]]) -> Iterator[tuple[str, Array]]:
-    """Yield the numeric fields, each in one piece."""
-    for name, parts in fields:
-        values = np.concatenate([np.asarray(part) for part in parts])
-        if values.dtype.kind in "fiub":
-            yield name, values
-
-
 def _attribute_name(name: str, data: Data) -> str:
     """Return a similar name that Data and PartitionedGraph do not use."""
     name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
 
-    def taken(name: str) -> bool:
-        if not name.isidentifier() or keyword.iskeyword(name) or name in data:
-            return True
+    def is_free(name: str) -> bool:
         try:
             check_name(name, torch.zeros(0, dtype=torch.int64), "data")
         except ArgumentError:
-            return True
-        return hasattr(Data, name) and name not in _FREE
+            return False
+        is_word = name.isidentifier() and not keyword.iskeyword(name)
+        return is_word and name not in data and (name in _FREE or not hasattr(Data, name))
 
-    if taken(name):
+    if not is_free(name):
         name = f"field_{name}".rstrip("_")
-    while taken(name):
+    while not is_free(name):
         name += "_"
     return name
 
@@ -342,18 +340,7 @@ def _rows(given: Any) -> Array | None:
     values: Array = np.asarray(given)
     if values.dtype.kind not in "fiub" or values.ndim == 0:
         return None
+    stored = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
     values = _native(values)
-    if values.dtype == np.bool_:
-        values = values.astype(np.uint8)
-    if values.dtype == np.float16:
-        values = values.astype(np.float32)
+    values = values.astype(stored.get(values.dtype, values.dtype), copy=False)
     return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
-
-
-def _checked_target(path: str | os.PathLike[str]) -> Path:
-    where = Path(path)
-    if where.suffix.lower() != ".vtu":
-        raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
-    if not where.parent.is_dir():
-        raise ArgumentError(f"mesh.write: there is no folder {where.parent}.")
-    return where
