@@ -1,19 +1,21 @@
-"""``assign``: every method, with weights and types, and its refusals."""
+"""``assign`` and ``assign_sharded``: every method, with weights and types, and refusals."""
 
-import builtins
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
-from tests.graph.graphs import grid, wild
+import varcomm
+from tests.graph.graphs import WORLDS, grid, wild
 from tests.graph.naive_assign import NAIVE, at, awkward_positions, some_weights
-from varcomm import ArgumentError, MissingPackageError
-from varcomm.graph import assign
+from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError
+from varcomm.graph import assign, assign_sharded
 
 METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 MULTILEVEL = ("metis", "kahip")
@@ -41,51 +43,41 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_node_has_a_rank_always_the_same(method, graph):
-    data = GRAPHS[graph]
+def test_every_node_has_a_rank_always_the_same(method):
+    for name, data in GRAPHS.items():
+        for parts in PARTS:
+            owner = assign(data, parts, method)
+            assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,)), name
+            counts = torch.bincount(owner, minlength=parts)
+            assert len(counts) == parts, "a rank is out of range"
+            assert torch.equal(owner, assign(data.clone(), parts, method)), name
+            assert method not in NAIVE or counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("method", MULTILEVEL)
+def test_few_edges_are_cut_and_parts_are_even(method):
+    data = grid(40, 50)
     for parts in PARTS:
         owner = assign(data, parts, method)
-        assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,))
         counts = torch.bincount(owner, minlength=parts)
-        assert len(counts) == parts, "a rank is out of range"
-        assert torch.equal(owner, assign(data.clone(), parts, method))
-        if method in NAIVE:
-            assert counts.max() - counts.min() <= 1
-
-
-@pytest.mark.parametrize("method", MULTILEVEL)
-@pytest.mark.parametrize("parts", PARTS)
-def test_few_edges_are_cut_and_parts_are_even(parts, method):
-    data = grid(40, 50)
-    owner = assign(data, parts, method)
-    counts = torch.bincount(owner, minlength=parts)
-    assert counts.max() <= 1.05 * data.num_nodes / parts
-    assert counts.min() > 0
-    source, target = owner[data.edge_index]
-    # strips, the simplest partition of a grid, cut 40 edges at each border
-    assert int((source != target).sum()) <= 40 * (parts - 1) * 1.5
-
-
-@pytest.mark.parametrize("method", MULTILEVEL)
-def test_direction_loops_and_repeats_do_not_count(method):
-    data = wild()
-    edges = data.edge_index
+        assert counts.max() <= 1.05 * data.num_nodes / parts
+        assert counts.min() > 0
+        source, target = owner[data.edge_index]
+        # strips, the simplest partition of a grid, cut 40 edges at each border
+        assert int((source != target).sum()) <= 40 * (parts - 1) * 1.5
+    # direction, loops and repeats do not count
+    edges = wild().edge_index
     plain = edges[:, edges[0] != edges[1]].unique(dim=1)
-    both = torch.cat([edges, edges.flip(0)], 1)
-    owner = assign(data, 3, method)
-    for other in (plain, both):
+    owner = assign(wild(), 3, method)
+    for other in (plain, torch.cat([edges, edges.flip(0)], 1)):
         assert torch.equal(owner, assign(Data(edge_index=other, num_nodes=24), 3, method))
 
 
-def test_random_uses_all_ranks():
+def test_the_default_method(monkeypatch):
     counts = torch.bincount(assign(empty(3000), 5, "random"))
     assert counts.min() > 500
     assert counts.max() < 700
-
-
-def test_the_default_method(monkeypatch):
     data = grid(6, 5)
     assert torch.equal(assign(data, 3), assign(data, 3, "metis"))
     assert torch.equal(assign(data, 40), assign(data, 40, "block")), "more parts than nodes"
@@ -97,14 +89,7 @@ def test_the_default_method(monkeypatch):
 
 @pytest.mark.parametrize(("method", "package"), [("metis", "pymetis"), ("kahip", "kahip")])
 def test_without_the_package(monkeypatch, method, package):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == package:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=package):
         assign(grid(3, 3), 2, method)
 
@@ -358,11 +343,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_refused(number):
-    data, parts, method, options, words = REFUSED[number]
-    with pytest.raises(ArgumentError, match=words):
-        assign(data, parts, method, **options)
+def test_refused():
+    for data, parts, method, options, words in REFUSED:
+        with pytest.raises(ArgumentError, match=words):
+            assign(data, parts, method, **options)
 
 
 def test_a_graph_of_unknown_size():
@@ -371,3 +355,150 @@ def test_a_graph_of_unknown_size():
     for data in (Data(), typed):
         with pytest.warns(UserWarning, match="num_nodes"), pytest.raises(ArgumentError):
             assign(data, 2, "block")
+
+
+SHARDED = ("hilbert", "rcb")
+
+
+def cases():
+    """Yield positions and weights of all nodes, parts, and the bounds of ranks' shards."""
+    for seed in range(15):
+        nodes = (0, 1, 2, 7, 60, 113)[seed % 6]
+        generator = torch.Generator().manual_seed(seed)
+        pos = awkward_positions(seed, nodes, 1 + seed % 3)
+        if seed % 5 == 0:
+            pos[nodes // 3 :] = pos[:1]  # most of them at one place
+        weights = some_weights(seed, nodes) if seed % 2 else None
+        starts = torch.randint(0, nodes + 1, (4,), generator=generator)
+        if seed % 7 == 0:
+            starts = starts[:1].expand(4)  # all but two ranks, or one, have no nodes
+        yield pos, weights, 1 + seed % 9, starts
+    pos = torch.rand(5011, 3, generator=torch.Generator().manual_seed(0))
+    pos[500:900] = pos[:400]
+    yield pos, None, 97, torch.tensor([1000, 1001, 4000, 4500])
+    line = torch.tensor([3.0, 0.0, 2.0, 1.0])
+    for column in (line, line[:, None], line.half(), line.int()):
+        yield column, None, 2, torch.tensor([2, 2, 3, 4])
+
+
+def owners(rank):
+    ranks = dist.get_world_size()
+    found = []
+    for method in SHARDED:
+        for pos, weights, parts, starts in cases():
+            bounds = starts[: ranks - 1].sort().values.tolist()
+            mine = pos.tensor_split(bounds)[rank]
+            weight = None if weights is None else weights.tensor_split(bounds)[rank]
+            before = mine.clone()
+            if mine.is_floating_point():
+                mine.requires_grad_()
+            owner = assign_sharded(mine, parts, method, node_weight=weight)
+            assert torch.equal(mine, before), "the positions have changed"
+            assert (owner.dtype, owner.requires_grad) == (torch.int64, False)
+            found.append(owner)
+    return found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_as_one_process_with_all_positions(worlds, ranks):
+    got = zip(*worlds.run(ranks, owners), strict=True)
+    for method in SHARDED:
+        for pos, weights, parts, _ in cases():
+            expected = assign(at(pos), parts, method, node_weight=weights)
+            assert torch.equal(torch.cat(next(got)), expected)
+
+
+def in_a_group(rank):
+    group = dist.new_group([2, 1])  # all ranks create it, and the last rank is its first
+    if rank == 0:
+        return None
+    pos = torch.tensor([0.0, 2.0, 4.0]) if rank == 1 else torch.tensor([3.0, 1.0])
+    return assign_sharded(pos, 2, "rcb", group).tolist()
+
+
+def test_ranks_of_a_group(worlds):
+    # equal shares, the larger one first: 0, 1, 2 and 3, 4
+    assert worlds.run(3, in_a_group) == [None, [0, 0, 1], [1, 0]]
+
+
+def received(rank):
+    cost = {}
+    for method in SHARDED:
+        for parts, nodes in ((4, 30), (4, 3000), (16, 3000)):
+            pos = torch.rand(nodes, 2, generator=torch.Generator().manual_seed(rank))
+            with varcomm.trace() as calls:
+                assign_sharded(pos, parts, method)
+            cost[method, parts, nodes] = len(calls), sum(call.received for call in calls)
+    return cost
+
+
+def test_messages_depend_on_parts_and_not_on_positions(worlds):
+    costs = worlds.run(3, received)
+    for case in costs[0]:
+        method, parts, nodes = case
+        assert len({cost[case][0] for cost in costs}) == 1
+        most = max(cost[case][1] for cost in costs)
+        levels = 1 if method == "hilbert" else {4: 2, 16: 4}[parts]
+        # at most 8 rounds of 2 KiB per cut, which other ranks send twice; and a little more
+        if nodes == 3000:
+            assert most <= 8 * 2048 * 2 * (parts - 1) + 1000 * levels + 100 * parts
+        assert parts == 4 or most < 24 * 16 * 3000, "all positions would have been less"
+
+
+POS, NONE = torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.zeros(0, 2)
+TWO = torch.ones(2, dtype=torch.int64)
+# the arguments of one rank, where the others pass no rows, and a word of the message
+WRONG = [
+    ({"method": "metis"}, "method"),
+    *(({"parts": parts}, "parts") for parts in (0, 2.0)),
+    *(
+        ({"pos": pos}, "pos")
+        for pos in (POS.tolist(), POS + 0j, POS[None], POS[0, 0], POS[:, :0], POS / 0, POS * NAN)
+    ),
+    ({"pos": torch.zeros(0, 64), "method": "hilbert"}, "63"),
+    ({"pos": POS.to("meta")}, "meta"),
+    *(
+        ({"node_weight": weight}, "node_weight")
+        for weight in (torch.arange(3), TWO.float(), TWO - 2, TWO.to("meta"))
+    ),
+]
+# the arguments of rank 1, where the others have positions, and the difference
+DIFFERENT = [
+    ({"pos": torch.zeros(0, 3)}, "coordinates"),
+    ({"pos": torch.zeros(0)}, "coordinates"),
+    ({"pos": NONE.double()}, "dtype"),
+    ({"method": "hilbert"}, "method"),
+    ({"parts": 3}, "parts"),
+    ({"node_weight": TWO}, "node_weight"),
+]
+
+
+def refusals(rank):
+    told, right = [], {"pos": POS, "parts": 2, "method": "rcb"}
+
+    def refused(kind, word, **arguments):
+        with pytest.raises(kind) as caught:
+            assign_sharded(**(right | arguments))
+        told.append((word, str(caught.value)))
+
+    for culprit in (0, 2):
+        for wrong, word in WRONG:
+            mine = wrong if rank == culprit else {"pos": NONE}
+            refused((ArgumentError, GroupError), (word, f"rank {culprit}"), **mine)
+    for other, word in DIFFERENT:
+        refused(DisagreementError, (word,), **(other if rank == 1 else {}))
+    for total in (0, 2**59):  # only the sum over ranks is refused
+        refused(ArgumentError, ("node_weight",), node_weight=TWO * total)
+    # weights may be zero on a rank, and there may be no nodes
+    pos, weight = torch.tensor([2.0 * rank, 2.0 * rank + 1]), TWO * (rank == 1)
+    assert not len(assign_sharded(pos[:0], 2, "rcb", node_weight=weight[:0]))
+    return told, assign_sharded(pos, 2, "rcb", node_weight=weight).tolist()
+
+
+def test_refused_on_all_ranks(worlds):
+    told, owners = zip(*worlds.run(3, refusals), strict=True)
+    assert told[0] == told[1] == told[2]
+    for words, message in told[0]:
+        assert message.startswith("graph.assign_sharded: ")
+        assert all(word in message for word in words), message
+    assert owners == ([0, 0], [0, 1], [1, 1])

@@ -230,7 +230,7 @@ class PartitionedGraph:
         return self.edges.with_halo(x)
 
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
-        """Collect rows of all nodes, in the order of the full graph; see :meth:`NodeShard.gather`."""
+        """Collect rows of all nodes, in the full graph's order; see :meth:`NodeShard.gather`."""
         return self.nodes.gather(x, dst)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:

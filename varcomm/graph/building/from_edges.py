@@ -11,13 +11,14 @@ from zlib import crc32
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.assemble import checked_owner
-from varcomm.graph.building.hops import check_hops, deepened
-from varcomm.graph.building.redistribute import (
+from varcomm.graph.building.assemble import (
     BroughtEdges,
     BroughtNodes,
     at_home,
     by_position,
+    check_hops,
+    checked_owner,
+    deepened,
     sent_to_owners,
 )
 from varcomm.graph.building.tables import Kinds, check_edge_index, check_name, kinds, no_rows
@@ -62,8 +63,8 @@ def from_edges(
         Any edges, each on one rank, by node ids of the full graph; int64 of shape (2, e). The full
         graph has the edges of rank 0, then those of rank 1, and so on.
     sizes : sequence of int
-        Nodes that each rank describes, N in total: rank 0 the first ``sizes[0]`` nodes, and so on;
-        zeros allowed, identical on all ranks.
+        Nodes that each rank describes: rank 0 the first ``sizes[0]`` nodes, and so on; zeros
+        allowed, identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
@@ -84,7 +85,8 @@ def from_edges(
     Returns
     -------
     PartitionedGraph
-        This rank's part, on the device of `edge_index`.
+        This rank's part, on the device of `edge_index`. Not differentiable with respect to
+        attributes; rows that stay on their rank share memory with the input.
 
     Raises
     ------
@@ -99,11 +101,6 @@ def from_edges(
     Communication: each edge, its id and its attributes once to the owner of its target; each node's
     attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
     in a rank's edges. Memory per rank is proportional to its input and its part.
-
-    The result is not differentiable with respect to attributes. Rows that stay on their rank share
-    memory with the input.
-
-    In one process: ``torch_geometric.data.Data`` of all edges and nodes.
 
     Examples
     --------
@@ -165,8 +162,8 @@ def from_edges(
         nodes = by_position(nodes, name, ranks)
     first = sum(count for count, _ in edge_outlines[: ranks.rank])
     ids = torch.arange(first, first + edges.shape[1], device=edges.device)
-    brought = {None: BroughtEdges(edges, ids, of_edges)}
-    graph = sent_to_owners({None: nodes}, brought, {}, name, ranks)
+    brought = BroughtEdges(edges, ids, of_edges)
+    graph = sent_to_owners({None: nodes}, {None: brought}, {}, name, ranks)
     logger.info("%r, in %.2f s", graph, time.perf_counter() - began)
     return deepened(graph, hops)
 

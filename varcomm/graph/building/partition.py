@@ -12,9 +12,17 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.assemble import Numbering, assemble, checked_owner, owned_edges
-from varcomm.graph.building.hops import check_hops, deepened
-from varcomm.graph.building.redistribute import BroughtEdges, BroughtNodes, sent_to_owners
+from varcomm.graph.building.assemble import (
+    BroughtEdges,
+    BroughtNodes,
+    Numbering,
+    assemble,
+    check_hops,
+    checked_owner,
+    deepened,
+    owned_edges,
+    sent_to_owners,
+)
 from varcomm.graph.building.tables import Attribute, Tables, ends, kinds, no_rows, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
@@ -54,9 +62,8 @@ def partition(
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The full graph: edges of shape (2, E), and attributes of nodes, of edges, and of the graph
-        as a whole. Directed, bipartite and heterogeneous graphs, self loops, multi-edges and
-        isolated nodes are ordinary. On the device of the training.
+        The full graph, on the device of the training. Directed, bipartite and heterogeneous graphs,
+        self loops, multi-edges and isolated nodes are ordinary.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
@@ -85,20 +92,16 @@ def partition(
 
     Notes
     -----
-    As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; both
-    are cut. If N equals E, ``edge`` in its name makes it an attribute of edges. Single values and
-    arrays of one entry belong to the graph as a whole. Arrays of any other length are refused, and
-    so are node ids such as ``face`` or ``edge_label_index``. Give an attribute of the graph that by
-    chance has N or E entries a first dimension of one.
+    As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; if N
+    equals E, ``edge`` in its name decides. Single values and arrays of one entry belong to the
+    graph as a whole, and are refused with any other length. Node ids, such as ``face`` or
+    ``edge_label_index``, are refused.
 
     The parts are not differentiable with respect to the full graph, and numeric arrays become
     tensors. With `src`, attributes of nodes and edges must be tensors or numeric arrays.
 
-    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result;
-    every rank cuts its own part. With `src`, that rank sends each rank its rows and edges, as
-    :func:`from_edges` does.
-
-    In one process: `data` itself.
+    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result.
+    With `src`, that rank sends each rank its rows and edges.
 
     Examples
     --------
@@ -240,7 +243,7 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
         name = method_used(data, group.size, checked)
         return tables, assigned(data, group.size, name), name
 
-    def outline(given: Assigned | None) -> tuple[Any, ...] | None:
+    def outline(given: Assigned | None) -> Any:
         if given is None:
             return None
         tables, _, name = given

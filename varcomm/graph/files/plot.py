@@ -357,5 +357,5 @@ def _marker(pos: Array, area: float) -> float:
         return 1.0
     # nodes may leave most of the picture empty: count the occupied fields of a raster
     across = max(1, int(np.sqrt(len(pos) / 8)))
-    fields, _, _ = np.histogram2d(*pos.T, bins=across)
+    fields, _, _ = np.histogram2d(pos[:, 0], pos[:, 1], bins=across)
     return float(np.clip(0.8 * area * (fields > 0).mean() / len(pos), 0.3, 150))

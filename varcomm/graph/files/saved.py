@@ -19,8 +19,13 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError, VarcommError
-from varcomm.graph.building.hops import deepened
-from varcomm.graph.building.redistribute import BroughtEdges, BroughtNodes, at_home, sent_to_owners
+from varcomm.graph.building.assemble import (
+    BroughtEdges,
+    BroughtNodes,
+    at_home,
+    deepened,
+    sent_to_owners,
+)
 from varcomm.graph.building.tables import ends
 from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard

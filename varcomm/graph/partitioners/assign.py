@@ -73,7 +73,8 @@ def assign(
         Not for ``"random"``.
     edge_weight : torch.Tensor, optional
         Cost of each cut edge: non-negative integers of shape (E,), for ``"metis"`` and ``"kahip"``;
-        a dict by edge type for a HeteroData. Weights of all edges between two nodes are added.
+        a dict by edge type for a HeteroData. Weights of all edges between two nodes are added;
+        without weights, edges between the same nodes count once.
 
     Returns
     -------
@@ -90,29 +91,18 @@ def assign(
     MissingPackageError
         If pymetis or kahip is needed and not installed.
 
-    Notes
-    -----
-    METIS and KaHIP use the undirected graph without self loops; without weights, edges between the
-    same nodes count once. All methods use one thread. Communication: none.
-
     References
     ----------
-    .. [1] G. Karypis and V. Kumar, "A fast and high quality multilevel scheme for partitioning
-       irregular graphs", SIAM Journal on Scientific Computing 20 (1998), 359-392.
-    .. [2] P. Sanders and C. Schulz, "Think locally, act globally: highly balanced graph
-       partitioning", Experimental Algorithms (SEA 2013), LNCS 7933, 164-175.
-    .. [3] M. J. Berger and S. H. Bokhari, "A partitioning strategy for nonuniform problems on
-       multiprocessors", IEEE Transactions on Computers C-36 (1987), 570-580.
-    .. [4] J. Skilling, "Programming the Hilbert curve", AIP Conference Proceedings 707 (2004),
-       381-387.
+    .. [1] G. Karypis and V. Kumar, SIAM Journal on Scientific Computing 20 (1998), 359-392.
+    .. [2] P. Sanders and C. Schulz, Experimental Algorithms (SEA 2013), LNCS 7933, 164-175.
+    .. [3] M. J. Berger and S. H. Bokhari, IEEE Transactions on Computers C-36 (1987), 570-580.
+    .. [4] J. Skilling, AIP Conference Proceedings 707 (2004), 381-387.
 
     Examples
     --------
     >>> import torch
     >>> from torch_geometric.data import Data
     >>> ring = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), num_nodes=4)
-    >>> assign(ring, 2, "block")
-    tensor([0, 0, 1, 1])
     >>> assign(ring, 2, "block", node_weight=torch.tensor([3, 1, 1, 1]))
     tensor([0, 1, 1, 1])
     """
@@ -181,14 +171,10 @@ def assign_sharded(
 
     Notes
     -----
-    Positions stay on their rank. The ranks count positions, or weights, in ranges of the curve or
-    of a coordinate, and narrow the ranges that hold a cut by 8 bits per round.
-
-    Communication: at most 8 rounds for ``"hilbert"``; for ``"rcb"`` at most 8 for each of the
-    ``log2(parts)`` levels of boxes. A round is an :func:`all_reduce` of at most 2 KiB per cut, for
-    any number of positions.
-
-    In one process: :func:`assign`.
+    Positions stay on their rank. Ranks count positions, or weights, in ranges of the curve or of a
+    coordinate, and narrow the ranges that hold a cut by 8 bits per round: at most 8 rounds for
+    ``"hilbert"``, and for ``"rcb"`` at most 8 for each of the ``log2(parts)`` levels of boxes.
+    Communication: per round an :func:`all_reduce` of at most 2 KiB per cut.
 
     Examples
     --------
