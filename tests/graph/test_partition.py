@@ -494,9 +494,13 @@ def refusals(rank):
         mine = given if rank == culprit else right
         refused(ArgumentError, (word, f"refused on rank {culprit} of 3"), *mine, src=0)
     refused(ArgumentError, ("hops",), typed() if rank == 0 else None, src=0, hops=2)
-    for options in ({"src": 1}, {"src": None}, {"src": 0, "hops": 2}):
+    for options, word in (
+        ({"src": 1}, "src"),
+        ({"src": None}, "src"),
+        ({"src": 0, "hops": 2}, "hops"),
+    ):
         mine = {"src": 0} if rank != 2 else options
-        refused(DisagreementError, ("rank 2 has src=",), ring() if rank == 0 else None, **mine)
+        refused(DisagreementError, (word, "rank 2"), ring() if rank == 0 else None, **mine)
     for group in ("metis", torch.zeros(3)):
         with pytest.raises(ArgumentError, match="group"):
             partition(ring(), group)

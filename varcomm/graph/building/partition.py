@@ -29,7 +29,7 @@ from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing, digest
 from varcomm.sizes import ShardSizes, checked_rank
-from varcomm.transport.agreement import agree, agree_and_share, share
+from varcomm.transport.agreement import agree, agree_and_share, compare, share
 from varcomm.transport.group import Group, GroupLike, resolve
 from varcomm.transport.serialization import from_bytes, to_bytes
 
@@ -130,14 +130,8 @@ def partition(
         return None if src is None else checked_rank(src, ranks.size, "src"), int(hops)
 
     # first of all, because everything that follows depends on both
-    calls = share(_WHAT, call, ranks)
-    for rank, other in enumerate(calls):
-        if other != calls[0]:
-            raise DisagreementError(
-                f"{_WHAT}: ranks differ in src or hops: rank 0 has src={calls[0][0]} and "
-                f"hops={calls[0][1]}, rank {rank} has src={other[0]} and hops={other[1]}."
-            )
-    source, hops = calls[0]
+    source, hops = agree(_WHAT, call, ranks)
+    compare(ranks, {"operation": _WHAT, "src": source, "hops": hops})
     if source is None:
         graph = _from_all(data, method, ranks)
     else:

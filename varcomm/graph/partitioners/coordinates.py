@@ -152,12 +152,9 @@ def _pieces(
     keys: torch.Tensor, bits: int, parts: int, rows: AllRows, weight: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the part of each row: equal shares of the rows in the order of their keys."""
-    box = torch.zeros_like(keys)
-    total = rows.total(_summed(box, 1, weight))
-    cuts = _starts_of_shares(
-        total, total.new_tensor(parts), torch.arange(1, parts, device=keys.device)
-    )
-    return _cuts_passed(keys, bits, box, cuts, torch.zeros_like(cuts), rows, weight)
+    first = torch.arange(1, parts, device=keys.device)
+    cuts = torch.zeros_like(first), first.new_tensor(parts), first
+    return _cuts_passed(keys, bits, torch.zeros_like(keys), cuts, rows, weight)
 
 
 def by_bisection(
@@ -168,29 +165,22 @@ def by_bisection(
     All boxes of a level are cut at once. Arguments and result are those of :func:`by_hilbert`, for
     any number of coordinates.
     """
-    device = pos.device
-    owner = torch.zeros(len(pos), dtype=torch.int64, device=device)  # the first part of its box
-    boxes = [(0, parts)]
-    while boxes := [(first, count) for first, count in boxes if count > 1]:
-        firsts, counts = torch.tensor(boxes, device=device).unbind(1)
-        number = torch.full((parts,), -1, device=device)
-        number[firsts] = torch.arange(len(boxes), device=device)
+    owner = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)  # first part of its box
+    firsts, counts = owner.new_zeros(1), owner.new_tensor([parts])
+    while bool((is_cut := counts > 1).any()):
+        firsts, counts = firsts[is_cut], counts[is_cut]
+        halves, numbers = counts // 2, torch.arange(len(firsts), device=pos.device)
+        number = owner.new_full((parts,), -1)
+        number[firsts] = numbers
         box = number[owner]
         all_of_them = int(counts.sum()) == parts
         kept = slice(None) if all_of_them else (box >= 0).nonzero().view(-1)
         box, here = box[kept], None if weight is None else weight[kept]
-        keys, bits = _keys_of_widest(pos[kept], box, len(boxes), rows)
-        halves = counts // 2
-        total = rows.total(_summed(box, len(boxes), here))
-        cuts = _starts_of_shares(total, counts, halves)
-        numbers = torch.arange(len(boxes), device=device)
-        behind = _cuts_passed(keys, bits, box, cuts, numbers, rows, here)
+        keys, bits = _keys_of_widest(pos[kept], box, len(firsts), rows)
+        behind = _cuts_passed(keys, bits, box, (numbers, counts, halves), rows, here)
         owner[kept] += behind.mul_(halves[box])
-        boxes = [
-            half
-            for first, count in boxes
-            for half in ((first, count // 2), (first + count // 2, count - count // 2))
-        ]
+        firsts = torch.cat([firsts, firsts + halves])
+        counts = torch.cat([halves, counts - halves])
     return owner
 
 
@@ -227,17 +217,6 @@ def _bounds(
     return low, -high
 
 
-def _starts_of_shares(
-    total: torch.Tensor, parts: torch.Tensor, first: torch.Tensor
-) -> torch.Tensor:
-    """Return the start of share `first` of `total` in `parts`, as :meth:`ShardSizes.balanced`.
-
-    All arguments are int64, and broadcast.
-    """
-    base = total // parts
-    return base * first + torch.minimum(first, total - base * parts)
-
-
 def _summed(index: torch.Tensor, bins: int, weight: torch.Tensor | None) -> torch.Tensor:
     """Return the exact sum of weights per index; without weights, the count per index."""
     if weight is None:
@@ -250,24 +229,27 @@ def _cuts_passed(
     keys: torch.Tensor,
     bits: int,
     box: torch.Tensor,
-    cuts: torch.Tensor,
-    box_of_cut: torch.Tensor,
+    cuts_of_boxes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rows: AllRows,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the number of cuts of its box that each row lies behind, as if rows were sorted.
 
     In each box, rows stand by the lowest `bits` bits of their keys; equal keys by rank, then by
-    position. Their weights are laid end to end from 0 and cut at `cuts`, ascending in each box. A
-    row of weight w that starts at s is behind the cuts up to ``s + (w - 1) // 2``, its middle.
-    `box_of_cut` ascends from 0 without gaps; it, `cuts` and `bits` are identical on all ranks.
+    position. Their weights are laid end to end from 0. `cuts_of_boxes` holds the box of each cut,
+    ascending from 0 without gaps, a number of parts, and the part at whose start the cut lies, if
+    the box is split as by :meth:`ShardSizes.balanced`. A row of weight w that starts at s is behind
+    the cuts up to ``s + (w - 1) // 2``, its middle.
 
     A radix selection finds all cuts at once, and rows stay where they are: each round adds up
     weights by the next 8 bits of the keys, in ranges of keys that hold a cut. Communication:
-    ``bits / 8`` sums of 256 int64 per cut, rounded up, and two of one int64 per cut.
+    ``bits / 8`` sums of 256 int64 per cut, rounded up, and three of one int64 per cut.
     """
-    if len(cuts) == 0:
+    box_of_cut, parts, first = cuts_of_boxes
+    if len(box_of_cut) == 0:
         return torch.zeros_like(keys)
+    total = rows.total(_summed(box, int(box_of_cut[-1]) + 1, weight))[box_of_cut]
+    cuts = total // parts * first + torch.minimum(first, total % parts)
     at, place = box, box_of_cut  # the range of keys of each row, and of each cut
     passed = torch.zeros_like(keys)
     left: slice | torch.Tensor = slice(None)  # rows in a range that holds a cut
