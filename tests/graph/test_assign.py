@@ -362,7 +362,13 @@ def typed(kind, **changes):
 
 
 ONES = torch.ones(4, dtype=torch.int64)
-NEITHER_A_NOR_B = typed(("a", "to", "c"), edge_index=torch.tensor([[0], [0]]))
+POSITIONS = [
+    *(None, torch.rand(3, 2), torch.rand(4, 2, 2), torch.rand(4, 0), torch.rand(4, 2) + 0j),
+    *(torch.ones(4, 2, dtype=torch.bool), np.ones((4, 2)), torch.tensor([0.0, 0.0, 0.0, -INF])),
+    torch.tensor([[0.0, 0.0], [1.0, NAN], [0.0, 0.0], [0.0, INF]]),
+]
+WEIGHTS = [[1] * 4, ONES.float(), ONES.bool(), ONES[:3], ONES[:, None], ONES - 2, ONES * 2**62]
+OF_B = {"b": torch.ones(84).int()}
 # the graph and other arguments, and words of the message
 REFUSED = [
     ({"edge_index": EDGES}, 2, None, {}, "data must be"),
@@ -372,17 +378,7 @@ REFUSED = [
     *(
         (square(pos=pos), 2, method, {}, "data.pos")
         for method in ("rcb", "hilbert")
-        for pos in (
-            None,
-            torch.rand(3, 2),
-            torch.rand(4, 2, 2),
-            torch.rand(4, 0),
-            torch.rand(4, 2) + 0j,
-            torch.ones(4, 2, dtype=torch.bool),
-            np.ones((4, 2)),
-            torch.tensor([0.0, 0.0, 0.0, -INF]),
-            torch.tensor([[0.0, 0.0], [1.0, NAN], [0.0, 0.0], [0.0, INF]]),
-        )
+        for pos in POSITIONS
     ),
     (square(pos=torch.rand(4, 64)), 2, "hilbert", {}, "63"),
     # out of range would be read out of bounds by the packages; checked even with nothing to cut
@@ -399,15 +395,7 @@ REFUSED = [
     *(
         (square(edge_index=EDGES[:, [0, 1, 2, 0]]), 2, "metis", {name: weight}, name)
         for name in ("node_weight", "edge_weight")
-        for weight in (
-            [1] * 4,
-            ONES.float(),
-            ONES.bool(),
-            ONES[:3],
-            ONES[:, None],
-            ONES - 2,
-            ONES * 2**62,
-        )
+        for weight in WEIGHTS
     ),
     *(
         (square(), 2, method, {"node_weight": ONES * factor}, "node_weight")
@@ -418,14 +406,10 @@ REFUSED = [
     (typed("b", pos=torch.rand(36, 3)), 2, "rcb", {}, "coordinates"),
     (typed(TO, edge_index=None), 2, "metis", {}, "edge_index"),
     (typed(TO, edge_index=torch.tensor([[83], [36]])), 2, "metis", {}, "out of range"),
-    (NEITHER_A_NOR_B, 2, "kahip", {}, "out of range"),
+    (typed(("a", "to", "c"), edge_index=torch.tensor([[0], [0]])), 2, "kahip", {}, "out of range"),
     *(
         (two_types()[0], 2, "block", {"node_weight": weight}, "node_weight")
-        for weight in (
-            torch.ones(120).int(),
-            {"a": torch.ones(84).int()},
-            {"a": torch.ones(84).int(), "b": torch.ones(84).int()},
-        )
+        for weight in (OF_B["b"], {"a": OF_B["b"]}, OF_B | {"a": OF_B["b"]})
     ),
 ]
 

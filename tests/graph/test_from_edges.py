@@ -267,63 +267,29 @@ def ids(*values, dtype=torch.int64):
 
 
 META = torch.empty(1, dtype=torch.int64, device="meta")
-# the argument that rank 1, which describes one node, passes wrongly
-WRONG = [
-    *(("hops", hops) for hops in (0, 1.5, True)),
-    *(("sizes", sizes) for sizes in (6, [3, 3], [7, -1, 0], [2, 1, 3.0])),
-    *(
-        ("edge_index", edges)
-        for edges in (
-            EDGES.tolist(),
-            EDGES.numpy(),
-            None,
-            EDGES.int(),
-            EDGES.T,
-            torch.empty(2, 0),
-            torch.eye(6).long().to_sparse(),
-            EDGES + ids([1], [0]),
-            EDGES - ids([0], [2]),
-        )
-    ),
-    *(("node_ids", given) for given in ([2], torch.ones(1), ids([2]), ids(2, 6), META)),
-    *(
-        ("node_attrs", given)
-        for given in (
-            [torch.ones(1)],
-            {"x": [1.0]},
-            {"x": torch.ones(2, 2)},
-            {"x": torch.tensor(1.0)},
-            {3: torch.ones(1)},
-            {"sizes": torch.ones(1)},
-            {"num_nodes": torch.ones(1)},
-            {"x": torch.eye(1).to_sparse()},
-            {"x": META},
-        )
-    ),
-    *(
-        ("edge_attrs", given)
-        for given in (
-            {"weight": torch.ones(2)},
-            {"next_index": torch.arange(3)},
-            {"_w": torch.ones(3)},
-            {"weight": META.expand(3)},
-        )
-    ),
-    *(
-        ("method", given)
-        for given in (
-            "metis",
-            [0],
-            np.zeros(1, int),
-            torch.zeros(6, dtype=torch.int64),
-            torch.zeros(1),
-            torch.zeros(1) > 0,
-            ids(3),
-            ids(-1),
-            META,
-        )
-    ),
-]
+ONE = torch.ones(1)
+# wrong values of each argument on rank 1, which describes one node
+WRONG = {
+    "hops": [0, 1.5, True],
+    "sizes": [6, [3, 3], [7, -1, 0], [2, 1, 3.0]],
+    "edge_index": [
+        *(EDGES.tolist(), EDGES.numpy(), None, EDGES.int(), EDGES.T, torch.empty(2, 0)),
+        *(torch.eye(6).long().to_sparse(), EDGES + ids([1], [0]), EDGES - ids([0], [2])),
+    ],
+    "node_ids": [[2], ONE, ids([2]), ids(2, 6), META],
+    "node_attrs": [
+        *([ONE], {"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
+        *({"sizes": ONE}, {"num_nodes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
+    ],
+    "edge_attrs": [
+        *({"weight": torch.ones(2)}, {"next_index": torch.arange(3)}),
+        *({"_w": torch.ones(3)}, {"weight": META.expand(3)}),
+    ],
+    "method": [
+        *("metis", [0], np.zeros(1, int), torch.zeros(6, dtype=torch.int64), torch.zeros(1)),
+        *(torch.zeros(1) > 0, ids(3), ids(-1), META),
+    ],
+}
 # what rank 1 passes differently, and a word of the message
 DIFFERENT = [
     ({"sizes": (3, 1, 2)}, "sizes"),
@@ -348,8 +314,9 @@ def refusals(rank):
         told.append((word, str(caught.value)))
 
     mine = right(rank)
-    for name, value in WRONG:
-        refused(ArgumentError, name, **(mine | ({name: value} if rank == 1 else {})))
+    for name, values in WRONG.items():
+        for value in values:
+            refused(ArgumentError, name, **(mine | ({name: value} if rank == 1 else {})))
     refused(GroupError, "meta", **(mine | ({"edge_index": EDGES.to("meta")} if rank == 1 else {})))
     for change, word in DIFFERENT:
         refused(DisagreementError, word, **(mine | (change if rank == 1 else {})))
@@ -379,7 +346,7 @@ def test_refused_on_all_ranks(worlds):
     for number, (word, message) in enumerate(told):
         assert message.startswith("graph.from_edges: ") or word == "pos", message
         assert word in message
-        if number < len(WRONG):
+        if number < sum(map(len, WRONG.values())):
             assert "refused on rank 1 of 3" in message
 
 

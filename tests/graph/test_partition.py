@@ -369,77 +369,54 @@ def papers(key="author", **store):
 
 META = torch.ones(3, device="meta")
 OWNER = {"author": torch.tensor([0, 1, 2]), "paper": torch.tensor([1, 1])}
+TENSORS = (torch.ones(2), torch.tensor(1.0), ["young"], "old", META)
+# graphs that one rank passes, by a word of the message
+DATA = {
+    "data": [[EDGES], HeteroData()],
+    "edge_index": [
+        *(Data(num_nodes=3), ring(edge_index=EDGES.int()), ring(edge_index=EDGES.T.contiguous())),
+        *(ring(edge_index=EDGES[0]), ring(edge_index=EDGES + 1), ring(edge_index=EDGES - 1)),
+        papers(WRITES, edge_index=torch.tensor([[0, 1], [0, 2]])),
+        papers(LIKES, when=X),
+    ],
+    "num_nodes": [
+        *(ring(num_nodes=-4), ring(num_nodes=2.5)),
+        *(papers("place", num_nodes=None), papers("place", a=2)),
+    ],
+    **{f"data.{name}": [ring(**{name: EDGES})] for name in ("face", "edge_label_index")},
+    "data.ptr": [ring(ptr=torch.tensor([0, 3]))],
+    "data.train_idx": [ring(train_idx=torch.tensor([0, 1]))],
+    "data.my_index": [ring(my_index=np.arange(2))],
+    "data.index": [ring(index=[0, 2])],
+    "data.adj": [ring(adj=torch.ones(3, 3))],
+    "data.my_adj": [ring(my_adj=torch.eye(3).to_sparse())],
+    "data.mean": [ring(mean=torch.zeros(3))],
+    "data.method": [ring(method="euler")],
+    "data.leaf_area_index": [
+        ring(leaf_area_index=value) for value in (torch.ones(3, 12), np.zeros((3, 4)))
+    ],
+    "data.y": [
+        ring(y=value) for value in (torch.eye(3).to_sparse(), META, torch.ones(5), np.ones(2))
+    ],
+    "data['author'].age": [papers(age=age) for age in TENSORS],
+    "data['author'].group": [papers(group=torch.ones(3))],
+    "when": [papers(WRITES, when=torch.ones(3))],
+    "'editor'": [papers(("author", "knows", "editor"), edge_index=EDGES)],
+}
+OWNERS = [
+    *("scotch", np.zeros(3), np.array([None] * 3), torch.tensor([0, 1])),
+    *(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([True, False, True])),
+    *(torch.tensor([0, 1, 3]), torch.tensor([0, -1, 0]), {"a": torch.zeros(3).long()}),
+]
+OF_TYPES = [
+    *(torch.zeros(3).long(), {"author": OWNER["author"]}, OWNER | {"editor": OWNER["paper"]}),
+    *(OWNER | {"paper": OWNER["paper"][:1]}, OWNER | {"author": OWNER["author"] + 1}),
+]
 # the data and the method of one rank, a word of the message, and other arguments
 WRONG = [
-    ([EDGES], None, "data"),
-    (HeteroData(), None, "data"),
-    *(
-        (data, None, "edge_index")
-        for data in (
-            Data(num_nodes=3),
-            ring(edge_index=EDGES.int()),
-            ring(edge_index=EDGES.T.contiguous()),
-            ring(edge_index=EDGES[0]),
-            ring(edge_index=EDGES + 1),
-            ring(edge_index=EDGES - 1),
-            papers(WRITES, edge_index=torch.tensor([[0, 1], [0, 2]])),
-            papers(LIKES, when=X),
-        )
-    ),
-    *((ring(num_nodes=nodes), None, "num_nodes") for nodes in (-4, 2.5)),
-    *((papers("place", **store), None, "num_nodes") for store in ({"num_nodes": None}, {"a": 2})),
-    *(
-        (ring(**{name: value}), None, f"data.{name}")
-        for name, value in (
-            ("face", EDGES),
-            ("ptr", torch.tensor([0, 3])),
-            ("edge_label_index", EDGES),
-            ("train_idx", torch.tensor([0, 1])),
-            ("my_index", np.arange(2)),
-            ("index", [0, 2]),
-            ("adj", torch.ones(3, 3)),
-            ("my_adj", torch.eye(3).to_sparse()),
-            ("mean", torch.zeros(3)),
-            ("method", "euler"),
-            ("leaf_area_index", torch.rand(3, 12)),
-            ("leaf_area_index", np.zeros((3, 4))),
-            ("y", torch.eye(3).to_sparse()),
-            ("y", META),
-            ("y", torch.ones(5)),
-            ("y", np.ones(2)),
-        )
-    ),
-    *(
-        (papers(age=age), None, r"data['author'].age")
-        for age in (torch.ones(2), torch.tensor(1.0), ["young"], "old", META)
-    ),
-    (papers(group=torch.ones(3)), None, "data['author'].group"),
-    (papers(WRITES, when=torch.ones(3)), None, "when"),
-    (papers(("author", "knows", "editor"), edge_index=EDGES), None, "'editor'"),
-    *(
-        (ring(), method, "method")
-        for method in (
-            "scotch",
-            np.zeros(3),
-            np.array([None] * 3),
-            torch.tensor([0, 1]),
-            torch.tensor([0.0, 1.0, 0.0]),
-            torch.tensor([True, False, True]),
-            torch.tensor([0, 1, 3]),
-            torch.tensor([0, -1, 0]),
-            {"a": torch.zeros(3).long()},
-        )
-    ),
-    *(
-        (papers(), method, "method")
-        for method in (
-            torch.zeros(3, dtype=torch.int64),
-            {"author": OWNER["author"]},
-            OWNER | {"editor": OWNER["paper"]},
-            OWNER | {"paper": OWNER["paper"][:1]},
-            OWNER | {"author": OWNER["author"] + 1},
-        )
-    ),
+    *((data, None, word) for word, graphs in DATA.items() for data in graphs),
+    *((ring(), method, "method") for method in OWNERS),
+    *((papers(), method, "method") for method in OF_TYPES),
     (papers(), OWNER, "hops", {"hops": 2}),
     *((ring(), "block", "hops", {"hops": hops}) for hops in (0, 1.5, True, "2")),
     *((ring(), "block", "src", {"src": src}) for src in (3, -1, 0.5, True)),

@@ -258,19 +258,14 @@ class _Directory:
         """Exchange rows of this rank's range for rows of its owned nodes; collective."""
         return rows.detach() if self.shuffle is None else self.shuffle.carry(rows)
 
-    def look_up(self, *ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the global numbers of several lists of nodes; collective.
-
-        A rank requests each node once, however often it stands in the lists.
-        """
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the global numbers of nodes; collective. A rank requests each node once."""
         if self.numbers is None:
             return ids
-        different = [torch.unique(some, return_inverse=True) for some in ids]
-        asked = torch.unique(torch.cat([some for some, _ in different]))
+        asked, place = torch.unique(ids, return_inverse=True)
         # ascending, hence range by range
         plan = ExchangePlan.from_needed(asked, self.ranges, group=self.group.process_group)
-        numbers = plan(self.numbers)
-        return tuple(numbers[torch.searchsorted(asked, some)][place] for some, place in different)
+        return plan(self.numbers)[place]
 
 
 def sent_to_owners(
@@ -299,10 +294,10 @@ def sent_to_owners(
 def _owned_edges(brought: BroughtEdges, sources: _Directory, targets: _Directory) -> OwnedEdges:
     """Exchange contributed edges for the edges into this rank's nodes; collective."""
     if sources is targets:
-        source, target = targets.look_up(*brought.edge_index)
+        source, target = sources.look_up(brought.edge_index)
     else:
-        (source,) = sources.look_up(brought.edge_index[0])
-        (target,) = targets.look_up(brought.edge_index[1])
+        source, target = brought.edge_index
+        source, target = sources.look_up(source), targets.look_up(target)
     shuffle = Shuffle.to(targets.sizes.owner(target), targets.group)
     columns = {"source": source, "target": target, "ids": brought.ids}
     columns = {key: shuffle.carry(value) for key, value in columns.items()}

@@ -63,8 +63,8 @@ def read_graph(path: Path) -> Data:
 
 def _metis(path: Path) -> Data:
     """Read ``nodes edges [format [weights]]``, and a line of neighbours for each node."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("%")]
     try:
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("%")]
         head, *rows = [[int(word) for word in line.split()] for line in lines] or [[]]
         values = np.fromiter(chain.from_iterable(rows), np.int64)
     except (ValueError, OverflowError):

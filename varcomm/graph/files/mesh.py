@@ -217,11 +217,11 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
     if points.shape[1] == 3 and not points[:, 2].any():
         points = points[:, :2]
     blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
-    dim = max((_dimension(block.type) for _, block in blocks), default=0)
+    dim = max((_shape(block.type).dim for _, block in blocks), default=0)
     if dim == 0:
         raise ArgumentError("it has no cells with edges.")
     if nodes == "cells":
-        blocks = [(i, block) for i, block in blocks if _dimension(block.type) == dim]
+        blocks = [(i, block) for i, block in blocks if _shape(block.type).dim == dim]
     cells = _cells_of([(block.type, block.data) for _, block in blocks], len(points))
     count = sum(len(block.data) for _, block in blocks)
     if nodes == "cells":
@@ -338,11 +338,18 @@ class _Shape:
         self.corners = 1 + max((max(facet) for facet in self.facets), default=0)
 
 
+def _polygon(corners: int) -> _Shape:
+    shape = _Shape(2, "", "")
+    shape.corners, shape.edges = corners, [(i, (i + 1) % corners) for i in range(corners)]
+    shape.facets = [list(edge) for edge in shape.edges]
+    return shape
+
+
 _SHAPES = {
     "vertex": _Shape(0, "", ""),
     "line": _Shape(1, "01", "0 1"),
-    "triangle": _Shape(2, "01 12 20", "01 12 20"),
-    "quad": _Shape(2, "01 12 23 30", "01 12 23 30"),
+    "triangle": _polygon(3),
+    "quad": _polygon(4),
     "tetra": _Shape(3, "01 12 20 03 13 23", "021 013 123 203"),
     "pyramid": _Shape(3, "01 12 23 30 04 14 24 34", "0321 014 124 234 304"),
     "wedge": _Shape(3, "01 12 20 34 45 53 03 14 25", "021 345 0143 1254 2035"),
@@ -381,13 +388,7 @@ class _Cells:
     @property
     def shape(self) -> _Shape:
         """Edges and facets."""
-        shape = _shape(self.kind)
-        if shape is None:
-            shape = _Shape(2, "", "")
-            shape.corners = self.points.shape[1]
-            shape.edges = [(i, (i + 1) % shape.corners) for i in range(shape.corners)]
-            shape.facets = [list(edge) for edge in shape.edges]
-        return shape
+        return _shape(self.kind, self.points.shape[1])
 
     @property
     def corners(self) -> Array:
@@ -410,21 +411,17 @@ class _Cells:
         return shape.edges
 
 
-def _shape(kind: str) -> _Shape | None:
-    """Return the shape of a kind, None for a polygon, or raise if it is not supported."""
+def _shape(kind: str, points: int = 3) -> _Shape:
+    """Return the shape of cells of a kind with so many points, or raise if it is not supported."""
     base = kind.rstrip("0123456789")
-    if base not in (*_SHAPES, "polygon"):
+    if base == "polygon":
+        return _polygon(points)
+    if base not in _SHAPES:
         raise ArgumentError(
             f"cells of kind {kind!r} are not supported; those that are: "
             f"{', '.join([*_SHAPES, 'polygon'])}, and those of higher order."
         )
-    return _SHAPES.get(base)
-
-
-def _dimension(kind: str) -> int:
-    """Return the dimension of cells of a kind, or raise if the kind is not supported."""
-    shape = _shape(kind)
-    return 2 if shape is None else shape.dim
+    return _SHAPES[base]
 
 
 def _cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[_Cells]:

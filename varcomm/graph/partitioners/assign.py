@@ -23,7 +23,7 @@ from varcomm.graph.partitioners.coordinates import (
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.multilevel import by_kahip, by_metis
+from varcomm.graph.partitioners.multilevel import adjacency, by_kahip, by_metis
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engine import engine_for
@@ -255,7 +255,7 @@ def _owners(
         # checked even if there is nothing to cut
         edge_index, cost = _edges(data, counts, edge_weight)
         if 1 < parts < nodes:
-            return _BY_EDGES[method](edge_index, parts, nodes, weight, cost)
+            return _BY_EDGES[method](adjacency(edge_index, nodes, cost), parts, weight)
     weights = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
     each = zip(counts.values(), weights, strict=True)
     return torch.cat([by_order(count, parts, weight) for count, weight in each])
