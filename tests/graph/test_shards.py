@@ -290,7 +290,7 @@ def copies(rank):
     assert (twin.graph, twin.nodes, twin.edges) == (graph, graph.nodes, graph.edges)
     there = graph.to("meta")
     moved = [there.x, there.edge_index, there.level, there.plan.send_index, there.halo_ids]
-    moved += [there.nodes.owned_ids, there.edges.owned_ids]
+    moved += [there.nodes.ids.gaps, there.edges.ids.rest]
     assert graph.x.device.type == "cpu", "the graph itself stays where it is"
     devices = {tensor.device.type for tensor in moved}
     return again is not graph, differences(again, graph), devices, there.title
