@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from varcomm.errors import ArgumentError
 
 if TYPE_CHECKING:  # importing these takes time; the first imports PyTorch Geometric
-    from varcomm.graph.files.outline import Array, Arrays, Outline
+    from varcomm.graph.files.saved import Array, Arrays, Outline
 
 __all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _partition(folder: Path) -> Found:
-    from varcomm.graph.files.outline import Outline
+    from varcomm.graph.files.saved import Outline
 
     outline = Outline.open(folder)
     outline.verify()

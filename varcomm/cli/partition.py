@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from varcomm import simulate
     from varcomm.graph.files.graph_file import read_graph
     from varcomm.graph.files.plot import check_target, places
-    from varcomm.graph.files.staging import check_place
+    from varcomm.graph.files.saved import check_place
 
     if options.plot is not None:
         check_target(options.plot)

@@ -168,25 +168,10 @@ class EdgeShard(Numbering, Shard):
         return self.plan(x)
 
     def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Append the halo's rows to the owned ones.
+        """Append the halo's rows to the owned ones: (n, *F) to (n + h, *F) along `dim`.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            Owned rows, (n, *F).
-        dim : int
-            Sharded dimension.
-
-        Returns
-        -------
-        torch.Tensor
-            Owned rows and the halo's, (n + h, *F). The adjoint adds the gradients of copies to the
-            rows that they are copies of.
-
-        Notes
-        -----
-        Communication: ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their
-        owners.
+        The adjoint adds the gradients of copies to the rows that they are copies of. Communication:
+        ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
         if x.dim() == 1:
             # torch.cat drops an empty tensor of one dimension from the autograd graph
@@ -198,14 +183,9 @@ class EdgeShard(Numbering, Shard):
 
     def nbytes(self) -> int:
         """Return the bytes of edges, ids, halo ids and plan on this rank."""
-        tensors = (
-            self.local_ids,
-            self.halo_ids,
-            self.plan.send_index,
-            self.ids.gaps,
-            self.ids.rest,
-        )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        ids = self.ids.gaps, self.ids.rest
+        tensors = (self.local_ids, self.halo_ids, self.plan.send_index, *ids)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> EdgeShard:
         """Return the same on another device."""
