@@ -1,14 +1,14 @@
 """Write ``graph_layers.md``: the table of PyG's layers on a partitioned graph.
 
 Run it from the root of the repository, after PyG or the lists in
-``varcomm/graph/adapt/layers/exact.py`` have changed: ``python docs/make_graph_layers.py``.
+``varcomm.graph.adapt.exact.py`` have changed: ``python docs/make_graph_layers.py``.
 """
 
 from pathlib import Path
 
 from torch_geometric.nn import conv
 
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 PAGE = Path(__file__).with_name("graph_layers.md")
 
@@ -19,8 +19,7 @@ HEAD = """\
 of inputs and parameters, and second derivatives equal one process, on any number of ranks. Each
 layer is tested in fp64, on a directed graph with self loops, multi-edges and isolated nodes, on
 three ranks of which one owns nothing. `cached=True` is exact too. `distribute` refuses the other
-layers, with the reason, and any layer with `flow="target_to_source"`: reverse the edges before you
-partition the graph, `data.edge_index.flip(0)`, and use the default flow.
+layers, with the reason.
 
 `docs/make_graph_layers.py` writes this page from the lists that `distribute` uses.
 
@@ -29,10 +28,29 @@ partition the graph, `data.edge_index.flip(0)`, and use the default flow.
 """
 
 TAIL = """
-Own subclasses of these layers, and of `MessagePassing`, are accepted as well. Functions of PyG that
-look at degrees, at all nodes or at all edges (`gcn_norm`, `get_laplacian`, `add_self_loops` without
-a number of nodes) are replaced wherever the code of a module reaches them. Other code that looks
-past `propagate` by itself cannot be checked.
+Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
+
+## Functions of edges and of graphs
+
+`graph.edge_index` and `graph.batch` know what their numbers stand for, and so does what operations
+of torch make of them: copies, slices, masks, `flip`, added self loops. No matter where a call
+stands, inside a distributed model or outside, these are exact:
+
+| code, with `row, col = graph.edge_index` | on a partitioned graph |
+| --- | --- |
+| `x[row]`, `x.index_select(0, row)` | fetches the rows of other ranks' nodes |
+| `scatter`, `index_add`, ... by `col` | local: a rank has all edges into its nodes |
+| sum, mean, maximum, minimum by `row` | parts return to the owners of the nodes |
+| `scatter`, `softmax`, pools by `graph.batch` | over the nodes of all ranks |
+| `values[graph.batch]` | local: every rank has the values of all graphs |
+| `gcn_norm`, `get_laplacian`, `degree` | exact |
+| `add_self_loops`, `remove_self_loops`, `dropout_edge` | exact |
+
+What would mean this rank's numbers is an `ArgumentError`: arithmetic with ids that selects rows,
+`coalesce`, `to_undirected`, `to_dense_batch`, `one_hot`, negative sampling, `TopKPooling`, and
+comparing sources with targets by size. Code without such a vector cannot be seen: a mean over
+dimension 0, or `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is
+zeros if the data have none, or take `graph.mean`.
 
 ## Aggregations
 

@@ -1,19 +1,110 @@
-"""``assign``: every method, with weights and types, and its refusals."""
+"""``assign`` and ``assign_sharded``: every method, with weights and types, and refusals."""
 
-import builtins
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
-from tests.graph.graphs import grid, wild
-from tests.graph.naive_assign import NAIVE, at, awkward_positions, some_weights
-from varcomm import ArgumentError, MissingPackageError
-from varcomm.graph import assign
+import varcomm
+from tests.graph.graphs import WORLDS, grid, wild
+from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError, ShardSizes
+from varcomm.graph import assign, assign_sharded
+
+# Reference partitions: sort all nodes, then walk along them.
+
+
+def shares(total, parts):
+    """Return the start of each share."""
+    return ShardSizes.balanced(total, parts).offsets
+
+
+def behind(weights, cut):
+    """Return whether the middle of each node, in order, is behind a cut."""
+    start, found = 0, []
+    for weight in weights:
+        found.append(start + (weight - 1) // 2 >= cut)
+        start += weight
+    return found
+
+
+def in_order(order, weights, parts):
+    owner = torch.zeros(len(order), dtype=torch.int64)
+    ordered = [weights[i] for i in order]
+    for cut in shares(sum(weights), parts)[1:]:
+        for i, is_behind in zip(order, behind(ordered, cut), strict=True):
+            owner[i] += is_behind
+    return owner
+
+
+def hilbert(pos, weights, parts):
+    """The order along the curve is that of as many parts as nodes."""
+    if len(pos) == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    order = assign(at(pos), len(pos), "hilbert").argsort().tolist()
+    return in_order(order, weights, parts)
+
+
+def rcb(pos, weights, parts):
+    owner = torch.zeros(len(pos), dtype=torch.int64)
+    boxes = [(list(range(len(pos))), 0, parts)]
+    for nodes, first, count in boxes:
+        if count == 1 or not nodes:
+            owner[nodes] = first
+            continue
+        columns = list(zip(*pos[nodes].double().tolist(), strict=True))
+        extents = [max(column) / 2 - min(column) / 2 for column in columns]
+        along = columns[extents.index(max(extents))]
+        order = sorted(range(len(nodes)), key=along.__getitem__)
+        ordered = [nodes[i] for i in order]
+        half = count // 2
+        cut = shares(sum(weights[i] for i in nodes), count)[half]
+        right = behind([weights[i] for i in ordered], cut)
+        split = right.index(True) if any(right) else len(right)
+        boxes += [
+            (sorted(ordered[:split]), first, half),
+            (sorted(ordered[split:]), first + half, count - half),
+        ]
+    return owner
+
+
+def block(pos, weights, parts):
+    return in_order(range(len(pos)), weights, parts)
+
+
+NAIVE = {"hilbert": hilbert, "rcb": rcb, "block": block}
+
+
+def awkward_positions(seed, nodes, dims):
+    """Positions with duplicates, zeros of both signs, and orders of magnitude between them."""
+    generator = torch.Generator().manual_seed(seed)
+    pos = torch.randn(nodes, dims, generator=generator, dtype=torch.float64)
+    kind = seed % 4
+    if kind == 1:
+        pos = pos.round()  # duplicates, and zeros of both signs
+    elif kind == 2:
+        pos = pos * 10.0 ** torch.randint(-300, 300, (nodes, 1), generator=generator).double()
+    elif kind == 3:
+        pos = pos.float()
+    return pos
+
+
+def some_weights(seed, nodes):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randint(0, 4, (nodes,), generator=generator)
+    if nodes:
+        weights[seed % nodes] += 1 + 20 * (seed % 3 == 0)
+    return weights
+
+
+def at(pos):
+    return Data(pos=pos, num_nodes=len(pos))
+
 
 METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 MULTILEVEL = ("metis", "kahip")
@@ -41,51 +132,41 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_node_has_a_rank_always_the_same(method, graph):
-    data = GRAPHS[graph]
+def test_every_node_has_a_rank_always_the_same(method):
+    for name, data in GRAPHS.items():
+        for parts in PARTS:
+            owner = assign(data, parts, method)
+            assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,)), name
+            counts = torch.bincount(owner, minlength=parts)
+            assert len(counts) == parts, "a rank is out of range"
+            assert torch.equal(owner, assign(data.clone(), parts, method)), name
+            assert method not in NAIVE or counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("method", MULTILEVEL)
+def test_few_edges_are_cut_and_parts_are_even(method):
+    data = grid(40, 50)
     for parts in PARTS:
         owner = assign(data, parts, method)
-        assert (owner.dtype, owner.shape) == (torch.int64, (data.num_nodes,))
         counts = torch.bincount(owner, minlength=parts)
-        assert len(counts) == parts, "a rank is out of range"
-        assert torch.equal(owner, assign(data.clone(), parts, method))
-        if method in NAIVE:
-            assert counts.max() - counts.min() <= 1
-
-
-@pytest.mark.parametrize("method", MULTILEVEL)
-@pytest.mark.parametrize("parts", PARTS)
-def test_few_edges_are_cut_and_parts_are_even(parts, method):
-    data = grid(40, 50)
-    owner = assign(data, parts, method)
-    counts = torch.bincount(owner, minlength=parts)
-    assert counts.max() <= 1.05 * data.num_nodes / parts
-    assert counts.min() > 0
-    source, target = owner[data.edge_index]
-    # strips, the simplest partition of a grid, cut 40 edges at each border
-    assert int((source != target).sum()) <= 40 * (parts - 1) * 1.5
-
-
-@pytest.mark.parametrize("method", MULTILEVEL)
-def test_direction_loops_and_repeats_do_not_count(method):
-    data = wild()
-    edges = data.edge_index
+        assert counts.max() <= 1.05 * data.num_nodes / parts
+        assert counts.min() > 0
+        source, target = owner[data.edge_index]
+        # strips, the simplest partition of a grid, cut 40 edges at each border
+        assert int((source != target).sum()) <= 40 * (parts - 1) * 1.5
+    # direction, loops and repeats do not count
+    edges = wild().edge_index
     plain = edges[:, edges[0] != edges[1]].unique(dim=1)
-    both = torch.cat([edges, edges.flip(0)], 1)
-    owner = assign(data, 3, method)
-    for other in (plain, both):
+    owner = assign(wild(), 3, method)
+    for other in (plain, torch.cat([edges, edges.flip(0)], 1)):
         assert torch.equal(owner, assign(Data(edge_index=other, num_nodes=24), 3, method))
 
 
-def test_random_uses_all_ranks():
+def test_the_default_method(monkeypatch):
     counts = torch.bincount(assign(empty(3000), 5, "random"))
     assert counts.min() > 500
     assert counts.max() < 700
-
-
-def test_the_default_method(monkeypatch):
     data = grid(6, 5)
     assert torch.equal(assign(data, 3), assign(data, 3, "metis"))
     assert torch.equal(assign(data, 40), assign(data, 40, "block")), "more parts than nodes"
@@ -97,14 +178,7 @@ def test_the_default_method(monkeypatch):
 
 @pytest.mark.parametrize(("method", "package"), [("metis", "pymetis"), ("kahip", "kahip")])
 def test_without_the_package(monkeypatch, method, package):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == package:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=package):
         assign(grid(3, 3), 2, method)
 
@@ -148,13 +222,17 @@ def test_weights(method):
         assert torch.equal(assign(at(pos), 5, method, node_weight=weight), even)
 
 
-@pytest.mark.parametrize(("dims", "bits"), [(1, 6), (2, 1), (2, 4), (3, 1), (3, 3), (4, 2)])
-def test_the_hilbert_curve_visits_each_cell_once_from_neighbour_to_neighbour(dims, bits):
-    cells = torch.cartesian_prod(*[torch.arange(1 << bits)] * dims).view(-1, dims)
-    for pos in (cells, cells.half(), cells.double() * 2.0**-900 - 3.0**-600):
-        place = assign(at(pos), len(cells), "hilbert")
-        assert torch.equal(place.sort().values, torch.arange(len(cells)))
-        assert bool((cells[place.argsort()].diff(dim=0).abs().sum(1) == 1).all())
+def test_the_hilbert_curve_visits_each_cell_once_from_neighbour_to_neighbour():
+    for dims, bits in ((1, 6), (2, 1), (2, 4), (3, 1), (3, 3), (4, 2)):
+        cells = torch.cartesian_prod(*[torch.arange(1 << bits)] * dims).view(-1, dims)
+        for pos in (cells, cells.half(), cells.double() * 2.0**-900 - 3.0**-600):
+            place = assign(at(pos), len(cells), "hilbert")
+            assert torch.equal(place.sort().values, torch.arange(len(cells)))
+            assert bool((cells[place.argsort()].diff(dim=0).abs().sum(1) == 1).all())
+    # the most coordinates
+    pos = torch.rand(20, 64)
+    assert torch.bincount(assign(at(pos[:, :63]), 2, "hilbert")).tolist() == [10, 10]
+    assert torch.bincount(assign(at(pos), 2, "rcb")).tolist() == [10, 10]
 
 
 @pytest.mark.parametrize("method", ["rcb", "hilbert"])
@@ -180,12 +258,6 @@ def test_positions(method):
         for part in range(parts):
             mine = cells[owner == part]
             assert (mine.amax(0) - mine.amin(0)).tolist() == [edge - 1] * dims
-
-
-def test_most_coordinates():
-    pos = torch.rand(20, 64)
-    assert torch.bincount(assign(at(pos[:, :63]), 2, "hilbert")).tolist() == [10, 10]
-    assert torch.bincount(assign(at(pos), 2, "rcb")).tolist() == [10, 10]
 
 
 @pytest.mark.parametrize("method", MULTILEVEL)
@@ -290,7 +362,13 @@ def typed(kind, **changes):
 
 
 ONES = torch.ones(4, dtype=torch.int64)
-NEITHER_A_NOR_B = typed(("a", "to", "c"), edge_index=torch.tensor([[0], [0]]))
+POSITIONS = [
+    *(None, torch.rand(3, 2), torch.rand(4, 2, 2), torch.rand(4, 0), torch.rand(4, 2) + 0j),
+    *(torch.ones(4, 2, dtype=torch.bool), np.ones((4, 2)), torch.tensor([0.0, 0.0, 0.0, -INF])),
+    torch.tensor([[0.0, 0.0], [1.0, NAN], [0.0, 0.0], [0.0, INF]]),
+]
+WEIGHTS = [[1] * 4, ONES.float(), ONES.bool(), ONES[:3], ONES[:, None], ONES - 2, ONES * 2**62]
+OF_B = {"b": torch.ones(84).int()}
 # the graph and other arguments, and words of the message
 REFUSED = [
     ({"edge_index": EDGES}, 2, None, {}, "data must be"),
@@ -300,17 +378,7 @@ REFUSED = [
     *(
         (square(pos=pos), 2, method, {}, "data.pos")
         for method in ("rcb", "hilbert")
-        for pos in (
-            None,
-            torch.rand(3, 2),
-            torch.rand(4, 2, 2),
-            torch.rand(4, 0),
-            torch.rand(4, 2) + 0j,
-            torch.ones(4, 2, dtype=torch.bool),
-            np.ones((4, 2)),
-            torch.tensor([0.0, 0.0, 0.0, -INF]),
-            torch.tensor([[0.0, 0.0], [1.0, NAN], [0.0, 0.0], [0.0, INF]]),
-        )
+        for pos in POSITIONS
     ),
     (square(pos=torch.rand(4, 64)), 2, "hilbert", {}, "63"),
     # out of range would be read out of bounds by the packages; checked even with nothing to cut
@@ -327,15 +395,7 @@ REFUSED = [
     *(
         (square(edge_index=EDGES[:, [0, 1, 2, 0]]), 2, "metis", {name: weight}, name)
         for name in ("node_weight", "edge_weight")
-        for weight in (
-            [1] * 4,
-            ONES.float(),
-            ONES.bool(),
-            ONES[:3],
-            ONES[:, None],
-            ONES - 2,
-            ONES * 2**62,
-        )
+        for weight in WEIGHTS
     ),
     *(
         (square(), 2, method, {"node_weight": ONES * factor}, "node_weight")
@@ -346,23 +406,18 @@ REFUSED = [
     (typed("b", pos=torch.rand(36, 3)), 2, "rcb", {}, "coordinates"),
     (typed(TO, edge_index=None), 2, "metis", {}, "edge_index"),
     (typed(TO, edge_index=torch.tensor([[83], [36]])), 2, "metis", {}, "out of range"),
-    (NEITHER_A_NOR_B, 2, "kahip", {}, "out of range"),
+    (typed(("a", "to", "c"), edge_index=torch.tensor([[0], [0]])), 2, "kahip", {}, "out of range"),
     *(
         (two_types()[0], 2, "block", {"node_weight": weight}, "node_weight")
-        for weight in (
-            torch.ones(120).int(),
-            {"a": torch.ones(84).int()},
-            {"a": torch.ones(84).int(), "b": torch.ones(84).int()},
-        )
+        for weight in (OF_B["b"], {"a": OF_B["b"]}, OF_B | {"a": OF_B["b"]})
     ),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_refused(number):
-    data, parts, method, options, words = REFUSED[number]
-    with pytest.raises(ArgumentError, match=words):
-        assign(data, parts, method, **options)
+def test_refused():
+    for data, parts, method, options, words in REFUSED:
+        with pytest.raises(ArgumentError, match=words):
+            assign(data, parts, method, **options)
 
 
 def test_a_graph_of_unknown_size():
@@ -371,3 +426,150 @@ def test_a_graph_of_unknown_size():
     for data in (Data(), typed):
         with pytest.warns(UserWarning, match="num_nodes"), pytest.raises(ArgumentError):
             assign(data, 2, "block")
+
+
+SHARDED = ("hilbert", "rcb")
+
+
+def cases():
+    """Yield positions and weights of all nodes, parts, and the bounds of ranks' shards."""
+    for seed in range(15):
+        nodes = (0, 1, 2, 7, 60, 113)[seed % 6]
+        generator = torch.Generator().manual_seed(seed)
+        pos = awkward_positions(seed, nodes, 1 + seed % 3)
+        if seed % 5 == 0:
+            pos[nodes // 3 :] = pos[:1]  # most of them at one place
+        weights = some_weights(seed, nodes) if seed % 2 else None
+        starts = torch.randint(0, nodes + 1, (4,), generator=generator)
+        if seed % 7 == 0:
+            starts = starts[:1].expand(4)  # all but two ranks, or one, have no nodes
+        yield pos, weights, 1 + seed % 9, starts
+    pos = torch.rand(5011, 3, generator=torch.Generator().manual_seed(0))
+    pos[500:900] = pos[:400]
+    yield pos, None, 97, torch.tensor([1000, 1001, 4000, 4500])
+    line = torch.tensor([3.0, 0.0, 2.0, 1.0])
+    for column in (line, line[:, None], line.half(), line.int()):
+        yield column, None, 2, torch.tensor([2, 2, 3, 4])
+
+
+def owners(rank):
+    ranks = dist.get_world_size()
+    found = []
+    for method in SHARDED:
+        for pos, weights, parts, starts in cases():
+            bounds = starts[: ranks - 1].sort().values.tolist()
+            mine = pos.tensor_split(bounds)[rank]
+            weight = None if weights is None else weights.tensor_split(bounds)[rank]
+            before = mine.clone()
+            if mine.is_floating_point():
+                mine.requires_grad_()
+            owner = assign_sharded(mine, parts, method, node_weight=weight)
+            assert torch.equal(mine, before), "the positions have changed"
+            assert (owner.dtype, owner.requires_grad) == (torch.int64, False)
+            found.append(owner)
+    return found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_as_one_process_with_all_positions(worlds, ranks):
+    got = zip(*worlds.run(ranks, owners), strict=True)
+    for method in SHARDED:
+        for pos, weights, parts, _ in cases():
+            expected = assign(at(pos), parts, method, node_weight=weights)
+            assert torch.equal(torch.cat(next(got)), expected)
+
+
+def in_a_group(rank):
+    group = dist.new_group([2, 1])  # all ranks create it, and the last rank is its first
+    if rank == 0:
+        return None
+    pos = torch.tensor([0.0, 2.0, 4.0]) if rank == 1 else torch.tensor([3.0, 1.0])
+    return assign_sharded(pos, 2, "rcb", group).tolist()
+
+
+def test_ranks_of_a_group(worlds):
+    # equal shares, the larger one first: 0, 1, 2 and 3, 4
+    assert worlds.run(3, in_a_group) == [None, [0, 0, 1], [1, 0]]
+
+
+def received(rank):
+    cost = {}
+    for method in SHARDED:
+        for parts, nodes in ((4, 30), (4, 3000), (16, 3000)):
+            pos = torch.rand(nodes, 2, generator=torch.Generator().manual_seed(rank))
+            with varcomm.trace() as calls:
+                assign_sharded(pos, parts, method)
+            cost[method, parts, nodes] = len(calls), sum(call.received for call in calls)
+    return cost
+
+
+def test_messages_depend_on_parts_and_not_on_positions(worlds):
+    costs = worlds.run(3, received)
+    for case in costs[0]:
+        method, parts, nodes = case
+        assert len({cost[case][0] for cost in costs}) == 1
+        most = max(cost[case][1] for cost in costs)
+        levels = 1 if method == "hilbert" else {4: 2, 16: 4}[parts]
+        # at most 8 rounds of 2 KiB per cut, which other ranks send twice; and a little more
+        if nodes == 3000:
+            assert most <= 8 * 2048 * 2 * (parts - 1) + 1000 * levels + 100 * parts
+        assert parts == 4 or most < 24 * 16 * 3000, "all positions would have been less"
+
+
+POS, NONE = torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.zeros(0, 2)
+TWO = torch.ones(2, dtype=torch.int64)
+# the arguments of one rank, where the others pass no rows, and a word of the message
+WRONG = [
+    ({"method": "metis"}, "method"),
+    *(({"parts": parts}, "parts") for parts in (0, 2.0)),
+    *(
+        ({"pos": pos}, "pos")
+        for pos in (POS.tolist(), POS + 0j, POS[None], POS[0, 0], POS[:, :0], POS / 0, POS * NAN)
+    ),
+    ({"pos": torch.zeros(0, 64), "method": "hilbert"}, "63"),
+    ({"pos": POS.to("meta")}, "meta"),
+    *(
+        ({"node_weight": weight}, "node_weight")
+        for weight in (torch.arange(3), TWO.float(), TWO - 2, TWO.to("meta"))
+    ),
+]
+# the arguments of rank 1, where the others have positions, and the difference
+DIFFERENT = [
+    ({"pos": torch.zeros(0, 3)}, "coordinates"),
+    ({"pos": torch.zeros(0)}, "coordinates"),
+    ({"pos": NONE.double()}, "dtype"),
+    ({"method": "hilbert"}, "method"),
+    ({"parts": 3}, "parts"),
+    ({"node_weight": TWO}, "node_weight"),
+]
+
+
+def refusals(rank):
+    told, right = [], {"pos": POS, "parts": 2, "method": "rcb"}
+
+    def refused(kind, word, **arguments):
+        with pytest.raises(kind) as caught:
+            assign_sharded(**(right | arguments))
+        told.append((word, str(caught.value)))
+
+    for culprit in (0, 2):
+        for wrong, word in WRONG:
+            mine = wrong if rank == culprit else {"pos": NONE}
+            refused((ArgumentError, GroupError), (word, f"rank {culprit}"), **mine)
+    for other, word in DIFFERENT:
+        refused(DisagreementError, (word,), **(other if rank == 1 else {}))
+    for total in (0, 2**59):  # only the sum over ranks is refused
+        refused(ArgumentError, ("node_weight",), node_weight=TWO * total)
+    # weights may be zero on a rank, and there may be no nodes
+    pos, weight = torch.tensor([2.0 * rank, 2.0 * rank + 1]), TWO * (rank == 1)
+    assert not len(assign_sharded(pos[:0], 2, "rcb", node_weight=weight[:0]))
+    return told, assign_sharded(pos, 2, "rcb", node_weight=weight).tolist()
+
+
+def test_refused_on_all_ranks(worlds):
+    told, owners = zip(*worlds.run(3, refusals), strict=True)
+    assert told[0] == told[1] == told[2]
+    for words, message in told[0]:
+        assert message.startswith("graph.assign_sharded: ")
+        assert all(word in message for word in words), message
+    assert owners == ([0, 0], [0, 1], [1, 1])

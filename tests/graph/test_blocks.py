@@ -170,7 +170,7 @@ WRONG = {
     "rows of the whole graph": (
         lambda: pyg.SAGEConv(4, 4).double(),
         "all rows",
-        "'x' has 24 rows, but this rank",
+        "edges select from 24 rows, but this rank",
     ),
     "other rows than before": (
         lambda: pyg.SAGEConv(4, 4).double(),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from torch_geometric.nn import MessagePassing
 
 import varcomm
 from tests.graph.graphs import wild
@@ -21,24 +20,25 @@ def seeded_sage(**settings):
 def as_sparse(graph):
     sources, targets = graph.num_owned + graph.num_halo, graph.num_owned
     values = torch.ones(graph.edge_index.shape[1], dtype=torch.float64)
-    edges = graph.edge_index.flip(0)
+    edges = graph.edge_index.plain.flip(0)
     return torch.sparse_coo_tensor(edges, values, (targets, sources), check_invariants=True)
 
 
 ROWS, EDGES = "rows, but this rank owns", "edges must be given as graph.edge_index"
+OTHER = "numbers of another kind"
 
 # arguments of a call, and a part of the message
 MISUSE = {
     "all rows": (lambda g: (DATA.x, g.edge_index), ROWS),
-    "rows with halo": (lambda g: (g.with_halo(g.x), g.edge_index), "halos are added by varcomm"),
+    "rows with halo": (lambda g: (g.with_halo(g.x), g.edge_index), ROWS),
     "rows elsewhere": (lambda g: (torch.zeros(2, g.num_owned + 1, 4).double(), g.edge_index), ROWS),
-    "all edges": (lambda g: (g.x, DATA.edge_index), "edges reach beyond"),
-    "negative edges": (lambda g: (g.x, g.edge_index - 30), "edges reach beyond"),
+    "all edges": (lambda g: (g.x, DATA.edge_index), EDGES),
+    "negative edges": (lambda g: (g.x, g.edge_index - 30), OTHER),
     "sparse edges": (lambda g: (g.x, as_sparse(g)), EDGES),
     "a string": (lambda g: (g.x, "edges"), EDGES),
-    "floats": (lambda g: (g.x, g.edge_index.double()), EDGES),
-    "edges in rows": (lambda g: (g.x, g.edge_index.T.contiguous()), EDGES),
-    "one row": (lambda g: (g.x, g.edge_index[0]), EDGES),
+    "floats": (lambda g: (g.x, g.edge_index.plain.double()), EDGES),
+    "edges in rows": (lambda g: (g.x, g.edge_index.T.contiguous()), OTHER),
+    "one row": (lambda g: (g.x, g.edge_index[0]), OTHER),
 }
 
 
@@ -47,39 +47,15 @@ def misuse(rank):
     graph = partition(DATA, method="block")
     layer = distribute(seeded_sage(), graph)
     for name, (given, message) in MISUSE.items():
-        with pytest.raises(ArgumentError, match=f"propagate on rank {rank} of 3: .*{message}"):
+        with pytest.raises(
+            ArgumentError, match=f"^(propagate|edge_index) on rank {rank} of 3: .*{message}"
+        ):
             layer(*given(graph))
         assert layer(graph.x, graph.edge_index).shape == (graph.num_owned, 4), name
 
 
 def test_arguments_that_do_not_fit(worlds):
     assert worlds.run(3, misuse) == [None] * 3
-
-
-class Plain(MessagePassing):
-    """A class of its own: making a bare MessagePassing changes its subclasses."""
-
-
-class ThreeSides(MessagePassing):
-    def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=(x, x, x))
-
-
-def shapes(rank):
-    graph = partition(wild(), method="block")
-    own = distribute(Plain(), graph)
-    with pytest.raises(ArgumentError, match=r"'x' has shape \(\d+,\), without a dimension -2"):
-        own.propagate(graph.edge_index, x=graph.x[:, 0])
-    with pytest.raises(ArgumentError, match=r"must be a tensor or a pair of them, .*; got 3"):
-        distribute(ThreeSides(), graph)(graph.x, graph.edge_index)
-    turned = distribute(seeded_sage(), graph)
-    turned.flow = "target_to_source"
-    with pytest.raises(ArgumentError, match="is not supported"):
-        turned(graph.x, graph.edge_index)
-
-
-def test_nodes_must_be_where_the_layer_looks_for_them(worlds):
-    assert worlds.run(3, shapes) == [None] * 3
 
 
 def one_is_wrong(rank):
@@ -92,7 +68,7 @@ def one_is_wrong(rank):
 
 def test_in_debug_all_ranks_raise_where_one_has_to(worlds):
     for told in worlds.run(3, one_is_wrong):
-        assert "on rank 1: propagate on rank 1 of 3: 'x' has 24 rows" in told
+        assert "on rank 1: edge_index on rank 1 of 3: edges select from 24 rows" in told
 
 
 def some_edges(rank):

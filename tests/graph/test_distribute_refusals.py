@@ -9,36 +9,13 @@ from torch_geometric.nn import MessagePassing
 from tests.graph.graphs import wild
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS
-from varcomm.graph.adapt.layers.exact import REFUSED as LAYERS_REFUSED
-
-
-class BothAtOnce(MessagePassing):
-    def message(self, x_j, x):
-        return x_j + x.mean()
-
-
-class BothAtOnceAtEdges(MessagePassing):
-    def edge_update(self, x_j, x):
-        return x_j + x.mean()
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.adapt.exact import REFUSED as LAYERS_REFUSED
 
 
 class OverOutDegree(MessagePassing):
     def message(self, x_j, size_j):
         return x_j / size_j
-
-
-class OfSources(MessagePassing):
-    def message(self, x_j):
-        return x_j
-
-    def update(self, inputs, edge_index):
-        return inputs + edge_index.max()
-
-
-class EdgesByNumber(MessagePassing):
-    def edge_update(self, x_j, edge_index_j):
-        return x_j * edge_index_j
 
 
 class OwnAggregation(pyg.aggr.Aggregation):
@@ -97,10 +74,6 @@ def scaled():
 REFUSED = {
     "own colours": (MyColours, "MyColours"),
     "colours in a model": (reads_out(pyg.WLConv), "readout (WLConv)"),
-    "against the edges": (
-        lambda: Pooled(pyg.SAGEConv(4, 4, flow="target_to_source")),
-        'readout (SAGEConv): flow="target_to_source"',
-    ),
     "a script": (lambda: Pooled(torch.jit.script(nn.Linear(4, 4))), "TorchScript"),
     "SyncBatchNorm": (reads_out(nn.SyncBatchNorm, 4), "(SyncBatchNorm)"),
     "InstanceNorm": (reads_out(nn.InstanceNorm1d, 4), "(InstanceNorm1d)"),
@@ -131,11 +104,7 @@ REFUSED = {
         "(DistributedDataParallel)",
     ),
     "sizes of sources": (OverOutDegree, "size_j"),
-    "edges in an update": (OfSources, "edge_index"),
-    "edges in an edge update": (EdgesByNumber, "edge_index_j"),
     "an explained layer": (explained, "explain"),
-    "the whole at edges": (BothAtOnceAtEdges, "take x both"),
-    "the whole in a message": (BothAtOnce, "take x both"),
     "aggregation by name": (lambda: pyg.SAGEConv(4, 4, aggr="median"), "MedianAggregation"),
     "an own LSTM": (in_a_layer(lambda: OwnLSTM(4, 4)), "aggr_module (OwnLSTM)"),
     "LSTM": (in_a_layer(lambda: pyg.aggr.LSTMAggregation(4, 4)), "LSTMAggregation"),

@@ -18,11 +18,10 @@ from varcomm.graph import assign, from_edges, partition
 
 @dataclass(frozen=True)
 class Pieces:
-    """A graph, and which rank brings what of it.
+    """A graph, and its pieces on each rank.
 
-    ``edges_of[r]`` are numbers of the edges that rank r brings, ``nodes_of[r]`` of the nodes; None
-    for those that it speaks for. ``owner[i]`` is the rank that is to own node i; None for the one
-    that speaks for it.
+    ``edges_of[r]`` are numbers of the edges of rank r, ``nodes_of[r]`` of its nodes (None: those
+    that it describes); ``owner[i]`` is the future rank of node i (None: the describing rank).
     """
 
     data: Data
@@ -32,40 +31,37 @@ class Pieces:
     nodes_of: tuple[torch.Tensor, ...] | None = None
     hops: int = 1
 
-    def whole(self):
-        """The graph whose edges are those of rank 0, then those of rank 1, and so on."""
-        order = torch.cat(self.edges_of)
-        data = self.data.clone()
-        for name in ("edge_index", *edge_attributes(data)):
-            data[name] = data[name][..., order] if name == "edge_index" else data[name][order]
-        return data
-
     def expected(self, group=None):
+        """The part of the graph whose edges are those of rank 0, then those of rank 1, ..."""
+        order, data = torch.cat(self.edges_of), self.data.clone()
+        data.edge_index = data.edge_index[:, order]
+        for name in edge_attributes(data):
+            data[name] = data[name][order]
         owner = self.owner
         if owner is None:
             owner = self.sizes.owner(torch.arange(self.data.num_nodes))
-        return partition(self.whole(), group, owner, hops=self.hops)
+        return partition(data, group, owner, hops=self.hops)
 
     def built(self, rank, group=None):
         mine = self.sizes.range(rank)
-        spoken_for = torch.arange(mine.start, mine.stop)
-        nodes = spoken_for if self.nodes_of is None else self.nodes_of[rank]
+        described = torch.arange(mine.start, mine.stop)
+        nodes = described if self.nodes_of is None else self.nodes_of[rank]
         edges = self.edges_of[rank]
-        # who has no rows need not know of attributes that others have rows of
-        forget_nodes = not len(nodes) and self.data.num_nodes
-        forget_edges = not len(edges) and self.data.num_edges and rank % 2
+        node_attrs = {k: self.data[k][nodes] for k in node_attributes(self.data)}
+        edge_attrs = {k: self.data[k][edges] for k in edge_attributes(self.data)}
+        # a rank without rows may omit attributes
+        if not len(nodes) and self.data.num_nodes:
+            node_attrs = None
+        if not len(edges) and self.data.num_edges and rank % 2:
+            edge_attrs = {}
         return from_edges(
             self.data.edge_index[:, edges],
             self.sizes,
             group,
-            node_attrs=None
-            if forget_nodes
-            else {k: self.data[k][nodes] for k in node_attributes(self.data)},
-            edge_attrs={}
-            if forget_edges
-            else {k: self.data[k][edges] for k in edge_attributes(self.data)},
+            node_attrs=node_attrs,
+            edge_attrs=edge_attrs,
             node_ids=None if self.nodes_of is None else nodes,
-            method="block" if self.owner is None else self.owner[spoken_for],
+            method="block" if self.owner is None else self.owner[described],
             hops=self.hops,
         )
 
@@ -104,39 +100,61 @@ def pieces_of(data, ranks, seed):
     return Pieces(data, sizes, dealt(data.num_edges), owner, nodes_of, hops=1 + seed % 3 % 2)
 
 
-def wrong_cases(rank, given):
-    return {
-        name: wrong
-        for name, pieces in given
-        if (wrong := differences(pieces.built(rank), pieces.expected()))
-    }
-
-
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 SMALL = {
-    "no nodes": Data(x=torch.rand(0, 2), edge_index=NO_EDGES, edge_attr=torch.rand(0, 1)),
-    "no edges": Data(x=torch.rand(7, 2), edge_index=NO_EDGES, edge_attr=torch.rand(0, 1)),
-    "one loop": Data(x=torch.rand(1, 2), edge_index=torch.zeros(2, 1, dtype=torch.int64)),
+    "no nodes": Data(x=torch.ones(0, 2), edge_index=NO_EDGES, edge_attr=torch.ones(0, 1)),
+    "no edges": Data(x=torch.ones(7, 2), edge_index=NO_EDGES, edge_attr=torch.ones(0, 1)),
+    "one loop": Data(x=torch.ones(1, 2), edge_index=torch.zeros(2, 1, dtype=torch.int64)),
     "no attributes": Data(edge_index=torch.tensor([[0, 4, 4], [4, 0, 4]]), num_nodes=6),
 }
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_pieces_make_what_partition_makes_of_the_whole(worlds, ranks):
+def wrong_cases(rank, ranks):
     given = [(f"plain, {seed}", pieces_of(plain(), ranks, seed)) for seed in range(24)]
     given += [(f"rich, {seed}", pieces_of(rich(), ranks, seed)) for seed in range(3, 6)]
     for name, data in SMALL.items():
         given += [(f"{name}, {seed}", pieces_of(data, ranks, seed)) for seed in range(6)]
-    assert worlds.run(ranks, wrong_cases, given) == [{}] * ranks
+    found = {name: differences(pieces.built(rank), pieces.expected()) for name, pieces in given}
+    found |= by_position(rank, ranks)
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def by_position(rank, ranks):
+    """Nodes and edges in uneven pieces; the first rank describes no node."""
+    data, found = wild(), {}
+    edges, nodes = data.num_edges, data.num_nodes
+    sizes = [0, *[nodes // ranks] * (ranks - 1)] if ranks > 1 else [nodes]
+    sizes[-1] += nodes - sum(sizes)
+    first = sum(sizes[:rank])
+    own = slice(edges * rank**2 // ranks**2, edges * (rank + 1) ** 2 // ranks**2)
+    for method, shuffled in (("hilbert", False), ("hilbert", True), ("rcb", True)):
+        ids = torch.arange(first, first + sizes[rank])
+        if shuffled:
+            ids = torch.randperm(nodes, generator=torch.Generator().manual_seed(4))[rank::ranks]
+        graph = from_edges(
+            data.edge_index[:, own],
+            sizes,
+            node_attrs={key: data[key][ids] for key in ("x", "pos", "y", "train_mask")},
+            edge_attrs={key: data[key][own] for key in ("edge_attr", "edge_weight", "edge_type")},
+            node_ids=ids if shuffled else None,
+            method=method,
+        )
+        expected = partition(data, method=assign(data, ranks, method))
+        found[f"{method}, {shuffled}"] = differences(graph, expected)
+    return found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_pieces_make_what_partition_makes_of_the_full_graph(worlds, ranks):
+    assert worlds.run(ranks, wrong_cases, ranks) == [{}] * ranks
 
 
 def in_a_subgroup(rank, pieces):
     group = torch.distributed.new_group([2, 1])
     if rank == 0:
         return []
-    inner = group.rank()
     with varcomm.debug():
-        graph = pieces.built(inner, group)
+        graph = pieces.built(group.rank(), group)
     return [*differences(graph, pieces.expected(group)), graph.group.size, graph.method]
 
 
@@ -148,7 +166,7 @@ def test_in_a_subgroup_that_compares_its_calls(worlds):
 def bytes_sent(rank, pieces):
     with varcomm.trace() as calls:
         graph = pieces.built(rank)
-    return sum(call.sent for call in calls), graph.owned_ids, graph.halo_ids
+    return sum(call.sent for call in calls), graph.halo_ids
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -157,26 +175,21 @@ def test_nothing_travels_twice(worlds, moves):
     ranks, data = 3, rich()
     pieces = replace(pieces_of(data, ranks, 2), nodes_of=None, hops=1)
     pieces = pieces if moves else replace(pieces, owner=None)
-    deal, speaker = pieces.edges_of, pieces.sizes.owner(torch.arange(data.num_nodes))
-    owner = pieces.owner if moves else speaker
-    of_edge = 24 + sum(row_bytes(data[name]) for name in edge_attributes(data))
-    of_node = 8 + sum(row_bytes(data[name]) for name in node_attributes(data))
+    deal, describing = pieces.edges_of, pieces.sizes.owner(torch.arange(data.num_nodes))
+    owner = pieces.owner if moves else describing
+    of_edge = 24 + sum(data[name][0].nbytes for name in edge_attributes(data))
+    of_node = 8 + sum(data[name][0].nbytes for name in node_attributes(data))
 
     told = worlds.run(ranks, bytes_sent, pieces)
-    expected = of_node * int((owner != speaker).sum())
-    for rank, (edges, (_, _, halo)) in enumerate(zip(deal, told, strict=True)):
+    expected = of_node * int((owner != describing).sum())
+    for rank, (edges, (_, halo)) in enumerate(zip(deal, told, strict=True)):
         expected += of_edge * int((owner[data.edge_index[1, edges]] != rank).sum())
         expected += 16 * len(halo)
         if moves:
             seen = data.edge_index[:, edges].unique()
-            expected += 16 * int((speaker[seen] != rank).sum())
-    sent = sum(sent for sent, *_ in told)
-    counts = sent - expected  # a number for each rank, a few times
-    assert 0 < counts <= 6 * 8 * ranks * (ranks - 1)
-
-
-def row_bytes(value):
-    return value[0].numel() * value.element_size()
+            expected += 16 * int((describing[seen] != rank).sum())
+    # counts are a number for each rank, a few times
+    assert 0 < sum(sent for sent, _ in told) - expected <= 6 * 8 * ranks * (ranks - 1)
 
 
 class Largest(TorchFunctionMode):
@@ -194,8 +207,7 @@ class Largest(TorchFunctionMode):
 
 def largest_tensor(rank, many):
     """The first rank has a long path; each other one a few nodes, which hang together."""
-    ranks, few = torch.distributed.get_world_size(), 10
-    sizes = ShardSizes([many, *[few] * (ranks - 1)])
+    sizes = ShardSizes([many, 10, 10])
     mine = sizes.range(rank)
     number = torch.arange(mine.start, mine.stop)
     edges = torch.stack([number[:-1], number[1:]])
@@ -211,7 +223,7 @@ def largest_tensor(rank, many):
 def test_ranks_have_no_tensor_of_the_size_of_the_graph(worlds):
     first, *others = worlds.run(3, largest_tensor, 100_000)
     assert first[0] >= 100_000
-    # the same as if the long path were shorter: what ranks tell each other is what is largest there
+    # the same as for a shorter path: messages between ranks are the largest tensors
     assert others == worlds.run(3, largest_tensor, 10_000)[1:]
     assert all(entries <= 4000 and halo == 1 for entries, halo in others)
 
@@ -235,37 +247,6 @@ def test_attributes_are_data(worlds):
     assert worlds.run(3, attributes_as_data) == [[[1, 3, 5]] * 5, [[0, 2, 4]] * 5, [[]] * 5]
 
 
-def by_position(rank, ranks):
-    """Nodes and edges in uneven pieces; the first rank describes no node."""
-    data, found = wild(), []
-    edges, nodes = data.num_edges, data.num_nodes
-    sizes = [0, *[nodes // ranks] * (ranks - 1)] if ranks > 1 else [nodes]
-    sizes[-1] += nodes - sum(sizes)
-    first = sum(sizes[:rank])
-    cut = [edges * r * r // (ranks * ranks) for r in range(ranks + 1)]
-    own = slice(cut[rank], cut[rank + 1])
-    for method, shuffled in (("hilbert", False), ("hilbert", True), ("rcb", True)):
-        ids = torch.arange(first, first + sizes[rank])
-        if shuffled:
-            ids = torch.randperm(nodes, generator=torch.Generator().manual_seed(4))[rank::ranks]
-        graph = from_edges(
-            data.edge_index[:, own],
-            sizes,
-            node_attrs={key: data[key][ids] for key in ("x", "pos", "y", "train_mask")},
-            edge_attrs={key: data[key][own] for key in ("edge_attr", "edge_weight", "edge_type")},
-            node_ids=ids if shuffled else None,
-            method=method,
-        )
-        expected = partition(data, method=assign(data, ranks, method))
-        found += differences(graph, expected)
-    return found
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_positions_that_no_rank_collects(worlds, ranks):
-    assert worlds.run(ranks, by_position, ranks) == [[]] * ranks
-
-
 SIZES = (2, 1, 3)
 EDGES = torch.tensor([[0, 5, 2], [1, 2, 4]])
 
@@ -286,63 +267,29 @@ def ids(*values, dtype=torch.int64):
 
 
 META = torch.empty(1, dtype=torch.int64, device="meta")
-# the argument that rank 1, which describes one node, passes wrongly
-WRONG = [
-    *(("hops", hops) for hops in (0, 1.5, True)),
-    *(("sizes", sizes) for sizes in (6, [3, 3], [7, -1, 0], [2, 1, 3.0])),
-    *(
-        ("edge_index", edges)
-        for edges in (
-            EDGES.tolist(),
-            EDGES.numpy(),
-            None,
-            EDGES.int(),
-            EDGES.T,
-            torch.empty(2, 0),
-            torch.eye(6).long().to_sparse(),
-            EDGES + ids([1], [0]),
-            EDGES - ids([0], [2]),
-        )
-    ),
-    *(("node_ids", given) for given in ([2], torch.ones(1), ids([2]), ids(2, 6), META)),
-    *(
-        ("node_attrs", given)
-        for given in (
-            [torch.ones(1)],
-            {"x": [1.0]},
-            {"x": torch.ones(2, 2)},
-            {"x": torch.tensor(1.0)},
-            {3: torch.ones(1)},
-            {"sizes": torch.ones(1)},
-            {"num_nodes": torch.ones(1)},
-            {"x": torch.eye(1).to_sparse()},
-            {"x": META},
-        )
-    ),
-    *(
-        ("edge_attrs", given)
-        for given in (
-            {"weight": torch.ones(2)},
-            {"next_index": torch.arange(3)},
-            {"_w": torch.ones(3)},
-            {"weight": META.expand(3)},
-        )
-    ),
-    *(
-        ("method", given)
-        for given in (
-            "metis",
-            [0],
-            np.zeros(1, int),
-            torch.zeros(6, dtype=torch.int64),
-            torch.zeros(1),
-            torch.zeros(1) > 0,
-            ids(3),
-            ids(-1),
-            META,
-        )
-    ),
-]
+ONE = torch.ones(1)
+# wrong values of each argument on rank 1, which describes one node
+WRONG = {
+    "hops": [0, 1.5, True],
+    "sizes": [6, [3, 3], [7, -1, 0], [2, 1, 3.0]],
+    "edge_index": [
+        *(EDGES.tolist(), EDGES.numpy(), None, EDGES.int(), EDGES.T, torch.empty(2, 0)),
+        *(torch.eye(6).long().to_sparse(), EDGES + ids([1], [0]), EDGES - ids([0], [2])),
+    ],
+    "node_ids": [[2], ONE, ids([2]), ids(2, 6), META],
+    "node_attrs": [
+        *([ONE], {"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
+        *({"sizes": ONE}, {"num_nodes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
+    ],
+    "edge_attrs": [
+        *({"weight": torch.ones(2)}, {"next_index": torch.arange(3)}),
+        *({"_w": torch.ones(3)}, {"weight": META.expand(3)}),
+    ],
+    "method": [
+        *("metis", [0], np.zeros(1, int), torch.zeros(6, dtype=torch.int64), torch.zeros(1)),
+        *(torch.zeros(1) > 0, ids(3), ids(-1), META),
+    ],
+}
 # what rank 1 passes differently, and a word of the message
 DIFFERENT = [
     ({"sizes": (3, 1, 2)}, "sizes"),
@@ -367,8 +314,9 @@ def refusals(rank):
         told.append((word, str(caught.value)))
 
     mine = right(rank)
-    for name, value in WRONG:
-        refused(ArgumentError, name, **(mine | ({name: value} if rank == 1 else {})))
+    for name, values in WRONG.items():
+        for value in values:
+            refused(ArgumentError, name, **(mine | ({name: value} if rank == 1 else {})))
     refused(GroupError, "meta", **(mine | ({"edge_index": EDGES.to("meta")} if rank == 1 else {})))
     for change, word in DIFFERENT:
         refused(DisagreementError, word, **(mine | (change if rank == 1 else {})))
@@ -398,7 +346,7 @@ def test_refused_on_all_ranks(worlds):
     for number, (word, message) in enumerate(told):
         assert message.startswith("graph.from_edges: ") or word == "pos", message
         assert word in message
-        if number < len(WRONG):
+        if number < sum(map(len, WRONG.values())):
             assert "refused on rank 1 of 3" in message
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch_geometric.nn import aggr, conv
 
 from tests.graph.layers_beyond import LAYERS
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 
 DOCS = Path(__file__).parents[2] / "docs"
 

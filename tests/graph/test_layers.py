@@ -14,7 +14,7 @@ from tests.graph.layers import example
 from tests.graph.layers_beyond import LAYERS
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS
 
 # torch has no second derivative of the attention that it computes on the CPU
 NO_SECOND_DERIVATIVE = (pyg.GPSConv,)

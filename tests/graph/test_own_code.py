@@ -211,7 +211,7 @@ MODELS = {
     "PyG's checkpointing": Deep,
 }
 for normalization in (None, "sym", "rw"):
-    for loops in (True, False):
+    for loops in (True, False)[: 2 - (normalization == "rw")]:  # others need num_nodes
         name = f"Laplacian {normalization}, {'all' if loops else 'some'} loops"
         MODELS[name] = partial(Diffusion, normalization, loops)
 for add in (add_self_loops, add_remaining_self_loops):

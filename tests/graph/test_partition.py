@@ -1,4 +1,4 @@
-"""``partition``: the parts make up the full graph; data, derivatives, one source rank, refusals."""
+"""``partition``: each part against the full graph; data, types, one source rank, refusals."""
 
 import math
 import sys
@@ -12,10 +12,10 @@ from torch_geometric.data import Data, HeteroData
 
 import varcomm
 from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
-from tests.graph.parts import differences
+from tests.graph.parts import by_hand, contents, differences, different, same
 from tests.graph.typed import WAYS, owners, typed
 from varcomm import ArgumentError, DisagreementError, MissingPackageError
-from varcomm.graph import partition
+from varcomm.graph import EdgeShard, NodeShard, assign, partition
 
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 GRAPHS = {
@@ -33,64 +33,65 @@ GRAPHS = {
 }
 
 
-def parts_of(rank, graphs, method, ranks):
-    found = {}
-    for name, data in graphs.items():
-        data.edge_number = torch.arange(data.num_edges) + data.num_nodes  # for sure no node's
-        edges = data.edge_number.clone()
-        graph = partition(data, method=split_by(method, data.num_nodes, ranks))
-        assert torch.equal(data.edge_number, edges), "the full graph has changed"
-        found[name] = {
-            "owned": graph.owned_ids,
-            "halo": graph.halo_ids,
-            "edge_index": graph.edge_index,
-            "edges": graph.edge_number - data.num_nodes,
-            "x": graph.x,
-            "with halo": graph.with_halo(graph.x),
-            "gathered": [graph.gather(graph.x, dst) for dst in range(len(graph.node_sizes))],
-            "sizes": tuple(graph.node_sizes),
-            "counts": (graph.num_owned, graph.num_halo),
-            "shown": repr(graph),
-        }
+def report_by_hand(parts):
+    """The columns of a report, from the parts of all ranks found by hand."""
+    columns = {name: [0] * len(parts) for name in ("owned", "halo", "edges", "cut", "sent")}
+    pairs = set()
+    for rank, part in enumerate(parts):
+        for (kind, key, name), value in part.items():
+            if (kind, name) == ("nodes", "ids"):
+                columns["owned"][rank] += len(value)
+            elif (kind, name) == ("edges", "ids"):
+                columns["edges"][rank] += len(value)
+            elif (kind, name) == ("local", "boundary"):
+                columns["cut"][rank] += len(value)
+            elif (kind, name) == ("local", "halo"):
+                columns["halo"][rank] += len(value)
+                source = None if key is None else key[0]
+                for other, sender in enumerate(parts):
+                    sent = int(torch.isin(value, sender["nodes", source, "ids"]).sum())
+                    columns["sent"][other] += sent
+                    pairs |= {(rank, other), (other, rank)} if sent else set()
+    columns["neighbours"] = [sum(one == rank for one, _ in pairs) for rank in range(len(parts))]
+    return {name: tuple(column) for name, column in columns.items()}
+
+
+def wrong_parts(rank, graphs, ranks):
+    """Compare the parts of all graphs, by all methods, with those found by hand."""
+    wrong = []
+    cases = [
+        (f"{name} by {method}", data, split_by(method, data.num_nodes, ranks))
+        for name, data in graphs.items()
+        for method in METHODS
+    ]
+    cases += [(f"types, {way}", typed(), owners(typed(), way, ranks)) for way in WAYS]
+    for case, data, method in cases:
+        before = data.clone()
+        graph = partition(data, method=method)
+        owner = assign(data, ranks, method) if isinstance(method, str) else method
+        parts = [by_hand(data, owner, other, ranks) for other in range(ranks)]
+        found = contents(graph)
+        wrong += [(case, *name) for name in different(parts[rank], found)]
+        wrong += [(case, name) for name in parts[rank].keys() - found.keys()]
+        report = graph.report()
+        for name, column in report_by_hand(parts).items():
+            wrong += [(case, name)] if getattr(report, name) != column else []
+        for key, nodes in graph.node_shards.items():
+            sizes = report.owned if key is None else nodes.sizes
+            rows = nodes.gather(nodes.owned_ids, ranks - 1)
+            assert rows.tolist() == ([*range(sum(sizes))] if rank == ranks - 1 else []), case
+            assert f"{report.owned[rank]} of {sum(report.owned)} nodes" in repr(graph)
+        if not isinstance(data, HeteroData):
+            assert torch.equal(data.edge_index, before.edge_index), "the full graph has changed"
+    graph = partition(wild(), method=split_by("a rank owns nothing", 24, ranks))
     varcomm.testing.dot_test(graph.with_halo, graph.x)
-    graph = partition(wild(), method=split_by(method, 24, ranks))
     varcomm.testing.gradgradcheck(lambda x: graph.with_halo(x**2), graph.x[:, :1], fast_mode=True)
-    return found
+    return wrong
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_parts_make_up_the_full_graph(worlds, ranks, method):
-    found = worlds.run(ranks, parts_of, GRAPHS, method, ranks)
-    for name, data in GRAPHS.items():
-        parts = [of_rank[name] for of_rank in found]
-        owner = torch.full((data.num_nodes,), -1)
-        for rank, part in enumerate(parts):
-            assert (owner[part["owned"]] == -1).all(), "a node has two owners"
-            owner[part["owned"]] = rank
-        assert (owner >= 0).all(), "a node has no owner"
-        sizes = tuple(len(part["owned"]) for part in parts)
-        for rank, part in enumerate(parts):
-            owned, halo = part["owned"], part["halo"]
-            assert part["sizes"] == sizes
-            assert part["counts"] == (len(owned), len(halo))
-            assert f"{len(owned)} of {sum(sizes)} nodes" in part["shown"]
-            assert (owned.diff() > 0).all(), "owned nodes are not in the order of the full graph"
-            # edges: all into owned nodes, in the order of the full graph, in local ids
-            into = torch.nonzero(owner[data.edge_index[1]] == rank).view(-1)
-            known = torch.cat([owned, halo])
-            assert torch.equal(part["edges"], into)
-            assert torch.equal(known[part["edge_index"]], data.edge_index[:, into])
-            assert (part["edge_index"][1] < len(owned)).all()
-            # the halo: sources of edges, once each, by owner and then in the owner's order
-            sources = data.edge_index[0, into]
-            assert set(halo.tolist()) == set(sources[owner[sources] != rank].tolist())
-            keys = [(int(owner[i]), int(i)) for i in halo]
-            assert keys == sorted(set(keys))
-            assert torch.equal(part["x"], data.x[owned])
-            assert torch.equal(part["with halo"], data.x[known])
-            for dst, rows in enumerate(part["gathered"]):
-                assert torch.equal(rows, data.x if rank == dst else data.x[:0])
+def test_parts_make_up_the_full_graph(worlds, ranks):
+    assert worlds.run(ranks, wrong_parts, GRAPHS, ranks) == [[]] * ranks
 
 
 def names_of_methods(rank):
@@ -131,8 +132,7 @@ def local_attributes(rank, data, method):
     return graph.owned_ids, counts, part
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_attributes_of_nodes_edges_and_the_graph(worlds, ranks):
+def test_attributes_of_nodes_edges_and_the_graph(worlds):
     data = with_attributes_of_the_graph()
     nodes, edges = data.num_nodes, data.num_edges
     data.names, data.pair = [f"node {i}" for i in range(nodes)], tuple(range(nodes))
@@ -140,38 +140,21 @@ def test_attributes_of_nodes_edges_and_the_graph(worlds, ranks):
     data.kinds = [f"edge {i}" for i in range(edges)]
     of_node = "x pos y train_mask names pair days half kind wave strided nothing depth back"
     of_node = {*of_node.split(), "leaf_area_index"}
-    of_edge = {
-        *[
-            "edge_attr",
-            "edge_weight",
-            "edge_type",
-            "edge_mask",
-            "edge_tensor",
-            "edge_number",
-            "kinds",
-        ]
-    }
+    of_edge = "edge_attr edge_weight edge_type edge_mask edge_tensor edge_number kinds"
     of_graph = {*["scalar", "level", "part", "title", "year", "settings", "color_index"]}
-    method = split_by("a rank owns nothing", nodes, ranks)
-    for owned, counts, part in worlds.run(ranks, local_attributes, data, method):
+    method = split_by("a rank owns nothing", nodes, 3)
+    for owned, counts, part in worlds.run(3, local_attributes, data, method):
         into = torch.isin(data.edge_index[1], owned).nonzero().view(-1)
         assert counts == (len(owned), len(into), 4, 3)
-        assert set(part) == of_node | of_edge | of_graph | {"edge_index", "num_nodes"}
-        for keys, ids in ((of_node, owned), (of_edge, into)):
+        assert set(part) == {*of_node, *of_edge.split(), *of_graph, "edge_index", "num_nodes"}
+        for keys, ids in ((of_node, owned), (of_edge.split(), into)):
             for key in keys:
-                value = data[key]
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(part[key], value[ids]), key
+                if isinstance(data[key], torch.Tensor):
+                    assert same(part[key], data[key][ids]), key
                 else:
-                    rows = np.asarray(value)[ids.numpy()]
+                    rows = np.asarray(data[key])[ids.numpy()]
                     assert np.asarray(part[key]).tolist() == rows.tolist(), key
-        for key in of_graph:
-            same = (
-                torch.equal
-                if isinstance(data[key], torch.Tensor)
-                else lambda a, b: str(a) == str(b)
-            )
-            assert same(part[key], data[key]), key
+        assert all(same(part[key], data[key]) for key in of_graph)
 
 
 class OwnData(Data):
@@ -189,17 +172,40 @@ def read_as_pyg_does(rank):
     own = OwnData(edge_index=edges, num_nodes=4, settings=torch.ones(4))
     settings = partition(own, method="block").settings.shape
     own.columns = torch.rand(2, 4)
-    with pytest.raises(ArgumentError, match=r"data\.columns has its rows along dimension 1"):
+    with pytest.raises(ArgumentError, match=r"data\.columns"):
         partition(own)
     rows = [graph[key].tolist() for key in ("x", "weight", "edge_attr", "edge_weight")]
-    return type(graph.edge_index) is torch.Tensor, rows, settings
+    return isinstance(graph.edge_index, torch.Tensor), rows, settings
 
 
-def test_rows_are_those_of_pyg(worlds):
+def accepted(rank):
+    """Values that equal on all ranks but not themselves, names with index, dtypes, no changes."""
+    data = ring(scale=math.nan, table=np.full((1, 5), np.nan), refractive_index=1.3)
+    data.leaf_area_index, data.index_name, data.is_index = torch.ones(3), "WIND", X[:, 0] > 0
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int8):
+        x = torch.ones(5, 3, dtype=dtype)[::2, :1]  # odd strides
+        data[f"of_{str(dtype)[6:]}"], data[f"flipped_{str(dtype)[6:]}"] = x, x.T[:1].expand(1, 3).T
+    graph = partition(data, method=np.array([0, 1, 0], dtype=np.uint16))
+    assert math.isnan(graph.scale)
+    for name in ("x", "method", "other"):
+        with pytest.raises(FrozenInstanceError):
+            setattr(graph, name, 1)
+    with pytest.raises(FrozenInstanceError):
+        del graph.x
+    assert (hasattr(graph, "x"), hasattr(graph, "__z__"), hasattr(graph, "z")) == (
+        True,
+        False,
+        False,
+    )
+    return graph.leaf_area_index.tolist(), replace(graph, method="mine").method
+
+
+def test_rows_are_those_of_pyg_and_graphs_are_immutable(worlds):
     """With as many edges as nodes, ``edge`` in the name decides; classes of users decide too."""
     first, second = worlds.run(2, read_as_pyg_does)
     assert first == (True, [[0.0, 2.0]] * 2 + [[1.0, 3.0]] * 2, (4,))
     assert second == (True, [[1.0, 3.0]] * 2 + [[0.0, 2.0]] * 2, (4,))
+    assert worlds.run(2, accepted) == [([1.0, 1.0], "mine"), ([1.0], "mine")]
 
 
 def in_a_subgroup(rank):
@@ -232,26 +238,114 @@ def test_in_a_subgroup(worlds):
     assert parts[0][2] == parts[1][2] == pytest.approx(float(wild().x.mean()), rel=1e-14)
 
 
-def from_one(rank, data, method, src, hops):
-    here = rank == src
-    graph = partition(data if here else None, method=method if here else None, src=src, hops=hops)
-    expected = partition(data, method=method, hops=hops)
-    return differences(graph, expected), graph.method == expected.method
+def from_one(rank, graphs, data, ranks):
+    """Graphs that each rank in turn has alone."""
+    wrong = []
+    idle = split_by("a rank owns nothing", data.num_nodes, ranks)
+    ways = ["metis", "rcb", "random", None, idle, idle.to(torch.uint8)]
+    cases = [(data, method, 1 + at % 2) for at, method in enumerate(ways)]
+    cases += [(typed(), owners(typed(), way, ranks), 1) for way in WAYS]
+    small = ("no nodes", "no edges", "fewer nodes than ranks")
+    cases += [(graphs[name], "block", 1) for name in small]
+    for at, (data, method, hops) in enumerate(cases):
+        src = at % ranks
+        mine = (data, None, method) if rank == src else (None, None, None)
+        graph = partition(*mine, src=src, hops=hops)
+        wrong += differences(graph, partition(data, method=method, hops=hops))
+    return wrong
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_from_any_rank(worlds, ranks):
     data = with_attributes_of_the_graph()
-    idle = split_by("a rank owns nothing", data.num_nodes, ranks)
-    ways = ["metis", "rcb", "random", None, idle, idle.to(torch.uint8)]
-    for src, method in enumerate((ways * 2)[ranks:][:ranks]):
-        hops = 1 + src % 2
-        assert worlds.run(ranks, from_one, data, method, src, hops) == [([], True)] * ranks
-        types = typed()
-        method = owners(types, WAYS[src % 3], ranks)
-        assert worlds.run(ranks, from_one, types, method, src, 1) == [([], True)] * ranks
-    for small in (GRAPHS["no nodes"], GRAPHS["no edges"], GRAPHS["fewer nodes than ranks"]):
-        assert worlds.run(ranks, from_one, small, "block", 0, 1) == [([], True)] * ranks
+    assert worlds.run(ranks, from_one, GRAPHS, data, ranks) == [[]] * ranks
+
+
+WRITES, LIKES = ("author", "writes", "paper"), ("author", "likes", "paper")
+# questions to a graph with types, the error, and a word of the message
+UNKNOWN = [
+    (lambda graph: graph["publisher"], KeyError, "'publisher'"),
+    (lambda graph: graph["author", "paper"], KeyError, "('author', 'paper')"),
+    (lambda graph: graph.nodes, ArgumentError, "graph['author'], graph['paper']"),
+    (lambda graph: graph.edge_index, ArgumentError, "graph[('author', 'writes', 'paper')]"),
+    (lambda graph: graph.mean(torch.ones(1)), ArgumentError, "graph['author']"),
+    (lambda graph: graph.halo(torch.ones(1)), ArgumentError, "graph[('author'"),
+    (lambda graph: graph.x, AttributeError, "graph['author'].x, graph['"),
+    (lambda graph: graph.z, AttributeError, "'z'"),
+    (lambda graph: graph.z_dict, AttributeError, "'z'"),
+    (lambda graph: graph["author"].y, AttributeError, "'y'"),
+    (lambda graph: graph[WRITES].x, AttributeError, "'x'"),
+    (lambda graph: graph["venue"].x, AttributeError, "no attributes"),
+]
+
+
+def with_types(rank):
+    """Members of a graph with types; a mean, a maximum and a halo of one type."""
+    data = typed()
+    graph = partition(data, method=owners(data, "a rank owns nothing", 3))
+    x, edge_index = graph.x_dict, graph.edge_index_dict
+    assert x.keys() == {"author", "paper", "editor", "reader"}
+    assert all(x[key] is graph[key].x for key in x)
+    assert all(edge_index[key] is graph[key].edge_index for key in data.edge_types)
+    assert graph.weight_dict.keys() == edge_index.keys() == set(data.edge_types)
+    assert graph.num_nodes == sum(graph[key].num_owned for key in graph.node_types)
+    assert graph.num_edges == sum(graph[key].num_owned for key in graph.edge_types)
+    assert isinstance(graph.data, HeteroData)
+    assert (type(graph["paper"]), type(graph[WRITES])) == (NodeShard, EdgeShard)
+    assert all(key in graph for key in ("year", "paper", WRITES))
+    assert not any(key in graph for key in ("x", "z"))
+    for ask, kind, word in UNKNOWN:
+        with pytest.raises(kind) as caught:
+            ask(graph)
+        assert word in str(caught.value)
+    paper = graph["paper"]
+    x = paper.x.requires_grad_()
+    loss = paper.mean(x**2, paper.mask) + paper.max(x)
+    (gradient,) = torch.autograd.grad(loss, x)
+    varcomm.testing.dot_test(graph[WRITES].with_halo, graph["author"].x)
+    rows = graph["author"].scatter(data["author"].x if rank == 1 else None, src=1)
+    assert torch.equal(rows, graph["author"].x)
+    return graph.year, loss.item(), paper.gather(gradient)
+
+
+def test_graphs_with_types(worlds):
+    data = typed()
+    x = data["paper"].x.clone().requires_grad_()
+    expected = (x**2)[data["paper"].mask].mean() + x.max()
+    expected.backward()
+    for year, loss, gradient in worlds.run(3, with_types):
+        assert (year, loss) == (1998, pytest.approx(expected.item(), rel=1e-14))
+        torch.testing.assert_close(gradient, x.grad, rtol=1e-13, atol=0)
+
+
+def other_types(rank):
+    """Types of nodes alone; ranks that list their types in other orders."""
+    data = HeteroData()
+    data["a"].x, data["b"].num_nodes = torch.arange(5.0), 2
+    graph = partition(data, method={"a": torch.tensor([1, 0, 1, 0, 1]), "b": torch.tensor([0, 0])})
+    assert (graph.hops, graph.num_edges, graph.edge_types) == (1, 0, [])
+    assert graph.report().owned == (4, 3)
+    alone = graph["a"].x.tolist(), graph["b"].num_owned
+
+    names = ["a", "b", "c"]
+    ends = [("a", "to", "b"), ("b", "to", "a"), ("c", "to", "a"), ("a", "of", "b")]
+    data = HeteroData()
+    for name in names[:: 1 - 2 * rank]:
+        data[name].x = torch.arange(6.0) + 10 * ord(name)
+    for edge_type in ends[:: 1 - 2 * rank]:
+        k = sorted(ends).index(edge_type)
+        data[edge_type].edge_index = torch.tensor([[0, 1, 2, 3 + k % 3], [5, 4, 3, k % 3]])
+    graph = partition(data, method={name: torch.arange(6) % 2 for name in names})
+    for key in graph.edge_types:
+        ids = torch.cat([graph[key[0]].owned_ids, graph[key].halo_ids])
+        assert torch.equal(graph[key].with_halo(graph[key[0]].x), 10.0 * ord(key[0]) + ids)
+    return alone, graph.node_types
+
+
+def test_types_of_nodes_alone_and_in_another_order(worlds):
+    first, second = worlds.run(2, other_types)
+    assert first == (([1.0, 3.0], 2), ["a", "b", "c"])
+    assert second == (([0.0, 2.0, 4.0], 0), ["a", "b", "c"])
 
 
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 0]])
@@ -273,214 +367,143 @@ def papers(key="author", **store):
     return data
 
 
-WRITES, LIKES = ("author", "writes", "paper"), ("author", "likes", "paper")
 META = torch.ones(3, device="meta")
-# the data and the method of one rank, and the word that the message has
+OWNER = {"author": torch.tensor([0, 1, 2]), "paper": torch.tensor([1, 1])}
+TENSORS = (torch.ones(2), torch.tensor(1.0), ["young"], "old", META)
+# graphs that one rank passes, by a word of the message
+DATA = {
+    "data": [[EDGES], HeteroData()],
+    "edge_index": [
+        *(Data(num_nodes=3), ring(edge_index=EDGES.int()), ring(edge_index=EDGES.T.contiguous())),
+        *(ring(edge_index=EDGES[0]), ring(edge_index=EDGES + 1), ring(edge_index=EDGES - 1)),
+        papers(WRITES, edge_index=torch.tensor([[0, 1], [0, 2]])),
+        papers(LIKES, when=X),
+    ],
+    "num_nodes": [
+        *(ring(num_nodes=-4), ring(num_nodes=2.5)),
+        *(papers("place", num_nodes=None), papers("place", a=2)),
+    ],
+    **{f"data.{name}": [ring(**{name: EDGES})] for name in ("face", "edge_label_index")},
+    "data.ptr": [ring(ptr=torch.tensor([0, 3]))],
+    "data.train_idx": [ring(train_idx=torch.tensor([0, 1]))],
+    "data.my_index": [ring(my_index=np.arange(2))],
+    "data.index": [ring(index=[0, 2])],
+    "data.adj": [ring(adj=torch.ones(3, 3))],
+    "data.my_adj": [ring(my_adj=torch.eye(3).to_sparse())],
+    "data.mean": [ring(mean=torch.zeros(3))],
+    "data.method": [ring(method="euler")],
+    "data.leaf_area_index": [
+        ring(leaf_area_index=value) for value in (torch.ones(3, 12), np.zeros((3, 4)))
+    ],
+    "data.y": [
+        ring(y=value) for value in (torch.eye(3).to_sparse(), META, torch.ones(5), np.ones(2))
+    ],
+    "data['author'].age": [papers(age=age) for age in TENSORS],
+    "data['author'].group": [papers(group=torch.ones(3))],
+    "when": [papers(WRITES, when=torch.ones(3))],
+    "'editor'": [papers(("author", "knows", "editor"), edge_index=EDGES)],
+}
+OWNERS = [
+    *("scotch", np.zeros(3), np.array([None] * 3), torch.tensor([0, 1])),
+    *(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([True, False, True])),
+    *(torch.tensor([0, 1, 3]), torch.tensor([0, -1, 0]), {"a": torch.zeros(3).long()}),
+]
+OF_TYPES = [
+    *(torch.zeros(3).long(), {"author": OWNER["author"]}, OWNER | {"editor": OWNER["paper"]}),
+    *(OWNER | {"paper": OWNER["paper"][:1]}, OWNER | {"author": OWNER["author"] + 1}),
+]
+# the data and the method of one rank, a word of the message, and other arguments
 WRONG = [
-    ([EDGES], None, "data"),
-    (HeteroData(), None, "data"),
-    *(
-        (data, None, "edge_index")
-        for data in (
-            Data(num_nodes=3),
-            ring(edge_index=EDGES.int()),
-            ring(edge_index=EDGES.T.contiguous()),
-            ring(edge_index=EDGES[0]),
-            ring(edge_index=EDGES + 1),
-            ring(edge_index=EDGES - 1),
-            papers(WRITES, edge_index=torch.tensor([[0, 1], [0, 2]])),
-            papers(LIKES, when=X),
-        )
-    ),
-    *((ring(num_nodes=nodes), None, "num_nodes") for nodes in (-4, 2.5)),
-    *((papers("place", **store), None, "num_nodes") for store in ({"num_nodes": None}, {"a": 2})),
-    *(
-        (ring(**{name: value}), None, f"data.{name}")
-        for name, value in (
-            ("face", EDGES),
-            ("ptr", torch.tensor([0, 3])),
-            ("edge_label_index", EDGES),
-            ("train_idx", torch.tensor([0, 1])),
-            ("my_index", np.arange(2)),
-            ("index", [0, 2]),
-            ("adj", torch.ones(3, 3)),
-            ("my_adj", torch.eye(3).to_sparse()),
-            ("mean", torch.zeros(3)),
-            ("method", "euler"),
-            ("leaf_area_index", torch.rand(3, 12)),
-            ("leaf_area_index", np.zeros((3, 4))),
-            ("y", torch.eye(3).to_sparse()),
-            ("y", META),
-            ("y", torch.ones(5)),
-            ("y", np.ones(2)),
-        )
-    ),
-    *(
-        (papers(age=age), None, r"data['author'].age")
-        for age in (torch.ones(2), torch.tensor(1.0), ["young"], "old", META)
-    ),
-    (papers(group=torch.ones(3)), None, "data['author'].group"),
-    (papers(WRITES, when=torch.ones(3)), None, "when"),
-    (papers(("author", "knows", "editor"), edge_index=EDGES), None, "'editor'"),
-    *(
-        (ring(), method, "method")
-        for method in (
-            "scotch",
-            np.zeros(3),
-            np.array([None] * 3),
-            torch.tensor([0, 1]),
-            torch.tensor([0.0, 1.0, 0.0]),
-            torch.tensor([True, False, True]),
-            torch.tensor([0, 1, 3]),
-            torch.tensor([0, -1, 0]),
-            {"a": torch.zeros(3).long()},
-        )
-    ),
-    (papers(), torch.zeros(3, dtype=torch.int64), "method"),
+    *((data, None, word) for word, graphs in DATA.items() for data in graphs),
+    *((ring(), method, "method") for method in OWNERS),
+    *((papers(), method, "method") for method in OF_TYPES),
+    (papers(), OWNER, "hops", {"hops": 2}),
+    *((ring(), "block", "hops", {"hops": hops}) for hops in (0, 1.5, True, "2")),
+    *((ring(), "block", "src", {"src": src}) for src in (3, -1, 0.5, True)),
+]
+KNOWN = {"x": X, "scale": 1.0, "table": np.ones((1, 5))}
+# data and method of rank 1, and the names in the message
+DIFFERENT = [
+    *((ring(**(KNOWN | {"edge_index": e})), "block", "data.edge_index") for e in (EDGES.flip(0),)),
+    (ring(**(KNOWN | {"num_nodes": 4, "x": None})), "block", "data.num_nodes"),
+    *((ring(**(KNOWN | {"x": x})), "block", "data.x") for x in (X + 1, X.double(), X.T, None)),
+    (ring(**KNOWN, name="other", pos=X), "block", "data.name, data.pos"),
+    (ring(**(KNOWN | {"scale": 2.0})), "block", "data.scale"),
+    (ring(**(KNOWN | {"table": np.zeros((1, 5))})), "block", "data.table"),
+    *((ring(**KNOWN), method, "method") for method in ("random", None, torch.zeros(3).long())),
+]
+# by one rank that alone has the graph: its rank, data and method, and a word of the message
+BY_SRC = [
+    (2, (ring(), None), "data"),
+    (1, (None, "block"), "method"),
+    (0, (None, None), "data must"),
+    (0, (ring(face=EDGES), "block"), "data.face"),
+    (0, (ring(), "magic"), "'magic'"),
+    (0, (ring(), "rcb"), "data.pos"),
+    (0, (ring(names=["a", "b", "c"]), "block"), "data.names"),
+    (0, (ring(days=np.zeros(3, dtype="datetime64[D]")), "block"), "data.days"),
+    (0, (ring(rule=lambda x: x), "block"), "data.rule"),
 ]
 
 
-def refusals(rank, culprit, given, kind, right):
-    """Return the errors of all cases, where `culprit` passes them and the other ranks `right`."""
+def refusals(rank):
     told = []
-    for data, method, *options in given:
-        data, method = (data, method) if rank == culprit else right
+
+    def refused(kind, word, data, method=None, **options):
         with pytest.raises(kind) as caught:
-            partition(data, method=method, **(options[0] if options else {}))
-        told.append(str(caught.value))
-    return told, partition(ring(), method="block").x.tolist()
+            partition(data, method=method, **options)
+        told.append((word, str(caught.value)))
 
-
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_refused_on_all_ranks(worlds, culprit):
-    given = [(data, method) for data, method, _ in WRONG]
-    told = worlds.run(3, refusals, culprit, given, ArgumentError, (ring(), "block"))
-    assert [x for _, x in told] == [[0.0], [1.0], [2.0]]
-    assert told[0][0] == told[1][0] == told[2][0]
-    for (_, _, word), message in zip(WRONG, told[0][0], strict=True):
-        assert message.startswith(f"graph.partition: refused on rank {culprit} of 3: ")
-        assert word in message
-
-
-def refused_before_or_in_assign(rank):
+    for culprit in (0, 2):
+        for data, method, word, *options in WRONG:
+            mine = (data, method) if rank == culprit else (ring(), "block")
+            more = options[0] if options and rank == culprit else {}
+            refused(
+                ArgumentError, (word, f"graph.partition: refused on rank {culprit}"), *mine, **more
+            )
+    for data, method, word in DIFFERENT:
+        mine = (data, method) if rank == 1 else (ring(**KNOWN), "block")
+        refused(DisagreementError, (word, "graph.partition: ranks [1]"), *mine)
+    mine = (papers(), OWNER | {"paper": OWNER["paper"] + (rank == 1)})
+    refused(DisagreementError, ("method['paper']", "ranks [1]"), *mine)
+    for culprit, given, word in BY_SRC:
+        right = (ring(), "block") if rank == 0 else (None, None)
+        mine = given if rank == culprit else right
+        refused(ArgumentError, (word, f"refused on rank {culprit} of 3"), *mine, src=0)
+    refused(ArgumentError, ("hops",), typed() if rank == 0 else None, src=0, hops=2)
+    for options, word in (
+        ({"src": 1}, "src"),
+        ({"src": None}, "src"),
+        ({"src": 0, "hops": 2}, "hops"),
+    ):
+        mine = {"src": 0} if rank != 2 else options
+        refused(DisagreementError, (word, "rank 2"), ring() if rank == 0 else None, **mine)
     for group in ("metis", torch.zeros(3)):
         with pytest.raises(ArgumentError, match="group"):
             partition(ring(), group)
     for data in (ring(), ring(pos=torch.zeros(2, 2))):
-        with pytest.raises(ArgumentError, match=r"data\.pos"):
-            partition(data, method="rcb")
+        refused(ArgumentError, ("data.pos",), data, "rcb")
+    named = ring(edge_index=EDGES[:, :2], names=["a", "b"])
+    refused(ArgumentError, ("edges", "names"), named, "block", hops=2)
     kept = {name: module for name, module in sys.modules.items() if name.startswith("pymetis")}
     if rank == 0:  # the first rank assigns
         sys.modules.update(dict.fromkeys(kept, None), pymetis=None)
     try:
-        with pytest.raises(MissingPackageError, match="refused on rank 0 of 2"):
-            partition(wild(), method="metis")
+        refused(MissingPackageError, ("refused on rank 0 of 3",), wild(), "metis")
     finally:
         if rank == 0:
             del sys.modules["pymetis"]
             sys.modules.update(kept)
-
-
-def test_refused_by_methods(worlds):
-    worlds.run(2, refused_before_or_in_assign)
-    one = worlds.run(1, refusals, 0, [(ring(), torch.tensor([0, 1, 0]))], ArgumentError, None)
-    assert "method" in one[0][0][0]
-
-
-KNOWN = {"x": X, "scale": 1.0, "table": np.ones((1, 5))}
-# what rank 1 changes, and the names in the message
-DIFFERENT = [
-    *(({"edge_index": edges}, "data.edge_index") for edges in (EDGES.flip(0), EDGES[:, :2])),
-    ({"num_nodes": 4, "x": None}, "data.num_nodes"),
-    *(({"x": x}, "data.x") for x in (X + 1, X.double(), X.T, None)),
-    ({"name": "other", "pos": X}, "data.name, data.pos"),
-    ({"scale": 2.0, "table": np.zeros((1, 5))}, "data.scale, data.table"),
-]
-
-
-def test_ranks_that_differ(worlds):
-    given = [(ring(**(KNOWN | change)), "block") for change, _ in DIFFERENT]
-    words = [word for _, word in DIFFERENT]
-    for method in ("random", None, torch.tensor([0, 0, 0])):
-        given.append((ring(**KNOWN), method))
-        words.append("method")
-    told = worlds.run(3, refusals, 1, given, DisagreementError, (ring(**KNOWN), "block"))
-    assert told[0][0] == told[1][0] == told[2][0]
-    for word, message in zip(words, told[0][0], strict=True):
-        assert message.startswith("graph.partition: ranks [1] have other arguments than rank 0")
-        assert word in message
-
-
-BY_SRC = {
-    "data": (2, (ring(), None, 0)),
-    "method": (1, (None, "block", 0)),
-    "data must": (0, (None, None, 0)),
-    "data.face": (0, (ring(face=EDGES), "block", 0)),
-    "'magic'": (0, (ring(), "magic", 0)),
-    "data.pos": (0, (ring(), "rcb", 0)),
-    "data.names": (0, (ring(names=["a", "b", "c"]), "block", 0)),
-    "data.days": (0, (ring(days=np.zeros(3, dtype="datetime64[D]")), "block", 0)),
-}
-
-
-def refusals_with_src(rank):
-    told = {}
-    for word, (culprit, given) in BY_SRC.items():
-        right = (ring(), "block") if rank == 0 else (None, None)
-        data, method = given[:2] if rank == culprit else right
-        with pytest.raises(ArgumentError) as caught:
-            partition(data, method=method, src=0)
-        told[word] = str(caught.value)
-    for src in (3, -1, 0.5, True):
-        with pytest.raises(ArgumentError, match="src"):
-            partition(ring(), src=src if rank == 1 else 0)
-    for hops in (0, 1.5, True):
-        with pytest.raises(ArgumentError, match="hops"):
-            partition(ring(), hops=hops if rank == 1 else 1)
-    with pytest.raises(ArgumentError, match="hops=2"):
-        partition(typed() if rank == 0 else None, src=0, hops=2)
-    rule = ring(rule=lambda x: x) if rank == 0 else None
-    with pytest.raises(ArgumentError, match=r"refused on rank 0 of 3: data\.rule"):
-        partition(rule, method="block" if rank == 0 else None, src=0)
-    for options in ({"src": 1}, {"src": None}, {"src": 0, "hops": 2}):
-        mine = {"src": 0} if rank != 2 else options
-        with pytest.raises(DisagreementError, match="rank 2 has src="):
-            partition(ring() if rank == 0 else None, method="block", **mine)
-    src, hops = (np.int64(1), np.int32(2)) if rank == 0 else (1, 2)  # integers of any library
+    # the ranks still work, and take integers of any library
+    src, hops = (np.int64(1), np.int32(2)) if rank == 0 else (1, 2)
     here = rank == 1
     graph = partition(ring() if here else None, None, "block" if here else None, src, hops)
     return told, graph.x.tolist(), graph.hops
 
 
-def test_refused_with_src(worlds):
-    told, x, hops = zip(*worlds.run(3, refusals_with_src), strict=True)
+def test_refused_on_all_ranks(worlds):
+    told, x, hops = zip(*worlds.run(3, refusals), strict=True)
     assert told[0] == told[1] == told[2]
-    for word, message in told[0].items():
-        assert message.startswith(f"graph.partition: refused on rank {BY_SRC[word][0]} of 3"), word
-        assert word in message
-    assert list(x) == [[0.0], [1.0], [2.0]]
-    assert hops == (2, 2, 2)
-
-
-def accepted(rank):
-    """Values that equal on all ranks but not themselves, names with index, dtypes, no changes."""
-    data = ring(scale=math.nan, table=np.full((1, 5), np.nan), refractive_index=1.3)
-    data.leaf_area_index, data.index_name, data.is_index = torch.ones(3), "WIND", X[:, 0] > 0
-    for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int8):
-        x = torch.ones(5, 3, dtype=dtype)[::2, :1]  # odd strides
-        data[f"of_{str(dtype)[6:]}"], data[f"flipped_{str(dtype)[6:]}"] = x, x.T[:1].expand(1, 3).T
-    graph = partition(data, method=np.array([0, 1, 0], dtype=np.uint16))
-    assert math.isnan(graph.scale)
-    for name in ("x", "method", "other"):
-        with pytest.raises(FrozenInstanceError):
-            setattr(graph, name, 1)
-    with pytest.raises(FrozenInstanceError):
-        del graph.x
-    with pytest.raises(AttributeError, match=r"no attribute 'z'; its data have .*edge_index"):
-        graph.z  # noqa: B018
-    assert (hasattr(graph, "x"), hasattr(graph, "__z__")) == (True, False)
-    return graph.leaf_area_index.tolist(), replace(graph, method="mine").method
-
-
-def test_accepted_and_immutable(worlds):
-    assert worlds.run(2, accepted) == [([1.0, 1.0], "mine"), ([1.0], "mine")]
+    for words, message in told[0]:
+        assert all(word in message for word in words), message
+    assert (x, hops) == (([0.0], [1.0], [2.0]), (2, 2, 2))

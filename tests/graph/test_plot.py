@@ -15,7 +15,7 @@ from varcomm.graph import assign, partition
 COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff", "#aaaa00"]
 RGB = np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in COLOURS])
 DARKER = 0.5
-KEY = 17 * 17  # pixels of a colour in the key
+KEY = np.s_[:-60]  # the picture without the key
 
 
 def drawn(rank, path, data, method, options=None):
@@ -49,21 +49,20 @@ def test_each_rank_has_its_colour_and_copies_are_darker(worlds, tmp_path, ranks)
         for rank in range(ranks):
             for light, chosen in ((1, ~copied), (DARKER, copied)):
                 nodes = int((chosen & (owner == rank)).sum())
-                assert (matches(picture, RGB[rank] * light).sum() > 1.5 * KEY) == (nodes > 0)
+                assert matches(picture[KEY], RGB[rank] * light).any() == (nodes > 0)
 
 
-@pytest.mark.parametrize("suffix", ["pdf", "svg", "PNG"])
-def test_formats(worlds, tmp_path, suffix):
-    path = tmp_path / f"parts.{suffix}"
-    worlds.run(1, drawn, str(path), grid(4, 5), "rcb")
-    starts = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
-    assert path.read_bytes().startswith(starts[suffix.lower()])
+def test_formats(worlds, tmp_path):
+    for suffix, start in (("PNG", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")):
+        path = tmp_path / f"parts.{suffix}"
+        worlds.run(1, drawn, str(path), grid(4, 5), "rcb")
+        assert path.read_bytes().startswith(start)
 
 
 def test_in_space_copies_are_drawn_again_by_themselves(worlds, tmp_path):
     path = tmp_path / "parts.png"
     worlds.run(3, drawn, str(path), in_space(grid(20, 20)), "block")
-    picture = imread(path)[:-75]  # without the key
+    picture = imread(path)[KEY]
     half = picture.shape[1] // 2
     for rank in range(3):
         light, dark = (matches(picture, RGB[rank] * level) for level in (1, DARKER))
@@ -104,7 +103,7 @@ def test_a_map_is_cut_at_a_wide_gap(worlds, tmp_path):
     lon = torch.cat([torch.arange(150.0, 180, 3), torch.arange(-180.0, -150, 3)])
     data = Data(pos=torch.stack([lon, lon * 0 + 10], 1), edge_index=torch.zeros(2, 0).long())
     worlds.run(1, drawn, str(tmp_path / "map.png"), data, "block", {"projection": "lonlat"})
-    columns = matches(imread(tmp_path / "map.png")[:-75], RGB[0]).any(axis=0).nonzero()[0]
+    columns = matches(imread(tmp_path / "map.png")[KEY], RGB[0]).any(axis=0).nonzero()[0]
     assert np.diff(columns).max() < 100
 
 
@@ -114,9 +113,8 @@ def test_many_nodes_are_drawn_in_part(worlds, tmp_path):
         worlds.run(3, drawn, str(path), grid(40, 40), "rcb", {"most": most})
     full, part, again = (imread(path) for path in paths)
     assert np.array_equal(part, again)
-    note = np.s_[-60:, 450:]  # below the nodes, to the right
-    assert (full[note] == 1).all()
-    assert not (part[note] == 1).all()
+    seen = [matches(picture[KEY], RGB[0]).sum() for picture in (full, part)]
+    assert 0 < seen[1] < 0.7 * seen[0]
 
 
 def drawn_by_type(rank, folder):
@@ -136,20 +134,19 @@ def drawn_by_type(rank, folder):
 
 def test_nodes_of_one_type(worlds, tmp_path):
     worlds.run(3, drawn_by_type, str(tmp_path))
-    # no rank has copies of papers: dark pixels are in the key
-    dark = [
-        matches(imread(tmp_path / f"{n}.png"), RGB[0] * DARKER).sum() for n in ("paper", "author")
-    ]
-    assert dark[0] == KEY < dark[1]
+    # no rank has copies of papers
+    dark = [imread(tmp_path / f"{name}.png")[KEY] for name in ("paper", "author")]
+    assert [matches(one, RGB[0] * DARKER).any() for one in dark] == [False, True]
     assert not (tmp_path / "none.png").exists()
 
 
-@pytest.mark.parametrize("shape", [(0, 2), (0, 3), (5, 2), (5, 3)])
-def test_hardly_anything_to_draw(worlds, tmp_path, shape):
-    data = Data(pos=torch.ones(shape), edge_index=torch.zeros(2, 0, dtype=torch.int64))
-    worlds.run(3, drawn, str(tmp_path / "parts.png"), data, "block")
-    seen = [matches(imread(tmp_path / "parts.png"), colour).sum() > KEY for colour in RGB[:3]]
-    assert sum(seen) == min(shape[0], 1)  # nodes at the same place hide each other
+def test_hardly_anything_to_draw(worlds, tmp_path):
+    for shape in ((0, 2), (0, 3), (5, 2), (5, 3)):
+        data = Data(pos=torch.ones(shape), edge_index=torch.zeros(2, 0, dtype=torch.int64))
+        worlds.run(3, drawn, str(tmp_path / "parts.png"), data, "block")
+        picture = imread(tmp_path / "parts.png")[KEY]
+        seen = [matches(picture, colour).any() for colour in RGB[:3]]
+        assert sum(seen) == min(shape[0], 1)  # nodes at the same place hide each other
 
 
 def refusals(rank, folder):
@@ -184,15 +181,10 @@ def refusals(rank, folder):
         with pytest.raises(varcomm.VarcommError) as caught:
             graph.plot(*args, **options)
         told.append((word, type(caught.value).__name__, str(caught.value)))
-    known = sys.modules["matplotlib.backends.backend_agg"] if rank == 0 else None
-    sys.modules["matplotlib.backends.backend_agg"] = None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
         with pytest.raises(varcomm.MissingPackageError, match="matplotlib"):
             flat.plot(path)
-    finally:
-        del sys.modules["matplotlib.backends.backend_agg"]
-        if known is not None:
-            sys.modules["matplotlib.backends.backend_agg"] = known
     flat.plot(f"{folder}/last.png")
     return told
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from torch import nn
 from torch_geometric.data import Data
 
 import varcomm
@@ -13,9 +12,10 @@ from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm import graph as pooling
-from varcomm.graph import distribute, partition, replicated
+from varcomm.graph import partition, replicated
 
 FEATURES = ((), (2, 3))
+EMPTY = torch.zeros(2, 0, dtype=torch.int64)
 
 
 def givens(features):
@@ -226,33 +226,23 @@ def test_no_more_is_sent_than_is_said(worlds):
     assert worlds.run(3, received) == [expected] * 3
 
 
-class Pools(nn.Module):
-    """PyG's own, with their arguments and dimensions."""
-
-    def forward(self, x, batch, size=None):
-        return [
-            gnn.global_add_pool(x, batch, size=size),
-            gnn.global_mean_pool(x, batch=batch, size=size),
-            gnn.global_max_pool(x, batch, size),
-        ]
-
-
 def as_in_pyg(rank):
+    """PyG's own, with their arguments and dimensions, on a batch vector of the graph."""
     failures, given = Failures(), whole(4)
     cube = torch.stack([given.x, given.x.cos()])  # a batch of two values on the same nodes
-    alone, graph = Pools(), partitions()[1]
-    ids, model = graph.owned_ids, distribute(Pools(), graph)
-    for x in (given.x[:, 0], given.x, cube):
-        own = x[:, ids] if x.dim() == 3 else x[ids]
-        with failures.named(x.dim()):
-            torch.testing.assert_close(model(own, None), alone(x, None), **FIRST)
+    graph = partition(Data(x=given.x, batch=given.batch, edge_index=EMPTY), method="random")
+    ids = graph.owned_ids
+    for pool in (gnn.global_add_pool, gnn.global_mean_pool, gnn.global_max_pool):
+        for x in (given.x[:, 0], given.x, cube):
+            own = x[:, ids] if x.dim() == 3 else x[ids]
             for size in (None, GRAPHS):
-                got = model(own, given.batch[ids], size)
-                torch.testing.assert_close(got, alone(x, given.batch, size), **FIRST)
+                with failures.named(pool.__name__, x.dim(), size):
+                    got = pool(own, graph.batch, size=size)
+                    torch.testing.assert_close(got, pool(x, given.batch, size=size), **FIRST)
     return failures
 
 
-def test_functions_of_pyg_are_replaced_as_they_are(worlds):
+def test_functions_of_pyg(worlds):
     assert_none(worlds.run(3, as_in_pyg))
 
 

@@ -1,291 +1,217 @@
-"""Functions of PyG that need all nodes are exact however the code of a model reaches them."""
+"""PyG's and torch's functions are exact on a partitioned graph's vectors, however reached."""
 
-import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch_geometric
-import torch_geometric.nn as gnn
+import torch_geometric.nn as pyg
 from torch import nn
-from torch.nn.utils import parametrize
+from torch_geometric import utils
 from torch_geometric.nn import global_add_pool
+from torch_geometric.nn.resolver import aggregation_resolver
 
-from tests.graph.graphs import wild
+import varcomm
+from tests.graph.graphs import split_by, wild
 from tests.ops.comparing import Failures, assert_none
+from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.graph import distribute, partition
+from varcomm.graph import distribute, partition, replicated
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+GRAPHS = 4
+CONFIG = SimpleNamespace(pool=global_add_pool, kinds=[pyg.global_mean_pool])
 
 
-def pooled(x):
-    return global_add_pool(x, None)
+def data_of():
+    data = wild()
+    data.batch = (torch.arange(data.num_nodes) * 5) % GRAPHS
+    return data
 
 
-def ping(x, count):
-    return global_add_pool(x, None) if count == 0 else pong(x, count - 1)
+class Helper:
+    def __init__(self):
+        self.pool = functools.partial(pyg.global_max_pool)
+
+    def __call__(self, x, batch):
+        return self.pool(x, batch)
 
 
-def pong(x, count):
-    return ping(x, count)
+class Encoder(nn.Module):
+    """Only this part of a model is distributed."""
 
-
-def enclosing():
-    held = global_add_pool
-
-    def function(self, x):
-        return held(x, None)
-
-    return function
-
-
-class ByName(nn.Module):
-    def forward(self, x):
-        return global_add_pool(x, None)
-
-
-class ByFunction(nn.Module):
-    def forward(self, x):
-        return pooled(x)
-
-
-class InTurns(nn.Module):
-    def forward(self, x):
-        return ping(x, 3)
-
-
-class Inside(nn.Module):
-    """Reached by functions that a method defines."""
-
-    def forward(self, x):
-        return [(lambda: global_add_pool(x, None))() for _ in range(2)][1]
-
-
-class ByDefault(nn.Module):
-    def forward(self, x, function=global_add_pool, *, others=(global_add_pool,)):
-        assert function is others[0]
-        return function(x, None)
-
-
-class Enclosed(nn.Module):
-    forward = enclosing()
-
-
-class Wrapped(nn.Module):
-    """By a decorator that hides the method."""
-
-    @torch.no_grad()
-    def forward(self, x):
-        return global_add_pool(x, None)
-
-
-class ByAttribute(nn.Module):
     def __init__(self):
         super().__init__()
-        self.function = global_add_pool
+        self.conv = pyg.SAGEConv(4, 4)
 
-    def forward(self, x):
-        return self.function(x, None)
-
-
-class ByList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.functions = [len, {"it": (global_add_pool,)}]
-
-    def forward(self, x):
-        return self.functions[1]["it"][0](x, None)
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index).tanh()
 
 
-class ByPartial(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.function = functools.partial(pooled)
-
-    def forward(self, x):
-        return self.function(x)
+def attention(x, batch):
+    return utils.softmax(x, batch) * x
 
 
-class ByBoundMethod(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.function = self.method
-
-    def method(self, x):
-        return global_add_pool(x, None)
-
-    def forward(self, x):
-        return self.function(x)
+def in_place(x, batch):
+    out = x.new_zeros(GRAPHS, x.shape[1])
+    out.index_add_(0, batch, x)
+    return out
 
 
-class OtherMembers(nn.Module):
-    @staticmethod
-    def static(x):
-        return global_add_pool(x, None)
-
-    @classmethod
-    def of_class(cls, x):
-        return global_add_pool(x, None)
-
-    @property
-    def held(self):
-        return pooled
-
-    def forward(self, x):
-        return (self.static(x) + self.of_class(x) + global_add_pool(x, None)) / 3
+def by_name(name):
+    return aggregation_resolver(name)
 
 
-class Child(ByName):
-    def forward(self, x):
-        return super().forward(x)
+# each is a function of rows of nodes and the batch vector
+READ = {
+    "by name": global_add_pool,
+    "a configuration": lambda x, batch: CONFIG.pool(x, batch),
+    "a list": lambda x, batch: CONFIG.kinds[0](x, batch),
+    "getattr": lambda x, batch: getattr(pyg, "global_" + "mean_pool")(x, batch),
+    "a module": lambda x, batch: torch_geometric.nn.pool.global_add_pool(x, batch),
+    "a helper": Helper(),
+    "an import inside": lambda x, batch: __import__("torch_geometric").nn.global_max_pool(x, batch),
+    "an aggregation": lambda x, batch: by_name("mean")(x, batch),
+    "a median": lambda x, batch: by_name("std")(x, batch),
+    "several": lambda x, batch: by_name(["sum", "min", "var"])(x, batch),
+    "multiplied": lambda x, batch: by_name("mul")(x, batch),
+    "Set2Set": lambda x, batch: made(pyg.Set2Set, 4, 2)(x, batch),
+    "scatter": lambda x, batch: utils.scatter(x, batch, reduce="mean"),
+    "scatter max": lambda x, batch: utils.scatter(x, batch, reduce="max"),
+    "scatter of graphs": lambda x, batch: utils.scatter(x, batch, dim_size=GRAPHS),
+    "softmax": lambda x, batch: global_add_pool(attention(x, batch), batch),
+    "index_add_": in_place,
+    "scatter_add": lambda x, batch: x.new_zeros(GRAPHS, 4).scatter_add(
+        0, batch.view(-1, 1).expand_as(x), x
+    ),
+    "some nodes": lambda x, batch: global_add_pool(x[x[:, 0] > 0], batch[x[:, 0] > 0], GRAPHS),
+    "a copy": lambda x, batch: global_add_pool(x, batch.clone().contiguous()),
+    "values of graphs": lambda x, batch: global_add_pool(
+        x * x.new_tensor([1.0, 2.0, 3.0, 4.0])[batch].view(-1, 1), batch
+    ),
+    "counts": lambda x, batch: global_add_pool(x, batch) / batch.bincount().view(-1, 1),
+}
 
 
-class Between:
-    def forward(self, x):
-        return super().forward(x)
+def made(kind, *args):
+    torch.manual_seed(1)
+    return kind(*args).double()
 
 
-class Grandchild(Between, Child):
-    def forward(self, x):
-        inner = super(Grandchild, self).forward(x)  # noqa: UP008
-        return (inner + global_add_pool(x, None)) / 2
-
-
-class ByModule(nn.Module):
-    def forward(self, x):
-        return gnn.global_add_pool(x, None)
-
-
-class ByModules(nn.Module):
-    def forward(self, x):
-        return torch_geometric.nn.pool.global_add_pool(x, None)
-
-
-class Linear(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-
-    def forward(self, x):
-        return global_add_pool(x, None)
-
-
-def parametrized():
-    return parametrize.register_parametrization(Linear(), "weight", nn.Tanh())
-
-
-REACHED = (
-    ByName,
-    ByFunction,
-    InTurns,
-    Inside,
-    ByDefault,
-    Enclosed,
-    Wrapped,
-    ByAttribute,
-    ByList,
-    ByPartial,
-    ByBoundMethod,
-    OtherMembers,
-    Child,
-    Grandchild,
-    ByModule,
-    ByModules,
-    Linear,
-    parametrized,
-)
-
-
-def check_reached(rank):
-    failures, data = Failures(), wild()
-    graph, other = partition(data, method="random"), partition(data, method="block")
-    total = data.x.sum(0, keepdim=True)
-    for kind in REACHED:
-        torch.manual_seed(0)
-        module, untouched = kind(), kind()
-        keys = vars(untouched).keys()
-        distribute(module, graph)
-        twin = copy.deepcopy(module)
-        with failures.named(kind.__name__):
-            assert type(module).__name__ == type(untouched).__name__
-            torch.testing.assert_close(module(graph.x), total)
-            torch.testing.assert_close(twin(graph.x), total)
-            torch.testing.assert_close(distribute(twin, other)(other.x), total)
-            # another module of the class, and PyG's own function, stay as they are
-            torch.testing.assert_close(untouched(data.x), total)
-            assert vars(untouched).keys() == keys
-    assert gnn.global_add_pool is global_add_pool is torch_geometric.nn.pool.global_add_pool
+def check_reads(rank, ranks):
+    failures, data = Failures(), data_of()
+    graph = partition(data, method=split_by("a rank owns nothing", data.num_nodes, ranks))
+    alone = made(Encoder)
+    together = distribute(made(Encoder), graph)
+    for name, read in READ.items():
+        alone.zero_grad()
+        together.zero_grad()
+        expected = read(alone(data.x, data.edge_index), data.batch)
+        expected.square().sum().backward()
+        with failures.named(name):
+            out = read(together(graph.x, graph.edge_index), graph.batch)
+            torch.testing.assert_close(out, expected, **CLOSE)
+            replicated(out.square().sum(), graph).backward()
+            varcomm.data_parallel.sum_gradients(together)
+            for got, want in zip(together.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, want.grad, **CLOSE)
     return failures
 
 
-def test_functions_are_reached(worlds):
-    assert_none(worlds.run(3, check_reached))
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_readouts_are_over_all_ranks(worlds, ranks):
+    assert_none(worlds.run(ranks, check_reads, ranks))
 
 
-class Importing(nn.Module):
-    def forward(self, x):
-        from torch_geometric.nn import global_add_pool
-
-        return global_add_pool(x, None)
+def by_hand(x, edge_index):
+    row, col = edge_index
+    return torch.zeros_like(x).index_add(0, col, (x[row] - x[col]).sin())
 
 
-class ImportingAll(nn.Module):
-    def forward(self, x):
-        import torch_geometric
+def with_halo(graph):
+    def message(x, edge_index):
+        row, col = edge_index
+        rows = graph.with_halo(x) if graph is not None else x
+        return torch.zeros_like(x).index_add(0, col, (rows[row] - x[col]).sin())
 
-        return torch_geometric.nn.global_add_pool(x, None)
-
-
-class ByClass(ByName):
-    def forward(self, x):
-        return ByName.forward(self, x)
+    return message
 
 
-class ByClassInside(ByName):
-    def forward(self, x):
-        def inner():
-            return ByName.forward(self, x)
+# each is a function of rows of nodes and edges
+AT_NODES = {
+    "by hand": by_hand,
+    "both ends at once": lambda x, e: utils.scatter(
+        x[e].prod(0), e[1], dim_size=len(x), reduce="mean"
+    ),
+    "out-degrees": lambda x, e: x * utils.degree(e[0], len(x)).view(-1, 1),
+    "the largest neighbour it leads to": lambda x, e: utils.scatter(
+        x[e[1]], e[0], dim_size=len(x), reduce="max"
+    ),
+    "reversed": lambda x, e: by_hand(x, e.flip(0)),
+    "stacked the other way": lambda x, e: by_hand(x, torch.stack([e[1], e[0]])),
+    "loops": lambda x, e: by_hand(x, utils.add_self_loops(e, num_nodes=len(x))[0]),
+    "without loops": lambda x, e: by_hand(x, utils.remove_self_loops(e)[0]),
+    "normalised": lambda x, e: utils.scatter(
+        x[e[0]] * gcn_weight(x, e).view(-1, 1), e[1], dim_size=len(x)
+    ),
+    "sorted": lambda x, e: by_hand(x, e[:, e[1].argsort()]),
+}
 
-        return inner()
+
+def gcn_weight(x, edge_index):
+    degree = utils.degree(edge_index[1], len(x), dtype=x.dtype).clamp(min=1).rsqrt()
+    return degree[edge_index[0]] * degree[edge_index[1]]
+
+
+def check_nodes(rank, ranks):
+    failures, data = Failures(), data_of()
+    graph = partition(data, method=split_by("a rank owns nothing", data.num_nodes, ranks))
+    ids = graph.owned_ids
+    for name, function in {**AT_NODES, "with_halo": None}.items():
+        whole, own = (g.x.clone().requires_grad_() for g in (data, graph))
+        expected = (function or with_halo(None))(whole, data.edge_index)
+        (want,) = torch.autograd.grad(expected.square().sum(), whole)
+        with failures.named(name):
+            out = (function or with_halo(graph))(own, graph.edge_index)
+            torch.testing.assert_close(out, expected[ids], **CLOSE)
+            (got,) = torch.autograd.grad(out.square().sum(), own)
+            torch.testing.assert_close(got, want[ids], **CLOSE)
+    return failures
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_code_by_hand_reads_other_ranks_nodes(worlds, ranks):
+    assert_none(worlds.run(ranks, check_nodes, ranks))
+
+
+# each has no meaning on a part of a graph
+REFUSED = {
+    "to_dense_batch": lambda g: utils.to_dense_batch(g.x, g.batch),
+    "top k": lambda g: pyg.TopKPooling(4)(g.x.float(), g.edge_index, batch=g.batch),
+    "one-hot": lambda g: nn.functional.one_hot(g.batch).double(),
+    "an embedding of ids": lambda g: nn.functional.embedding(g.edge_index[0], g.x),
+    "half of the edges": lambda g: g.edge_index[:, g.edge_index[0] < g.edge_index[1]],
+    "computed ids": lambda g: g.x[g.edge_index[0] * 1],
+    "floats": lambda g: g.edge_index.float(),
+    "coalesce": lambda g: utils.coalesce(g.edge_index),
+    "to_undirected": lambda g: utils.to_undirected(g.edge_index),
+    "other edges": lambda g: torch.cat([g.edge_index, torch.tensor([[0], [1]])], dim=1),
+    "negative samples": lambda g: utils.negative_sampling(g.edge_index, len(g.x)),
+    "a number of all nodes": lambda g: utils.degree(g.edge_index[1], 24),
+    "products against the edges": lambda g: utils.scatter(
+        g.x[g.edge_index[1]], g.edge_index[0], dim_size=len(g.x), reduce="mul"
+    ),
+}
 
 
 def check_refused(rank):
-    graph = partition(wild(), method="block")
-    for kind in (Importing, ImportingAll, ByClass, ByClassInside):
-        with pytest.raises(ArgumentError, match=f"cannot distribute .*{kind.__name__}"):
-            distribute(kind(), graph)
-    torch.manual_seed(0)
-    module = distribute(Linear(), graph)
-    parametrize.register_parametrization(module, "weight", nn.Tanh())
-    with pytest.raises(ArgumentError, match="its class was exchanged after it was distributed"):
-        distribute(module, graph)
+    failures, graph = Failures(), partition(data_of(), method="random")
+    for name, call in REFUSED.items():
+        with failures.named(name), pytest.raises(ArgumentError):
+            call(graph)
+    return failures
 
 
-def test_ways_that_cannot_be_followed_are_refused(worlds):
-    assert worlds.run(3, check_refused) == [None] * 3
-
-
-def scaled(x):
-    return x
-
-
-class Scaled(nn.Module):
-    def forward(self, x):
-        return scaled(global_add_pool(x, None))
-
-
-def check_changed(rank):
-    """A name that changed since is looked up again by the next call of distribute."""
-    graph, total = partition(wild(), method="random"), wild().x.sum(0, keepdim=True)
-    model = distribute(Scaled(), graph)
-    before, scope = model(graph.x), globals()
-    own = scope["scaled"]
-    scope["scaled"] = lambda x: 2 * x
-    try:
-        torch.testing.assert_close(distribute(model, graph)(graph.x), 2 * total)
-    finally:
-        scope["scaled"] = own
-    torch.testing.assert_close(before, total)
-    torch.testing.assert_close(distribute(model, graph)(graph.x), total)
-
-
-def test_names_that_changed_since(worlds):
-    assert worlds.run(3, check_changed) == [None] * 3
+def test_local_numbers_are_refused(worlds):
+    assert_none(worlds.run(3, check_refused))

@@ -1,87 +1,28 @@
-"""What a report says of a partition, and what it predicts, against counts by hand."""
+"""Numbers and predictions of a report; test_partition counts the columns by hand."""
 
 import json
 
 import pytest
-import torch
-from torch_geometric.data import HeteroData
 
 import varcomm
-from tests.graph.graphs import WORLDS, split_by, wild
+from tests.graph.graphs import wild
 from varcomm.graph import Report, partition
 
-# Three ranks, the second of which has most edges and the third nothing at all.
+# Three ranks: the second has most edges, the third nothing at all.
 EXAMPLE = Report(
     "rcb", (1200, 300, 0), (5, 7, 0), (4000, 8000, 0), (9, 12, 0), (7, 5, 0), (1, 1, 0)
 )
 
 
-def report_of(rank, data, method, hops=1):
-    return partition(data, method=method, hops=hops).report()
-
-
-def by_hand(data, owner, ranks):
-    """All columns, from the edges of the whole graph one by one."""
-    halos = [set() for _ in range(ranks)]
-    sent, neighbours = [0] * ranks, [set() for _ in range(ranks)]
-    edges, cut = [0] * ranks, [0] * ranks
-    for u, v in data.edge_index.T.tolist():
-        here, there = int(owner[v]), int(owner[u])
-        edges[here] += 1
-        if here != there:
-            cut[here] += 1
-            halos[here].add(u)
-            neighbours[here].add(there)
-            neighbours[there].add(here)
-    for halo in halos:
-        for node in halo:
-            sent[int(owner[node])] += 1
-    owned = torch.bincount(owner, minlength=ranks).tolist()
-    columns = owned, list(map(len, halos)), edges, cut, sent, list(map(len, neighbours))
-    return tuple(map(tuple, columns))
-
-
-@pytest.mark.parametrize("method", ["metis", "a rank owns nothing"])
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_columns_are_what_one_counts(worlds, ranks, method):
-    data = wild()
-    given = split_by(method, data.num_nodes, ranks)
-    owner = given
-    if isinstance(given, str):
-        owner = varcomm.graph.assign(data, ranks, given)
-    first, *others = worlds.run(ranks, report_of, data, given)
-    columns = (first.owned, first.halo, first.edges, first.cut, first.sent, first.neighbours)
-    assert columns == by_hand(data, owner, ranks)
-    assert others == [first] * (ranks - 1)
-    assert first.edge_cut == sum(first.cut) / data.num_edges
-    assert first.imbalance == max(first.owned) * ranks / data.num_nodes
-    assert first.edge_imbalance == max(first.edges) * ranks / data.num_edges
-    assert first.halo_share == sum(first.halo) / data.num_nodes
+def report_of(rank, hops):
+    return partition(wild(), method="random", hops=hops).report()
 
 
 def test_edges_into_halos_of_several_hops_are_not_counted(worlds):
-    one, two = (worlds.run(3, report_of, wild(), "random", hops)[0] for hops in (1, 2))
+    one, two = (worlds.run(3, report_of, hops)[0] for hops in (1, 2))
     assert (one.owned, one.edges, one.cut) == (two.owned, two.edges, two.cut)
     assert sum(two.halo) > sum(one.halo)
     assert sum(two.sent) == sum(two.halo)
-
-
-def several_types():
-    data = HeteroData()
-    data["paper"].num_nodes, data["author"].num_nodes = 4, 2
-    data["author", "writes", "paper"].edge_index = torch.tensor([[0, 0, 1], [0, 3, 1]])
-    data["paper", "cites", "paper"].edge_index = torch.tensor([[0, 1, 2], [3, 3, 2]])
-    return data
-
-
-def test_types_are_counted_together(worlds):
-    method = {"paper": torch.tensor([0, 0, 1, 1]), "author": torch.tensor([0, 0])}
-    for report in worlds.run(2, report_of, several_types(), method):
-        assert report.owned == (4, 2)
-        assert report.edges == (2, 4)
-        # author 0, papers 0 and 1
-        assert (report.halo, report.cut, report.sent) == ((0, 3), (0, 3), (3, 0))
-        assert report.neighbours == (1, 1)  # by two types of edges, but one rank
 
 
 def test_as_a_dict():

@@ -13,7 +13,7 @@ from varcomm.cli.arguments import number_of
 from varcomm.errors import ArgumentError
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
-    from varcomm.graph.files.outline import Array
+    from varcomm.graph.files.saved import Array
 
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _partition(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the content of a saved partition for JSON, and its lines for people."""
-    from varcomm.graph.files.outline import Outline
+    from varcomm.graph.files.saved import Outline
 
     outline = Outline.open(folder)
     outline.verify()

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from varcomm import simulate
     from varcomm.graph.files.graph_file import read_graph
     from varcomm.graph.files.plot import check_target, places
-    from varcomm.graph.files.staging import check_place
+    from varcomm.graph.files.saved import check_place
 
     out, picture = options.out, options.plot
     if picture is not None:

@@ -25,8 +25,7 @@ from varcomm.graph.nn.pooling import (
 )
 from varcomm.graph.nn.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
-from varcomm.graph.partitioners.assign import assign
-from varcomm.graph.partitioners.assign_sharded import assign_sharded
+from varcomm.graph.partitioners.assign import assign, assign_sharded
 from varcomm.graph.reductions import replicated
 from varcomm.graph.report import Report
 from varcomm.graph.shard import NodeShard

@@ -2,137 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from varcomm.errors import ArgumentError
+from varcomm.graph.index import (
+    How,
+    Kind,
+    Numbering,
+    PartitionedIndex,
+    plain,
+    stops_at_last,
+    up_to_last,
+)
+from varcomm.graph.joined_edges import joined
 from varcomm.graph.shard import Shard
-from varcomm.ops.compilation import counts_in, extent_of
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation
+from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 
-__all__ = ["EdgeShard", "LocalEdges"]
+if TYPE_CHECKING:
+    from varcomm.graph.shard import NodeShard
+
+__all__ = ["EdgeShard"]
+
+# the attribute of a result of with_halo
+_WITH_HALO = "_varcomm_with_halo"
 
 
 @dataclass(frozen=True, eq=False)
-class LocalEdges:
-    """Edges in local ids, with the plan that fills their halo.
-
-    Attributes are documented at :class:`EdgeShard`, the edges of one type of a graph. Layers derive
-    other edges from these, such as reversed ones.
-    """
-
-    edge_index: torch.Tensor = field(repr=False)
-    plan: ExchangePlan = field(repr=False)
-    num_targets: int
-    counts: tuple[int, int] | None = field(default=None, repr=False)
-
-    # shows compiled code the numbers of targets, interior edges and self loops
-    extent: torch.Tensor = field(init=False, repr=False)
-
-    # exchanges of one hop that the halo replaces
-    hops = 1
-
-    # The edge_index of every graph that is alive, with its plan: an edge_index of another graph is
-    # refused even if all its edges exist in this graph.
-    _plans: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
-
-    def __post_init__(self) -> None:
-        self._plans[self.edge_index] = self.plan
-        source, target = self.edge_index
-        counts = self.counts or (
-            int((source < self.num_sources).sum()),
-            int((source == target).sum()),
-        )
-        extent = extent_of(self.num_targets, *counts, device=self.edge_index.device)
-        vars(self).update(counts=counts, extent=extent)
-
-    @classmethod
-    def plan_of(cls, edge_index: torch.Tensor) -> ExchangePlan | None:
-        """Return the plan of the edges whose ``edge_index`` this tensor is, or None."""
-        return cls._plans.get(edge_index)  # type: ignore[no-any-return]
-
-    @property
-    def num_sources(self) -> int:
-        """Owned nodes of the source's type, n."""
-        return self.plan.num_rows
-
-    @property
-    def num_halo(self) -> int:
-        """Nodes of other ranks that this rank has copies of, h."""
-        return self.plan.num_received
-
-    def layer_counts(self) -> tuple[int, int, int]:
-        """Return the numbers of sources, halo nodes and targets that a layer computes with.
-
-        With halos of several hops a layer does not exchange: owned nodes and halo are its sources
-        and its targets. In compiled code the numbers are symbolic, so that one graph of code serves
-        other partitions.
-        """
-        if torch.compiler.is_compiling():
-            halo, sources = self.plan.rows()
-            targets = counts_in(self.extent)[0]
-        else:
-            halo, sources, targets = self.num_halo, self.num_sources, self.num_targets
-        return (sources + halo, 0, sources + halo) if self.hops > 1 else (sources, halo, targets)
-
-    def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Append the halo's rows to the owned ones.
-
-        Parameters
-        ----------
-        x : torch.Tensor
-            Owned rows, (n, *F).
-        dim : int
-            Sharded dimension.
-
-        Returns
-        -------
-        torch.Tensor
-            Owned rows and the halo's, (n + h, *F). The adjoint adds the gradients of copies to the
-            rows that they are copies of.
-
-        Notes
-        -----
-        Communication: ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their
-        owners.
-        """
-        if x.dim() == 1:
-            # torch.cat drops an empty tensor of one dimension from the autograd graph
-            return self.with_halo(x.unsqueeze(1)).squeeze(1)
-        return torch.cat([x, self.plan(x, dim=dim)], dim=dim)
-
-    def layer_sources(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return the rows of all sources from the rows that a layer has; see `layer_counts`."""
-        return x if self.hops > 1 else self.with_halo(x, dim)
-
-    def split_self_loops(self, edge_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions of edges that are no self loops, and of those that are."""
-        is_loop = edge_index[0] == edge_index[1]
-        if torch.compiler.is_compiling() and edge_index is self.edge_index:
-            loops = counts_in(self.extent)[2]
-            others = edge_index.shape[1] - loops
-            return _positions(~is_loop, others), _positions(is_loop, loops)
-        return (~is_loop).nonzero().view(-1), is_loop.nonzero().view(-1)
-
-    def includes(self, edge_index: torch.Tensor, self_loops: bool = True) -> bool:
-        """Return whether each edge is one of these or, if allowed, a self loop.
-
-        The ids must be in range. Each tensor is looked at once.
-        """
-        if self_loops not in self._lookups:
-            self._lookups[self_loops] = _EdgeLookup(self, self_loops)
-        return self._lookups[self_loops].includes(edge_index)
-
-    @cached_property
-    def _lookups(self) -> dict[bool, _EdgeLookup]:
-        return {}
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeShard(LocalEdges, Shard):
+class EdgeShard(Numbering, Shard):
     """The edges of one type into nodes that this rank owns, and the halo of their sources.
 
     Local ids of sources: ``0 ... n - 1`` are owned nodes, ``n ... n + h - 1`` the halo, copies of
@@ -173,14 +79,66 @@ class EdgeShard(LocalEdges, Shard):
     (3, 1, tensor([0, 1]))
     """
 
+    edge_index: torch.Tensor = field(repr=False)
+    plan: ExchangePlan = field(repr=False)
+    num_targets: int
+    counts: tuple[int, int] | None = field(default=None, repr=False)
     halo_ids: torch.Tensor = field(repr=False, kw_only=True)
     hops: int = 1
+
+    # shows compiled code the numbers of targets, interior edges and self loops
+    extent: torch.Tensor = field(init=False, repr=False)
+    # the nodes of the source's type, and whether the target's are the same; set by the graph
+    sources: NodeShard | None = field(init=False, repr=False, default=None)
+    has_loops: bool = field(init=False, repr=False, default=True)
+
+    # see exchanges_for_no_edges
+    _unused: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
+    # owned nodes up to the last one that has an edge, once asked for
+    _last: list[int] = field(init=False, repr=False)
 
     rows = "edges"
 
     def __post_init__(self) -> None:
-        Shard.__post_init__(self)
-        LocalEdges.__post_init__(self)
+        super().__post_init__()
+        ids = plain(self.edge_index)
+        source, target = ids
+        counts = self.counts or (
+            int((source < self.num_sources).sum()),
+            int((source == target).sum()),
+        )
+        extent = extent_of(self.num_targets, *counts, device=ids.device)
+        edge_index = PartitionedIndex.make(ids, self, "edges", whole=True)
+        vars(self).update(counts=counts, extent=extent, edge_index=edge_index, _last=[])
+
+    @property
+    def local_ids(self) -> torch.Tensor:
+        """The numbers in ``edge_index`` as an ordinary tensor."""
+        return plain(self.edge_index)  # type: ignore[no-any-return]
+
+    @property
+    def num_sources(self) -> int:
+        """Owned nodes of the source's type, n."""
+        return self.plan.num_rows
+
+    @property
+    def num_halo(self) -> int:
+        """Nodes of other ranks that this rank has copies of, h."""
+        return self.plan.num_received
+
+    def layer_counts(self) -> tuple[int, int, int]:
+        """Return the numbers of sources, halo nodes and targets that a layer computes with.
+
+        With halos of several hops a layer does not exchange: owned nodes and halo are its sources
+        and its targets. In compiled code the numbers are symbolic, so that one graph of code serves
+        other partitions.
+        """
+        if torch.compiler.is_compiling():
+            halo, sources = self.plan.rows()
+            targets = counts_in(self.extent)[0]
+        else:
+            halo, sources, targets = self.num_halo, self.num_sources, self.num_targets
+        return (sources + halo, 0, sources + halo) if self.hops > 1 else (sources, halo, targets)
 
     @property
     def interior(self) -> torch.Tensor:
@@ -194,82 +152,240 @@ class EdgeShard(LocalEdges, Shard):
 
     def _interior_and_boundary(self) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling():
-            is_interior = self.edge_index[0] < self.plan.rows()[1]
+            is_interior = self.local_ids[0] < self.plan.rows()[1]
             count = counts_in(self.extent)[1]
-            others = self.edge_index.shape[1] - count
+            others = self.local_ids.shape[1] - count
             return _positions(is_interior, count), _positions(~is_interior, others)
         return self._split
 
     @cached_property
     def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
-        is_interior = self.edge_index[0] < self.num_sources
+        is_interior = self.local_ids[0] < self.num_sources
         return is_interior.nonzero().view(-1), (~is_interior).nonzero().view(-1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
         """Fetch the halo's rows: (n, *F) of the owned sources gives (h, *F); the plan itself."""
         return self.plan(x)
 
+    def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Append the halo's rows to the owned ones: (n, *F) to (n + h, *F) along `dim`.
+
+        The adjoint adds the gradients of copies to the rows that they are copies of. Communication:
+        ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
+        """
+        if x.dim() == 1:
+            # torch.cat drops an empty tensor of one dimension from the autograd graph
+            return self.with_halo(x.unsqueeze(1)).squeeze(1)
+        out = torch.cat([x, self.plan(x, dim=dim)], dim=dim)
+        # without a halo the number of rows does not show that the exchange has been made
+        setattr(out, _WITH_HALO, True)
+        return out
+
     def nbytes(self) -> int:
         """Return the bytes of edges, ids, halo ids and plan on this rank."""
-        tensors = (
-            self.edge_index,
-            self.halo_ids,
-            self.plan.send_index,
-            self.ids.gaps,
-            self.ids.rest,
-        )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        ids = self.ids.gaps, self.ids.rest
+        tensors = (self.local_ids, self.halo_ids, self.plan.send_index, *ids)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> EdgeShard:
         """Return the same on another device."""
         return replace(
             super().to(device),
-            edge_index=self.edge_index.to(device),
+            edge_index=self.local_ids.to(device),
             halo_ids=self.halo_ids.to(device),
             plan=self.plan.to(device),
         )
 
+    # What operations on edge_index call: see varcomm.graph.index.
 
-class _EdgeLookup:
-    """Edges, prepared to look up other edges among them."""
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
+        """Return the rows that ends of edges select from: for sources, with the halo's rows."""
+        targets = self.layer_counts()[2]
+        if stops_at_last(x):
+            x = torch.cat([x, x.new_zeros(targets - x.shape[dim], *x.shape[1:])])
+        given = x.shape[dim]
+        if kind == "target" and given == targets:
+            return x
+        with checking("edge_index", self.group) as where:
+            has_halo = self._has_halo(kind, x, given, where)
+        if has_halo:
+            return x
+        x = self.with_halo(x, dim)
+        if empty and self._unused is not None and x.requires_grad:
+            self._unused.append(x.narrow(dim, 0, 0).sum())
+        return x
 
-    def __init__(self, edges: LocalEdges, self_loops: bool) -> None:
-        self._sources = edges.num_sources + edges.num_halo
-        self._self_loops = self_loops
-        self._edges = self._without_loops(edges.edge_index)
-        self._keys: torch.Tensor | None = None
-        self._passed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    def _has_halo(self, kind: Kind, x: torch.Tensor, given: int, where: str) -> bool:
+        """Return whether rows have the halo's behind the owned ones; raise unless they fit."""
+        sources, halo, targets = self.layer_counts()
+        if kind in ("edges", "reversed") and not self.has_loops:
+            raise ArgumentError(
+                f"{where}edges between two types of nodes select from two tensors: take rows at "
+                "edge_index[0] from one and at edge_index[1] from the other."
+            )
+        if kind != "target" or self.has_loops:
+            if given == sources + halo and (self.hops > 1 or halo or hasattr(x, _WITH_HALO)):
+                return True
+            if given == sources and kind != "target":
+                return False
+        owned = targets if kind == "target" else sources
+        raise ArgumentError(
+            f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call the "
+            "model with the local part: graph.x, graph.edge_index, ...; halos are added by varcomm."
+        )
 
-    def includes(self, edge_index: torch.Tensor) -> bool:
-        # tensors of inference mode have no version, which would show that they were written to
-        version = None if edge_index.is_inference() else edge_index._version
-        if version is not None and self._passed.get(edge_index) == version:
-            return True
-        rest, count = edge_index.to(self._edges.dtype), self._edges.shape[1]
-        # Layers that add self loops make a new tensor at each call, in which all other edges stand
-        # first, in their order: one comparison in place of a search.
-        if torch.equal(rest[:, :count], self._edges):
-            rest = rest[:, count:]
-        rest = self._without_loops(rest)
-        found = rest.shape[1] == 0 or self._found(rest)
-        if found and version is not None:
-            self._passed[edge_index] = version
-        return found
+    def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
+        """Return where to start a reduction at targets: `x`, if it has a row for each."""
+        targets = self.layer_counts()[2]
+        if x.shape[dim] == targets:
+            return x
+        if self.is_up_to_last(x.shape[dim]):
+            return x
+        if x.shape[dim] == 0 and src.shape[dim] == 0:  # PyG counts up to the last target
+            return x.new_zeros(*x.shape[:dim], targets, *x.shape[dim + 1 :])
+        with checking("edge_index", self.group) as where:
+            raise ArgumentError(
+                f"{where}a reduction at the targets has {x.shape[dim]} rows, but this rank owns "
+                f"{targets} nodes. Give the number of owned nodes: x.size(0), or graph.num_owned."
+            )
 
-    def _without_loops(self, edge_index: torch.Tensor) -> torch.Tensor:
-        return edge_index[:, edge_index[0] != edge_index[1]] if self._self_loops else edge_index
+    def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the result of a local reduction at targets."""
+        if self.hops > 1 and src.dim() == 1 and self._unused is None:
+            # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
+            # their owners send the degree.
+            return self.with_halo(out[: self.num_sources])
+        if out.shape[dim] != self.layer_counts()[2]:
+            return up_to_last(out)
+        return out
 
-    def _found(self, edges: torch.Tensor) -> bool:
-        if self._keys is None:
-            self._keys = self._key(self._edges).unique()  # sorted
-        if not len(self._keys):
-            return False
-        key = self._key(edges)
-        place = torch.searchsorted(self._keys, key).clamp_(max=len(self._keys) - 1)
-        return torch.equal(self._keys[place], key)
+    @contextmanager
+    def exchanges_for_no_edges(self) -> Iterator[list[torch.Tensor]]:
+        """Collect what depends on each exchange of rows that no edge on this rank reads.
 
-    def _key(self, edges: torch.Tensor) -> torch.Tensor:
-        return edges[1] * self._sources + edges[0]
+        Backward is collective: the exchange must be in it, whatever a layer returns without edges.
+        """
+        before, collected = self._unused, list[torch.Tensor]()
+        vars(self)["_unused"] = collected
+        try:
+            yield collected
+        finally:
+            vars(self)["_unused"] = before
+
+    def reduced(
+        self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        """Reduce rows of edges, (E, *F), at their sources: (n, *F), with edges of all ranks."""
+        if self.hops > 1:
+            raise ArgumentError(
+                "edges are counted where they leave a node, and halos of several hops lack these. "
+                "Partition the graph with hops=1."
+            )
+        if how == "sum":
+            return self._sum_at_sources(index, src)
+        if how == "prod":
+            raise ArgumentError("products at the sources of edges are not known across ranks.")
+        top = self._extreme_at_sources(how, index, src.detach())
+        if not src.requires_grad:
+            return top
+        # edges with the extreme share its gradient evenly
+        equal = src.detach() == self.with_halo(top).index_select(0, index)
+        times = self._sum_at_sources(index, equal.to(src.dtype)).clamp(min=1)
+        share = equal / self.with_halo(times).index_select(0, index)
+        parts = self._sum_at_sources(index, src.masked_fill(~equal, 0) * share)
+        return parts + (top - parts).detach()
+
+    def _sum_at_sources(self, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        sources, halo, _ = self.layer_counts()
+        local = src.new_zeros(sources + halo, *src.shape[1:]).index_add(0, index, src)
+        return local[:sources] + self.plan.adjoint(local[sources:])
+
+    def _extreme_at_sources(self, how: How, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        beyond = torch.iinfo if not src.is_floating_point() else torch.finfo
+        worst = beyond(src.dtype).min if how == "amax" else beyond(src.dtype).max
+        local = src.new_full((self.num_sources + self.num_halo, *src.shape[1:]), worst)
+        local = local.index_reduce(0, index, src, how)
+        plan, pg = self.plan, self.group.process_group
+        halo = local[self.num_sources :]
+        received = all_to_all_v(halo, plan.recv_counts, plan.send_counts, group=pg)
+        out = local[: self.num_sources].index_reduce(0, plan.send_index, received, how)
+        return out.masked_fill(out == worst, 0)
+
+    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
+        """Return the number of owned nodes; of edges, up to the last node that has one.
+
+        Communication: for edges, 8 bytes per rank.
+        """
+        if kind == "target":
+            return self.layer_counts()[2]
+        if kind == "source":
+            return self.layer_counts()[0]
+        if self.sources is None or not self.has_loops:
+            raise ArgumentError(
+                "the largest number in edges of two types of nodes says nothing about either. Give "
+                "num_nodes=x.size(0)."
+            )
+        return self._up_to_last(index)
+
+    @kept_from_compilation
+    def _up_to_last(self, index: torch.Tensor) -> int:
+        assert self.sources is not None
+        owned = self.sources.owned_ids
+        ids = torch.cat([owned, self.halo_ids])[index]
+        last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
+        group = self.group
+        lasts = all_gather_v(last, [1] * group.size, group=group.process_group)
+        self._last[:] = [int((owned <= lasts.max()).sum())]
+        return self._last[-1]
+
+    def is_up_to_last(self, count: int) -> bool:
+        """Return whether so many owned nodes are up to the last node that has an edge."""
+        return not torch.compiler.is_compiling() and self._last[-1:] == [count]
+
+    def joined(self, parts: Sequence[PartitionedIndex]) -> PartitionedIndex:
+        """Return edges of several types, with the offsets of their nodes, as edges of one type."""
+        return joined(parts)
+
+    def positions(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
+        """Return the positions in a mask of all edges, of self loops or of the others."""
+        count = counts_in(self.extent)[2]
+        return _positions(mask, count if loops else mask.shape[0] - count)
+
+    def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
+        """Return edges that are appended to these, if they are self loops of owned nodes."""
+        targets = self.layer_counts()[2]
+        if not self.has_loops:
+            raise ArgumentError(
+                "edges between two types of nodes have no self loops: build the layer with "
+                "add_self_loops=False."
+            )
+        if torch.compiler.is_compiling():
+            return torch.ops.varcomm.self_loops(edges, targets)  # type: ignore[no-any-return]
+        return _self_loops(edges, targets)
+
+
+@torch.library.custom_op("varcomm::self_loops", mutates_args=())
+def _checked_self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
+    return _self_loops(edges, targets).clone()
+
+
+@_checked_self_loops.register_fake
+def _(edges: torch.Tensor, targets: int) -> torch.Tensor:
+    return torch.empty_like(edges)
+
+
+def _self_loops(edges: torch.Tensor, targets: int) -> torch.Tensor:
+    """Return edges, if each is a self loop of one of so many nodes."""
+    source, target = edges
+    if not torch.equal(source, target) or (
+        len(source) and not 0 <= int(source.min()) <= int(source.max()) < targets
+    ):
+        raise ArgumentError(
+            "edges that are appended to those of a partitioned graph must be self loops of owned "
+            f"nodes, of which this rank has {targets}. Add other edges before the graph is "
+            "partitioned."
+        )
+    return edges
 
 
 def _positions(mask: torch.Tensor, count: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index import PartitionedIndex
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.shard import NodeShard, Shard, moved
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
@@ -37,13 +39,10 @@ _COUNTS = ("num_edges", "num_edge_features", "num_features", "num_node_features"
 class PartitionedGraph:
     """One rank's part of a graph: owned nodes, all edges into them, and their attributes.
 
-    Built by :func:`partition` or :func:`from_edges`, and immutable. Attributes of nodes and edges
-    are the rank's rows of the full graph's attributes, in the same order: ``graph.x``,
-    ``graph.edge_attr``, ``graph.y``, ... ``graph.num_nodes`` and ``graph.num_edges`` count the
-    rank's nodes and edges; ``"y" in graph`` is whether such an attribute exists.
-
-    Local ids of nodes: ``0 ... n - 1`` are owned, ``n ... n + h - 1`` are the halo, by owner.
-    ``graph.edge_index`` holds local ids.
+    Built by :func:`partition` or :func:`from_edges`, and immutable. ``graph.x``,
+    ``graph.edge_attr``, ... are the rank's rows of the full graph's attributes, in the same order;
+    ``graph.num_nodes`` and ``graph.num_edges`` count them. In ``graph.edge_index``, nodes
+    ``0 ... n - 1`` are owned and ``n ... n + h - 1`` are the halo, by owner.
 
     A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
     ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with its own halo and plan, and
@@ -64,6 +63,11 @@ class PartitionedGraph:
     edge_shards: Mapping[EdgeType, EdgeShard]
     attributes: Mapping[str, Any]
     method: str
+
+    def __post_init__(self) -> None:
+        for kind, edges in self.edge_shards.items():
+            ends = (None, None) if kind is None else (kind[0], kind[-1])
+            vars(edges).update(sources=self.node_shards[ends[0]], has_loops=ends[0] == ends[1])
 
     @property
     def group(self) -> Group:
@@ -114,6 +118,9 @@ class PartitionedGraph:
         for attributes in (self.attributes, *self._of_one_type):
             if name in attributes:
                 return attributes[name]
+        if name == "batch" and None in self.node_shards:  # PyG's data of one graph have None
+            zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
+            return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
         if name == "num_edges":  # with halos of several hops, the data have more
             return sum(shard.num_owned for shard in self.edge_shards.values())
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
@@ -149,11 +156,10 @@ class PartitionedGraph:
 
     def __repr__(self) -> str:
         """Return the sizes of this rank's part."""
-        nodes = [shard.sizes for shard in self.node_shards.values()]
-        mine = sum(sizes[self.group.rank] for sizes in nodes)
-        total, edges = sum(sizes.total for sizes in nodes), self.edge_shards.values()
+        nodes, edges = self.node_shards.values(), self.edge_shards.values()
         return (
-            f"PartitionedGraph({self.group}: {mine} of {total} nodes, "
+            f"PartitionedGraph({self.group}: {sum(shard.num_owned for shard in nodes)} of "
+            f"{sum(shard.sizes.total for shard in nodes)} nodes, "
             f"{sum(shard.num_halo for shard in edges)} in the halo, "
             f"{sum(shard.num_owned for shard in edges)} edges, by {self.method})"
         )
@@ -234,17 +240,11 @@ class PartitionedGraph:
         return self.edges.with_halo(x)
 
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
-        """Collect rows of all nodes, in the order of the full graph; see :meth:`NodeShard.gather`.
-
-        ``graph.edges.gather`` collects rows of edges.
-        """
+        """Collect rows of all nodes, in the full graph's order; see :meth:`NodeShard.gather`."""
         return self.nodes.gather(x, dst)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
-        """Send each rank its rows of a tensor of all nodes on `src`; see :meth:`NodeShard.scatter`.
-
-        ``graph.edges.scatter`` sends rows of edges.
-        """
+        """Send each rank its rows of a tensor of all nodes on `src`; :meth:`NodeShard.scatter`."""
         return self.nodes.scatter(x, src)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -277,8 +277,8 @@ class PartitionedGraph:
     ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws, and all ranks return when the file is complete. Positions are the
-        attribute ``pos``, (n, 2) or (n, 3). Needs matplotlib.
+        Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib, and all
+        ranks return when the file is complete.
 
         Parameters
         ----------
@@ -307,7 +307,7 @@ class PartitionedGraph:
         Notes
         -----
         In space, nodes with copies are drawn again by themselves. More than 8 ranks share 8 colours
-        and carry their rank's number. Communication: 40 bytes per drawn node, to rank 0.
+        and carry their number. Communication: at most 32 bytes per drawn node, to rank 0.
         """
         from varcomm.graph.files.plot import plot
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from varcomm.errors import ArgumentError
-from varcomm.sizes import exact_int
+from varcomm.sizes import at_least
 from varcomm.transport.agreement import share
 
 if TYPE_CHECKING:
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
 __all__ = ["Report"]
+
+# Columns of the table, and their widths.
+_COLUMNS = {"owned": 8, "halo": 8, "edges": 8, "cut": 8, "sent": 8, "neighbours": 11}
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,15 @@ class Report:
     Examples
     --------
     >>> report = Report("rcb", (50, 49), (10, 9), (200, 190), (12, 11), (9, 10), (1, 1))
-    >>> print(report)
+    >>> print(report.table(channels=64, bandwidth=1e9, edge_rate=1e7))
     99 nodes and 390 edges on 2 ranks by rcb
-    rank    owned     halo    edges      cut     sent  neighbours
-       0       50       10      200       12        9           1
-       1       49        9      190       11       10           1
+    rank    owned     halo    edges      cut     sent  neighbours     bytes sent bytes received
+       0       50       10      200       12        9           1          2,304          2,560
+       1       49        9      190       11       10           1          2,560          2,304
     edges between ranks: 23 (5.9 %); halo: 19.2 % of the nodes
     imbalance: 1.01 in nodes, 1.03 in edges
-    >>> report.nbytes(channels=64)
-    (2304, 2560)
+    bytes: in a layer that exchanges 64 values of 4 bytes
+    predicted: communication takes 11.3 % of such a layer
     """
 
     method: str
@@ -67,13 +70,12 @@ class Report:
             sum(edges.num_halo for edges in shards),
             sum(edges.num_owned for edges in shards),
             # with halos of several hops, edges into the halo stand behind the owned edges
-            sum(int((e.edge_index[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
+            sum(int((e.local_ids[0, : e.num_owned] >= e.num_sources).sum()) for e in shards),
             sum(sum(edges.plan.send_counts) for edges in shards),
             len({rank for edges in shards for rank in edges.plan.neighbours}),
         )
-        return cls(
-            graph.method, *zip(*share("graph.report", lambda: own, graph.group), strict=True)
-        )
+        columns = zip(*share("graph.report", lambda: own, graph.group), strict=True)
+        return cls(graph.method, *columns)
 
     @property
     def edge_cut(self) -> float:
@@ -116,7 +118,7 @@ class Report:
         itemsize: int = 4,
         latency: float = 0.0,
     ) -> float:
-        """Predict the share of a layer's time that its exchange takes.
+        """Predict the share of a layer's time that its exchange takes, from 0 to 1.
 
         Parameters
         ----------
@@ -128,11 +130,6 @@ class Report:
             Edges per second that a rank computes in this layer, measured on one rank.
         latency : float
             Seconds per message in addition to its bytes.
-
-        Returns
-        -------
-        float
-            From 0 to 1: the share of time that free messages would save.
 
         Raises
         ------
@@ -146,21 +143,20 @@ class Report:
         edge_rate`` and exchanges for ``e_r = neighbours * latency + max(sent, received) bytes /
         bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1 - max(c_r) / T``.
         """
-        _check_positive(channels=channels, itemsize=itemsize)
+        nbytes = at_least(1, channels, "channels") * at_least(1, itemsize, "itemsize")
         for name, value in (("bandwidth", bandwidth), ("edge_rate", edge_rate)):
             if not value > 0:
                 raise ArgumentError(f"{name} must be positive; got {value!r}.")
         if not latency >= 0:
             raise ArgumentError(f"latency must not be negative; got {latency!r}.")
-        ranks = zip(self.edges, self.neighbours, self.sent, self.halo, strict=True)
-        alone = max(edges / edge_rate for edges in self.edges)
-        together = max(
-            edges / edge_rate
-            + neighbours * latency
-            + max(sent, received) * channels * itemsize / bandwidth
-            for edges, neighbours, sent, received in ranks
-        )
-        return 1 - alone / together if together else 0.0
+        computing = [edges / edge_rate for edges in self.edges]
+        rows = map(max, self.sent, self.halo)
+        exchanging = [
+            neighbours * latency + most * nbytes / bandwidth
+            for neighbours, most in zip(self.neighbours, rows, strict=True)
+        ]
+        together = max(map(sum, zip(computing, exchanging, strict=True)))
+        return 1 - max(computing) / together if together else 0.0
 
     def to_dict(
         self,
@@ -185,17 +181,17 @@ class Report:
             If a number is out of range, or only some of `channels`, `bandwidth` and `edge_rate`
             are given for a prediction.
         """
-        columns = ("owned", "halo", "edges", "cut", "sent", "neighbours")
         found: dict[str, Any] = {
             "method": self.method,
             "ranks": len(self.owned),
             "nodes": sum(self.owned),
-            **{name: list(getattr(self, name)) for name in columns},
+            **{name: list(getattr(self, name)) for name in _COLUMNS},
         }
         for name in ("edge_cut", "imbalance", "edge_imbalance", "halo_share"):
             found[name] = getattr(self, name)
         if channels is not None:
-            _check_positive(channels=channels, itemsize=itemsize)
+            at_least(1, channels, "channels")
+            at_least(1, itemsize, "itemsize")
             found["bytes_sent"] = list(self.nbytes(channels, itemsize))
             found["bytes_received"] = list(self.nbytes_received(channels, itemsize))
         if bandwidth is not None or edge_rate is not None:
@@ -217,34 +213,18 @@ class Report:
         edge_rate: float | None = None,
         latency: float = 0.0,
     ) -> str:
-        """Return a table with a line per rank; arguments are those of :meth:`to_dict`.
-
-        Examples
-        --------
-        >>> report = Report("rcb", (50, 49), (10, 9), (200, 190), (12, 11), (9, 10), (1, 1))
-        >>> print(report.table(channels=64, bandwidth=1e9, edge_rate=1e7))
-        99 nodes and 390 edges on 2 ranks by rcb
-        rank    owned     halo    edges      cut     sent  neighbours     bytes sent bytes received
-           0       50       10      200       12        9           1          2,304          2,560
-           1       49        9      190       11       10           1          2,560          2,304
-        edges between ranks: 23 (5.9 %); halo: 19.2 % of the nodes
-        imbalance: 1.01 in nodes, 1.03 in edges
-        bytes: in a layer that exchanges 64 values of 4 bytes
-        predicted: communication takes 11.3 % of such a layer
-        """
+        """Return a table with a line per rank; arguments are those of :meth:`to_dict`."""
         found = self.to_dict(channels, itemsize, bandwidth, edge_rate, latency)
-        heads = {"owned": 8, "halo": 8, "edges": 8, "cut": 8, "sent": 8, "neighbours": 11}
-        if channels is not None:
-            heads |= {"bytes_sent": 14, "bytes_received": 14}
+        heads = _COLUMNS | ({} if channels is None else {"bytes_sent": 14, "bytes_received": 14})
+        names = (f" {name.replace('_', ' '):>{width}}" for name, width in heads.items())
         lines = [
             f"{found['nodes']:,} nodes and {sum(self.edges):,} edges on {found['ranks']} ranks "
             f"by {self.method}",
-            "rank"
-            + "".join(f" {name.replace('_', ' '):>{width}}" for name, width in heads.items()),
+            f"rank{''.join(names)}",
         ]
         for rank in range(found["ranks"]):
             cells = (f" {found[name][rank]:{width},}" for name, width in heads.items())
-            lines.append(f"{rank:4}" + "".join(cells))
+            lines.append(f"{rank:4}{''.join(cells)}")
         lines += [
             f"edges between ranks: {sum(self.cut):,} ({100 * self.edge_cut:.1f} %); "
             f"halo: {100 * self.halo_share:.1f} % of the nodes",
@@ -264,9 +244,3 @@ class Report:
 
 def _over_mean(counts: Sequence[int]) -> float:
     return max(counts) * len(counts) / max(1, sum(counts))
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if exact_int(value) is None or value < 1:
-            raise ArgumentError(f"{name} must be a positive integer; got {value!r}.")

@@ -11,6 +11,8 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.delta_ids import AscendingIds
+from varcomm.graph.index import PartitionedIndex, plain
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.compilation import counts_in, extent_of
@@ -102,14 +104,12 @@ class Shard:
         Raises
         ------
         ArgumentError
-            On this rank, before any communication, if `x` or `dst` do not fit.
+            On this rank, before any communication, if `x` or `dst` are invalid.
 
         Notes
         -----
         Communication: each rank sends its rows to `dst`, or to every other rank; at the first call
-        for a `dst` also their ids, 8 bytes per row, which `dst` keeps.
-
-        In one process: `x` of the whole graph.
+        for a `dst` also their ids, 8 bytes per row, which `dst` keeps. In one process: `x`.
         """
         with checking("graph.gather", self.group) as where:
             if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
@@ -119,13 +119,16 @@ class Shard:
                 )
             if dst is not None:
                 dst = checked_rank(dst, self.group.size, "dst", where)
-        pg = self.group.process_group
         _, place = self._order(dst)
-        if dst is None:
-            whole = all_gather_v(x, self.sizes, group=pg)
-        else:
-            whole = gather_v(x, self.sizes, dst=dst, group=pg)
+        whole = self._gathered(x, dst)
         return taken(whole, place.to(whole.device))
+
+    def _gathered(self, x: torch.Tensor, dst: int | None) -> torch.Tensor:
+        """Collect rows of all ranks, rank by rank."""
+        pg = self.group.process_group
+        if dst is None:
+            return all_gather_v(x, self.sizes, group=pg)
+        return gather_v(x, self.sizes, dst=dst, group=pg)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
         """Send each rank its rows of a tensor that one rank has for the whole graph.
@@ -140,27 +143,25 @@ class Shard:
         Returns
         -------
         torch.Tensor
-            This rank's rows, (n, *F). The adjoint is :meth:`gather` to `src`.
+            This rank's rows, (n, *F): ``x[owned_ids]``. The adjoint is :meth:`gather` to `src`.
 
         Raises
         ------
         ArgumentError
-            On every rank, if `x` does not fit on `src`.
+            On every rank, if `x` is invalid on `src`.
 
         Notes
         -----
         Communication: `src` sends each rank its rows; at the first call for a `src` it first
         receives their ids, as in :meth:`gather`.
-
-        In one process: `x` of the whole graph, of which each rank has ``x[owned_ids]``.
         """
         with checking("graph.scatter", self.group) as where:
             src = checked_rank(src, self.group.size, "src", where)
         order, _ = self._order(src)
         fits = isinstance(x, torch.Tensor) and x.shape[:1] == (self.sizes.total,)
-        if x is not None and fits and self.group.rank == src:
+        if x is not None and fits and self.group.rank == src and x.layout == torch.strided:
             # otherwise scatter_v raises on every rank; this rank must not fail alone
-            x = taken(x, order.to(x.device)) if x.layout == torch.strided else x
+            x = taken(x, order.to(x.device))
         return scatter_v(x, self.sizes, src=src, group=self.group.process_group)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,55 +185,33 @@ class Shard:
         Raises
         ------
         ArgumentError
-            On this rank, before any communication, if `values` or `mask` do not fit.
+            On this rank, before any communication, if `values` or `mask` are invalid.
 
         Notes
         -----
         Summed in fp64. Communication: 16 bytes from each rank to every other; none in backward.
 
-        If values outside the mask are NaN, pass the selected rows alone,
-        ``loss(prediction[mask], y[mask])``: the derivative of a masked NaN is NaN, as in one
-        process.
-
-        In one process: ``values[mask].sum()``.
+        The derivative of a masked NaN is NaN, as in one process, ``values[mask].sum()``: pass the
+        selected rows alone if others are NaN.
         """
         return self._sum_and_count("graph.sum", values, mask)[0].to(values.dtype)
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Average over the rows of all ranks, and over their features.
+        """Average over the rows of all ranks, and over their features, as in :meth:`sum`.
 
-        The gradient is counted once, as in :meth:`sum`: for a loss, whose ``backward()`` every rank
-        calls. Each rank then has its part of the gradients of replicated parameters, which
-        :func:`varcomm.data_parallel.sum_gradients` completes.
-
-        Parameters
-        ----------
-        values, mask
-            As in :meth:`sum`.
-
-        Returns
-        -------
-        torch.Tensor
-            A scalar, the same bits on all ranks, in the dtype of `values`; NaN if no rank has a
-            selected row.
-
-        Notes
-        -----
-        Communication: as :meth:`sum`. In one process: ``values[mask].mean()``.
+        For a loss, whose ``backward()`` every rank calls. Each rank then has its part of the
+        gradients of replicated parameters, which :func:`varcomm.data_parallel.sum_gradients`
+        completes. NaN if no rank has a selected row.
         """
-        total, count = self._sum_and_count("graph.mean", values, mask)
-        return (total / count).to(values.dtype)
+        total = self._sum_and_count("graph.mean", values, mask)
+        return (total[0] / total[1]).to(values.dtype)
 
     def max(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the greatest value over the rows of all ranks, and over their features.
 
-        The gradient is counted once, as in :meth:`sum`. Values that share the maximum, on any
-        ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is zero.
-
-        Parameters
-        ----------
-        values, mask
-            As in :meth:`sum`.
+        Arguments are those of :meth:`sum`, and the gradient is counted once. Values that share the
+        maximum, on any ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is
+        zero.
 
         Returns
         -------
@@ -242,14 +221,12 @@ class Shard:
 
         Notes
         -----
-        Communication: 8 bytes from each rank to every other, then 16. In one process:
-        ``values[mask].amax()``.
+        Communication: 8 bytes from each rank to every other, then 16.
         """
         values = self._counting("graph.max", values, mask)
         wide, own = values.double(), values.detach().double()
         own = torch.cat([own.reshape(-1), own.new_full((1,), -torch.inf)])
-        ranks = [1] * self.group.size
-        pg = self.group.process_group
+        ranks, pg = [1] * self.group.size, self.group.process_group
         top = all_gather_v(own.amax(0, keepdim=True), ranks, group=pg).amax()
         # The value is `top`; the derivative goes to all values that are equal to it.
         reaching, finite = wide.detach() == top, top.isfinite()
@@ -264,12 +241,11 @@ class Shard:
 
     def _sum_and_count(
         self, what: str, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         values = self._counting(what, values, mask)
         part = values.sum(dtype=torch.float64)
         count = torch.full_like(part, values.numel())
-        total = replicated_sum(torch.stack([part, count]), self.group)
-        return total[0], total[1]
+        return replicated_sum(torch.stack([part, count]), self.group)
 
     def _counting(self, what: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the selected values, checked."""
@@ -289,11 +265,7 @@ class Shard:
         or none have kept the order.
         """
         if rank not in self._orders:
-            ids, pg = self.owned_ids, self.group.process_group
-            if rank is None:
-                order = all_gather_v(ids, self.sizes, group=pg)
-            else:
-                order = gather_v(ids, self.sizes, dst=rank, group=pg)
+            order = self._gathered(self.owned_ids, rank)
             self._orders[rank] = order, order.argsort()
         return self._orders[rank]
 
@@ -333,6 +305,13 @@ class NodeShard(Shard):
 
     rows = "nodes"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        batch = plain(self.attributes.get("batch"))
+        if isinstance(batch, torch.Tensor) and batch.dtype == torch.int64 and batch.dim() == 1:
+            known = PartitionedIndex.make(batch, Graphs(self.group), "graph", whole=True)
+            vars(self)["attributes"] = {**self.attributes, "batch": known}
+
 
 def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
     owned = shard.counted()
@@ -362,7 +341,7 @@ def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
 
 def described(value: Any) -> str:
     """Return the description of a wrong value for a message."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "dtype"):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return type(value).__name__
 
@@ -370,6 +349,6 @@ def described(value: Any) -> str:
 def moved(attributes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     """Return attributes with their tensors on another device."""
     return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        name: plain(value).to(device) if isinstance(value, torch.Tensor) else value
         for name, value in attributes.items()
     }

@@ -246,7 +246,7 @@ class Parts(Counts):
             If torch.distributed is already initialised.
         """
         from varcomm.graph.building.tables import ends
-        from varcomm.graph.files.staging import Staging, part_of
+        from varcomm.graph.files.saved import Staging, part_of
 
         try:
             staging = Staging.of(folder, self._tables.attributes)

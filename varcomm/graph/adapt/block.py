@@ -15,7 +15,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.shard_context import ShardContext, unwrap_forward
+from varcomm.graph.adapt.propagate import Running
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index import PartitionedIndex
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
@@ -25,11 +28,11 @@ __all__ = ["exchange_once"]
 Signature = tuple[Any, ...]
 
 
-def exchange_once(model: torch.nn.Module, context: ShardContext) -> None:
+def exchange_once(model: torch.nn.Module, running: Running) -> None:
     """Let a model exchange halos when it is called, if the graph's halos are of several hops."""
-    own = unwrap_forward(model, _Block)
-    if context.graph.hops > 1:
-        vars(model)["forward"] = _Block(model, context, own)
+    own = _unwrap_forward(model)
+    if running.graph.hops > 1:
+        vars(model)["forward"] = _Block(model, running, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +40,14 @@ class _Block:
     """A ``forward`` from owned rows to owned rows; `own` is the instance's former one."""
 
     model: torch.nn.Module
-    context: ShardContext
+    running: Running
     own: Callable[..., Any] | None
     # by the types of a call's tensors, which of these have a row for each node
     _of_nodes: dict[Signature, tuple[bool, ...]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._with_halos((args, kwargs))
-        with self.context.counting():
+        with self.running.counting():
             if self.own is not None:
                 out = self.own(*args, **kwargs)
             else:
@@ -53,14 +56,11 @@ class _Block:
 
     @kept_from_compilation
     def _with_halos(self, given: Any) -> Any:
-        edges = self.context.graph.edges
+        edges = self.running.graph.edges
         leaves, spec = tree_flatten(given)
-        is_edges = [
-            isinstance(leaf, torch.Tensor) and self.context.known(leaf) is not None
-            for leaf in leaves
-        ]
+        is_edges = [isinstance(leaf, PartitionedIndex) and leaf.kind != "graph" for leaf in leaves]
         of_nodes = self._agreed(leaves, ("in", str(spec)), edges.num_sources, is_edges)
-        with checking("a block of layers", self.context.group) as where:
+        with checking("a block of layers", self.running.graph.group) as where:
             for leaf, flag in zip(leaves, of_nodes, strict=True):
                 if flag and leaf.shape[0] != edges.num_sources:
                     raise ArgumentError(
@@ -68,11 +68,11 @@ class _Block:
                         f"for each of the {edges.num_sources} owned nodes stood before."
                     )
         pairs = zip(leaves, of_nodes, strict=True)
-        return tree_unflatten([edges.with_halo(x) if flag else x for x, flag in pairs], spec)
+        return tree_unflatten([_with_halo(edges, x) if flag else x for x, flag in pairs], spec)
 
     @kept_from_compilation
     def _owned(self, out: Any) -> Any:
-        edges = self.context.graph.edges
+        edges = self.running.graph.edges
         leaves, spec = tree_flatten(out)
         rows = edges.num_sources + edges.num_halo
         of_nodes = self._agreed(leaves, ("out", str(spec)), rows, [False] * len(leaves))
@@ -96,6 +96,24 @@ class _Block:
                 isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows and not no
                 for leaf, no in zip(leaves, excepted, strict=True)
             ]
-            shared = share("a block of layers", lambda: fits, self.context.group)
+            shared = share("a block of layers", lambda: fits, self.running.graph.group)
             self._of_nodes[key] = tuple(map(all, zip(*shared, strict=True)))
         return self._of_nodes[key]
+
+
+def _with_halo(edges: EdgeShard, x: torch.Tensor) -> torch.Tensor:
+    """Append the halo's rows, which do not count in readouts by a batch vector."""
+    if not isinstance(x, PartitionedIndex):
+        return edges.with_halo(x)
+    graphs = Graphs(edges.group, num_owned=edges.num_sources)
+    return PartitionedIndex.make(edges.with_halo(x.plain), graphs, x.kind, whole=True)
+
+
+def _unwrap_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Remove a block from ``module.forward``; return the instance's own forward."""
+    own = vars(module).get("forward")
+    if isinstance(own, _Block):
+        own = vars(module).pop("forward").own
+        if own is not None:
+            vars(module)["forward"] = own
+    return own

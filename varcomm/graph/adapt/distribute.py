@@ -10,11 +10,9 @@ from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.adapt.block import exchange_once
-from varcomm.graph.adapt.layers.checks import check_deep, check_exact
-from varcomm.graph.adapt.layers.functions import FUNCTIONS, functions_in
-from varcomm.graph.adapt.propagate import attach
-from varcomm.graph.adapt.rebind import Rebinding
-from varcomm.graph.adapt.shard_context import ShardContext, add_edge_type_context
+from varcomm.graph.adapt.checks import check_deep, check_exact
+from varcomm.graph.adapt.propagate import Running, attach
+from varcomm.graph.adapt.special import replace_methods
 from varcomm.graph.nn.norms import global_norm, is_global_norm
 from varcomm.graph.nn.readouts import global_readout
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -25,8 +23,8 @@ __all__ = ["distribute"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-# The attribute of a module that holds its context.
-_CONTEXT = "_varcomm_shard_context"
+# The attribute of a module that holds what the modules of a distributed model share.
+_RUNNING = "_varcomm_running"
 
 
 def distribute(model: Model, graph: PartitionedGraph) -> Model:
@@ -42,8 +40,7 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Parameters
     ----------
     model : torch.nn.Module
-        Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``, in which
-        values of nodes reach edges as arguments of ``propagate`` and ``edge_updater``. The same
+        Made of layers of PyTorch Geometric or of own subclasses of its ``MessagePassing``. The same
         parameters and buffers on every rank; lazy ones need the same seed.
     graph : PartitionedGraph
         The graph that the model will run on.
@@ -64,14 +61,12 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
 
     Notes
     -----
-    Values that a message reads at its source become pairs of owned rows with halo and owned rows.
-    Functions of PyG that need the full graph, such as ``gcn_norm``, are replaced wherever methods
-    of a module reach them; the class of such a module is exchanged for one of the same name.
-
-    Code that reaches other nodes by itself cannot be seen: degrees of sources or
-    ``x[edge_index[0]]`` in a ``forward``, a mean over nodes. Pass such values through
-    ``propagate``, for example as ``degree_j``. Edges may be left out and self loops added; other
-    edges are refused when the model runs. Each rank draws its own dropout.
+    ``graph.edge_index`` and ``graph.batch`` fetch and reduce rows of other ranks by themselves,
+    inside a layer or outside; see :class:`PartitionedIndex`. This function compares parameters,
+    refuses modules that look at all nodes past such a vector, and lets norms and aggregations run
+    over all nodes. Code that means all nodes without a vector cannot be seen, such as
+    ``x.mean(0)``: take ``graph.mean``. Edges may be left out and self loops added; other edges are
+    refused when the model runs. Each rank draws its own dropout.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.
@@ -111,42 +106,32 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             f"other settings; they differ in {', '.join(names[:3])}{more}. Make the same model on "
             "all ranks: set the same seed before, or broadcast the model of one rank."
         )
-    context = _context_of(model, graph)
-    if context.rebinding is None or not context.rebinding.is_current():
-        context.rebinding = Rebinding(functions_in(context))
+    running = _running_of(model, graph)
     for module in model.modules():
-        vars(module)[_CONTEXT] = context
-        context.modules.add(module)
-        context.rebinding(module)
-        add_edge_type_context(module, context)
+        vars(module)[_RUNNING] = running
+        replace_methods(module, running)
         if isinstance(module, MessagePassing):
-            attach(module, context)
+            attach(module, running)
             _drop_cache(module)
         elif is_global_norm(module):
             vars(module)["forward"] = global_norm(module, graph)
     for readout in _readouts(model):
         vars(readout)["forward"] = global_readout(readout, graph)
-    exchange_once(model, context)
+    exchange_once(model, running)
     return model
 
 
-def _context_of(model: torch.nn.Module, graph: PartitionedGraph) -> ShardContext:
-    """Return the context of this model and nothing else, moved to the graph; or a new one.
+def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
+    """Return what all modules of this model share, moved to the graph; or a new one.
 
-    Compiled code of the model stays valid in the same context.
+    Compiled code of the model stays valid.
     """
-    modules = set(model.modules())
-    known = {vars(module).get(_CONTEXT) for module in modules}
-    context = known.pop()
-    if (
-        not isinstance(context, ShardContext)
-        or known
-        or context.is_shared
-        or not modules >= {*context.modules}
-    ):
-        return ShardContext(graph)
-    context.move(graph)
-    return context
+    known = {vars(module).get(_RUNNING) for module in model.modules()}
+    running = known.pop()
+    if known or not isinstance(running, Running) or running.root is not model:
+        return Running(graph, model)
+    running.graph = graph
+    return running
 
 
 def _readouts(model: torch.nn.Module) -> list[Aggregation]:
@@ -165,12 +150,10 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     # under all names: a module that is exact inside of a layer may be used outside of it too
-    rebind = Rebinding(FUNCTIONS)
     for name, module in model.named_modules(remove_duplicate=False):
         check_exact(name, module, model)
         if graph.hops > 1:
             check_deep(name, module)
-        rebind.check(module, f"{name or 'the model'} ({type(module).__name__})")
     state: dict[str, object] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))

@@ -10,7 +10,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.resolver import aggregation_resolver
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.layers.exact import EXACT_AGGREGATIONS
+from varcomm.graph.adapt.exact import EXACT_AGGREGATIONS
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checked_tensor
@@ -93,7 +93,7 @@ def message_passing(
         ends = _checked(edges, message, x, edge_values, where)
         aggregate = _aggregation(aggr, where)
     messages = _messages("graph.message_passing", edges, message, ends, edge_values)
-    target = edges.edge_index[1].index_select(0, _order(edges))
+    target = edges.local_ids[1].index_select(0, _order(edges))
     # PyG is not typed
     return aggregate(messages, target, dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
 
@@ -147,7 +147,7 @@ def _messages(
     name: str, edges: EdgeShard, message: Message, ends: Pair, edge_values: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Return the messages of interior edges and then those of boundary edges."""
-    (source, target), (j, i) = ends, edges.edge_index
+    (source, target), (j, i) = ends, edges.local_ids
     begun = edges.plan.start(source)
     inner, outer = edges.interior, edges.boundary
     x_j = source.index_select(0, j.index_select(0, inner))
@@ -209,7 +209,7 @@ def _checked(
         _check_rows(name, value, rows, "nodes", edges, where)
     for number, value in enumerate(edge_values):
         name = f"edge value {number}"
-        _check_rows(name, value, edges.edge_index.shape[1], "edges", edges, where)
+        _check_rows(name, value, edges.local_ids.shape[1], "edges", edges, where)
     return source, target
 
 
@@ -223,9 +223,9 @@ def _check_rows(
             "it must have one row for each. Pass the local part, such as graph.x and "
             "graph.edge_attr; the halo is added here."
         )
-    if value.device != edges.edge_index.device:
+    if value.device != edges.local_ids.device:
         raise ArgumentError(
-            f"{where}{name} is on {value.device}, the graph on {edges.edge_index.device}. Move "
+            f"{where}{name} is on {value.device}, the graph on {edges.local_ids.device}. Move "
             f"one of them: graph.to({str(value.device)!r})."
         )
 

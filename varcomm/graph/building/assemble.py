@@ -1,25 +1,45 @@
-"""One rank's part of a graph: owned nodes, the edges into them, and the halo."""
+"""One rank's part of a graph, assembled from rows that stand on their owners or are sent there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
+from torch_geometric.data import HeteroData
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.building.tables import EdgeTable, NodeTable, ends
 from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.graph.shard import NodeShard, described
+from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.packing import taken
+from varcomm.plan.checks import checked_range
 from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.sizes import ShardSizes, holds_integers
-from varcomm.transport.agreement import share
+from varcomm.sizes import ShardSizes, at_least, holds_integers
+from varcomm.transport.agreement import agree, share
 from varcomm.transport.group import Group
 
-__all__ = ["Numbering", "OwnedEdges", "assemble", "checked_owner", "localised", "owned_edges"]
+__all__ = [
+    "BroughtEdges",
+    "BroughtNodes",
+    "Numbering",
+    "OwnedEdges",
+    "assemble",
+    "at_home",
+    "by_position",
+    "check_hops",
+    "checked_owner",
+    "deepened",
+    "localised",
+    "owned_edges",
+    "sent_to_owners",
+]
 
 
 @dataclass(frozen=True)
@@ -69,17 +89,18 @@ class Numbering:
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
     """Return the rank of each node as int64, if `owner` is valid for `size` ranks."""
+    if isinstance(owner, np.ndarray):
+        # of arrays without integers only dtype and shape matter, for the message
+        has_ints = owner.dtype.kind in "iu"
+        owner = torch.tensor(owner.astype(np.int64) if has_ints else np.zeros(owner.shape))
     if not isinstance(owner, torch.Tensor) or owner.shape != (nodes,) or not holds_integers(owner):
         raise ArgumentError(
             f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
             f"got {described(owner)}."
         )
-    if nodes and not (int(owner.min()) >= 0 and int(owner.max()) < size):
-        raise ArgumentError(
-            f"method spans ranks {int(owner.min())}...{int(owner.max())}, out of range for "
-            f"{size} ranks."
-        )
-    return owner.to(torch.int64)
+    ranks = owner.to(torch.int64)
+    checked_range(ranks, size, "method", "ranks")
+    return ranks
 
 
 def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Numbering) -> OwnedEdges:
@@ -105,13 +126,13 @@ def assemble(
     """Build this rank's part of the graph; collective."""
     counts = share("graph.partition", lambda: [len(own.source) for own in edges.values()], group)
     shards = {}
-    for place, (edge_type, own) in enumerate(edges.items()):
+    for (edge_type, own), sizes in zip(edges.items(), zip(*counts, strict=True), strict=True):
         sources, targets = (nodes[end] for end in ends(edge_type))
         edge_index, halo = localised(own.source, own.target, sources.sizes, targets.sizes, group)
         plan = ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group)
         shards[edge_type] = EdgeShard(
             group=group,
-            sizes=ShardSizes(count[place] for count in counts),
+            sizes=ShardSizes(sizes),
             attributes=own.attributes,
             ids=AscendingIds.of(own.ids),
             edge_index=edge_index,
@@ -138,3 +159,272 @@ def localised(
     halo, position = torch.unique(source[is_halo], return_inverse=True)
     edge_index[0, is_halo] = position + len(mine)
     return edge_index, halo
+
+
+@dataclass(frozen=True)
+class BroughtNodes:
+    """The nodes of one type that this rank contributes.
+
+    Rank r describes the nodes ``ranges.range(r)``. `owner` holds the future owners of this rank's
+    range (None: this rank), and `ids` the nodes of the rows in `attributes` (None: the range).
+    """
+
+    ranges: ShardSizes
+    owner: torch.Tensor | None
+    ids: torch.Tensor | None
+    attributes: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BroughtEdges:
+    """The edges of one type that this rank contributes, by node ids, (2, e).
+
+    `ids` are their positions in the full graph, int64 of shape (e,).
+    """
+
+    edge_index: torch.Tensor
+    ids: torch.Tensor
+    attributes: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Shuffle:
+    """Destinations of this rank's rows; received rows stand by sender, in the sender's order.
+
+    `order` sorts this rank's rows by destination (None: sorted); `send` and `recv` are rows per
+    rank.
+    """
+
+    group: Group
+    order: torch.Tensor | None
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+
+    @classmethod
+    def to(cls, destination: torch.Tensor, group: Group) -> Self:
+        """Plan from the rank to which each row goes, int64 of shape (rows,); collective."""
+        counts = torch.bincount(destination, minlength=group.size)
+        in_order = bool((destination.diff() >= 0).all())
+        order = None if in_order else torch.sort(destination, stable=True).indices
+        recv = cls.one_each(group).carry(counts)
+        return cls(group, order, tuple(counts.tolist()), tuple(recv.tolist()))
+
+    @classmethod
+    def one_each(cls, group: Group) -> Self:
+        """Return the shuffle of one row from each rank to each rank."""
+        ones = (1,) * group.size
+        return cls(group, None, ones, ones)
+
+    def carry(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send rows, (rows, *F), and return the received rows; collective, not differentiable."""
+        rows = rows.detach()
+        if self.order is not None:
+            rows = taken(rows, self.order)
+        return all_to_all_v(rows, self.send, self.recv, group=self.group.process_group)
+
+
+@dataclass(frozen=True, eq=False)
+class _Directory:
+    """Global numbers of nodes by their ids; each rank stores those of its range.
+
+    `sizes` are nodes per owner; `numbers` of this rank's range (None: equal to the ids); `shuffle`
+    goes from ranges to owners (None: these are the same ranks).
+    """
+
+    group: Group
+    ranges: ShardSizes
+    sizes: ShardSizes
+    numbers: torch.Tensor | None
+    shuffle: Shuffle | None
+
+    @classmethod
+    def of(cls, ranges: ShardSizes, owner: torch.Tensor | None, group: Group) -> Self:
+        """Build a directory from the owners of this rank's range; collective."""
+        if owner is None:
+            return cls(group, ranges, ranges, None, None)
+        shuffle = Shuffle.to(owner, group)
+        sizes = ShardSizes.from_local(sum(shuffle.recv), group.process_group)
+        # an owner's nodes arrive range by range, which is the order of the full graph
+        counts, first = torch.tensor([shuffle.send, shuffle.recv], device=owner.device)
+        first = first.cumsum(0) - first + sizes.offsets[group.rank]
+        first = Shuffle.one_each(group).carry(first)
+        shift = (first - counts.cumsum(0) + counts).repeat_interleave(counts)
+        numbers = torch.arange(len(owner), device=owner.device) + shift
+        if shuffle.order is not None:
+            numbers = torch.empty_like(numbers).index_copy_(0, shuffle.order, numbers)
+        return cls(group, ranges, sizes, numbers, shuffle)
+
+    def owned(self, rows: torch.Tensor) -> torch.Tensor:
+        """Exchange rows of this rank's range for rows of its owned nodes; collective."""
+        return rows.detach() if self.shuffle is None else self.shuffle.carry(rows)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the global numbers of nodes; collective. A rank requests each node once."""
+        if self.numbers is None:
+            return ids
+        asked, place = torch.unique(ids, return_inverse=True)
+        # ascending, hence range by range
+        plan = ExchangePlan.from_needed(asked, self.ranges, group=self.group.process_group)
+        return plan(self.numbers)[place]
+
+
+def sent_to_owners(
+    nodes: Mapping[NodeType, BroughtNodes],
+    edges: Mapping[EdgeType, BroughtEdges],
+    attributes: Mapping[str, Any],
+    name: str,
+    group: Group,
+) -> PartitionedGraph:
+    """Send nodes and edges to their owners, and build the graph; collective."""
+    devices = [brought.ids.device for brought in edges.values()] or [torch.device("cpu")]
+    directories, shards = {}, {}
+    for node_type, own in nodes.items():
+        directory = directories[node_type] = _Directory.of(own.ranges, own.owner, group)
+        mine = own.ranges.range(group.rank)
+        ids = directory.owned(torch.arange(mine.start, mine.stop, device=devices[0]))
+        rows = {key: directory.owned(value) for key, value in own.attributes.items()}
+        shards[node_type] = NodeShard(group, directory.sizes, rows, AscendingIds.of(ids))
+    owned = {
+        edge_type: _owned_edges(brought, *(directories[end] for end in ends(edge_type)))
+        for edge_type, brought in edges.items()
+    }
+    return assemble(shards, owned, attributes, name, group)
+
+
+def _owned_edges(brought: BroughtEdges, sources: _Directory, targets: _Directory) -> OwnedEdges:
+    """Exchange contributed edges for the edges into this rank's nodes; collective."""
+    if sources is targets:
+        source, target = sources.look_up(brought.edge_index)
+    else:
+        source, target = brought.edge_index
+        source, target = sources.look_up(source), targets.look_up(target)
+    shuffle = Shuffle.to(targets.sizes.owner(target), targets.group)
+    columns = {"source": source, "target": target, "ids": brought.ids}
+    columns = {key: shuffle.carry(value) for key, value in columns.items()}
+    rows = {key: shuffle.carry(value) for key, value in brought.attributes.items()}
+    if not bool((columns["ids"].diff() > 0).all()):
+        order = columns["ids"].argsort()
+        columns = {key: value[order] for key, value in columns.items()}
+        rows = {key: taken(value, order) for key, value in rows.items()}
+    return OwnedEdges(**columns, attributes=rows)
+
+
+def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:
+    """Send rows to the ranks in whose ranges their nodes are; collective."""
+    if nodes.ids is None:
+        return nodes
+    shuffle = Shuffle.to(nodes.ranges.owner(nodes.ids), group)
+    ids = shuffle.carry(nodes.ids)
+    mine = nodes.ranges.range(group.rank)
+
+    def check() -> None:
+        counts = torch.bincount(ids - mine.start, minlength=len(mine))
+        if len(wrong := torch.nonzero(counts != 1)):
+            node = int(wrong[0])
+            raise DisagreementError(
+                f"node_ids must name each node once, on all ranks together; node "
+                f"{mine.start + node} was named {int(counts[node])} times."
+            )
+
+    agree("graph.from_edges", check, group)
+    order = ids.argsort()
+    rows = {key: taken(shuffle.carry(value), order) for key, value in nodes.attributes.items()}
+    return replace(nodes, ids=None, attributes=rows)
+
+
+def by_position(nodes: BroughtNodes, method: str, group: Group) -> BroughtNodes:
+    """Assign nodes by their positions; collective."""
+
+    def check() -> torch.Tensor:
+        if "pos" not in nodes.attributes:
+            raise ArgumentError(
+                f'method="{method}" needs the positions of nodes in node_attrs["pos"].'
+            )
+        return nodes.attributes["pos"]
+
+    pos = agree("graph.from_edges", check, group)
+    owner = assign_sharded(pos, group.size, method, group=group.process_group)
+    return replace(nodes, owner=owner)
+
+
+def check_hops(hops: int, data: Any) -> None:
+    """Raise unless halos can have this many hops."""
+    if at_least(1, hops, "hops") > 1 and isinstance(data, HeteroData):
+        raise ArgumentError(
+            f"hops={hops} is for graphs with one type of nodes. Leave hops at 1 for HeteroData."
+        )
+
+
+def deepened(graph: PartitionedGraph, hops: int) -> PartitionedGraph:
+    """Return the graph with a halo of `hops` hops, and the edges into all but the last hop.
+
+    Collective. Per hop, each rank requests the edges into its outermost nodes from their owners.
+    Halo nodes stand in the order of their global numbers, whatever their hop; edges into the halo
+    stand behind the owned edges.
+    """
+    if hops == 1:
+        return graph
+    edges, sizes, group = graph.edges, graph.node_sizes, graph.group
+    for name, value in edges.attributes.items():  # the types agree across ranks
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"hops={hops} needs attributes of edges that are tensors; {name} is of "
+                f"{type(value).__name__}."
+            )
+    pg, rank = group.process_group, group.rank
+    first, owned = sizes.offsets[rank], graph.num_owned
+    own_numbers = torch.arange(first, first + owned, device=edges.local_ids.device)
+    halo = edges.plan(own_numbers)
+    number = torch.cat([own_numbers, halo])
+    source, target = edges.local_ids
+    # sorted, because ranks may have their attributes in different orders
+    own = {f"attribute {key}": edges.attributes[key] for key in sorted(edges.attributes)}
+    own |= {"source": number[source], "target": number[target]}
+    by_target = torch.sort(target, stable=True).indices
+    counts = torch.bincount(target, minlength=owned)
+
+    found, frontier = [own], halo
+    for _ in range(hops - 1):
+        if not any(share("graph.partition", frontier.__len__, group)):
+            break  # no rank needs more edges
+        asked = ExchangePlan.from_needed(frontier, sizes, group=pg)
+        index, destination = _edges_into(asked, by_target, counts)
+        shuffle = Shuffle.to(destination, group)
+        more = {key: shuffle.carry(taken(value, index)) for key, value in own.items()}
+        found.append(more)
+        sources = more["source"].unique()
+        frontier = sources[~torch.isin(sources, halo) & ~_is_own(sources, first, owned)]
+        halo = torch.cat([halo, frontier]).sort().values
+
+    whole = {key: torch.cat([part[key] for part in found]) for key in own}
+    plan = ExchangePlan.from_needed(halo, sizes, group=pg)
+    numbers = torch.stack([whole["source"], whole["target"]])
+    beyond = owned + torch.searchsorted(halo, numbers)
+    shard = replace(
+        edges,
+        attributes={key: whole[f"attribute {key}"] for key in edges.attributes},
+        edge_index=torch.where(_is_own(numbers, first, owned), numbers - first, beyond),
+        halo_ids=plan(graph.owned_ids),
+        plan=plan,
+        hops=int(hops),
+        counts=None,
+    )
+    return replace(graph, edge_shards={None: shard})
+
+
+def _is_own(numbers: torch.Tensor, first: int, owned: int) -> torch.Tensor:
+    return (numbers >= first) & (numbers < first + owned)
+
+
+def _edges_into(
+    asked: ExchangePlan, by_target: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the edges into the requested nodes, and the requesting rank of each edge."""
+    starts, counts = (counts.cumsum(0) - counts)[asked.send_index], counts[asked.send_index]
+    # position of each edge among the edges of its node, and so in `by_target`
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    nth = torch.arange(len(first), device=first.device) - first
+    index = by_target[starts.repeat_interleave(counts) + nth]
+    per_rank = torch.tensor(asked.send_counts, device=first.device)
+    ranks = torch.arange(len(per_rank), device=first.device).repeat_interleave(per_rank)
+    return index, ranks.repeat_interleave(counts)

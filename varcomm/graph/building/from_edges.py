@@ -11,34 +11,31 @@ from zlib import crc32
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.assemble import checked_owner
-from varcomm.graph.building.hops import check_hops, deepened
-from varcomm.graph.building.redistribute import (
+from varcomm.graph.building.assemble import (
     BroughtEdges,
     BroughtNodes,
     at_home,
     by_position,
+    check_hops,
+    checked_owner,
+    deepened,
     sent_to_owners,
 )
-from varcomm.graph.building.tables import check_edge_index, check_name
+from varcomm.graph.building.tables import Kinds, check_edge_index, check_name, kinds, no_rows
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import described
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.digest import differing
 from varcomm.plan.checks import checked_index
 from varcomm.sizes import ShardSizes, checked_sizes
-from varcomm.transport.agreement import agree_and_share, share
+from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engine import engine_for
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["from_edges"]
 
 logger = logging.getLogger("varcomm")
 
 Attributes = Mapping[str, torch.Tensor]
-
-# Dtype and shape of the rows of each attribute.
-Outline = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 _METHODS = ("block", "hilbert", "rcb")
 _WHAT = "graph.from_edges"
@@ -66,8 +63,8 @@ def from_edges(
         Any edges, each on one rank, by node ids of the full graph; int64 of shape (2, e). The full
         graph has the edges of rank 0, then those of rank 1, and so on.
     sizes : sequence of int
-        Nodes that each rank describes, N in total: rank 0 the first ``sizes[0]`` nodes, and so on;
-        zeros allowed, identical on all ranks.
+        Nodes that each rank describes: rank 0 the first ``sizes[0]`` nodes, and so on; zeros
+        allowed, identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
@@ -88,7 +85,8 @@ def from_edges(
     Returns
     -------
     PartitionedGraph
-        This rank's part, on the device of `edge_index`.
+        This rank's part, on the device of `edge_index`. Not differentiable with respect to
+        attributes; rows that stay on their rank share memory with the input.
 
     Raises
     ------
@@ -103,11 +101,6 @@ def from_edges(
     Communication: each edge, its id and its attributes once to the owner of its target; each node's
     attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
     in a rank's edges. Memory per rank is proportional to its input and its part.
-
-    The result is not differentiable with respect to attributes. Rows that stay on their rank share
-    memory with the input.
-
-    In one process: ``torch_geometric.data.Data`` of all edges and nodes.
 
     Examples
     --------
@@ -124,8 +117,9 @@ def from_edges(
     ranks = resolve(group)
     began = time.perf_counter()
     name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
+    equal: dict[str, object] = {}  # on all ranks
 
-    def check() -> tuple[BroughtNodes, BroughtEdges]:
+    def check() -> tuple[BroughtNodes, torch.Tensor, Attributes]:
         check_hops(hops, None)
         ranges = ShardSizes(checked_sizes(sizes, "sizes", ranks.size))
         if isinstance(edge_index, torch.Tensor):
@@ -133,8 +127,7 @@ def from_edges(
         edges = check_edge_index(edge_index, ranges.total, ranges.total, "edge_index")
         ids, count, device = node_ids, ranges[ranks.rank], edges.device
         if ids is not None:
-            if isinstance(ids, torch.Tensor):
-                _check_device(ids, "node_ids", device)
+            _check_device(ids, "node_ids", device)
             ids = checked_index(ids, ranges.total, "node_ids", "nodes")
             count = len(ids)
         of_nodes = _checked_attributes(node_attrs, count, "node_attrs", "nodes", device)
@@ -142,95 +135,64 @@ def from_edges(
         owner = None
         if method is not None and name not in _METHODS:
             owner = _checked_owner(method, ranges[ranks.rank], ranks.size, device)
-        return BroughtNodes(ranges, owner, ids, of_nodes), BroughtEdges(edges, of_edges)
+        equal.update({"sizes": tuple(ranges), "method": name, "hops": int(hops)})
+        equal.update({"use of node_ids": ids is not None, "the kind of device": device.type})
+        return BroughtNodes(ranges, owner, ids, of_nodes), edges, of_edges
 
-    def equal_on_all_ranks(ranges: ShardSizes) -> dict[str, object]:
-        return {
-            "sizes": tuple(ranges),
-            "method": name,
-            "hops": int(hops),
-            "use of node_ids": node_ids is not None,
-            "the kind of device": edge_index.device.type,
-        }
-
-    def outline(brought: tuple[BroughtNodes, BroughtEdges]) -> tuple[Any, ...]:
-        """Return digests, because all ranks' sizes are P^2 numbers; rows, and their kinds."""
-        nodes, edges = brought
-        arguments = equal_on_all_ranks(nodes.ranges).items()
+    def outline(brought: tuple[BroughtNodes, torch.Tensor, Attributes]) -> tuple[Any, ...]:
+        """Return a digest, because all ranks' sizes are P^2 numbers; rows, and their kinds."""
+        nodes, edges, of_edges = brought
         count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
-        return (
-            {word: crc32(repr(value).encode()) for word, value in arguments},
-            (count, _kinds(nodes.attributes)),
-            (edges.edge_index.shape[1], _kinds(edges.attributes)),
-        )
+        digest = crc32(repr(equal).encode())
+        return digest, (count, kinds(nodes.attributes)), (edges.shape[1], kinds(of_edges))
 
-    (nodes, edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
+    (nodes, edges, of_edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
     digests, node_outlines, edge_outlines = zip(*outlines, strict=True)
-    _check_equal(digests, equal_on_all_ranks(nodes.ranges), ranks)
-    device = edges.edge_index.device
-    of_nodes = _completed(nodes.attributes, node_outlines, "node_attrs", device)
-    of_edges = _completed(edges.attributes, edge_outlines, "edge_attrs", device)
+    if len(set(digests)) > 1:
+        compare(ranks, {"operation": _WHAT} | equal)  # raises on every rank
+    of_nodes = _completed(nodes.attributes, node_outlines, "node_attrs", edges.device)
+    of_edges = _completed(of_edges, edge_outlines, "edge_attrs", edges.device)
     if both := [key for key in of_nodes if key in of_edges]:
         raise ArgumentError(
             f"{_WHAT}: {both[0]!r} is in node_attrs and in edge_attrs: graph.{both[0]} could be "
             "either. Rename one."
         )
     nodes = at_home(BroughtNodes(nodes.ranges, nodes.owner, nodes.ids, of_nodes), ranks)
-    first = sum(count for count, _ in edge_outlines[: ranks.rank])
-    edges = BroughtEdges(edges.edge_index, of_edges, first=first)
     if name in ("hilbert", "rcb"):
         nodes = by_position(nodes, name, ranks)
-    graph = sent_to_owners({None: nodes}, {None: edges}, {}, name, ranks)
+    first = sum(count for count, _ in edge_outlines[: ranks.rank])
+    ids = torch.arange(first, first + edges.shape[1], device=edges.device)
+    brought = BroughtEdges(edges, ids, of_edges)
+    graph = sent_to_owners({None: nodes}, {None: brought}, {}, name, ranks)
     logger.info("%r, in %.2f s", graph, time.perf_counter() - began)
     return deepened(graph, hops)
 
 
-def _kinds(rows: Attributes) -> Outline:
-    return {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}
-
-
 def _completed(
-    rows: Attributes, outlines: Sequence[tuple[int, Outline]], what: str, device: torch.device
+    rows: Attributes, outlines: Sequence[tuple[int, Kinds]], what: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return attributes in one order on all ranks, with empty ones that only other ranks have."""
-    first: dict[str, tuple[int, tuple[torch.dtype, torch.Size]]] = {}
+    expected: dict[str, Any] = {}
+    first: dict[str, int] = {}
     for rank, (_, outline) in enumerate(outlines):
         for name, kind in outline.items():
-            of, expected = first.setdefault(name, (rank, kind))
-            if kind != expected:
+            of = first.setdefault(name, rank)
+            if kind != expected.setdefault(name, kind):
                 raise DisagreementError(
-                    f"{_WHAT}: {what}[{name!r}] is {_described(*expected)} on rank {of} and "
+                    f"{_WHAT}: {what}[{name!r}] is {_described(*expected[name])} on rank {of} and "
                     f"{_described(*kind)} on rank {rank}."
                 )
     for rank, (count, outline) in enumerate(outlines):
         if count and (missing := [name for name in first if name not in outline]):
             raise DisagreementError(
                 f"{_WHAT}: rank {rank} brings {count} rows without {what}[{missing[0]!r}], which "
-                f"rank {first[missing[0]][0]} has."
+                f"rank {first[missing[0]]} has."
             )
-    return {
-        name: rows[name] if name in rows else torch.empty(0, *shape, dtype=dtype, device=device)
-        for name, (_, (dtype, shape)) in first.items()
-    }
+    return {name: rows.get(name, empty) for name, empty in no_rows(expected, device).items()}
 
 
 def _described(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{dtype} of shape ({', '.join(['n', *map(str, shape)])})"
-
-
-def _check_equal(
-    digests: Sequence[Mapping[str, int]], own: Mapping[str, object], group: Group
-) -> None:
-    """Raise on every rank if digests differ; collective in that case."""
-    _, names = differing(digests)
-    if names:
-        name = names[0]
-        other = [digest[name] == digests[0][name] for digest in digests].index(False)
-        given = share(_WHAT, lambda: own[name], group)
-        raise DisagreementError(
-            f"{_WHAT}: ranks differ in {name}: rank 0 has {given[0]!r}, rank {other} has "
-            f"{given[other]!r}."
-        )
 
 
 def _checked_attributes(
@@ -254,8 +216,8 @@ def _checked_attributes(
     return dict(attributes)
 
 
-def _check_device(value: torch.Tensor, name: str, device: torch.device) -> None:
-    if value.device != device:
+def _check_device(value: Any, name: str, device: torch.device) -> None:
+    if isinstance(value, torch.Tensor) and value.device != device:
         raise ArgumentError(f"{name} is on {value.device}, and edge_index on {device}.")
 
 

@@ -12,16 +12,24 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.assemble import Numbering, assemble, checked_owner, owned_edges
-from varcomm.graph.building.hops import check_hops, deepened
-from varcomm.graph.building.redistribute import BroughtEdges, BroughtNodes, sent_to_owners
-from varcomm.graph.building.tables import Attribute, Tables, ends, read
+from varcomm.graph.building.assemble import (
+    BroughtEdges,
+    BroughtNodes,
+    Numbering,
+    assemble,
+    check_hops,
+    checked_owner,
+    deepened,
+    owned_edges,
+    sent_to_owners,
+)
+from varcomm.graph.building.tables import Attribute, Tables, ends, kinds, no_rows, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing, digest
 from varcomm.sizes import ShardSizes, checked_rank
-from varcomm.transport.agreement import agree, agree_and_share, share
+from varcomm.transport.agreement import agree, agree_and_share, compare, share
 from varcomm.transport.group import Group, GroupLike, resolve
 from varcomm.transport.serialization import from_bytes, to_bytes
 
@@ -37,6 +45,7 @@ Owners = dict[NodeType, torch.Tensor]
 Assigned = tuple[Tables, Owners, str]
 
 _WHAT = "graph.partition"
+_GIVEN = "the ranks given"
 
 
 def partition(
@@ -53,9 +62,8 @@ def partition(
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The full graph: edges of shape (2, E), and attributes of nodes, of edges, and of the graph
-        as a whole. Directed, bipartite and heterogeneous graphs, self loops, multi-edges and
-        isolated nodes are ordinary. On the device of the training.
+        The full graph, on the device of the training. Directed, bipartite and heterogeneous graphs,
+        self loops, multi-edges and isolated nodes are ordinary.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
@@ -84,20 +92,16 @@ def partition(
 
     Notes
     -----
-    As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; both
-    are cut. If N equals E, ``edge`` in its name makes it an attribute of edges. Single values and
-    arrays of one entry belong to the graph as a whole. Arrays of any other length are refused, and
-    so are node ids such as ``face`` or ``edge_label_index``. Give an attribute of the graph that by
-    chance has N or E entries a first dimension of one.
+    As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; if N
+    equals E, ``edge`` in its name decides. Single values and arrays of one entry belong to the
+    graph as a whole, and are refused with any other length. Node ids, such as ``face`` or
+    ``edge_label_index``, are refused.
 
     The parts are not differentiable with respect to the full graph, and numeric arrays become
     tensors. With `src`, attributes of nodes and edges must be tensors or numeric arrays.
 
-    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result;
-    every rank cuts its own part. With `src`, that rank sends each rank its rows and edges, as
-    :func:`from_edges` does.
-
-    In one process: `data` itself.
+    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result.
+    With `src`, that rank sends each rank its rows and edges.
 
     Examples
     --------
@@ -126,14 +130,8 @@ def partition(
         return None if src is None else checked_rank(src, ranks.size, "src"), int(hops)
 
     # first of all, because everything that follows depends on both
-    calls = share(_WHAT, call, ranks)
-    if others := [rank for rank, other in enumerate(calls) if other != calls[0]]:
-        raise DisagreementError(
-            f"{_WHAT}: ranks differ in src or hops: rank 0 has src={calls[0][0]} and "
-            f"hops={calls[0][1]}, rank {others[0]} has src={calls[others[0]][0]} and "
-            f"hops={calls[others[0]][1]}."
-        )
-    source, hops = calls[0]
+    source, hops = agree(_WHAT, call, ranks)
+    compare(ranks, {"operation": _WHAT, "src": source, "hops": hops})
     if source is None:
         graph = _from_all(data, method, ranks)
     else:
@@ -160,23 +158,14 @@ def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | 
             + f"; got {list(given) if isinstance(method, Mapping) else type(method).__name__}."
         )
     return {
-        key: checked_owner(_as_tensor(given[key]), nodes.count, size)
-        for key, nodes in tables.nodes.items()
+        key: checked_owner(given[key], nodes.count, size) for key, nodes in tables.nodes.items()
     }
-
-
-def _as_tensor(ranks: Any) -> Any:
-    if not isinstance(ranks, np.ndarray):
-        return ranks
-    # of arrays without integers only dtype and shape are kept, for the message
-    has_ints = ranks.dtype.kind in "iu"
-    return torch.tensor(ranks.astype(np.int64) if has_ints else np.zeros(ranks.shape))
 
 
 def assigned(data: Any, parts: int, name: str) -> Owners:
     """Return the rank of each node, by type, from a method of this name."""
     owner = assign(data, parts, name)
-    return {None: owner} if isinstance(owner, torch.Tensor) else dict(owner)
+    return owner if isinstance(owner, dict) else {None: owner}
 
 
 def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
@@ -188,7 +177,10 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
 
     def outline(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
         tables, checked = own
-        return tables.digests() | _digests(checked), list(tables.nodes), list(tables.edges)
+        given = checked if isinstance(checked, dict) else {None: checked}
+        names = {key: "method" if key is None else f"method[{key!r}]" for key in given}
+        digests = {names[key]: digest(ranks) for key, ranks in given.items()}
+        return tables.digests() | digests, list(tables.nodes), list(tables.edges)
 
     (tables, checked), outlines = agree_and_share(_WHAT, check, outline, group)
     others, names = differing([digests for digests, *_ in outlines])
@@ -209,22 +201,13 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
     return assemble(shards, owned, tables.attributes, name, group)
 
 
-def _digests(method: str | Owners | None) -> dict[str, object]:
-    if not isinstance(method, dict):
-        return {"method": method}
-    return {
-        "method" if key is None else f"method[{key!r}]": digest(ranks)
-        for key, ranks in method.items()
-    }
-
-
 def _owners(
     data: Any, tables: Tables, method: str | Owners | None, group: Group
 ) -> tuple[Owners, str]:
     """Return the rank of each node, identical on all ranks, and the method's name."""
     device = tables.device
     if isinstance(method, dict):
-        return {key: ranks.to(device) for key, ranks in method.items()}, "the ranks given"
+        return {key: ranks.to(device) for key, ranks in method.items()}, _GIVEN
     name = share(_WHAT, lambda: method_used(data, group.size, method), group)[0]
     owners = agree(
         _WHAT, lambda: assigned(data, group.size, name) if group.rank == 0 else None, group
@@ -250,64 +233,44 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
         tables = read(data)
         checked = checked_method(method, tables, group.size)
         if isinstance(checked, dict):
-            return tables, checked, "the ranks given"
+            return tables, checked, _GIVEN
         name = method_used(data, group.size, checked)
         return tables, assigned(data, group.size, name), name
 
-    given = agree(_WHAT, check, group)
-
-    def outline() -> tuple[Any, ...] | None:
+    def outline(given: Assigned | None) -> Any:
         if given is None:
             return None
         tables, _, name = given
-        nodes = {
-            key: (table.count, _outline(table.attributes)) for key, table in tables.nodes.items()
-        }
-        edges = {key: _outline(table.attributes) for key, table in tables.edges.items()}
-        return nodes, edges, name, tables.device.type
+        counts = {key: nodes.count for key, nodes in tables.nodes.items()}
+        of_nodes = {key: kinds(_tensors(rows.attributes)) for key, rows in tables.nodes.items()}
+        of_edges = {key: kinds(_tensors(rows.attributes)) for key, rows in tables.edges.items()}
+        packed = {key: _packed(key, value) for key, value in tables.attributes.items()}
+        return counts, of_nodes, of_edges, packed, name, tables.device.type
 
-    of_src = share(_WHAT, outline, group)[src]
-    assert of_src is not None
-    node_outlines, edge_outlines, name, device = of_src
-    attributes = _sent_attributes(None if given is None else given[0].attributes, src, group)
-    nodes: dict[NodeType, BroughtNodes] = {}
-    for key, (count, rows) in node_outlines.items():
+    given, outlines = agree_and_share(_WHAT, check, outline, group)
+    counts, of_nodes, of_edges, packed, name, device = outlines[src]
+    none = torch.empty(2, 0, dtype=torch.int64, device=device)
+    nodes, edges = {}, {}
+    for key, count in counts.items():
         ranges = ShardSizes(count * (rank == src) for rank in range(group.size))
         if given is None:
-            owner, own = torch.empty(0, dtype=torch.int64, device=device), _no_rows(rows, device)
+            owner, rows = none[0], no_rows(of_nodes[key], device)
         else:
-            owner, own = given[1][key].to(given[0].device), _rows(given[0].nodes[key].attributes)
-        nodes[key] = BroughtNodes(ranges, owner, None, own)
-    edges = {}
-    for key, rows in edge_outlines.items():
+            owner, rows = given[1][key].to(device), _tensors(given[0].nodes[key].attributes)
+        nodes[key] = BroughtNodes(ranges, owner, None, rows)
+    for key in of_edges:
         if given is None:
-            edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
-            edges[key] = BroughtEdges(edge_index, _no_rows(rows, device))
+            edge_index, rows = none, no_rows(of_edges[key], device)
         else:
             table = given[0].edges[key]
-            edges[key] = BroughtEdges(table.edge_index, _rows(table.attributes))
+            edge_index, rows = table.edge_index, _tensors(table.attributes)
+        ids = torch.arange(edge_index.shape[1], device=edge_index.device)
+        edges[key] = BroughtEdges(edge_index, ids, rows)
+    if given is None:
+        attributes = {key: from_bytes(text.encode()) for key, text in packed.items()}
+    else:
+        attributes = dict(given[0].attributes)
     return sent_to_owners(nodes, edges, attributes, name, group)
-
-
-def _sent_attributes(
-    attributes: Mapping[str, Any] | None, src: int, group: Group
-) -> dict[str, Any]:
-    """Return the attributes of the graph as a whole, which `src` has; collective."""
-
-    def packed() -> torch.Tensor | None:
-        if attributes is None:
-            return None
-        texts = {name: _packed(name, value) for name, value in attributes.items()}
-        return torch.frombuffer(bytearray(to_bytes(texts)), dtype=torch.uint8)
-
-    content = agree(_WHAT, packed, group)
-    if content is not None:
-        content = content.to(group.device())
-    content = broadcast(content, src=src, group=group.process_group).cpu()
-    if attributes is not None:
-        return dict(attributes)
-    texts: dict[str, str] = from_bytes(content.numpy().tobytes())
-    return {name: from_bytes(text.encode()) for name, text in texts.items()}
 
 
 def _packed(name: str, value: Any) -> str:
@@ -320,11 +283,7 @@ def _packed(name: str, value: Any) -> str:
         ) from error
 
 
-def _outline(attributes: Mapping[str, Attribute]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {key: (value.dtype, value.shape[1:]) for key, value in _rows(attributes).items()}
-
-
-def _rows(attributes: Mapping[str, Attribute]) -> dict[str, torch.Tensor]:
+def _tensors(attributes: Mapping[str, Attribute]) -> dict[str, torch.Tensor]:
     for key, attribute in attributes.items():
         if not isinstance(attribute.value, torch.Tensor):
             raise ArgumentError(
@@ -332,10 +291,3 @@ def _rows(attributes: Mapping[str, Attribute]) -> dict[str, torch.Tensor]:
                 f"{type(attribute.value).__name__}. Make it one, or give data to all ranks."
             )
     return {key: attribute.value for key, attribute in attributes.items()}
-
-
-def _no_rows(outline: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:
-    return {
-        key: torch.empty(0, *shape, dtype=dtype, device=device)
-        for key, (dtype, shape) in outline.items()
-    }

@@ -16,23 +16,33 @@ from torch_geometric.utils import is_sparse, select
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.packing import taken
+from varcomm.plan.checks import checked_range
 from varcomm.sizes import exact_int
 
 __all__ = [
     "Attribute",
     "EdgeTable",
+    "Kinds",
     "NodeTable",
     "Tables",
     "check_edge_index",
     "check_name",
+    "checked_count",
     "ends",
+    "kinds",
+    "label",
+    "no_rows",
     "read",
 ]
+
+# Dtype and shape of the rows of each attribute.
+Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 # Names of members of the graph or of a shard would hide an attribute; so would PyG's counts.
 _MEMBERS = frozenset(
@@ -95,32 +105,29 @@ class Tables:
     edges: Mapping[EdgeType, EdgeTable]
     attributes: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        devices = {name: v.device for name, v in self._rows() if isinstance(v, torch.Tensor)}
+        for name, device in devices.items():
+            if device != self.device:
+                raise ArgumentError(
+                    f"{name} is on {device}, and {next(iter(devices))} on {self.device}. Move "
+                    "them to one device: data.to(...)."
+                )
+
     def _rows(self) -> Iterator[tuple[str, Any]]:
         """Yield edges and attributes with rows, by name."""
         for edge_type, edges in self.edges.items():
-            yield f"{_name(edge_type)}.edge_index", edges.edge_index
-        tables: list[tuple[NodeType | EdgeType, NodeTable | EdgeTable]]
-        tables = [*self.nodes.items(), *self.edges.items()]
+            yield f"{label(edge_type)}.edge_index", edges.edge_index
+        tables: list[tuple[Any, Any]] = [*self.nodes.items(), *self.edges.items()]
         for key, table in tables:
             for name, attribute in table.attributes.items():
-                yield f"{_name(key)}.{name}", attribute.value
+                yield f"{label(key)}.{name}", attribute.value
 
     @property
     def device(self) -> torch.device:
         """The one device of all rows."""
         tensors = (value for _, value in self._rows() if isinstance(value, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-    def on_one_device(self) -> Tables:
-        """Return the tables, or raise ArgumentError if rows are on several devices."""
-        tensors = [(n, value) for n, value in self._rows() if isinstance(value, torch.Tensor)]
-        for name, tensor in tensors:
-            if tensor.device != self.device:
-                raise ArgumentError(
-                    f"{name} is on {tensor.device}, and {tensors[0][0]} on {self.device}. Move "
-                    "them to one device: data.to(...)."
-                )
-        return self
 
     def in_order(self, nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> Tables:
         """Return the tables with types in this order, on which layers such as HGTConv rely."""
@@ -134,8 +141,26 @@ class Tables:
         """Return a digest of each attribute, by name, to compare ranks."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
         found["the kind of device"] = self.device.type
-        found |= {f"{_name(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
+        found |= {f"{label(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
         return found | {name: digest(value) for name, value in self._rows()}
+
+
+def kinds(rows: Mapping[str, torch.Tensor]) -> Kinds:
+    """Return dtype and shape of the rows of each attribute."""
+    return {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}
+
+
+def no_rows(kinds: Kinds, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Return empty attributes of these kinds."""
+    return {
+        name: torch.empty(0, *shape, dtype=dtype, device=device)
+        for name, (dtype, shape) in kinds.items()
+    }
+
+
+def label(key: NodeType | EdgeType) -> str:
+    """Return the name of a type's rows in messages."""
+    return "data" if key is None else f"data[{key!r}]"
 
 
 def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
@@ -151,7 +176,7 @@ def read(data: Data | HeteroData) -> Tables:
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
-    count = _count(data.num_nodes, "data")
+    count = checked_count(data.num_nodes, "data")
     edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
     nodes, edges, whole = {}, {}, {}
     for key, value in _attributes(data.stores[0], "data"):
@@ -162,24 +187,28 @@ def read(data: Data | HeteroData) -> Tables:
         elif has_rows and data.is_edge_attr(key):
             edges[key] = Attribute.of(value, name)
         else:
-            if dim is not None:  # a user's class returns None for values without rows
-                _check_whole(value, name, f"{count} nodes nor {edge_index.shape[1]} edges")
+            # a user's class returns the dimension None for values without rows
+            if dim is not None and _has_several_rows(value):
+                raise ArgumentError(
+                    f"{name} has {value.shape[0]} entries, for neither {count} nodes nor "
+                    f"{edge_index.shape[1]} edges. If it belongs to the graph as a whole, give it "
+                    f"a first dimension of one: {name} = {name}[None]."
+                )
             whole[key] = value
-    tables = Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
-    return tables.on_one_device()
+    return Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
 
 
 def _read_types(data: HeteroData) -> Tables:
     nodes: dict[NodeType, NodeTable] = {}
     edges: dict[EdgeType, EdgeTable] = {}
     for node_type in data.node_types:
-        store, name = data[node_type], _name(node_type)
+        store, name = data[node_type], label(node_type)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyG warns if it cannot count; _count raises
-            count = _count(store.num_nodes, name)
+            warnings.simplefilter("ignore")  # PyG warns if it cannot count
+            count = checked_count(store.num_nodes, name)
         nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
     for edge_type in data.edge_types:
-        store, name = data[edge_type], _name(edge_type)
+        store, name = data[edge_type], label(edge_type)
         source, target = ends(edge_type)
         if missing := [end for end in (source, target) if end not in nodes]:
             raise ArgumentError(f"{name} has edges of {missing[0]!r}, of which data have no nodes.")
@@ -191,10 +220,11 @@ def _read_types(data: HeteroData) -> Tables:
     if not nodes:
         raise ArgumentError("data have no nodes of any type.")
     # the first store holds the values of the graph as a whole
-    return Tables(nodes, edges, dict(_attributes(data.stores[0], "data"))).on_one_device()
+    return Tables(nodes, edges, dict(_attributes(data.stores[0], "data")))
 
 
-def _count(given: Any, name: str) -> int:
+def checked_count(given: Any, name: str) -> int:
+    """Return a number of nodes as an int, or raise ArgumentError."""
     count = exact_int(given)
     if count is None or count < 0:
         raise ArgumentError(f"{name} has no number of nodes. Set {name}.num_nodes.")
@@ -202,20 +232,20 @@ def _count(given: Any, name: str) -> int:
 
 
 def _rows(
-    data: HeteroData, store: BaseStorage, count: int, name: str, rows: str
+    data: HeteroData, store: BaseStorage, count: int, owner: str, rows: str
 ) -> dict[str, Attribute]:
     """Return the attributes of the nodes or the edges of one type."""
     found = {}
-    for key, value in _attributes(store, name):
-        has_rows = _has_rows_first(value, data.__cat_dim__(key, value, store), f"{name}.{key}")
+    for key, value in _attributes(store, owner):
+        name = f"{owner}.{key}"
+        has_rows = _has_rows_first(value, data.__cat_dim__(key, value, store), name)
         listed = isinstance(value, list | tuple | torch.Tensor | np.ndarray)
-        length = len(value) if has_rows and listed else None
-        if length != count:
+        if not (has_rows and listed and len(value) == count):
             raise ArgumentError(
-                f"{name}.{key} has no entry for each of the {count} {rows}. Make it one of the "
-                f"graph as a whole: data.my_{key} = {name}.{key}; del {name}.{key}."
+                f"{name} has no entry for each of the {count} {rows}. Make it one of the graph as "
+                f"a whole: data.my_{key} = {name}; del {name}."
             )
-        found[key] = Attribute.of(value, f"{name}.{key}")
+        found[key] = Attribute.of(value, name)
     return found
 
 
@@ -256,6 +286,8 @@ def _refers_to_nodes(key: str, value: object) -> bool:
 
 def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> torch.Tensor:
     """Return edges if they are int64, of shape (2, E), and within the numbers of nodes."""
+    if isinstance(edge_index, PartitionedIndex):
+        raise ArgumentError(f"{name} is of a partitioned graph already, in local ids.")
     if isinstance(edge_index, EdgeIndex):
         edge_index = edge_index.as_tensor()
     if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
@@ -268,12 +300,7 @@ def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> 
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
     for row, nodes in enumerate((sources, targets)):
-        if edge_index.shape[1]:
-            low, high = torch.stack(edge_index[row].aminmax()).tolist()
-            if low < 0 or high >= nodes:
-                raise ArgumentError(
-                    f"{name}[{row}] spans {low}...{high}, out of range for {nodes} nodes."
-                )
+        checked_range(edge_index[row], nodes, f"{name}[{row}]", "nodes")
     return edge_index
 
 
@@ -283,7 +310,7 @@ def _has_rows_first(value: Any, dim: int | None, name: str) -> bool:
         return True
     if value.ndim == 0 or dim is None:
         return False
-    if dim % value.ndim != 0 and value.shape[0] > 1:
+    if dim % value.ndim != 0 and _has_several_rows(value):
         raise ArgumentError(
             f"{name} has its rows along dimension {dim}, by data.__cat_dim__ or because its name "
             "contains 'index'. Move its rows to dimension 0, and rename it."
@@ -291,14 +318,6 @@ def _has_rows_first(value: Any, dim: int | None, name: str) -> bool:
     return dim % value.ndim == 0
 
 
-def _check_whole(value: object, name: str, rows: str) -> None:
-    """Raise if a value of the graph as a whole looks like rows of which some are missing."""
-    if isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and value.shape[0] > 1:
-        raise ArgumentError(
-            f"{name} has {value.shape[0]} entries, for neither {rows}. If it belongs to the graph "
-            f"as a whole, give it a first dimension of one: {name} = {name}[None]."
-        )
-
-
-def _name(key: NodeType | EdgeType) -> str:
-    return "data" if key is None else f"data[{key!r}]"
+def _has_several_rows(value: Any) -> bool:
+    is_array = isinstance(value, torch.Tensor | np.ndarray)
+    return is_array and value.ndim > 0 and value.shape[0] > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from itertools import chain
@@ -64,30 +65,24 @@ def _metis(path: Path) -> Data:
     """Read ``nodes edges [format [weights]]``, and a line of neighbours for each node."""
     try:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("%")]
-        first, *rows = [line.split() for line in lines] or [[]]
-        head = [int(word) for word in first]
-        words = [*chain.from_iterable(rows)]
-        values = np.array(words, dtype=str).astype(np.int64) if words else np.zeros(0, np.int64)
+        head, *rows = [[int(word) for word in line.split()] for line in lines] or [[]]
+        values = np.fromiter(chain.from_iterable(rows), np.int64)
     except (ValueError, OverflowError):
         raise ArgumentError("METIS's format has integers alone, and this has others") from None
     if len(head) not in (2, 3, 4) or min(head) < 0:
         raise ArgumentError("METIS's format begins with a line of the numbers of nodes and edges")
-    nodes, edges = head[:2]
-    flags = f"{head[2] if len(head) > 2 else 0:03}"
-    if len(flags) != 3 or set(flags) - {"0", "1"}:
+    nodes, edges, kind, weights = [*head, *[0, 1][len(head) - 2 :]]
+    if not re.fullmatch("[01]{3}", flags := f"{kind:03}"):
         raise ArgumentError(f"METIS's format has no kind {flags}")
+    has_size, has_weight, has_edge_weight = (int(flag) for flag in flags)
     if len(rows) < nodes or any(rows[nodes:]):
         raise ArgumentError(f"it tells of {nodes} nodes, and has {len(rows)} lines of neighbours")
-    has_size, has_weight, has_edge_weight = (flag == "1" for flag in flags)
-    weights = (head[3] if len(head) > 3 else 1) if has_weight else 0
-    before, step = has_size + weights, 1 + has_edge_weight
+    before, step = has_size + weights * has_weight, 1 + has_edge_weight
     counts = np.array([len(row) for row in rows[:nodes]], dtype=np.int64)
-    if nodes and (counts.min() < before or ((counts - before) % step).any()):
+    if (counts < before).any() or ((counts - before) % step).any():
         raise ArgumentError("a line lacks weights that its first line tells of")
     place = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    values = values[: counts.sum()]
-    listed = place >= before
-    is_end = listed & ((place - before) % step == 0)
+    is_end = (place >= before) & ((place - before) % step == 0)
     source = np.repeat(np.arange(nodes), (counts - before) // step)
     target = values[is_end] - 1
     if len(target) != 2 * edges:
@@ -103,11 +98,11 @@ def _metis(path: Path) -> Data:
     data = Data(edge_index=torch.from_numpy(np.stack([source, target])), num_nodes=nodes)
     if has_size:
         data.node_size = torch.from_numpy(values[place == 0])
-    if weights:
-        own = values[(place >= has_size) & ~listed].reshape(nodes, weights)
+    if before > has_size:
+        own = values[(place >= has_size) & (place < before)].reshape(nodes, before - has_size)
         data.node_weight = torch.from_numpy(own)
     if has_edge_weight:
-        data.edge_weight = torch.from_numpy(values[listed & ~is_end])
+        data.edge_weight = torch.from_numpy(values[(place >= before) & ~is_end])
     return data
 
 

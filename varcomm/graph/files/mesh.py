@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from math import prod
@@ -22,14 +22,7 @@ from torch_geometric.data import Data
 
 from varcomm.errors import ArgumentError, MissingPackageError
 from varcomm.graph.building.tables import check_name
-from varcomm.graph.files.cells import (
-    cell_edges,
-    cells_of,
-    corner_means,
-    dimension,
-    measures,
-    point_edges,
-)
+from varcomm.graph.shard import described
 
 __all__ = ["Mesh", "read_mesh"]
 
@@ -38,8 +31,6 @@ logger = logging.getLogger("varcomm")
 Array = np.ndarray[Any, Any]
 
 _LONGEST = 300  # characters of a message of meshio
-
-_QUOTE = {'"': "&quot;"}
 
 # Attributes of PyG that users set.
 _FREE = ("x", "y", "edge_weight", "batch", "time")
@@ -60,14 +51,13 @@ class Mesh:
 
     Examples
     --------
-    >>> import meshio, tempfile, torch
+    >>> import meshio, tempfile
     >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]], {"quad": [[0, 1, 2, 3]]})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     square.write(f"{folder}/square.vtu")
-    ...     mesh = read_mesh(f"{folder}/square.vtu")
-    >>> mesh.nodes, mesh.data.num_nodes, mesh.data.edge_index[:, :3]
-    ('points', 4, tensor([[0, 0, 1],
-            [1, 3, 0]]))
+    ...     read_mesh(f"{folder}/square.vtu").data.edge_index[:, :3]
+    tensor([[0, 0, 1],
+            [1, 3, 0]])
     """
 
     data: Data = field(repr=False)
@@ -79,53 +69,53 @@ class Mesh:
         """Write the mesh as VTU, with its fields and with values of the graph's nodes.
 
         Not collective: one rank that has the values of all nodes calls it, such as rank 0 after
-        ``graph.gather(prediction, dst=0)``.
+        ``graph.gather(prediction, dst=0)``. If cells are the nodes, cells of fewer dimensions, as
+        on a boundary, are omitted.
 
         Parameters
         ----------
         path : path
             A file ``.vtu``, which is replaced; its folder must exist.
         **fields : torch.Tensor or numpy.ndarray
-            Values of all nodes, (N, *F), by name. Further dimensions are flattened: a 3 x 3 tensor
-            becomes 9 components. A field of the file with the same name is replaced.
+            Values of all nodes, (N, *F), by name. Further dimensions are flattened. A field of the
+            file with the same name is replaced. fp16 and bf16 become float32, bools uint8.
 
         Raises
         ------
         ArgumentError
             If a field has another number of rows or is not of real numbers, or if the file cannot
             be written.
-
-        Notes
-        -----
-        If cells are the nodes, cells of fewer dimensions, as on a boundary, are omitted. fp16 and
-        bf16 become float32, and bools become uint8; all other numbers keep their precision.
         """
-        where = _checked_target(path)
-        values = {name: self._checked(name, value) for name, value in fields.items()}
         import meshio
 
-        source = self.source
-        point_data = {
-            n: v for n, value in source.point_data.items() if (v := _rows(value)) is not None
+        where = Path(path)
+        if where.suffix.lower() != ".vtu":
+            raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
+        if not where.parent.is_dir():
+            raise ArgumentError(f"mesh.write: there is no folder {where.parent}.")
+        values = {name: self._checked(name, value) for name, value in fields.items()}
+        source, cells = self.source, [self.source.cells[i] for i in self._blocks]
+        point_data = {name: _rows(value) for name, value in source.point_data.items()}
+        cell_data: dict[str, list[Array | None]] = {
+            name: [_rows(parts[i]) for i in self._blocks]
+            for name, parts in source.cell_data.items()
         }
-        cell_data: dict[str, Any] = {}
-        for name, parts in source.cell_data.items():
-            kept = [_rows(parts[i]) for i in self._blocks]
-            if all(part is not None for part in kept):
-                cell_data[name] = kept
         if self.nodes == "points":
             point_data |= values
         else:
-            ends = np.cumsum([len(source.cells[i].data) for i in self._blocks])[:-1]
-            cell_data |= {name: np.split(value, ends) for name, value in values.items()}
+            ends = np.cumsum([len(block.data) for block in cells])[:-1]
+            cell_data |= {name: [*np.split(value, ends)] for name, value in values.items()}
+
+        def name_of(field: str) -> str:
+            return escape(field, {'"': "&quot;"})  # meshio does not escape names in XML
+
         points = np.zeros((len(source.points), 3))
         points[:, : source.points.shape[1]] = source.points
         mesh = meshio.Mesh(
             points,
-            [(source.cells[i].type, source.cells[i].data) for i in self._blocks],
-            # meshio does not escape names in XML
-            {escape(name, _QUOTE): value for name, value in point_data.items()},
-            {escape(name, _QUOTE): value for name, value in cell_data.items()},
+            [(block.type, block.data) for block in cells],
+            {name_of(name): v for name, v in point_data.items() if v is not None},
+            {name_of(name): v for name, v in cell_data.items() if all(p is not None for p in v)},
         )
         try:
             mesh.write(where, file_format="vtu")
@@ -133,18 +123,17 @@ class Mesh:
             raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
+        """Return values of all nodes as VTU stores them."""
+        array = value
         if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-        rows = _rows(value)
-        count = self.data.num_nodes
+            array = value.detach().cpu()
+            array = (array.float() if value.dtype == torch.bfloat16 else array).numpy()
+        rows, count = _rows(array), self.data.num_nodes
         if rows is None or len(rows) != count:
-            got = (
-                f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else value
-            )
             raise ArgumentError(
                 f"mesh.write: {name} must be real numbers, one row for each of the {count} "
-                f"{self.nodes}; got {got}. After graph.gather(x, dst=0), rank 0 alone has them."
+                f"{self.nodes}; got {described(value)}. After graph.gather(x, dst=0), rank 0 alone "
+                "has them."
             )
         return rows
 
@@ -163,8 +152,6 @@ def read_mesh(
     path : path
         A file in any format that meshio reads: VTU, VTK, Gmsh, Abaqus, Nastran, SU2, STL, ...
     nodes : {"points", "cells"}
-        The nodes of the graph.
-
         - ``"points"``: all points, with an edge where an edge of a cell connects two of them; edges
           of quadratic cells go through their middle points.
         - ``"cells"``: the cells of the highest dimension, with an edge where two of them share a
@@ -188,15 +175,10 @@ def read_mesh(
     Raises
     ------
     ArgumentError
-        If the file is missing or cannot be read completely; if it has no cells, or cells of an
-        unsupported kind.
+        If the file is missing or cannot be read completely, such as a VTU file of several pieces;
+        if it has no cells, or cells of an unsupported kind.
     MissingPackageError
         If meshio is not installed.
-
-    Notes
-    -----
-    meshio reads only one piece of a VTU file with several, and omits cells of unknown kinds; both
-    are errors here. Its other messages go to the log. Communication: none.
 
     Examples
     --------
@@ -204,19 +186,15 @@ def read_mesh(
 
     >>> import meshio, tempfile
     >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]],
-    ...     {"triangle": [[0, 1, 2], [0, 2, 3]]}, point_data={"height": [1.0, 2.0, 3.0, 4.0]})
+    ...     {"triangle": [[0, 1, 2], [0, 2, 3]]})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     square.write(f"{folder}/square.vtu")
-    ...     points = read_mesh(f"{folder}/square.vtu")
     ...     cells = read_mesh(f"{folder}/square.vtu", nodes="cells")
     ...     cells.write(f"{folder}/out.vtu", heat=torch.tensor([0.5, 1.5]))
     ...     print(meshio.read(f"{folder}/out.vtu").cell_data["heat"])
     [array([0.5, 1.5], dtype=float32)]
-    >>> points.data.edge_index
-    tensor([[0, 0, 0, 1, 1, 2, 2, 2, 3, 3],
-            [1, 2, 3, 0, 2, 0, 1, 3, 0, 2]])
-    >>> points.data.height, cells.data.edge_index, cells.data.volume
-    (tensor([1., 2., 3., 4.], dtype=torch.float64), tensor([[0, 1],
+    >>> cells.data.edge_index, cells.data.volume
+    (tensor([[0, 1],
             [1, 0]]), tensor([0.5000, 0.5000], dtype=torch.float64))
     """
     if nodes not in ("points", "cells"):
@@ -224,38 +202,44 @@ def read_mesh(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"read_mesh: dtype must be one of floats; got {dtype!r}.")
     source = _read(Path(path))
-    if source.points.ndim != 2:
-        raise ArgumentError(f"read_mesh: {path}: it has no points.")
-    points = np.asarray(source.points, np.float64 if source.points.dtype.kind != "f" else None)
-    points = _native(points[:, :2] if points.shape[1] == 3 and not points[:, 2].any() else points)
-    blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
     try:
-        dim = max((dimension(block.type) for _, block in blocks), default=0)
-        if dim == 0:
-            raise ArgumentError("it has no cells with edges.")
-        if nodes == "cells":
-            blocks = [(i, block) for i, block in blocks if dimension(block.type) == dim]
-        cells = cells_of([(block.type, block.data) for _, block in blocks], len(points))
-        count = sum(len(block.data) for _, block in blocks)
-        if nodes == "cells":
-            edges = cell_edges(cells, count, len(points))
-        else:
-            edges = point_edges(cells, len(points))
+        return _graph(source, nodes, dtype)
     except ArgumentError as error:
         raise ArgumentError(f"read_mesh: {path}: {error}") from error
 
-    pos = points if nodes == "points" else corner_means(cells, points, count)
+
+def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
+    """Return the graph of a mesh that meshio has read."""
+    points = np.asarray(source.points)
+    if points.ndim != 2:
+        raise ArgumentError("it has no points.")
+    points = _native(points if points.dtype.kind == "f" else points.astype(np.float64))
+    if points.shape[1] == 3 and not points[:, 2].any():
+        points = points[:, :2]
+    blocks = [(i, block) for i, block in enumerate(source.cells) if len(block.data)]
+    dim = max((_shape(block.type).dim for _, block in blocks), default=0)
+    if dim == 0:
+        raise ArgumentError("it has no cells with edges.")
+    if nodes == "cells":
+        blocks = [(i, block) for i, block in blocks if _shape(block.type).dim == dim]
+    cells = _cells_of([(block.type, block.data) for _, block in blocks], len(points))
+    count = sum(len(block.data) for _, block in blocks)
+    if nodes == "cells":
+        pos, edges = _corner_means(cells, points, count), _cell_edges(cells, count, len(points))
+        fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
+    else:
+        pos, edges = points, _point_edges(cells, len(points))
+        fields = {name: [values] for name, values in source.point_data.items()}
     far = pos[edges[1]] - pos[edges[0]]
     far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
     data = Data(pos=_tensor(pos, dtype), edge_index=torch.from_numpy(edges))
     data.edge_attr = _tensor(far, dtype)
     if nodes == "cells":
-        data.volume = _tensor(measures(cells, points, count), dtype)
-        read = ((n, [parts[i] for i, _ in blocks]) for n, parts in source.cell_data.items())
-    else:
-        read = ((name, [values]) for name, values in source.point_data.items())
-    for name, values in _numeric(read):
-        data[_attribute_name(name, data)] = _tensor(values, dtype)
+        data.volume = _tensor(_measures(cells, points, count), dtype)
+    for name, parts in fields.items():
+        values = np.concatenate([np.asarray(part) for part in parts])
+        if values.dtype.kind in "fiub":
+            data[_attribute_name(name, data)] = _tensor(values, dtype)
     return Mesh(data, nodes, source, tuple(i for i, _ in blocks))
 
 
@@ -294,30 +278,21 @@ def _read(path: Path) -> Any:
     return source
 
 
-def _numeric(fields: Iterator[tuple[str, list[Any]]]) -> Iterator[tuple[str, Array]]:
-    """Yield the numeric fields, each in one piece."""
-    for name, parts in fields:
-        values = np.concatenate([np.asarray(part) for part in parts])
-        if values.dtype.kind in "fiub":
-            yield name, values
-
-
 def _attribute_name(name: str, data: Data) -> str:
     """Return a similar name that Data and PartitionedGraph do not use."""
     name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
 
-    def taken(name: str) -> bool:
-        if not name.isidentifier() or keyword.iskeyword(name) or name in data:
-            return True
+    def is_free(name: str) -> bool:
         try:
             check_name(name, torch.zeros(0, dtype=torch.int64), "data")
         except ArgumentError:
-            return True
-        return hasattr(Data, name) and name not in _FREE
+            return False
+        is_word = name.isidentifier() and not keyword.iskeyword(name)
+        return is_word and name not in data and (name in _FREE or not hasattr(Data, name))
 
-    if taken(name):
+    if not is_free(name):
         name = f"field_{name}".rstrip("_")
-    while taken(name):
+    while not is_free(name):
         name += "_"
     return name
 
@@ -342,18 +317,222 @@ def _rows(given: Any) -> Array | None:
     values: Array = np.asarray(given)
     if values.dtype.kind not in "fiub" or values.ndim == 0:
         return None
+    stored = {np.dtype(np.bool_): np.uint8, np.dtype(np.float16): np.float32}
     values = _native(values)
-    if values.dtype == np.bool_:
-        values = values.astype(np.uint8)
-    if values.dtype == np.float16:
-        values = values.astype(np.float32)
+    values = values.astype(stored.get(values.dtype, values.dtype), copy=False)
     return values.reshape(len(values), prod(values.shape[1:])) if values.ndim > 2 else values
 
 
-def _checked_target(path: str | os.PathLike[str]) -> Path:
-    where = Path(path)
-    if where.suffix.lower() != ".vtu":
-        raise ArgumentError(f"mesh.write: path must end in .vtu; got {os.fspath(path)!r}.")
-    if not where.parent.is_dir():
-        raise ArgumentError(f"mesh.write: there is no folder {where.parent}.")
-    return where
+# Points of a cell stand in meshio's order,
+# https://github.com/nschloe/meshio/wiki/Node-ordering-in-cells:
+# corners first, then a point on each edge, then points inside facets and the cell.
+
+
+class _Shape:
+    """Edges and facets of a cell, by its corners; facets run counterclockwise from outside."""
+
+    def __init__(self, dim: int, edges: str, facets: str) -> None:
+        self.dim = dim
+        self.edges = [(int(edge[0]), int(edge[1])) for edge in edges.split()]
+        self.facets = [[int(corner) for corner in facet] for facet in facets.split()]
+        self.corners = 1 + max((max(facet) for facet in self.facets), default=0)
+
+
+def _polygon(corners: int) -> _Shape:
+    shape = _Shape(2, "", "")
+    shape.corners, shape.edges = corners, [(i, (i + 1) % corners) for i in range(corners)]
+    shape.facets = [list(edge) for edge in shape.edges]
+    return shape
+
+
+_SHAPES = {
+    "vertex": _Shape(0, "", ""),
+    "line": _Shape(1, "01", "0 1"),
+    "triangle": _polygon(3),
+    "quad": _polygon(4),
+    "tetra": _Shape(3, "01 12 20 03 13 23", "021 013 123 203"),
+    "pyramid": _Shape(3, "01 12 23 30 04 14 24 34", "0321 014 124 234 304"),
+    "wedge": _Shape(3, "01 12 20 34 45 53 03 14 25", "021 345 0143 1254 2035"),
+    "hexahedron": _Shape(3, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
+}
+
+# Quadratic cells, with a point in the middle of each edge: points inside facets or the cell, and
+# the points to which they are joined. Formats order those of wedges and pyramids differently.
+_INNER: dict[str, dict[int, tuple[int, ...]]] = {
+    "line3": {},
+    "triangle6": {},
+    "quad8": {},
+    "quad9": {8: (4, 5, 6, 7)},
+    "tetra10": {},
+    "hexahedron20": {},
+    "hexahedron27": {
+        20: (11, 19, 15, 16),
+        21: (9, 18, 13, 17),
+        22: (8, 17, 12, 16),
+        23: (10, 18, 14, 19),
+        24: (8, 9, 10, 11),
+        25: (12, 13, 14, 15),
+        26: (20, 21, 22, 23, 24, 25),
+    },
+}
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """All cells of one kind, by meshio's name: their points, (C, K), and positions among all."""
+
+    kind: str
+    points: Array
+    ids: Array
+
+    @property
+    def shape(self) -> _Shape:
+        """Edges and facets."""
+        return _shape(self.kind, self.points.shape[1])
+
+    @property
+    def corners(self) -> Array:
+        """The points that are corners."""
+        return self.points[:, : self.shape.corners]
+
+    @property
+    def joined(self) -> list[tuple[int, int]]:
+        """Pairs of points of a cell that are joined, along its edges."""
+        shape = self.shape
+        if self.kind in _INNER:
+            middle = [(*ends, shape.corners + i) for i, ends in enumerate(shape.edges)]
+            along = [pair for a, b, m in middle for pair in ((a, m), (m, b))]
+            return along + [(a, b) for a, others in _INNER[self.kind].items() for b in others]
+        if shape.dim and self.points.shape[1] != shape.corners:
+            raise ArgumentError(
+                f"points of cells of kind {self.kind!r} cannot be joined; quadratic ones that "
+                f'can be: {", ".join(_INNER)}. Or let cells be the nodes: nodes="cells".'
+            )
+        return shape.edges
+
+
+def _shape(kind: str, points: int = 3) -> _Shape:
+    """Return the shape of cells of a kind with so many points, or raise if it is not supported."""
+    base = kind.rstrip("0123456789")
+    if base == "polygon":
+        return _polygon(points)
+    if base not in _SHAPES:
+        raise ArgumentError(
+            f"cells of kind {kind!r} are not supported; those that are: "
+            f"{', '.join([*_SHAPES, 'polygon'])}, and those of higher order."
+        )
+    return _SHAPES[base]
+
+
+def _cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[_Cells]:
+    """Return the cells of a file by kind, or raise if a point is out of range.
+
+    `blocks` are names of kinds and arrays of (C, K); a kind may have many blocks.
+    """
+    groups: dict[tuple[str, int], list[tuple[Array, Array]]] = {}
+    first = 0
+    for kind, data in blocks:
+        table = np.asarray(data, dtype=np.int64)
+        if table.size and not (table.min() >= 0 and table.max() < points):
+            raise ArgumentError(
+                f"cells of kind {kind!r} have points {table.min()}...{table.max()}, out of range "
+                f"for {points} points."
+            )
+        ids = np.arange(first, first + len(table))
+        groups.setdefault((kind, table.shape[1]), []).append((table, ids))
+        first += len(table)
+    return [
+        _Cells(kind, *(np.concatenate(parts) for parts in zip(*tables, strict=True)))
+        for (kind, _), tables in groups.items()
+    ]
+
+
+def _point_edges(cells: Sequence[_Cells], points: int) -> Array:
+    """Return the edges between points, (2, E): in both directions, sorted, once."""
+    pairs = [group.points[:, pair] for group in cells for pair in group.joined]
+    return _both_directions(np.concatenate([np.zeros((0, 2), np.int64), *pairs]).T, points)
+
+
+def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> Array:
+    """Return the edges between cells that share a facet, (2, E): in both directions, sorted, once.
+
+    Facets are equal if their corners are. All cells at a facet are joined to each other: two, or
+    more if surfaces branch. A facet that has collapsed to fewer dimensions does not count.
+    """
+    facets, owners = [], []
+    for group in cells:
+        for facet in group.shape.facets:
+            corners = np.full((len(group.points), 4), points)  # beyond the last point: no corner
+            corners[:, : len(facet)] = group.points[:, facet]
+            facets.append(corners)
+            owners.append(group.ids)
+    corners = np.sort(np.concatenate(facets), axis=1)
+    corners[:, 1:][corners[:, 1:] == corners[:, :-1]] = points
+    corners.sort(axis=1)
+    is_facet = (corners < points).sum(axis=1) >= max(group.shape.dim for group in cells)
+    corners, cell = corners[is_facet], np.concatenate(owners)[is_facet]
+
+    # two keys instead of four: (points + 1) ** 2 fits into int64; torch sorts faster than NumPy
+    low, high = (torch.from_numpy(corners[:, i] * (points + 1) + corners[:, i + 1]) for i in (0, 2))
+    order = low.argsort(stable=True)
+    order = order[high[order].argsort(stable=True)]
+    rows, cell = torch.stack([low, high])[:, order].numpy(), cell[order.numpy()]
+    left = np.arange(len(cell))
+    step, pairs = 0, [np.zeros((2, 0), np.int64)]
+    while len(left):
+        # cells of one facet are consecutive; a cell without a partner at `step` has none after it
+        step += 1
+        left = left[left + step < len(cell)]
+        left = left[(rows[:, left] == rows[:, left + step]).all(axis=0)]
+        pairs.append(np.stack([cell[left], cell[left + step]]))
+    return _both_directions(np.concatenate(pairs, axis=1), count)
+
+
+def _corner_means(cells: Sequence[_Cells], points: Array, count: int) -> Array:
+    """Return the mean of each cell's corners, (count, D)."""
+    means = np.zeros((count, points.shape[1]), points.dtype)
+    for group in cells:
+        means[group.ids] = points[group.corners].mean(axis=1)
+    return means
+
+
+def _measures(cells: Sequence[_Cells], points: Array, count: int) -> Array:
+    """Return each cell's length, area or volume, (count,), from its corners.
+
+    A facet that is not flat counts as triangles around the mean of its corners; the area of a cell
+    that is not flat is that of its largest projection onto a plane.
+    """
+    found = np.zeros(count, points.dtype)
+    where = np.zeros((len(points), 3), points.dtype)
+    where[:, : points.shape[1]] = points
+    for group in cells:
+        corners = where[group.corners]
+        if group.shape.dim == 1:
+            size = np.linalg.norm(corners[:, 1] - corners[:, 0], axis=1)
+        elif group.shape.dim == 2:
+            spokes = corners[:, 1:] - corners[:, :1]
+            areas = np.cross(spokes[:, :-1], spokes[:, 1:]).sum(axis=1) / 2
+            size = np.linalg.norm(areas, axis=1)
+        else:
+            corners = corners - corners.mean(axis=1, keepdims=True)
+            faces = [corners[:, facet] for facet in group.shape.facets]
+            size = np.abs(sum(_cone(face) for face in faces))
+        found[group.ids] = size
+    return found
+
+
+def _cone(face: Array) -> Array:
+    """Return the signed volumes between facets, (C, K, 3), and the origin."""
+    # over its triangles, the apex at the mean: (m x a + a x b + b x m) . m is (a x b) . m
+    around: Array = np.cross(face, np.roll(face, -1, axis=1)).sum(axis=1)
+    size: Array = (around * face.mean(axis=1)).sum(axis=1) / 6
+    return size
+
+
+def _both_directions(pairs: Array, count: int) -> Array:
+    low, high = pairs.min(axis=0), pairs.max(axis=0)
+    keys = np.sort((low * count + high)[low != high])
+    keys = keys[np.diff(keys, prepend=-1) > 0]  # np.unique takes 50 times as long
+    low, high = np.divmod(keys, max(count, 1))
+    keys = np.sort(np.concatenate([keys, high * count + low]))
+    return np.stack(np.divmod(keys, max(count, 1)))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from varcomm.errors import ArgumentError, DisagreementError, MissingPackageError
+from varcomm.errors import ArgumentError, MissingPackageError
 from varcomm.graph.report import Report
 from varcomm.ops.gather_v import gather_v
-from varcomm.sizes import ShardSizes, exact_int
-from varcomm.transport.agreement import agree, share
+from varcomm.sizes import ShardSizes, at_least
+from varcomm.transport.agreement import agree, compare, share
 
 if TYPE_CHECKING:
     from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
@@ -32,9 +33,27 @@ PALETTE = (
     *("#ffaabb", "#bbcc33", "#99ddff", "#aaaa00"),
 )
 INK, SOFT, GROUND, LINE = "#22272b", "#5b6167", "#f4f5f6", "#d3d6d9"
+STYLE: Any = {
+    "font.size": 13,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": GROUND,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.labelcolor": SOFT,
+    "axes.titlecolor": SOFT,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 13,
+    "grid.color": "white",
+    "legend.frameon": False,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
 DARKER = 0.5
-# In inches of 100 dots: widths of the picture, largest height of the axes, and their margins.
-WIDTH, NARROWEST, TALLEST, TOP, BOTTOM, LEFT = 12.0, 9.0, 8.0, 1.15, 1.15, 0.36
+# In inches of 100 dots: width of the picture, largest height of the axes, and of all else.
+WIDTH, TALLEST, AROUND = 12.0, 8.0, 1.6
 
 
 def plot(
@@ -49,20 +68,14 @@ def plot(
 
     def local() -> torch.Tensor:
         rows = _rows(graph, projection, node_type)
-        if isinstance(most, bool) or exact_int(most) is None or most < 1:
-            raise ArgumentError(f"most must be a positive integer; got {most!r}.")
+        at_least(1, most, "most")
         if group.rank == 0:
             check_target(path)
         return rows
 
     rows = agree(_WHAT, local, group)
-    given = share(_WHAT, lambda: (projection, node_type, most, rows.shape[1]), group)
-    if any(other != given[0] for other in given):
-        raise DisagreementError(
-            f"{_WHAT}: ranks disagree on projection, node_type, most or the columns of pos: "
-            + "; ".join(f"rank {rank} has {one}" for rank, one in enumerate(given))
-            + "."
-        )
+    same = {"projection": projection, "node_type": node_type, "most": int(most)}
+    compare(group, {"operation": _WHAT} | same | {"columns of pos": rows.shape[1] - 1})
     report = Report.of(graph)
     plans = [edges.plan for edges in graph.edge_shards.values()]
     own = sorted({rank for plan in plans for rank in plan.neighbours})
@@ -70,8 +83,7 @@ def plot(
     total = graph.node_shards[node_type].sizes.total
     if total > most:
         chance = torch.Generator().manual_seed(group.rank)
-        kept = torch.rand(len(rows), generator=chance, dtype=torch.float64) < most / total
-        rows = rows[kept]
+        rows = rows[torch.rand(len(rows), generator=chance, dtype=torch.float64) < most / total]
     sizes = ShardSizes.from_local(len(rows), group.process_group)
     rows = gather_v(rows.to(group.device()), sizes, dst=0, group=group.process_group)
 
@@ -170,6 +182,53 @@ def colours(adjacent: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class _Nodes:
+    """Drawn nodes: coordinates (n, D), whether other ranks have copies, owner, colours of ranks."""
+
+    pos: Array
+    copied: Array
+    owner: Array
+    palette: Array
+
+    def chosen(self, chosen: Array) -> _Nodes:
+        return _Nodes(self.pos[chosen], self.copied[chosen], self.owner[chosen], self.palette)
+
+    def bounds(self) -> tuple[Array, Array]:
+        dims = self.pos.shape[1]
+        if not len(self.pos):
+            return np.zeros(dims), np.ones(dims)
+        return self.pos.min(axis=0), self.pos.max(axis=0)
+
+    def scatter(self, axes: Any, size: float) -> None:
+        light = np.where(self.copied, DARKER, 1.0)[:, None]
+        last = np.argsort(self.copied, kind="stable")  # nodes with copies lie on top, in the plane
+        options = {"depthshade": False} if self.pos.shape[1] == 3 else {}
+        colour = (self.palette[self.owner] * light)[last]
+        axes.scatter(*self.pos[last].T, c=colour, s=size, linewidths=0, rasterized=True, **options)
+
+    def number(self, axes: Any, place: Array) -> None:
+        """Write each rank at its node nearest to its centre, measured by `place`."""
+        ranks = len(self.palette)
+        if ranks <= len(PALETTE) or not len(place):
+            return
+        spread = place.var(axis=0).sum()
+        for rank in range(ranks):
+            own = np.flatnonzero(self.owner == rank)
+            # nodes scattered everywhere have no centre
+            if len(own) and place[own].var(axis=0).sum() <= 0.8 * spread:
+                away = np.square(place[own] - place[own].mean(axis=0)).sum(axis=1)
+                axes.text(
+                    *self.pos[own[away.argmin()]],
+                    str(rank),
+                    ha="center",
+                    va="center",
+                    fontsize=11 if ranks <= 32 else 9,
+                    zorder=10,
+                    bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1.5},
+                )
+
+
 def draw(
     path: Path,
     rows: Array,
@@ -181,126 +240,84 @@ def draw(
 ) -> None:
     """Draw nodes into a file; `rows` are coordinates, and whether a node has copies."""
     from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
 
-    pos, copied = rows[:, :-1], rows[:, -1] > 0
-    palette = _rgb(colours(adjacent))
-    style: Any = {
-        "font.size": 13,
-        "text.color": INK,
-        "axes.edgecolor": LINE,
-        "axes.labelcolor": SOFT,
-        "xtick.labelcolor": SOFT,
-        "ytick.labelcolor": SOFT,
-        "grid.color": LINE,
-    }
-    with rc_context(style):
-        if pos.shape[1] == 3:
-            figure = _space(pos, copied, owner, palette)
+    palette = np.array([to_rgb(PALETTE[colour]) for colour in colours(adjacent)])
+    nodes, ranks = _Nodes(rows[:, :-1], rows[:, -1] > 0, owner, palette), len(palette)
+    notes = f"{sum(report.cut):,} edges between ranks ({100 * report.edge_cut:.1f} %)"
+    notes += "  ·  darker: nodes with copies on other ranks"
+    if len(rows) < total:
+        notes += f"  ·  {len(rows):,} nodes are drawn, chosen at random"
+    with rc_context(STYLE):
+        figure = Figure(dpi=100, facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)  # needs no screen, and no list of open figures as pyplot's
+        title = f"{total:,} nodes on {ranks} rank{'s' * (ranks != 1)} by {report.method}"
+        figure.suptitle(title, x=0.03, ha="left", fontsize=21, weight="bold")
+        if nodes.pos.shape[1] == 3:
+            _space(figure, nodes, notes)
         else:
-            figure = _plane(pos, copied, owner, palette, projection is not None)
-        _headings(figure, len(pos), total, report)
-        _key(figure, len(adjacent), palette)
+            _plane(figure, nodes, notes, projection is not None)
+        _key(figure, palette)
         figure.savefig(path)
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=100, facecolor="white")
-    FigureCanvasAgg(figure)  # needs no screen, and no list of open figures as pyplot's
-    return figure
-
-
-def _place(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
-    """Return a place in fractions of the figure, from inches."""
-    across, up = figure.get_size_inches()
-    return left / across, bottom / up, width / across, height / up
-
-
-def _headings(figure: Any, shown: int, total: int, report: Report) -> None:
-    ranks, top = len(report.owned), figure.get_figheight()
-    title = f"{total:,} nodes on {ranks} rank{'s' * (ranks != 1)} by {report.method}"
-    edges = f"{sum(report.cut):,} edges between ranks ({100 * report.edge_cut:.1f} %)"
-    for text, down, style in (
-        (title, 0.5, {"fontsize": 21, "weight": "bold"}),
-        (f"{edges}  ·  darker: nodes with copies on other ranks", 0.85, {"color": SOFT}),
-    ):
-        x, y, *_ = _place(figure, LEFT, top - down, 0, 0)
-        figure.text(x, y, text, **style)
-    if shown < total:
-        x, y, *_ = _place(figure, LEFT, 0.36, 0, 0)
-        note = f"{shown:,} nodes are drawn, chosen at random"
-        figure.text(1 - x, y, note, ha="right", va="center", color=SOFT)
-
-
-def _key(figure: Any, ranks: int, palette: Array) -> None:
+def _key(figure: Any, palette: Array) -> None:
     """Write the colour of each rank, if each rank has a colour."""
-    from matplotlib.patches import Rectangle
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
 
-    def write(text: str, left: float) -> None:
-        x, y, *_ = _place(figure, left, 0.36, 0, 0)
-        figure.text(x, y, text, va="center")
-
-    if ranks > len(PALETTE):
-        write("numbers are ranks, whose colours repeat", LEFT)
+    if len(palette) > len(PALETTE):
+        title = "numbers are ranks, whose colours repeat"
+        figure.legend([], [], title=title, loc="outside lower left")
         return
-    write("rank", LEFT)
-    for rank in range(ranks):
-        left = 1.05 + 0.7 * rank
-        for step, light in enumerate((1.0, DARKER)):
-            x, y, width, height = _place(figure, left + 0.17 * step, 0.275, 0.17, 0.17)
-            patch = Rectangle((x, y), width, height, facecolor=palette[rank] * light)
-            figure.add_artist(patch)
-        write(str(rank), left + 0.41)
+    figure.legend(
+        [(Patch(color=colour), Patch(color=colour * DARKER)) for colour in palette],
+        [f"rank {rank}" for rank in range(len(palette))],
+        loc="outside lower left",
+        ncols=len(palette),
+        columnspacing=1.5,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )
 
 
-def _plane(pos: Array, copied: Array, owner: Array, palette: Array, is_map: bool) -> Any:
-    stretch = 1.0
+def _plane(figure: Any, nodes: _Nodes, notes: str, is_map: bool) -> None:
+    place, stretch = nodes.pos, 1.0
     if is_map:
-        pos, stretch = _turned(pos)
-    low, high = (pos.min(axis=0), pos.max(axis=0)) if len(pos) else (np.zeros(2), np.ones(2))
+        nodes, place, stretch = _turned(nodes)
+    low, high = nodes.bounds()
     margin = 0.02 * ((high - low).max() or 1)
     low, high = low - margin, high + margin
     wide, tall = (high - low) * (1, stretch)
-    inch = min((WIDTH - 1.2) / wide, TALLEST / tall)
-    figure = _figure(max(wide * inch + 1.2, NARROWEST), TOP + tall * inch + BOTTOM)
-    axes = figure.add_axes(_place(figure, 0.84, BOTTOM, wide * inch, tall * inch))
-    axes.set_xlim(low[0], high[0])
-    axes.set_ylim(low[1], high[1])
-    axes.set_facecolor(GROUND)
-    axes.tick_params(length=0)
-    axes.set_axisbelow(True)
-    axes.grid(color="white")
+    inch = min((WIDTH - 1) / wide, TALLEST / tall)
+    figure.set_size_inches(WIDTH, tall * inch + AROUND)
+    axes = figure.add_subplot(title=notes, aspect=stretch)
+    axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
     if is_map:
-        _degrees(axes)
-    size = _marker(pos, wide * tall * (72 * inch) ** 2)
-    _scatter(axes, pos, copied, owner, palette, size)
-    _labels(axes, pos, owner, len(palette), _on_sphere(pos) if is_map else None)
-    return figure
+        _label_degrees(axes)
+    nodes.scatter(axes, _marker(nodes.pos, wide * tall * (72 * inch) ** 2))
+    nodes.number(axes, place)
 
 
-def _on_sphere(pos: Array) -> Array:
-    """Return unit vectors: neighbours may have longitudes at both ends of the map."""
-    lon, lat = np.deg2rad(pos.T)
-    return np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=1)
-
-
-def _turned(pos: Array) -> tuple[Array, float]:
-    """Cut the map at the widest gap in longitude; return also its vertical stretch."""
-    if not len(pos):
-        return pos, 1.0
-    lon, lat = pos.T
+def _turned(nodes: _Nodes) -> tuple[_Nodes, Array, float]:
+    """Cut a map at the widest gap in longitude; return also points in space, and its stretch."""
+    if not len(nodes.pos):
+        return nodes, nodes.pos, 1.0
+    lon, lat = nodes.pos.T
     ring = np.sort(lon)
     gaps = np.diff(np.append(ring, ring[0] + 360))
     widest = int(gaps.argmax())
     west = ring[widest] + gaps[widest] / 2 if gaps[widest] > 30 else -180.0
-    lon = (lon - west) % 360 + west
+    turned = replace(nodes, pos=np.stack([(lon - west) % 360 + west, lat], axis=1))
+    # neighbours may have longitudes at both ends of the map
+    east, north = np.deg2rad(nodes.pos.T)
+    space = np.cos(north) * np.cos(east), np.cos(north) * np.sin(east), np.sin(north)
     middle = np.deg2rad((lat.min() + lat.max()) / 2)
-    return np.stack([lon, lat], axis=1), 1 / max(float(np.cos(middle)), 0.2)
+    return turned, np.stack(space, axis=1), 1 / max(float(np.cos(middle)), 0.2)
 
 
-def _degrees(axes: Any) -> None:
+def _label_degrees(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     def side(value: float, names: str) -> str:
@@ -312,77 +329,33 @@ def _degrees(axes: Any) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _, names=names: side(value, names)))
 
 
-def _space(pos: Array, copied: Array, owner: Array, palette: Array) -> Any:
-    low, high = (pos.min(axis=0), pos.max(axis=0)) if len(pos) else (np.zeros(3), np.ones(3))
+def _space(figure: Any, nodes: _Nodes, notes: str) -> None:
+    """Draw nodes in space, and beside them the nodes with copies alone."""
+    low, high = nodes.bounds()
     extent = np.maximum(high - low, (high - low).max() / 50 or 1)
+    limits = np.stack([low + high - extent, low + high + extent]).T / 2
     # by the nodes that are visible from one side
-    size = float(np.clip(6000 / max(len(pos), 1) ** (2 / 3), 0.5, 60))
-    figure = _figure(1.5 * WIDTH, TOP + 7.4 + 0.75)
-    for left, chosen, heading in (
-        (0.0, np.full(len(pos), True), "all"),
-        (0.75 * WIDTH, copied, "nodes with copies on other ranks"),
-    ):
-        place = _place(figure, left, 0.6, 0.75 * WIDTH, 7.4)
-        axes = figure.add_axes(place, projection="3d")
+    size = float(np.clip(6000 / max(len(nodes.pos), 1) ** (2 / 3), 0.5, 60))
+    figure.set_size_inches(1.5 * WIDTH, TALLEST + AROUND)
+    all_nodes = np.full(len(nodes.pos), True)
+    headings = (notes, "nodes with copies on other ranks")
+    for at, (chosen, heading) in enumerate(zip((all_nodes, nodes.copied), headings, strict=True)):
+        axes = figure.add_subplot(1, 2, at + 1, projection="3d", title=heading, facecolor="white")
         axes.set_box_aspect(tuple(extent), zoom=0.95)  # changes an array in place
         axes.locator_params(nbins=5)
-        x, y, *_ = _place(figure, left + LEFT, figure.get_figheight() - 1.4, 0, 0)
-        figure.text(x, y, heading, fontsize=15)
-        for name, start, end in zip("xyz", low, high, strict=True):
-            middle, half = (start + end) / 2, extent["xyz".index(name)] / 2
-            axes.set(**{f"{name}lim": (middle - half, middle + half), f"{name}label": name})
+        for name, limit in zip("xyz", limits, strict=True):
+            axes.set(**{f"{name}lim": limit, f"{name}label": name})
             getattr(axes, f"{name}axis").set_pane_color(GROUND)
-        _scatter(axes, pos[chosen], copied[chosen], owner[chosen], palette, size)
-        _labels(axes, pos[chosen], owner[chosen], len(palette))
-    return figure
+        shown = nodes.chosen(chosen)
+        shown.scatter(axes, size)
+        shown.number(axes, shown.pos)
 
 
 def _marker(pos: Array, area: float) -> float:
     """Return the size of markers in square points, so that neighbours nearly touch."""
     if not len(pos):
         return 1.0
-    low, extent = pos.min(axis=0), np.ptp(pos, axis=0)
-    extent[extent == 0] = 1
     # nodes may leave most of the picture empty: count the occupied fields of a raster
     across = max(1, int(np.sqrt(len(pos) / 8)))
-    field = np.minimum(((pos - low) / extent * across).astype(int), across - 1)
-    taken = len(np.unique(field[:, 0] * across + field[:, 1])) / across**2
-    return float(np.clip(0.8 * area * taken / len(pos), 0.3, 150))
-
-
-def _scatter(
-    axes: Any, pos: Array, copied: Array, owner: Array, palette: Array, size: float
-) -> None:
-    light = np.where(copied, DARKER, 1.0)[:, None]
-    last = np.argsort(copied, kind="stable")  # nodes with copies lie on top, in the plane
-    options = {"depthshade": False} if pos.shape[1] == 3 else {}
-    colour = (palette[owner] * light)[last]
-    axes.scatter(*pos[last].T, c=colour, s=size, linewidths=0, rasterized=True, **options)
-
-
-def _labels(axes: Any, pos: Array, owner: Array, ranks: int, place: Array | None = None) -> None:
-    """Write each rank at its node nearest to its centre, measured by `place`."""
-    place = pos if place is None else place
-    if ranks <= len(PALETTE) or not len(pos):
-        return
-    spread = place.var(axis=0).sum()
-    for rank in range(ranks):
-        own = np.flatnonzero(owner == rank)
-        # nodes scattered everywhere have no centre
-        if len(own) and place[own].var(axis=0).sum() <= 0.8 * spread:
-            away = np.square(place[own] - place[own].mean(axis=0)).sum(axis=1)
-            axes.text(
-                *pos[own[away.argmin()]],
-                str(rank),
-                ha="center",
-                va="center",
-                fontsize=11 if ranks <= 32 else 9,
-                zorder=10,
-                bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1.5},
-            )
-
-
-def _rgb(numbers: Sequence[int]) -> Array:
-    """Return colours of the palette as (P, 3), from 0 to 1."""
-    hexes = [PALETTE[number].removeprefix("#") for number in numbers]
-    return np.array([[int(h[i : i + 2], 16) / 255 for i in (0, 2, 4)] for h in hexes])
+    fields, _, _ = np.histogram2d(pos[:, 0], pos[:, 1], bins=across)
+    return float(np.clip(0.8 * area * (fields > 0).mean() / len(pos), 0.3, 150))

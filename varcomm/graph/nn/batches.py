@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.rows import Rows, check_rows
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import exact_int
+from varcomm.transport.group import Group
 
 __all__ = [
     "Batch",
     "accumulated",
-    "batch_of",
     "check_floats",
     "check_ids",
     "largest",
@@ -33,7 +32,7 @@ class Batch:
 
     Attributes
     ----------
-    rows : Rows
+    rows : Rows or Graphs
         The nodes, or edges, of all ranks.
     index : torch.Tensor or None
         The graph of each row, int64 of shape (rows,); None if all rows are of one graph.
@@ -41,7 +40,7 @@ class Batch:
         Number of graphs on all ranks together, G.
     """
 
-    rows: Rows
+    rows: Any
     index: torch.Tensor | None
     size: int
 
@@ -77,7 +76,7 @@ class Batch:
     def counts(self) -> torch.Tensor:
         """Nodes of each graph, int64 of shape (G,); 8 bytes per graph, none for one graph."""
         if self.index is None:
-            return self.rows.owned_ids.new_full((1,), self.rows.total)
+            return self.rows.owned_ids.new_full((1,), self.rows.total)  # type: ignore[no-any-return]
         own = self.index[: self.rows.num_owned]
         return self.all_reduce(torch.bincount(own, minlength=self.size))
 
@@ -91,25 +90,10 @@ class Batch:
         return values if self.index is None else values.index_select(0, self.index)
 
 
-def batch_of(
-    name: str, rows: Rows, x: torch.Tensor, index: torch.Tensor | None, size: int | None
-) -> Batch:
-    """Check rows and batch vector of a call on this rank; if `size` is None, ask all ranks."""
-    with checking(name, rows.group) as where:
-        check_rows(x, rows, where)
-        if index is None:
-            return Batch(rows, None, 1)
-        end = check_ids(index, size, x, where)
-    if size is None:
-        size = largest(end, rows, x.device)
-    return Batch(rows, index, size)
-
-
-def largest(number: int, rows: Rows, device: torch.device) -> int:
+def largest(number: int, group: Group, device: torch.device) -> int:
     """Return the largest of all ranks' numbers; 8 bytes per rank."""
     own = torch.tensor([number], device=device)
-    pg = rows.group.process_group
-    return int(all_gather_v(own, [1] * rows.group.size, group=pg).max())
+    return int(all_gather_v(own, [1] * group.size, group=group.process_group).max())
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

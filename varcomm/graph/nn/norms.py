@@ -27,12 +27,11 @@ from varcomm.errors import ArgumentError
 from varcomm.graph.nn.batches import (
     Batch,
     accumulated,
-    batch_of,
     check_floats,
     check_ids,
     result_dtype,
 )
-from varcomm.graph.nn.rows import Rows, Where, check_rows, rows_of_any_kind
+from varcomm.graph.nn.rows import Rows, Where, batch_of, check_rows, rows_of_any_kind
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 

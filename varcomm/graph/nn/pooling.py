@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.batches import Batch, accumulated, batch_of, check_floats
+from varcomm.graph.nn.batches import Batch, accumulated, check_floats
 from varcomm.graph.nn.extremes import extreme, extreme_value, first_maximum
-from varcomm.graph.nn.rows import Where, check_rows, node_rows
+from varcomm.graph.nn.rows import Where, batch_of, check_rows, node_rows
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 

@@ -6,7 +6,6 @@ an aggregation itself, on nodes and a batch vector, means the nodes of all ranks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,14 +13,22 @@ import torch
 from torch_geometric.nn import aggr
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.batches import Batch, accumulated, check_floats, check_ids, largest
-from varcomm.graph.nn.extremes import extreme, product
-from varcomm.graph.nn.pooling import softmax_over
+from varcomm.graph.index import PartitionedIndex, plain
+from varcomm.graph.nn.batches import check_floats, check_ids, largest
+from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.nn.rows import Where, check_rows, node_rows
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
 __all__ = ["GLOBAL_READOUTS", "global_readout", "is_global_readout"]
+
+# What these compute by PyG's scatter and softmax is over the graphs of a PartitionedIndex.
+_KNOWN = """
+    Sum Mean Max Min Mul Var Std Softmax PowerMean VariancePreserving Attentional Multi Set2Set
+"""
+GLOBAL_READOUTS = tuple(
+    getattr(aggr, name, None) or getattr(aggr, f"{name}Aggregation") for name in _KNOWN.split()
+)
 
 
 def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torch.Tensor]:
@@ -105,20 +112,26 @@ class _GlobalReadout:
         dim_size: int | None = None,
         dim: int = -2,
     ) -> torch.Tensor:
-        name, x = type(self.module).__name__, x.movedim(dim, 0)
+        name, rows_first = type(self.module).__name__, x.movedim(dim, 0)
         if index is None:
-            index = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            index = torch.zeros(len(rows_first), dtype=torch.int64, device=x.device)
             if ptr is not None:
                 index = torch.arange(len(ptr) - 1, device=x.device).repeat_interleave(ptr.diff())
-        rows = node_rows(name, x, self.graph)
+        ids = plain(index)
+        rows = node_rows(name, rows_first, self.graph)
         with checking(name, rows.group) as where:
-            check_rows(x, rows, where)
-            check_floats(x, (), where)
+            check_rows(rows_first, rows, where)
+            check_floats(rows_first, (), where)
             # PyG's Aggregation fills in a dim_size of this rank
-            end = max(check_ids(index, dim_size, x, where, "index"), dim_size or 0)
-        size = largest(end, rows, x.device)
-        graphs = Batch(rows, index, size).owned()
-        return _read(self.module, x[: rows.num_owned], graphs).movedim(0, dim)
+            end = max(check_ids(ids, dim_size, rows_first, where, "index"), dim_size or 0)
+        size = largest(end, rows.group, x.device)
+        graphs = Graphs(rows.group, size)
+        known = PartitionedIndex.make(ids[: rows.num_owned], graphs, "graph", whole=True)
+        own = x.narrow(dim, 0, rows.num_owned)
+        out: torch.Tensor = type(self.module).forward(
+            self.module, own, known, dim_size=size, dim=dim
+        )
+        return out
 
 
 def _kind(module: torch.nn.Module) -> type[aggr.Aggregation] | None:
@@ -126,84 +139,5 @@ def _kind(module: torch.nn.Module) -> type[aggr.Aggregation] | None:
     of = type(module)
     if getattr(of, "reduce", None) is not aggr.Aggregation.reduce:
         return None
-    return next((k for k in _READOUTS if issubclass(of, k) and of.forward is k.forward), None)
-
-
-def _read(module: aggr.Aggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    kind = _kind(module)
-    assert kind is not None
-    return _READOUTS[kind](module, x, graphs)
-
-
-def _var(module: aggr.VarAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    """Return the mean of squares minus the square of the mean, as PyG does."""
-    wide = x.to(accumulated(x.dtype))
-    squares = wide.detach().square() if module.semi_grad else wide.square()
-    mean, of_squares = graphs.mean(torch.stack([wide, squares], dim=1)).unbind(1)
-    return (of_squares - mean * mean).to(x.dtype)
-
-
-def _std(module: aggr.StdAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    """Return the root of the variance; 0, and without gradient, below 1e-5, as PyG does."""
-    out = _var(module.var_aggr, x, graphs).clamp(min=1e-5).sqrt()
-    return out.masked_fill(out <= math.sqrt(1e-5), 0.0)
-
-
-def _softmax(module: aggr.SoftmaxAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    t = module.t.view(-1, module.channels) if module.channels != 1 else module.t
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (module.learn or not module.semi_grad)):
-        alpha = softmax_over(x * t, graphs)
-    return graphs.sum(x * alpha).to(x.dtype)
-
-
-def _power_mean(module: aggr.PowerMeanAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    low, high, p = module.min_value, module.max_value, module.p
-    if isinstance(p, int | float) and p == 1:
-        return graphs.mean(x).to(x.dtype)
-    p = p.view(-1, module.channels) if module.channels != 1 else p
-    mean = graphs.mean(x.clamp(low, high).pow(p)).to(x.dtype)
-    return mean.clamp(low, high).pow(1.0 / p)
-
-
-def _variance_preserving(
-    module: aggr.VariancePreservingAggregation, x: torch.Tensor, graphs: Batch
-) -> torch.Tensor:
-    total = graphs.sum(x)
-    count = graphs.counts.to(total.dtype).sqrt().clamp(min=1.0)
-    return (total / count.view(-1, *[1] * (total.dim() - 1))).to(x.dtype)
-
-
-def _attentional(
-    module: aggr.AttentionalAggregation, x: torch.Tensor, graphs: Batch
-) -> torch.Tensor:
-    def applied(mlp: torch.nn.Module | None, other: torch.nn.Module | None) -> torch.Tensor:
-        if mlp is not None:
-            return mlp(x, batch=graphs.index, batch_size=graphs.size)  # type: ignore[no-any-return]
-        return x if other is None else other(x)
-
-    gate = softmax_over(applied(module.gate_mlp, module.gate_nn), graphs)
-    values = gate * applied(module.mlp, module.nn)
-    return graphs.sum(values).to(values.dtype)
-
-
-def _multi(module: aggr.MultiAggregation, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    out: torch.Tensor = module.combine([_read(part, x, graphs) for part in module.aggrs])
-    return out
-
-
-_READOUTS: dict[type[aggr.Aggregation], Callable[..., torch.Tensor]] = {
-    aggr.SumAggregation: lambda _, x, graphs: graphs.sum(x).to(x.dtype),
-    aggr.MeanAggregation: lambda _, x, graphs: graphs.mean(x).to(x.dtype),
-    aggr.MaxAggregation: lambda _, x, graphs: extreme("amax", x, graphs),
-    aggr.MinAggregation: lambda _, x, graphs: extreme("amin", x, graphs),
-    aggr.MulAggregation: lambda _, x, graphs: product(x, graphs).to(x.dtype),
-    aggr.VarAggregation: _var,
-    aggr.StdAggregation: _std,
-    aggr.SoftmaxAggregation: _softmax,
-    aggr.PowerMeanAggregation: _power_mean,
-    aggr.VariancePreservingAggregation: _variance_preserving,
-    aggr.AttentionalAggregation: _attentional,
-    aggr.MultiAggregation: _multi,
-}
-
-GLOBAL_READOUTS = tuple(_READOUTS)
+    known = (kind for kind in GLOBAL_READOUTS if issubclass(of, kind))
+    return next((kind for kind in known if of.forward is kind.forward), None)

@@ -14,13 +14,16 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index import plain
+from varcomm.graph.nn.batches import Batch, check_ids, largest
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.operator import checking
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = ["Rows", "Where", "check_rows", "node_rows", "rows_of_any_kind"]
+__all__ = ["Rows", "Where", "batch_of", "check_rows", "node_rows", "rows_of_any_kind"]
 
 # A graph with rows of several kinds, or the rows themselves.
 Where: TypeAlias = PartitionedGraph | Shard
@@ -175,3 +178,18 @@ def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
         for rows in kinds
     )
     return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."
+
+
+def batch_of(
+    name: str, rows: Rows, x: torch.Tensor, index: torch.Tensor | None, size: int | None
+) -> Batch:
+    """Check rows and batch vector of a call on this rank; if `size` is None, ask all ranks."""
+    index = plain(index)
+    with checking(name, rows.group) as where:
+        check_rows(x, rows, where)
+        if index is None:
+            return Batch(rows, None, 1)
+        end = check_ids(index, size, x, where)
+    if size is None:
+        size = largest(end, rows.group, x.device)
+    return Batch(rows, index, size)

@@ -1,18 +1,18 @@
-"""``assign``: the owner of each node, computed by one process that has the full graph."""
+"""``assign`` and ``assign_sharded``: the owner of each node, in one process or on all ranks."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.building.tables import check_edge_index, checked_count, ends, label
 from varcomm.graph.partitioners.coordinates import (
     AllRows,
     by_bisection,
@@ -23,45 +23,27 @@ from varcomm.graph.partitioners.coordinates import (
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.multilevel import Adjacency, by_kahip, by_metis
-from varcomm.sizes import exact_int
+from varcomm.graph.partitioners.multilevel import adjacency, by_kahip, by_metis
+from varcomm.sizes import at_least
+from varcomm.transport.agreement import agree, compare, share
+from varcomm.transport.engine import engine_for
+from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["METHODS", "assign", "method_used"]
+__all__ = ["METHODS", "assign", "assign_sharded", "method_used"]
 
+_BY_POSITION = {"rcb": by_bisection, "hilbert": by_hilbert}
+_BY_EDGES = {"metis": by_metis, "kahip": by_kahip}
 METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
 
-# By type for a HeteroData, directly for a Data.
-NodeWeight = torch.Tensor | Mapping[str, torch.Tensor] | None
-EdgeWeight = torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None
-Ints = NDArray[np.int64]
 
-
-@overload
-def assign(
-    data: Data,
-    parts: int,
-    method: str | None = None,
-    *,
-    node_weight: torch.Tensor | None = None,
-    edge_weight: torch.Tensor | None = None,
-) -> torch.Tensor: ...
-@overload
-def assign(
-    data: HeteroData,
-    parts: int,
-    method: str | None = None,
-    *,
-    node_weight: Mapping[str, torch.Tensor] | None = None,
-    edge_weight: Mapping[tuple[str, str, str], torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]: ...
 def assign(
     data: Data | HeteroData,
     parts: int,
     method: str | None = None,
     *,
-    node_weight: NodeWeight = None,
-    edge_weight: EdgeWeight = None,
-) -> torch.Tensor | dict[str, torch.Tensor]:
+    node_weight: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    edge_weight: torch.Tensor | Mapping[tuple[str, str, str], torch.Tensor] | None = None,
+) -> Any:
     """Decide which of `parts` ranks owns each node.
 
     Parameters
@@ -91,7 +73,8 @@ def assign(
         Not for ``"random"``.
     edge_weight : torch.Tensor, optional
         Cost of each cut edge: non-negative integers of shape (E,), for ``"metis"`` and ``"kahip"``;
-        a dict by edge type for a HeteroData. Weights of all edges between two nodes are added.
+        a dict by edge type for a HeteroData. Weights of all edges between two nodes are added;
+        without weights, edges between the same nodes count once.
 
     Returns
     -------
@@ -108,29 +91,18 @@ def assign(
     MissingPackageError
         If pymetis or kahip is needed and not installed.
 
-    Notes
-    -----
-    METIS and KaHIP use the undirected graph without self loops; without weights, edges between the
-    same nodes count once. All methods use one thread. Communication: none.
-
     References
     ----------
-    .. [1] G. Karypis and V. Kumar, "A fast and high quality multilevel scheme for partitioning
-       irregular graphs", SIAM Journal on Scientific Computing 20 (1998), 359-392.
-    .. [2] P. Sanders and C. Schulz, "Think locally, act globally: highly balanced graph
-       partitioning", Experimental Algorithms (SEA 2013), LNCS 7933, 164-175.
-    .. [3] M. J. Berger and S. H. Bokhari, "A partitioning strategy for nonuniform problems on
-       multiprocessors", IEEE Transactions on Computers C-36 (1987), 570-580.
-    .. [4] J. Skilling, "Programming the Hilbert curve", AIP Conference Proceedings 707 (2004),
-       381-387.
+    .. [1] G. Karypis and V. Kumar, SIAM Journal on Scientific Computing 20 (1998), 359-392.
+    .. [2] P. Sanders and C. Schulz, Experimental Algorithms (SEA 2013), LNCS 7933, 164-175.
+    .. [3] M. J. Berger and S. H. Bokhari, IEEE Transactions on Computers C-36 (1987), 570-580.
+    .. [4] J. Skilling, AIP Conference Proceedings 707 (2004), 381-387.
 
     Examples
     --------
     >>> import torch
     >>> from torch_geometric.data import Data
     >>> ring = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), num_nodes=4)
-    >>> assign(ring, 2, "block")
-    tensor([0, 0, 1, 1])
     >>> assign(ring, 2, "block", node_weight=torch.tensor([3, 1, 1, 1]))
     tensor([0, 1, 1, 1])
     """
@@ -138,9 +110,7 @@ def assign(
         raise ArgumentError(f"data must be a Data or a HeteroData; got {type(data).__name__}.")
     if method is not None and method not in METHODS:
         raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
-    if exact_int(parts) is None or parts < 1:
-        raise ArgumentError(f"parts must be a positive integer; got {parts!r}.")
-    parts = int(parts)
+    parts = at_least(1, parts, "parts")
     counts = _node_counts(data)
     chosen = _chosen(data, method)
     weight = _weights(node_weight, "node_weight", counts, "nodes")
@@ -149,12 +119,103 @@ def assign(
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
             check_node_weight(float(weight.double().sum()), parts, "node_weight")
-    if edge_weight is not None and chosen not in ("metis", "kahip"):
+    if edge_weight is not None and chosen not in _BY_EDGES:
         raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" and "kahip" do.')
-    owner = _owners(data, parts, chosen, weight, edge_weight)
+    owner = _owners(data, counts, parts, chosen, weight, edge_weight)
     if isinstance(data, HeteroData):
         return dict(zip(counts, owner.split(list(counts.values())), strict=True))
     return owner
+
+
+def assign_sharded(
+    pos: torch.Tensor,
+    parts: int,
+    method: str = "hilbert",
+    group: GroupLike = None,
+    *,
+    node_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decide which of `parts` ranks owns each node, if no rank has all positions.
+
+    Collective; an error on one rank is raised on all ranks. The result equals that of
+    :func:`assign` for the positions of all ranks in rank order.
+
+    Parameters
+    ----------
+    pos : torch.Tensor
+        This rank's positions, finite, of shape (n, D) or (n,); n may be zero. D and the dtype are
+        identical on all ranks.
+    parts : int
+        Number of parts, independent of the number of ranks in `group`.
+    method : {"hilbert", "rcb"}
+        As in :func:`assign`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    node_weight : torch.Tensor, optional
+        Cost of each node: non-negative integers of shape (n,); on all ranks or on none.
+
+    Returns
+    -------
+    torch.Tensor
+        The part of each of this rank's nodes, int64 of shape (n,), on the device of `pos`.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if positions, weights, `parts` or `method` are invalid on one rank.
+    DisagreementError
+        On every rank, if coordinates, dtypes, devices, `parts` or methods differ across ranks, or
+        only some ranks have weights.
+    GroupError
+        If this rank is not in `group`; on every rank, if `group` does not serve the device.
+
+    Notes
+    -----
+    Positions stay on their rank. Ranks count positions, or weights, in ranges of the curve or of a
+    coordinate, and narrow the ranges that hold a cut by 8 bits per round: at most 8 rounds for
+    ``"hilbert"``, and for ``"rcb"`` at most 8 for each of the ``log2(parts)`` levels of boxes.
+    Communication: per round an :func:`all_reduce` of at most 2 KiB per cut.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     pos = torch.tensor([0.0, 3.0, 1.0]) if rank == 0 else torch.tensor([2.0])
+    ...     return varcomm.graph.assign_sharded(pos, 2, "rcb")
+    >>> varcomm.launch(fn, 2)
+    [tensor([0, 1, 0]), tensor([1])]
+    """
+    ranks, what = resolve(group), "graph.assign_sharded"
+
+    def check() -> tuple[torch.Tensor, torch.Tensor | None]:
+        if method not in _BY_POSITION:
+            raise ArgumentError(f"method must be one of {', '.join(_BY_POSITION)}; got {method!r}.")
+        at_least(1, parts, "parts")
+        if isinstance(pos, torch.Tensor):
+            engine_for(ranks, pos.device)
+        rows = checked_positions(pos, "pos", method)
+        if node_weight is None:
+            return rows, None
+        if isinstance(node_weight, torch.Tensor) and node_weight.device != rows.device:
+            raise ArgumentError(f"node_weight is on {node_weight.device}, pos is on {rows.device}.")
+        return rows, checked_weight(node_weight, "node_weight", len(rows), "rows")
+
+    rows, weight = agree(what, check, ranks)
+    equal = {
+        "parts": int(parts),
+        "method": method,
+        "coordinates": rows.shape[1],
+        "dtype": str(rows.dtype),
+        "device": rows.device.type,
+        "node_weight": "none" if weight is None else "given",
+    }
+    compare(ranks, {"operation": what} | equal)
+    if weight is not None:
+        total = float(weight.double().sum())
+        totals, counts = zip(*share(what, lambda: (total, len(rows)), ranks), strict=True)
+        if any(counts):
+            check_node_weight(sum(totals), parts, f"{what}: node_weight")
+    return _BY_POSITION[method](rows, int(parts), AllRows(ranks), weight)
 
 
 def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
@@ -164,7 +225,7 @@ def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
     """
     method = _chosen(data, method)
     can_cut = 1 < parts < sum(_node_counts(data).values())
-    return "block" if method in ("metis", "kahip") and not can_cut else method
+    return "block" if method in _BY_EDGES and not can_cut else method
 
 
 def _chosen(data: Data | HeteroData, method: str | None) -> str:
@@ -178,88 +239,74 @@ def _chosen(data: Data | HeteroData, method: str | None) -> str:
 
 def _owners(
     data: Data | HeteroData,
+    counts: Mapping[Any, int],
     parts: int,
     method: str,
     weight: torch.Tensor | None,
-    edge_weight: EdgeWeight,
+    edge_weight: Any,
 ) -> torch.Tensor:
     """Return the rank of each node, type after type."""
-    counts = list(_node_counts(data).values())
-    if method in ("rcb", "hilbert"):
-        by_coordinates = by_bisection if method == "rcb" else by_hilbert
-        return by_coordinates(_positions(data, method), parts, AllRows(), weight)
+    nodes = sum(counts.values())
+    if method in _BY_POSITION:
+        return _BY_POSITION[method](_positions(data, method, counts), parts, AllRows(), weight)
     if method == "random":
-        return torch.from_numpy(np.random.default_rng(0).integers(parts, size=sum(counts)))
-    if method in ("metis", "kahip"):
+        return torch.from_numpy(np.random.default_rng(0).integers(parts, size=nodes))
+    if method in _BY_EDGES:
         # checked even if there is nothing to cut
-        source, target, edge_costs = _edges(data, method, edge_weight)
-        if method_used(data, parts, method) == method:
-            by_edges = by_metis if method == "metis" else by_kahip
-            graph = Adjacency.from_edges(source, target, sum(counts), edge_costs)
-            owner = by_edges(graph, parts, None if weight is None else weight.numpy())
-            return torch.from_numpy(owner)
-    weights = [None] * len(counts) if weight is None else weight.split(counts)
-    each = [by_order(count, weights, parts) for count, weights in zip(counts, weights, strict=True)]
-    return torch.cat(each)
+        edge_index, cost = _edges(data, counts, edge_weight)
+        if 1 < parts < nodes:
+            return _BY_EDGES[method](adjacency(edge_index, nodes, cost), parts, weight)
+    weights = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
+    each = zip(counts.values(), weights, strict=True)
+    return torch.cat([by_order(count, parts, weight) for count, weight in each])
 
 
 def _node_counts(data: Data | HeteroData) -> dict[Any, int]:
     """Return the number of nodes by type; the type is None for a Data."""
-    counts = {kind: store.num_nodes for kind, store in _node_stores(data)}
+    counts = {kind: checked_count(s.num_nodes, label(kind)) for kind, s in _stores(data, "node")}
     if not counts:
         raise ArgumentError("data has no node types.")
-    for kind, count in counts.items():
-        if count is None:
-            raise ArgumentError(f"{_name(kind)} has no number of nodes. Set num_nodes.")
     return counts
 
 
-def _positions(data: Data | HeteroData, method: str) -> torch.Tensor:
+def _positions(data: Data | HeteroData, method: str, counts: Mapping[Any, int]) -> torch.Tensor:
     """Return the positions of all nodes, of shape (N, D), on the CPU."""
-    counts, found = _node_counts(data), []
-    for kind, store in _node_stores(data):
-        name = f"{_name(kind)}.pos"
+    found = []
+    for kind, store in _stores(data, "node"):
+        name = f"{label(kind)}.pos"
         if store.get("pos") is None:
             raise ArgumentError(f'method="{method}" needs the positions of the nodes in {name}.')
         found.append(checked_positions(store.pos, name, method, counts[kind]).cpu())
     if len({pos.shape[1] for pos in found}) > 1:
-        shapes = ", ".join(str(tuple(pos.shape)) for pos in found)
         raise ArgumentError(
             f'method="{method}" needs as many coordinates for nodes of every type; got positions '
-            f"of shapes {shapes}."
+            f"of shapes {', '.join(str(tuple(pos.shape)) for pos in found)}."
         )
-    return _joined(found)
+    return torch.cat(found)
 
 
-def _edges(data: Data | HeteroData, method: str, weight: Any) -> tuple[Ints, Ints, Ints | None]:
-    """Return sources and targets of all edges, each of shape (E,), and their weights, if any."""
-    counts = _node_counts(data)
+def _edges(
+    data: Data | HeteroData, counts: Mapping[Any, int], weight: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return all edges, nodes counted type after type, and their weights, if any; on the CPU."""
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-    ends, edges = [], {}
-    for kind, store in _edge_stores(data):
-        name = f"{_name(kind)}.edge_index"
-        edge_index = store.get("edge_index")
-        if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
-            raise ArgumentError(f'method="{method}" needs {name}, a tensor of torch.int64.')
-        if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-            raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
-        edges[kind] = edge_index.shape[1]
-        for end, ids in zip((kind[0], kind[2]) if kind else (kind, kind), edge_index, strict=True):
-            nodes = counts.get(end, 0)
-            low, high = torch.stack(ids.aminmax()).tolist() if len(ids) else (0, -1)
-            if low < 0 or high >= nodes:
-                raise ArgumentError(
-                    f"{name} spans {low}...{high}, out of range for the {nodes} nodes of "
-                    f"{_name(end)}."
-                )
-            start = starts.get(end, 0)
-            ends.append(ids.cpu() + start if start else ids.cpu())
-    given = _weights(weight, "edge_weight", edges, "edges")
-    source, target = _joined(ends[::2]).numpy(), _joined(ends[1::2]).numpy()
-    if given is None:
-        return source, target, None
-    check_sum(2 * float(given.double().sum()), 2.0**62, "edge_weight, from both ends,")
-    return source, target, given.numpy()
+    found = {None: torch.zeros(2, 0, dtype=torch.int64)}
+    for kind, store in _stores(data, "edge"):
+        source, target = ends(kind)
+        sizes = counts.get(source, 0), counts.get(target, 0)
+        edge_index = check_edge_index(
+            store.get("edge_index"), *sizes, f"{label(kind)}.edge_index"
+        ).cpu()
+        shift = torch.tensor([[starts.get(source, 0)], [starts.get(target, 0)]])
+        found[kind] = edge_index + shift if shift.any() else edge_index
+    edge_index = torch.cat(list(found.values()), dim=1)
+    if isinstance(data, HeteroData):
+        del found[None]
+    rows = {kind: edges.shape[1] for kind, edges in found.items()}
+    cost = _weights(weight, "edge_weight", rows, "edges")
+    if cost is not None:
+        check_sum(2 * float(cost.double().sum()), 2.0**62, "edge_weight, from both ends,")
+    return edge_index, cost
 
 
 def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> torch.Tensor | None:
@@ -273,29 +320,15 @@ def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> tor
         raise ArgumentError(
             f"{name} must be a dict with the weights of each of {list(counts)}; got {got}."
         )
-    weights = []
+    weights = [torch.zeros(0, dtype=torch.int64)]
     for kind, count in counts.items():
         each = name if kind is None else f"{name}[{kind!r}]"
         weights.append(checked_weight(given[kind], each, count, rows).cpu())
-    return _joined(weights)
+    return torch.cat(weights)
 
 
-def _node_stores(data: Data | HeteroData) -> list[tuple[Any, Any]]:
-    hetero = isinstance(data, HeteroData)
-    return list(data.node_items()) if hetero else [(None, data.node_stores[0])]
-
-
-def _edge_stores(data: Data | HeteroData) -> list[tuple[Any, Any]]:
-    hetero = isinstance(data, HeteroData)
-    return list(data.edge_items()) if hetero else [(None, data.edge_stores[0])]
-
-
-def _name(kind: object) -> str:
-    return "data" if kind is None else f"data[{kind!r}]"
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate; a single, possibly large, tensor is not copied."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.int64)
+def _stores(data: Data | HeteroData, rows: str) -> list[tuple[Any, Any]]:
+    """Return the stores of the "node" or "edge" types, by type; the type is None for a Data."""
+    if isinstance(data, HeteroData):
+        return list(data.node_items() if rows == "node" else data.edge_items())
+    return [(None, data.stores[0])]

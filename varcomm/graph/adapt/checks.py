@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch_geometric.nn import MessagePassing, aggr, norm
-from torch_geometric.nn.conv import ChebConv, DirGNNConv, FastRGCNConv, GPSConv
+from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.layers.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
-from varcomm.graph.adapt.propagate import FLOW, names_read_at_source, names_taken
+from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 from varcomm.graph.nn.norms import GLOBAL_NORMS, is_global_norm
 from varcomm.graph.nn.readouts import is_global_readout
 
@@ -51,8 +50,8 @@ _OUT_OF_REACH = (
 # They count edges that leave a node, reverse edges, or look at all nodes.
 _NOT_DEEP = (ChebConv, DirGNNConv, GPSConv)
 
-# PyG passes these to a layer's functions; they are local ids and sizes.
-_LOCAL_IDS = frozenset({"adj_t", "edge_index", "edge_index_j", "size", "size_j"})
+# PyG passes these to a layer's functions; they are sizes of this rank's part.
+_LOCAL = frozenset({"adj_t", "size", "size_j"})
 
 
 def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
@@ -166,27 +165,16 @@ def _reason_against_class(known: type) -> str | None:
 def _reason_against_layer(layer: MessagePassing, known: type | None) -> str | None:
     if known is not None and (reason := _reason_against_class(known)) is not None:
         return reason
-    if layer.flow != "source_to_target":
-        return FLOW.removesuffix(".")
     if layer.decomposed_layers > 1:
         return "decomposed_layers is not supported"
     if layer.explain:
         return "explain is on; explain the model on the full graph, in one process"
-    both: set[str] = set()
-    for functions in (["message", "aggregate"], ["edge_update"]):
-        both |= names_read_at_source(layer, functions) & set(names_taken(layer, functions))
-    if both:
+    functions = ("message", "aggregate", "update", "edge_update")
+    taken = {name for one in functions for name in layer.inspector.get_param_names(one)}
+    if local := taken & _LOCAL:
         return (
-            f"its functions take {', '.join(sorted(both))} both at the source of edges and as a "
-            "whole, which would be a pair; give the whole to propagate under another name"
-        )
-    taken = set(names_taken(layer, ["message", "aggregate", "update", "edge_update"]))
-    if known is FastRGCNConv:
-        taken.discard("edge_index_j")  # its replaced message refuses to use this
-    if local := taken & _LOCAL_IDS:
-        return (
-            f"its functions take {', '.join(sorted(local))}, which would be ids and sizes of this "
-            "rank's part; give what they are for to propagate, as a value of nodes or of edges"
+            f"its functions take {', '.join(sorted(local))}, which would be sizes of this rank's "
+            "part; give what they are for to propagate, as a value of nodes or of edges"
         )
     return None
 

@@ -1,1 +1,0 @@
-"""Tables and checks of PyG's layers, and replacements of their functions."""

@@ -1,0 +1,187 @@
+"""Layers of PyG that look at all nodes past the edges, and what they do on a partitioned graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout
+from torch_geometric import nn as pyg
+from torch_geometric.utils import get_laplacian
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.adapt.propagate import Running
+from varcomm.graph.index import plain
+from varcomm.ops.all_gather_v import all_gather_v
+from varcomm.ops.all_reduce import all_reduce
+from varcomm.ops.compilation import kept_from_compilation
+from varcomm.ops.operator import checking
+
+__all__ = ["replace_methods"]
+
+
+def replace_methods(module: torch.nn.Module, running: Running) -> None:
+    """Replace the methods of an instance that look at all nodes."""
+    for kind, methods in _METHODS.items():
+        if isinstance(module, kind):
+            for name, function in methods.items():
+                if getattr(type(module), name) is getattr(kind, name):
+                    vars(module)[name] = _Method(function, module, running)
+
+
+@dataclass(frozen=True, eq=False)
+class _Method:
+    """A method of an instance, copied with it."""
+
+    function: Callable[..., Any]
+    module: torch.nn.Module
+    running: Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, self.running, *args, **kwargs)
+
+
+def _gps_forward(
+    self: Any,
+    running: Running,
+    x: torch.Tensor,
+    edge_index: torch.Tensor,
+    batch: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend from this rank's nodes to all nodes: every rank receives the features of all nodes.
+
+    Communication: every rank sends its rows to all others; their gradients return.
+    """
+
+    def normalised(norm: Any, h: torch.Tensor) -> torch.Tensor:
+        if norm is None:
+            return h
+        return norm(h, batch=batch) if self.norm_with_batch else norm(h)  # type: ignore[no-any-return]
+
+    parts = []
+    if self.conv is not None:
+        h = dropout(self.conv(x, edge_index, **kwargs), self.dropout, self.training)
+        parts.append(normalised(self.norm1, h + x))
+    group = running.graph.group
+    sizes, pg = tuple(running.graph.node_sizes), group.process_group
+    with checking("GPSConv", group) as where:
+        if len(x) != sizes[group.rank]:
+            raise ArgumentError(
+                f"{where}x has {len(x)} rows, but this rank owns {sizes[group.rank]} nodes."
+            )
+    everyone, others = all_gather_v(x, sizes, group=pg), None
+    if batch is not None:
+        graphs = plain(batch)
+        others = graphs.view(-1, 1) != all_gather_v(graphs, sizes, group=pg)
+    rows = (x[None], everyone[None], everyone[None])
+    h = self.attn(*rows, attn_mask=others, need_weights=False)[0][0]
+    h = dropout(h, self.dropout, self.training)
+    parts.append(normalised(self.norm2, h + x))
+    out = torch.stack(parts).sum(0)
+    return normalised(self.norm3, out + self.mlp(out))
+
+
+def _han_forward(
+    self: Any,
+    running: Running,
+    x_dict: dict[str, torch.Tensor],
+    edge_index_dict: dict[Any, torch.Tensor],
+    return_semantic_attention_weights: bool = False,
+) -> Any:
+    """Weigh types of edges by a mean over the nodes of all ranks: Wang et al., 2019.
+
+    Communication: beside the halos, an all-reduce of a row of features for each type of edges, and
+    of one count, per type of nodes.
+    """
+    heads = self.heads
+    nodes = {kind: self.proj[kind](x).unflatten(-1, (heads, -1)) for kind, x in x_dict.items()}
+    found: dict[str, list[torch.Tensor]] = {kind: [] for kind in nodes}
+    for (source, relation, target), edges in edge_index_dict.items():
+        name = "__".join((source, relation, target))
+        x = nodes[source], nodes[target]
+        alpha = (x[0] * self.lin_src[name]).sum(-1), (x[1] * self.lin_dst[name]).sum(-1)
+        found[target].append(self.propagate(edges, x=x, alpha=alpha).relu())
+    pairs = {kind: _semantic(self, running, outs) for kind, outs in found.items()}
+    out = {kind: values for kind, (values, _) in pairs.items()}
+    if not return_semantic_attention_weights:
+        return out
+    return out, {kind: weights for kind, (_, weights) in pairs.items()}
+
+
+def _semantic(
+    layer: Any, running: Running, outs: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not outs:
+        return None, None
+    out = torch.stack(outs)
+    parts = torch.tanh(layer.k_lin(out)).sum(1)
+    count = torch.full_like(parts[:1], out.shape[1])
+    total = all_reduce(torch.cat([parts, count]), group=running.graph.group.process_group)
+    if out.shape[-1] == 0 or not bool((total[-1] > 0).any()):
+        return out.view(0, out.shape[-1]), None
+    score = (layer.q * (total[:-1] / total[-1].detach())).sum(-1)
+    weights = torch.softmax(score, dim=0)
+    return (weights.view(len(outs), 1, -1) * out).sum(0), weights
+
+
+@kept_from_compilation
+def _cheb_norm(
+    self: Any,
+    running: Running,
+    edge_index: torch.Tensor,
+    num_nodes: int | None,
+    edge_weight: torch.Tensor | None,
+    normalization: str | None,
+    lambda_max: Any = None,
+    dtype: torch.dtype | None = None,
+    batch: torch.Tensor | None = None,
+) -> Any:
+    """Scale the Laplacian by its largest weight on any rank, unless `lambda_max` is given."""
+    if lambda_max is None:
+        weights = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
+        lambda_max = 2.0 * _greatest(running, weights)
+    own: Any = pyg.ChebConv.__norm__
+    return own(self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
+
+
+def _greatest(running: Running, weight: torch.Tensor) -> torch.Tensor:
+    """Return the greatest weight of all ranks; equal ones share its gradient evenly."""
+    group = running.graph.group
+    own = weight.detach().amax(0, keepdim=True) if len(weight) else weight.new_tensor([-torch.inf])
+    pg = group.process_group
+    top = all_gather_v(own.detach(), [1] * group.size, group=pg).amax()
+    reaching = weight[weight.detach() == top]
+    # the value is `top`, the derivative that of the weights
+    rise = torch.stack([(reaching - reaching.detach()).sum(), reaching.new_tensor(len(reaching))])
+    total = all_reduce(rise, group=pg)
+    return top + total[0] / total[1]
+
+
+def _no_edges(self: Any, running: Running, edge_index: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Draw no edges for the loss of attention."""
+    return edge_index[:, :0]
+
+
+def _attention_loss(self: Any, running: Running) -> torch.Tensor:
+    with checking("get_attention_loss", running.graph.group) as where:
+        if self.training:
+            raise ArgumentError(
+                f"{where}the loss of attention samples edges among all pairs of nodes, which "
+                "no rank has. The layer's output is exact without the loss."
+            )
+    return pyg.SuperGATConv.get_attention_loss(self)  # type: ignore[no-any-return]
+
+
+_METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
+    pyg.GPSConv: {"forward": _gps_forward},
+    pyg.HANConv: {"forward": _han_forward},
+    pyg.ChebConv: {"__norm__": _cheb_norm},
+    pyg.SuperGATConv: {
+        "get_attention_loss": _attention_loss,
+        "negative_sampling": _no_edges,
+        "positive_sampling": _no_edges,
+    },
+}

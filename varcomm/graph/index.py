@@ -1,0 +1,628 @@
+"""Index vectors of a partitioned graph, which know what their numbers stand for.
+
+``graph.edge_index`` and ``graph.batch`` are :class:`PartitionedIndex`: tensors of integers that
+carry the edges or the graphs that they belong to. What operations make of them carries it on.
+Where such a vector selects or reduces rows, the operation is that on the full graph:
+
+- ``x[row]`` at the sources of edges fetches the halo, ``scatter_add_(0, row, ...)`` returns the
+  parts of halo rows to their owners;
+- a reduction by ``graph.batch`` is over the nodes of all ranks.
+
+PyG's functions are made of these operations, so they are exact wherever they are called. An
+operation that would take the local numbers for those of the full graph raises ArgumentError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from varcomm.errors import ArgumentError
+
+__all__ = ["Numbering", "PartitionedIndex", "plain", "stops_at_last", "up_to_last"]
+
+# What the numbers stand for: pairs of a source and a target, or the other way around; nodes at the
+# source or target of edges; graphs of a batch; which edges are self loops, and which are not;
+# numbers computed from local ones, which select nothing.
+Kind = Literal["edges", "reversed", "source", "target", "graph", "loops", "no loops", "computed"]
+How = Literal["sum", "amax", "amin", "prod"]
+
+_ENDS: dict[str, tuple[Kind, Kind]] = {
+    "edges": ("source", "target"),
+    "reversed": ("target", "source"),
+}
+_PAIRS: dict[tuple[str, ...], Kind] = {ends: kind for kind, ends in _ENDS.items()}  # type: ignore[misc]
+
+
+class Numbering:
+    """The edges or the graphs that numbers stand for; what is not known of them is refused."""
+
+    #: whether a source and a target with the same number are the same node
+    has_loops = False
+
+    def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
+        """Return the rows that numbers of this kind select from, given those of this rank."""
+        raise _unknown("selecting rows")
+
+    def reduced(
+        self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        """Reduce rows of `src` to `size` nodes or graphs of `index`, over all ranks."""
+        raise _unknown("reducing at sources of edges")
+
+    def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
+        """Check that a local reduction at targets has a row for each, and return its start."""
+        raise _unknown("reducing at targets of edges")
+
+    def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
+        """Complete a local reduction at targets."""
+        return out
+
+    def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
+        """Return how many nodes or graphs the numbers are of, as one process counts them."""
+        raise _unknown("the largest number (give num_nodes=x.size(0))")
+
+    def is_up_to_last(self, count: int) -> bool:
+        """Return whether PyG may ask for so many nodes: those up to the last that has an edge."""
+        return False
+
+    def positions(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
+        """Return the positions in a mask of all edges, of self loops or of the others."""
+        raise _unknown("self loops")
+
+    def check_loops(self, edges: torch.Tensor) -> torch.Tensor:
+        """Return edges that are appended, if they are self loops of owned nodes."""
+        raise _unknown("appending numbers")
+
+    def joined(self, parts: Sequence[PartitionedIndex]) -> PartitionedIndex:
+        """Return edges of several types as one, whose nodes are numbered together by offsets."""
+        raise _unknown("joining vectors")
+
+
+def _unknown(what: str) -> ArgumentError:
+    return ArgumentError(f"{what} is not known for these numbers of a partitioned graph.")
+
+
+class PartitionedIndex(torch.Tensor):
+    """A tensor of local numbers that carries what they stand for.
+
+    Attributes
+    ----------
+    plain : torch.Tensor
+        The numbers as an ordinary tensor in the same memory: local ids, or numbers of graphs.
+    of : EdgeShard or Graphs
+        What the numbers are of.
+    kind : str
+        Which of its numbers they are.
+    line : torch.Tensor or None
+        The numbers along one dimension, if the tensor is expanded from it.
+    whole : bool
+        Whether these are all edges, or all rows, of the graph on this rank.
+    offsets : tuple of int
+        What was added to sources and targets, as nodes of several types are numbered together.
+    """
+
+    plain: torch.Tensor
+    of: Numbering
+    kind: Kind
+    line: torch.Tensor | None
+    whole: bool
+    offsets: tuple[int, int]
+
+    @staticmethod
+    def make(
+        plain: torch.Tensor,
+        of: Numbering,
+        kind: Kind,
+        whole: bool = False,
+        line: torch.Tensor | None = None,
+        offsets: tuple[int, int] = (0, 0),
+    ) -> PartitionedIndex:
+        """Let a tensor of numbers carry what these stand for."""
+        out = plain.as_subclass(PartitionedIndex)
+        out.plain, out.of, out.kind, out.whole, out.offsets = plain, of, kind, whole, offsets
+        out.line = plain if plain.dim() == 1 else line
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Carry on what the numbers stand for; select and reduce as on the full graph."""
+        kwargs = kwargs or {}
+        if func in _RULES:
+            return _RULES[func](func, *args, **kwargs)
+        return _other(func, args, kwargs)
+
+
+# the attribute of values at the nodes up to the last one that has an edge
+_UP_TO_LAST = "_varcomm_up_to_last"
+
+
+def up_to_last(values: torch.Tensor) -> torch.Tensor:
+    """Mark values that stop at the last node with an edge, as PyG does without `num_nodes`."""
+    setattr(values, _UP_TO_LAST, True)
+    return values
+
+
+def stops_at_last(values: torch.Tensor) -> bool:
+    """Return whether values stop at the last node with an edge."""
+    return hasattr(values, _UP_TO_LAST)
+
+
+def plain(value: Any) -> Any:
+    """Return an ordinary tensor of a vector's local numbers, and any other value as it is."""
+    return value.plain if isinstance(value, PartitionedIndex) else value
+
+
+def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentError:
+    name = getattr(func, "__name__", str(func)).strip("_")
+    what = {
+        "computed": "numbers computed from local ids of a partitioned graph",
+        "graph": "a batch vector of a partitioned graph",
+    }.get(kind, "edges of a partitioned graph")
+    more = more or (
+        "It would mean the ids of this rank only. Take values at nodes by x[edge_index[0]] or "
+        "graph.with_halo, values of graphs by the pools of varcomm.graph, and global ids by "
+        "graph.owned_ids and graph.halo_ids."
+    )
+    return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
+
+
+def _other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute with local numbers: integers that result select nothing, and floats are refused."""
+    ids = [one for one in (*args, *kwargs.values()) if isinstance(one, PartitionedIndex)]
+    out = func(*[_unwrapped(one) for one in args], **{k: _unwrapped(v) for k, v in kwargs.items()})
+    if func in _FRESH or not ids:
+        return out
+    return _computed(func, out, ids[0])
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([plain(one) for one in value])
+    return plain(value)
+
+
+def _computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> Any:
+    if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
+        parts = [_computed(func, one, given) for one in out]
+        return parts if isinstance(out, list) else tuple(parts)
+    if not isinstance(out, torch.Tensor) or out.dtype == torch.bool:
+        return out
+    if given.kind in ("loops", "no loops"):
+        return out
+    if out.is_floating_point() or out.is_complex():
+        raise _refuse(func, given.kind)
+    return PartitionedIndex.make(out, given.of, "computed")
+
+
+# Rules: each takes the function and its arguments.
+
+
+def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Carry on: the result has the same numbers, in another memory or shape."""
+    if not isinstance(x, PartitionedIndex):
+        return _other(func, (x, *args), kwargs)
+    out = func(x.plain, *[plain(one) for one in args], **{k: plain(v) for k, v in kwargs.items()})
+    if out.dtype != x.plain.dtype or out.device != x.plain.device:
+        return _computed(func, out, x)
+    if x.kind in _ENDS and out.shape[:1] != (2,):
+        return _computed(func, out, x)
+    return PartitionedIndex.make(out, x.of, x.kind, x.whole, x.line, x.offsets)
+
+
+class _NoEdges(torch.Tensor):
+    """Values of no edges, (0,), which torch.cat drops from the autograd graph.
+
+    A rank without edges would then miss a collective in a second backward.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Concatenate as columns; all other results are ordinary tensors."""
+        if func in _CATS and all(one.dim() == 1 for one in args[0]):
+            columns = [one.as_subclass(torch.Tensor).unsqueeze(1) for one in args[0]]
+            return _of_no_edges(torch.cat(columns).squeeze(1))
+        given = [_ordinary(one) for one in args]
+        out = func(*given, **{name: _ordinary(one) for name, one in (kwargs or {}).items()})
+        return _of_no_edges(out) if func in _SIGNS else out
+
+
+def _ordinary(value: Any) -> Any:
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)([_ordinary(one) for one in value])
+    return value.as_subclass(torch.Tensor) if isinstance(value, _NoEdges) else value
+
+
+def _of_no_edges(values: torch.Tensor) -> torch.Tensor:
+    """Return values of edges; see :class:`_NoEdges`."""
+    if torch.compiler.is_compiling() or values.dim() != 1 or len(values):
+        return values
+    return values.as_subclass(_NoEdges) if values.is_floating_point() else values
+
+
+def _is_all(key: Any) -> bool:
+    return isinstance(key, slice) and key.start is None and key.stop is None and key.step is None
+
+
+def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
+    if isinstance(x, PartitionedIndex):
+        if isinstance(key, PartitionedIndex) and key.kind in ("source", "target"):
+            return PartitionedIndex.make(_getitem(func, x.plain, key), x.of, x.kind)
+        return _part(func, x, key)
+    if isinstance(key, PartitionedIndex):
+        if key.kind in ("loops", "no loops"):
+            return _of_no_edges(x[_selecting(key)])
+        if key.plain.dim() == 1:
+            return _index_select(func, x, 0, key)
+        return _rows(func, key, x, 0)[key.plain]
+    # among the others of a tuple
+    places = [at for at, one in enumerate(key) if isinstance(one, PartitionedIndex)]
+    first = places[0]
+    if key[first].kind in ("loops", "no loops"):
+        key = tuple([_selecting(one) if at == first else one for at, one in enumerate(key)])
+        return x[key]
+    dim = x.dim() - 1 if key[0] is Ellipsis and first == len(key) - 1 else first
+    before = key[1:first] if key[0] is Ellipsis else key[:first]
+    if len(places) > 1 or not all(map(_is_all, before)):
+        raise _refuse(func, key[first].kind)
+    return _rows(func, key[first], x, dim)[_unwrapped(key)]
+
+
+def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
+    """Return some of the numbers."""
+    own = [_selecting(one) for one in key] if isinstance(key, tuple) else None
+    out = x.plain[_selecting(key) if own is None else tuple(own)]
+    kind = x.kind
+    if kind in ("loops", "no loops"):
+        return out
+    if kind in _ENDS:
+        first = key[0] if own is not None and len(key) else key
+        if isinstance(first, int):
+            kind = _ENDS[kind][first]
+        elif (
+            own is None
+            or len(own) != 2
+            or not (_is_all(first) or first is Ellipsis)
+            or isinstance(own[1], int)
+        ):
+            kind = "computed"
+    chosen = key[-1] if own is not None and len(key) else key
+    if isinstance(chosen, PartitionedIndex) and chosen.kind == "loops" and kind == "source":
+        kind = "target"  # both ends of a self loop
+    whole = x.whole and isinstance(key, int)
+    return PartitionedIndex.make(out, x.of, kind, whole, offsets=x.offsets)
+
+
+def _selecting(key: Any) -> Any:
+    """Return what selects as a key does."""
+    if not isinstance(key, PartitionedIndex):
+        return key
+    if key.kind in ("loops", "no loops"):
+        if torch.compiler.is_compiling() and key.whole:
+            return key.of.positions(key.kind == "loops", key.plain)
+        return key.plain
+    raise _refuse(torch.Tensor.__getitem__, key.kind)
+
+
+def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, dim: int) -> Any:
+    """Return the rows that an index selects from."""
+    if index.kind == "computed" or index.offsets != (0, 0):
+        raise _refuse(func, "computed")
+    empty = index.plain.shape[-1] == 0
+    return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
+
+
+def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+    if isinstance(x, PartitionedIndex):
+        if isinstance(index, PartitionedIndex):
+            if index.kind not in ("source", "target"):
+                raise _refuse(func, index.kind)
+            out = _rows(func, index, x.plain, dim).index_select(dim, index.plain)
+            return PartitionedIndex.make(out, x.of, x.kind)
+        out = x.plain.index_select(dim, index)
+        kept = x.plain.dim() == 1 or (x.kind in _ENDS and dim % 2 == 1)
+        return PartitionedIndex.make(out, x.of, x.kind if kept else "computed")
+    return _of_no_edges(_rows(func, index, x, dim).index_select(dim, index.plain))
+
+
+def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
+    if _is_end(x, key, value):  # edge_index[0] += offset
+        x.plain[key], x.whole, x.offsets = value.plain, False, value.offsets
+        return
+    if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
+        raise _refuse(func, plain_kind(x, value))
+    if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
+        x[_selecting(key)] = value
+    elif isinstance(key, PartitionedIndex) and key.kind == "target":
+        x[key.plain] = value
+    else:
+        raise _refuse(func, plain_kind(key))
+
+
+def _is_end(x: Any, key: Any, value: Any) -> bool:
+    """Return whether a value stands for the same end of the same edges."""
+    return (
+        isinstance(x, PartitionedIndex)
+        and isinstance(value, PartitionedIndex)
+        and isinstance(key, int)
+        and x.of is value.of
+        and x.kind in _ENDS
+        and _ENDS[x.kind][key] == value.kind
+    )
+
+
+def plain_kind(*values: Any) -> str:
+    """Return the kind of the first vector among these."""
+    for value in values:
+        if isinstance(value, PartitionedIndex):
+            return value.kind
+    return "edges"
+
+
+def _reduction(
+    func: Callable[..., Any],
+    x: Any,
+    dim: int,
+    index: Any,
+    src: Any,
+    how: str,
+    include_self: bool,
+    local: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Reduce rows of `src` into `x` at the nodes or graphs of `index`."""
+    if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
+        raise _refuse(func, plain_kind(x, src))
+    if isinstance(src, PartitionedIndex) or how not in ("sum", "amax", "amin", "prod"):
+        raise _refuse(func, index.kind)
+    if index.offsets != (0, 0):
+        raise _refuse(func, "computed")
+    if index.kind == "target":
+        out = local(index.of.targets(x, dim, src), index.plain)
+        return index.of.at_targets(out, src, dim)
+    if index.kind not in ("source", "graph") or index.line is None:
+        raise _refuse(func, index.kind)
+    rows = src.movedim(dim, 0)
+    total = index.of.reduced(index.kind, how, index.line, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
+    total = total.to(x.dtype)
+    in_place = getattr(func, "__name__", "").endswith("_")
+    if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
+        x, total = up_to_last(x), total.narrow(dim, 0, x.shape[dim])
+    elif x.shape[dim] != total.shape[dim]:
+        if x.shape[dim]:
+            raise ArgumentError(
+                f"{getattr(func, '__name__', func)}: dimension {dim} has {x.shape[dim]} rows, but "
+                f"the vector is of {total.shape[dim]} nodes or graphs."
+            )
+        return total  # of a rank without rows
+    if how == "sum":
+        return x.add_(total) if in_place else x + total  # type: ignore[no-any-return]
+    if include_self:
+        combine = {"amax": torch.maximum, "amin": torch.minimum, "prod": torch.mul}[how]
+        total = combine(x.clone(), total)
+    return x.copy_(total) if in_place else total
+
+
+def _scatter_add(func: Callable[..., Any], x: Any, dim: int, index: Any, src: Any) -> Any:
+    return _reduction(
+        func, x, dim, index, src, "sum", True, lambda x, index: func(x, dim, index, src)
+    )
+
+
+def _index_add(
+    func: Callable[..., Any], x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
+) -> Any:
+    return _reduction(
+        func, x, dim, index, source if alpha == 1 else source * alpha, "sum", True,
+        lambda x, index: func(x, dim, index, source, alpha=alpha),
+    )  # fmt: skip
+
+
+def _scatter_reduce(
+    func: Callable[..., Any],
+    x: Any,
+    dim: int,
+    index: Any,
+    src: Any,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    def local(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = func(x, dim, index, src, reduce=reduce, include_self=include_self)
+        return out
+
+    return _reduction(func, x, dim, index, src, reduce, include_self, local)
+
+
+def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    count = x.of.count(x.kind, x.plain, x.whole) if isinstance(x, PartitionedIndex) else 0
+    if count < minlength and x.kind != "graph":
+        raise _refuse(func, x.kind)
+    values = torch.ones_like(x.plain) if weights is None else weights
+    start = values.new_zeros(max(count, minlength))
+    return start.index_add(0, x, values)
+
+
+def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
+    """Compare numbers; which edges are self loops is known."""
+    both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
+    kinds = {a.kind, b.kind} if both else set()
+    if kinds == {"source", "target"}:
+        if a.of is not b.of or not a.of.has_loops or func not in _EQUAL:
+            raise _refuse(func, "edges", "Sources and targets have local ids, in no order.")
+        kind: Kind = "loops" if _EQUAL[func] else "no loops"
+        whole = a.whole and b.whole
+        return PartitionedIndex.make(func(a.plain, b.plain), a.of, kind, whole)
+    return func(plain(a), plain(b))
+
+
+def _not(func: Callable[..., Any], x: PartitionedIndex) -> Any:
+    out = func(x.plain)
+    if x.kind not in ("loops", "no loops"):
+        return _computed(func, out, x)
+    return PartitionedIndex.make(out, x.of, "no loops" if x.kind == "loops" else "loops", x.whole)
+
+
+def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
+    if plain_kind(a) == "computed" or plain_kind(b) == "computed":
+        raise _refuse(func, "computed")
+    return func(plain(a), plain(b))  # type: ignore[no-any-return]
+
+
+def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
+    ids = [one for one in tensors if isinstance(one, PartitionedIndex)]
+    first = ids[0]
+    no_others = len(ids) == len(tensors)
+    apart = any(one.of is not first.of or one.offsets != (0, 0) for one in ids)
+    if apart and no_others and dim % 2 == 1 and all(one.kind == "edges" for one in ids):
+        return first.of.joined(ids)
+    alike = all(one.kind == first.kind and one.of is first.of for one in ids)
+    across = (first.plain.dim() == 2 and dim % 2 == 1) if first.kind in _ENDS else no_others
+    if not alike or not across or first.kind == "computed":
+        raise _refuse(func, first.kind)
+    parts = [
+        one.plain if isinstance(one, PartitionedIndex) else first.of.check_loops(one)
+        for one in tensors
+    ]
+    return PartitionedIndex.make(torch.cat(parts, dim=dim), first.of, first.kind)
+
+
+def _add(func: Callable[..., Any], x: Any, other: Any, **kwargs: Any) -> Any:
+    """Add an offset to the ends of edges, of which joined edges consist; see `_cat`."""
+    ends = isinstance(x, PartitionedIndex) and x.kind in ("source", "target")
+    if not ends or not isinstance(other, int) or kwargs:
+        return _other(func, (x, other), kwargs)
+    at = ("source", "target").index(x.kind)
+    offsets = tuple([now + other * (at == end) for end, now in enumerate(x.offsets)])
+    return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)
+
+
+def _stack(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
+    out = torch.stack([plain(one) for one in tensors], dim=dim)
+    kinds = tuple([one.kind if isinstance(one, PartitionedIndex) else "" for one in tensors])
+    kind = _PAIRS.get(kinds)
+    if dim == 0 and kind is not None and tensors[0].of is tensors[1].of:
+        whole, ends = all(one.whole for one in tensors), sorted(tensors, key=lambda one: one.kind)
+        offsets = (ends[0].offsets[0], ends[1].offsets[1])
+        return PartitionedIndex.make(out, tensors[0].of, kind, whole, offsets=offsets)
+    first = next(one for one in tensors if isinstance(one, PartitionedIndex))
+    return _computed(func, out, first)
+
+
+def _unbind(func: Callable[..., Any], x: PartitionedIndex, dim: int = 0) -> Any:
+    if x.kind in _ENDS and dim == 0:
+        return (x[0], x[1])
+    return _computed(func, x.plain.unbind(dim), x)
+
+
+def _iterate(func: Callable[..., Any], x: PartitionedIndex) -> Any:
+    return iter(_unbind(func, x))
+
+
+def _flip(func: Callable[..., Any], x: PartitionedIndex, *dims: Any) -> Any:
+    dims = tuple(dims[0]) if dims and isinstance(dims[0], list | tuple) else dims
+    out = x.plain.flip(dims)
+    if x.kind in _ENDS and dims == (0,):
+        return PartitionedIndex.make(out, x.of, _PAIRS[_ENDS[x.kind][::-1]], x.whole)
+    if x.kind in _ENDS or x.plain.dim() > 1:
+        return _computed(func, out, x)
+    return PartitionedIndex.make(out, x.of, x.kind)
+
+
+def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or x.kind in ("computed", "loops", "no loops"):
+        return _other(func, (x, *args), kwargs)
+    return torch.tensor(x.of.count(x.kind, x.plain, x.whole) - 1)
+
+
+def _numel(func: Callable[..., Any], x: PartitionedIndex) -> int:
+    """Return at least 1 of what other ranks may have more: PyG asks so if a graph has any."""
+    count = x.plain.numel()
+    return count or int(x.kind in ("edges", "reversed", "source", "graph"))
+
+
+def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
+    """Order edges by the ids of their ends, which puts those of a node together."""
+    if x.kind not in ("source", "target"):
+        return _other(func, (x, *args), kwargs)
+    out = func(x.plain, *args, **kwargs)
+    if isinstance(out, torch.Tensor):
+        return out
+    return PartitionedIndex.make(out[0], x.of, x.kind), out[1]
+
+
+def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse, before torch looks at ids that it would find out of range."""
+    raise _refuse(func, plain_kind(*args, *kwargs.values()))
+
+
+def _copied(func: Callable[..., Any], x: PartitionedIndex, memo: Any) -> Any:
+    return PartitionedIndex.make(x.plain.clone(), x.of, x.kind, x.whole)
+
+
+def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
+    return func(x.plain, *args)
+
+
+_NAMESPACES = (torch, torch.Tensor, torch.nn.functional)
+
+
+def _named(names: str) -> list[Callable[..., Any]]:
+    """Return the functions and methods of torch with these names."""
+    found = [getattr(of, name, None) for name in names.split() for of in _NAMESPACES]
+    return [one for one in found if callable(one)]
+
+
+_SIGNS = set(_named("neg __neg__ mul __mul__ __rmul__"))
+_CATS = set(_named("cat concat concatenate"))
+_EQUAL = {
+    **dict.fromkeys(_named("eq __eq__"), True),
+    **dict.fromkeys(_named("ne not_equal __ne__"), False),
+}
+_FRESH = set(
+    _named(
+        "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like "
+        "empty_like rand_like randn_like"
+    )
+)
+_BY_NAMES: dict[str, Callable[..., Any]] = {
+    "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
+    "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
+    "__getitem__": _getitem,
+    "__setitem__ index_put_ index_put": _setitem,
+    "index_select": _index_select,
+    "scatter_add scatter_add_": _scatter_add,
+    "index_add index_add_": _index_add,
+    "scatter_reduce scatter_reduce_ index_reduce index_reduce_": _scatter_reduce,
+    "bincount": _bincount,
+    "eq __eq__ ne not_equal __ne__ lt __lt__ le __le__ gt __gt__ ge __ge__": _compare,
+    "bitwise_not logical_not __invert__": _not,
+    "equal": _equal_all,
+    "cat concat concatenate": _cat,
+    "add __add__ __radd__ add_ __iadd__": _add,
+    "stack": _stack,
+    "unbind": _unbind,
+    "__iter__": _iterate,
+    "flip": _flip,
+    "max amax": _greatest,
+    "numel nelement": _numel,
+    "sort argsort": _sort,
+    "embedding embedding_bag gather take take_along_dim": _never,
+    "__deepcopy__": _copied,
+    "__reduce_ex__": _saved,
+}
+_RULES = {func: rule for names, rule in _BY_NAMES.items() for func in _named(names)}
