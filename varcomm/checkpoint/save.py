@@ -7,30 +7,43 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 
-from varcomm.checkpoint.annotations import Rows
-from varcomm.checkpoint.flatten import Leaf, flatten
-from varcomm.checkpoint.paths import Keys
-from varcomm.checkpoint.ranks import Ranks, alone
-from varcomm.checkpoint.reader import KIND, part_name
-from varcomm.checkpoint.shards import block_of, boxes_of, is_whole, sorted_rows
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.checkpoint.index import KIND, Keys, encode, joined, part_name
+from varcomm.checkpoint.state import (
+    Holder,
+    Leaf,
+    Rows,
+    Walk,
+    boxes_of,
+    check_parts,
+    checked_state,
+    is_whole,
+    shown,
+)
+from varcomm.errors import ArgumentError, DisagreementError, VarcommError
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sharding import Box, Sharded
 from varcomm.sharding.files import FolderSave, check_cover, new_token
-from varcomm.transport.agreement import on_all_ranks
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree_and_share, on_all_ranks
 from varcomm.transport.auxiliary_group import aside
-from varcomm.transport.group import GroupLike
+from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.serialization import travels
 
-__all__ = ["PendingSave", "finish_pending", "save"]
+__all__ = ["PendingSave", "Ranks", "alone", "block_of", "finish_pending", "movable", "save"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("varcomm")
 
@@ -43,20 +56,6 @@ _FIX = (
 )
 
 
-@overload
-def save(
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    async_: Literal[False] = False,
-    group: GroupLike = None,
-) -> None: ...
-@overload
-def save(
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    async_: Literal[True],
-    group: GroupLike = None,
-) -> PendingSave: ...
 def save(
     state: dict[str, Any],
     folder: str | os.PathLike[str],
@@ -117,8 +116,6 @@ def save(
     Communication: three rounds of small messages; one more if ranks have different keys; one more
     to compare CRC-32 of replicated tensors. Rows travel once, to the rank that writes them.
 
-    In one process: the same call.
-
     Examples
     --------
     >>> import tempfile, torch
@@ -132,27 +129,34 @@ def save(
     >>> state["step"]
     7
     """
-    ranks = Ranks.of(group)
+    ranks, token = Ranks.of(group), new_token()
 
-    def collect() -> tuple[dict[str, Leaf], Path]:
+    def collect() -> tuple[Path, _Described]:
         finish_pending()
         checked_flag(async_, "async_", "")
-        target = _checked_folder(folder)
-        return flatten(state, ranks.rank), target
+        return _checked_folder(folder), _Described(state, ranks.rank)
 
-    flat, target, token, shared = _share(collect, folder, async_, ranks)
-    plan = alone(_WHAT, lambda: _Plan(shared))  # the same on all ranks
-    tensors = {k: leaf.value for k, leaf in flat.items() if isinstance(leaf.value, torch.Tensor)}
-    _check_copies(tensors, plan, ranks)
-    rows = {key: leaf.value for key, leaf in flat.items() if isinstance(leaf.value, Rows)}
-    for key in sorted(rows):
-        tensors[key] = sorted_rows(_WHAT, key, rows[key], ranks)
+    def brief(found: tuple[Path, _Described]) -> tuple[Any, ...]:
+        call = {"folder": str(Path(folder)), "async_": async_}
+        return token, call, found[1].digest(), found[1].per_rank, found[1].boxes
+
+    (target, own), told = ranks.agree(_WHAT, collect, brief)
+    tokens, calls, digests, per_rank, boxes = zip(*told, strict=True)
+    _check_calls(calls)
+    commons = [own.common] * ranks.size
+    if len(set(digests)) > 1:  # mostly ranks have the same keys
+        _, commons = ranks.agree(_WHAT, lambda: own.common)
+    entries = [common | more for common, more in zip(commons, per_rank, strict=True)]
+    plan = alone(_WHAT, lambda: _Plan(entries, boxes))  # the same on all ranks
+    _check_copies(own.values, plan, ranks)
+    rows = sorted(key for key, value in own.values.items() if isinstance(value, Rows))
+    tensors = own.values | {key: _sorted_rows(key, own.values[key], ranks) for key in rows}
     contents = plan.contents(tensors, ranks.rank)
-    task = FolderSave(target, KIND, token)
+    task = FolderSave(target, KIND, tokens[0])
     if not async_:
         _write(f"{_WHAT} to {Path(folder)}", task, plan, contents, ranks)
         return None
-    staged = ranks.agree(_WHAT, lambda: _staged(contents))
+    staged, _ = ranks.agree(_WHAT, lambda: _staged(contents), lambda _: None)
     others = ranks if ranks.group is None else Ranks(aside(ranks.group))
     what = f"{_WHAT} to {Path(folder)} with async_=True"
     return PendingSave(lambda: _write(what, task, plan, staged, others))
@@ -220,26 +224,94 @@ def finish_pending() -> None:
         PendingSave._latest.wait()
 
 
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks of a group, or this process alone if torch.distributed is not initialized."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank
+        self.size = 1 if group is None else group.size
+
+    @classmethod
+    def of(cls, group: GroupLike) -> Ranks:
+        """Resolve the `group` of a call."""
+        initialized = dist.is_available() and dist.is_initialized()
+        return cls(None if group is None and not initialized else resolve(group))
+
+    def agree(
+        self, what: str, local: Callable[[], T], public: Callable[[T], Any] = lambda value: value
+    ) -> tuple[T, list[Any]]:
+        """Return the result of `local` and ``public(result)`` of every rank, or raise on all."""
+        if self.group is not None:
+            return agree_and_share(what, local, public, self.group)
+        try:
+            value = local()
+            return value, [public(value)]
+        except Exception as error:
+            kind = type(error) if isinstance(error, VarcommError) else ArgumentError
+            raise kind(f"{what}: {error}") from error
+
+
+def alone(what: str, local: Callable[[], T]) -> T:
+    """Run `local` without other ranks; errors name the call."""
+    return Ranks(None).agree(what, local)[0]
+
+
+def block_of(total: int, rank: int, ranks: int) -> range:
+    """Return the rows of a full tensor that a rank reads or writes for :class:`Rows`."""
+    return ShardSizes.balanced(total, ranks).range(rank)
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that torch can index and send, with the same bits."""
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    return tensor.view(signed.get(tensor.dtype, tensor.dtype))
+
+
+def _sorted_rows(key: str, rows: Rows, ranks: Ranks) -> Sharded:
+    """Send Rows to the ranks that write them, and return this rank's block; collective."""
+    block = block_of(rows.total, ranks.rank, ranks.size)
+    ids, tensor = rows.ids, movable(rows.tensor)
+    if ranks.group is not None:
+        owner = ShardSizes.balanced(rows.total, ranks.size).owner(ids)
+        order = owner.argsort(stable=True)
+        counts = owner.bincount(minlength=ranks.size).tolist()
+        group = ranks.group.process_group
+        plan = ExchangePlan.from_indices(order.split(counts), len(ids), group=group)
+        with torch.no_grad():
+            ids, tensor = plan(ids), plan(tensor)
+
+    def check() -> None:
+        copies = (ids - block.start).bincount(minlength=len(block))
+        if bool((copies != 1).any()):
+            row = int((copies != 1).nonzero()[0])
+            raise ArgumentError(
+                f"{key!r}: row {block.start + row} of {rows.total} is given {int(copies[row])} "
+                "times by all ranks together. The ids of Rows must have each row once."
+            )
+
+    ranks.agree(_WHAT, check)
+    full = torch.empty_like(tensor)
+    full[ids - block.start] = tensor
+    box = Box((block.start, *(0,) * (tensor.dim() - 1)), full.view(rows.tensor.dtype))
+    return Sharded((rows.total, *tensor.shape[1:]), [box])
+
+
+# ---- descriptions of the states of ranks ---------------------------------------------------------
+
+
+@travels
 class _Entry(NamedTuple):
     """One key of the state, as ranks describe it to each other."""
 
     path: Keys
-    kind: Literal["value", "whole", "parts", "rows"]
+    kind: str  # "value", "whole", "parts" or "rows"
     dtype: torch.dtype | None  # None for a plain value
     shape: tuple[int, ...]
-    value: str  # JSON
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> _Entry:
-        """Return the description of a leaf."""
-        path, value, _ = leaf
-        if isinstance(value, str):
-            return cls(path, "value", None, (), value)
-        if isinstance(value, Rows):
-            shape = (value.total, *value.tensor.shape[1:])
-            return cls(path, "rows", value.tensor.dtype, shape, "")
-        kind: Literal["whole", "parts"] = "whole" if is_whole(value) else "parts"
-        return cls(path, kind, value.dtype, tuple(value.shape), "")
+    value: str  # JSON of a plain value
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -252,79 +324,93 @@ class _Entry(NamedTuple):
     def is_empty(self) -> bool:
         return self.value in ("{}", "[]")
 
-    def agrees(self, other: _Entry) -> bool:
-        """Return whether two ranks have the same, dicts in any order."""
-        if self[:-1] != other[:-1] or self.value == other.value:
-            return self == other
-        return _in_order(self.value) == _in_order(other.value)
-
-
-def _in_order(text: str) -> str:
-    return json.dumps(json.loads(text), sort_keys=True) if text else ""
+    def in_order(self) -> _Entry:
+        """Return the entry with the keys of dicts in one order."""
+        value = json.dumps(json.loads(self.value), sort_keys=True) if self.value else ""
+        return self._replace(value=value)
 
 
 # Key, offsets and sizes of a box: the unit that one rank writes.
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-class _Shared(NamedTuple):
-    """The description of one rank's state that all ranks get."""
+class _Described:
+    """The state of this rank: its tensors, and what ranks tell each other of them."""
 
-    entries: dict[str, _Entry]
-    boxes: list[_Piece]
+    def __init__(self, state: Any, rank: int) -> None:
+        self.values: dict[str, Any] = {}  # tensors and Rows
+        self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
+        self.per_rank: dict[str, _Entry] = {}
+        self.boxes: list[_Piece] = []
+        for leaf in Walk(checked_state(state), rank).leaves(state):
+            if not isinstance(leaf.value, Holder):
+                self._add(joined(leaf.path), leaf)
+
+    def digest(self) -> int:
+        """Return a digest of the common entries."""
+        return crc32(repr(sorted(self.common.items())).encode())
+
+    def _add(self, key: str, leaf: Leaf) -> None:
+        path, value, _, own, _ = leaf
+        if other := self.common.get(key) or self.per_rank.get(key):
+            raise ArgumentError(
+                f"two parts of the state would be saved as {key!r}: {other.path} and {path}. "
+                "Rename one of them."
+            )
+        if isinstance(value, Rows):
+            shape = (value.total, *value.tensor.shape[1:])
+            entry = _Entry(path, "rows", value.tensor.dtype, shape, "")
+        elif isinstance(value, torch.Tensor):
+            _check_saved(key, value, own)
+            kind = "whole" if is_whole(value) else "parts"
+            entry = _Entry(path, kind, value.dtype, tuple(value.shape), "")
+            if kind == "parts":
+                found = boxes_of(key, value)
+                self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
+        else:
+            entry = _Entry(path, "value", None, (), _as_json(key, value))
+        if entry.dtype is not None:
+            self.values[key] = value
+        (self.per_rank if own else self.common)[key] = entry
 
 
-def _share(
-    collect: Callable[[], tuple[dict[str, Leaf], Path]],
-    folder: str | os.PathLike[str],
-    async_: bool,
-    ranks: Ranks,
-) -> tuple[dict[str, Leaf], Path, str, list[_Shared]]:
-    """Collect the state of this rank and share its description; collective.
+def _check_saved(key: str, tensor: torch.Tensor, own: bool) -> None:
+    """Raise ArgumentError if a tensor cannot be saved."""
+    ragged = tensor.is_nested
+    if ragged or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ArgumentError(f"{key!r} must be a dense tensor with values; got {shown(tensor)}.")
+    if not is_whole(tensor):
+        if own:
+            raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
+        check_parts(key, tensor)
+    elif type(tensor) is not torch.Tensor:
+        raise ArgumentError(
+            f"{key!r} is a {type(tensor).__name__}, which could not be loaded as such. Save a "
+            "plain tensor."
+        )
 
-    Mostly ranks have the same keys, and share only a digest of them.
-    """
-    token = new_token()
-    common: dict[str, _Entry] = {}
 
-    def gather() -> tuple[dict[str, Leaf], Path]:
-        flat, target = collect()
-        common.update((key, _Entry.of(leaf)) for key, leaf in flat.items() if _is_common(leaf))
-        return flat, target
+def _as_json(key: str, value: Any) -> str:
+    try:
+        return json.dumps(encode(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+        raise ArgumentError(
+            f"{key!r} has type {kind} and cannot be saved ({error}). Save tensors, texts, numbers "
+            "of Python's own types, and lists and dicts of them."
+        ) from error
 
-    def brief(gathered: tuple[dict[str, Leaf], Path]) -> tuple[Any, ...]:
-        flat, _ = gathered
-        rest = {key: _Entry.of(leaf) for key, leaf in flat.items() if not _is_common(leaf)}
-        boxes = [
-            (key, box.offsets, tuple(box.tensor.shape))
-            for key, (_, value, _) in flat.items()
-            if isinstance(value, torch.Tensor) and not is_whole(value)
-            for box in boxes_of(key, value)
-        ]
-        call = {"folder": str(Path(folder)), "async_": async_}
-        return token, call, crc32(repr(sorted(common.items())).encode()), rest, boxes
 
-    (flat, target), given = ranks.agree_and_share(_WHAT, gather, brief)
-    tokens, calls, digests, rests, boxes = zip(*given, strict=True)
+def _check_calls(calls: Sequence[Mapping[str, Any]]) -> None:
     for word, first in calls[0].items():
         if others := [rank for rank, call in enumerate(calls) if call[word] != first]:
             raise DisagreementError(
                 f"{_WHAT}: ranks disagree on {word}: rank 0 has {first}, rank {others[0]} has "
                 f"{calls[others[0]][word]}."
             )
-    commons = [common] * ranks.size
-    if len(set(digests)) > 1:
-        commons = ranks.share(_WHAT, lambda: common)
-    shared = []
-    for every, rest, own in zip(commons, rests, boxes, strict=True):
-        # NamedTuples arrive as tuples
-        entries = {key: _Entry(*entry) for key, entry in {**every, **rest}.items()}
-        shared.append(_Shared(entries, own))
-    return flat, target, tokens[0], shared
 
 
-def _is_common(leaf: Leaf) -> bool:
-    return not leaf.own and not isinstance(leaf.value, Rows)
+# ---- which rank writes what ----------------------------------------------------------------------
 
 
 class _Plan:
@@ -333,20 +419,22 @@ class _Plan:
     `holders` has the ranks with a copy of each box.
     """
 
-    def __init__(self, shared: Sequence[_Shared]) -> None:
-        self.entries = _merged(shared)
+    def __init__(
+        self, entries: Sequence[Mapping[str, _Entry]], boxes: Sequence[Sequence[_Piece]]
+    ) -> None:
+        self.entries = _merged(entries)
         self.holders: dict[_Piece, list[int]] = {}
-        for rank, one in enumerate(shared):
-            for piece in _pieces(one, rank, len(shared)):
+        for rank, (own, parts) in enumerate(zip(entries, boxes, strict=True)):
+            for piece in (*parts, *_full_pieces(own, rank, len(boxes))):
                 self.holders.setdefault(piece, []).append(rank)
-        boxes: dict[str, list[Any]] = {key: [] for key in self.entries}
+        by_key: dict[str, list[Any]] = {key: [] for key in self.entries}
         for key, *box in self.holders:
-            boxes[key].append(box)
+            by_key[key].append(box)
         for key, entry in self.entries.items():
             if entry.dtype is not None:
-                check_cover(key, entry.shape, boxes[key])
-        self.pieces: list[list[_Piece]] = [[] for _ in shared]
-        load = [0] * len(shared)
+                check_cover(key, entry.shape, by_key[key])
+        self.pieces: list[list[_Piece]] = [[] for _ in boxes]
+        load = [0] * len(boxes)
         # boxes of few ranks first; replicated ones then even out the load
         for piece, able in sorted(self.holders.items(), key=lambda item: (len(item[1]), item[0])):
             writer = min(able, key=load.__getitem__)
@@ -354,11 +442,11 @@ class _Plan:
             dtype = self.entries[piece[0]].dtype
             load[writer] += (dtype.itemsize if dtype else 1) * prod(piece[2])
         for rank, pieces in enumerate(self.pieces):
-            name, times = Counter(map(self._name, pieces)).most_common(1)[0] if pieces else ("", 1)
-            if times > 1:
-                raise ArgumentError(
-                    f"rank {rank} would save two tensors as {name!r}. Rename one of them."
-                )
+            for name, times in Counter(map(self._name, pieces)).items():
+                if times > 1:
+                    raise ArgumentError(
+                        f"rank {rank} would save two tensors as {name!r}. Rename one of them."
+                    )
 
     def contents(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
         """Return the boxes that a rank writes by their names in its file."""
@@ -370,24 +458,23 @@ class _Plan:
 
     def index(self) -> dict[str, Any]:
         """Return the content of the index."""
-        boxes: dict[str, list[Any]] = {}
-        for rank, pieces in enumerate(self.pieces):
-            for key, offsets, sizes in pieces:
-                boxes.setdefault(key, []).append([rank, offsets, sizes])
         entries: dict[str, Any] = {}
         for key, entry in self.entries.items():
+            entries[key] = {"path": entry.path}
             if entry.dtype is None:
-                entries[key] = {"path": entry.path, "value": json.loads(entry.value)}
+                entries[key]["value"] = json.loads(entry.value)
             else:
                 dtype = str(entry.dtype).removeprefix("torch.")
-                found = {"dtype": dtype, "shape": entry.shape, "boxes": boxes.get(key, [])}
-                entries[key] = {"path": entry.path, **found}
+                entries[key] |= {"dtype": dtype, "shape": entry.shape, "boxes": []}
+        for rank, pieces in enumerate(self.pieces):
+            for key, *box in pieces:
+                entries[key]["boxes"].append([rank, *box])
         return {"entries": entries}
 
 
-def _merged(shared: Sequence[_Shared]) -> dict[str, _Entry]:
+def _merged(given: Sequence[Mapping[str, _Entry]]) -> dict[str, _Entry]:
     """Return the entries of all ranks, which must not contradict each other."""
-    rows = [{k: e for k, e in one.entries.items() if e.kind == "rows"} for one in shared]
+    rows = [{k: e for k, e in entries.items() if e.kind == "rows"} for entries in given]
     for rank, found in enumerate(rows):
         if found != rows[0]:
             raise DisagreementError(
@@ -396,82 +483,80 @@ def _merged(shared: Sequence[_Shared]) -> dict[str, _Entry]:
                 "none."
             )
     first: dict[str, tuple[int, _Entry]] = {}
-    for rank, one in enumerate(shared):
-        for key, entry in one.entries.items():
+    for rank, entries in enumerate(given):
+        for key, entry in entries.items():
             other, known = first.setdefault(key, (rank, entry))
-            if not known.agrees(entry):
+            if known != entry and known.in_order() != entry.in_order():
                 raise DisagreementError(
                     f"ranks disagree on {key!r}: on rank {other} it is {known}, and on rank {rank} "
                     f"{entry}. {_FIX}"
                 )
-    entries = {key: entry for key, (_, entry) in first.items()}
-    inner = {entry.path[:depth] for entry in entries.values() for depth in range(len(entry.path))}
-    for key, entry in entries.items():
+    merged = {key: entry for key, (_, entry) in first.items()}
+    inner = {entry.path[:depth] for entry in merged.values() for depth in range(len(entry.path))}
+    for key, entry in merged.items():
         if entry.path in inner and not entry.is_empty:
             raise DisagreementError(
                 f"{key!r} is {entry} on rank {first[key][0]}, and a container on another. {_FIX}"
             )
     # a container that is empty on one rank may have entries on others
-    return {key: entry for key, entry in entries.items() if entry.path not in inner}
+    return {key: entry for key, entry in merged.items() if entry.path not in inner}
 
 
 def _listed(rows: Mapping[str, _Entry]) -> str:
     return ", ".join(f"{key!r}: {entry}" for key, entry in sorted(rows.items())) or "none"
 
 
-def _pieces(one: _Shared, rank: int, ranks: int) -> list[_Piece]:
-    """Return the boxes that a rank can write, empty ones left out."""
-    found = list(one.boxes)
-    for key, entry in one.entries.items():
-        if entry.kind == "whole":
-            found.append((key, (0,) * len(entry.shape), entry.shape))
-        elif entry.kind == "rows":
-            block = block_of(entry.shape[0], rank, ranks)
-            rest = entry.shape[1:]
-            found.append((key, (block.start, *(0,) * len(rest)), (len(block), *rest)))
-    return [piece for piece in found if prod(piece[2])]
+def _full_pieces(entries: Mapping[str, _Entry], rank: int, ranks: int) -> Iterator[_Piece]:
+    """Yield what a rank can write of tensors that are whole, or whole on all ranks together."""
+    for key, (_, kind, _, shape, _) in entries.items():
+        zeros = (0,) * len(shape)
+        if kind == "whole" and prod(shape):
+            yield key, zeros, shape
+        elif kind == "rows" and prod(shape) and (block := block_of(shape[0], rank, ranks)):
+            yield key, (block.start, *zeros[1:]), (len(block), *shape[1:])
 
 
 def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
-    key, offsets, sizes = piece
-    return next(
-        box.tensor
-        for box in boxes_of(key, tensors[key])
-        if (box.offsets, tuple(box.tensor.shape)) == (offsets, sizes)
-    )
+    key, *place = piece
+    found = boxes_of(key, tensors[key])
+    return next(box.tensor for box in found if [box.offsets, tuple(box.tensor.shape)] == place)
 
 
 def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
     """Raise on every rank if copies of a box differ between ranks; collective."""
-    several = sorted(piece for piece, able in plan.holders.items() if len(able) > 1)
-    if not several:
+    shared: dict[tuple[int, ...], list[_Piece]] = {}  # by the ranks that have copies
+    for piece, able in sorted(plan.holders.items()):
+        if len(able) > 1:
+            shared.setdefault(tuple(able), []).append(piece)
+    if not shared:
         return  # on all ranks
     own = {
         piece: crc32(repr(digest(_box(tensors, piece))).encode())
-        for piece in several
-        if ranks.rank in plan.holders[piece]
+        for able, pieces in shared.items()
+        if ranks.rank in able
+        for piece in pieces
     }
-    everywhere = [piece for piece in several if len(plan.holders[piece]) == ranks.size]
-    summary = crc32(repr([own[piece] for piece in everywhere]).encode())
-    rest = {piece: crc for piece, crc in own.items() if len(plan.holders[piece]) < ranks.size}
-    given = ranks.share(_WHAT, lambda: (summary, rest))
-    compared = [parts for _, parts in given]
-    if any(other != given[0][0] for other, _ in given):
-        compared = ranks.share(_WHAT, lambda: own)
+    sums = [
+        crc32(repr([own.get(piece) for piece in pieces]).encode()) for pieces in shared.values()
+    ]
+    _, told = ranks.agree(_WHAT, lambda: sums)
+    if all(len({told[rank][place] for rank in able}) == 1 for place, able in enumerate(shared)):
+        return
     first: dict[_Piece, int] = {}
-    keys: dict[str, int] = {}
-    others = set()
-    for rank, parts in enumerate(compared):
+    keys, others = {}, set()
+    for rank, parts in enumerate(ranks.agree(_WHAT, lambda: own)[1]):
         for piece, crc in parts.items():
             if first.setdefault(piece, crc) != crc:
                 keys[piece[0]] = plan.holders[piece][0]
                 others.add(rank)
-    if keys:
-        named = ", ".join(map(repr, list(keys)[:5])) + (", ..." if len(keys) > 5 else "")
-        raise DisagreementError(
-            f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
-            f"{sorted(others)}: {named}. {_FIX}"
-        )
+    named = ", ".join(map(repr, list(keys)[:5])) + (", ..." if len(keys) > 5 else "")
+    raise DisagreementError(
+        f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
+        f"{sorted(others)}: {named}. {_FIX}"
+    )
+
+
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
@@ -516,7 +601,7 @@ def _write(
             task.commit(plan.index(), digests)
 
     try:
-        digests = ranks.share(what, lambda: task.write(ranks.rank, contents))
+        _, digests = ranks.agree(what, lambda: task.write(ranks.rank, contents))
         ranks.agree(what, finish)
     except Exception as error:
         # if a rank has exited, another one may be about to commit, and the files must stay

@@ -140,9 +140,9 @@ def _lines_of_partition(found: Found) -> Iterator[str]:
 
 
 def _checkpoint(folder: Path) -> Found:
-    from varcomm.checkpoint.reader import Checkpoint
+    from varcomm.checkpoint.index import Checkpoint
 
-    found = Checkpoint.open(folder)
+    found = Checkpoint(folder)
     found.verify()
     tensors = {
         key: {

@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ __all__ = [
     "StoredTensor",
     "TensorFile",
     "check_cover",
-    "check_is_file",
     "is_index",
     "is_save_name",
     "new_token",
     "read_index",
+    "reading",
     "verify_files",
     "write_tensors",
 ]
@@ -170,43 +170,41 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise OSError(f"{path.name} cannot be written: {error}") from error
 
 
-def check_is_file(path: Path) -> None:
-    """Raise OSError unless a path leads to a regular file: a pipe or a device may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is not a regular file")
+@contextmanager
+def reading(path: Path, missing: str = "", damaged: str = "is damaged") -> Iterator[None]:
+    """Raise an ArgumentError that names a file if it cannot be read; a pipe may never end."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(f"{path.name} is not a regular file")
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArgumentError(missing or f"{path} is missing. {_AGAIN}") from error
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
+    except Exception as error:  # as many kinds as there are malformed files
+        raise ArgumentError(f"{path} {damaged}: {error}. {_AGAIN}") from error
 
 
 def is_index(path: Path, kind: str) -> bool:
     """Return whether a file begins as an index does; the rest may be damaged."""
     start = json.dumps({"format": f"varcomm {kind}"}).removesuffix("}")
     try:
-        check_is_file(path)
-        with path.open() as file:
+        with reading(path), path.open() as file:
             return file.read(len(start)) == start
-    except (OSError, ValueError):
+    except ArgumentError:
         return False
 
 
 def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     """Return the content of an index and its files.
 
-    Raises
-    ------
-    ArgumentError
-        If there is no index, or if it is damaged, of another version, or names files outside the
-        folder of its save.
+    ArgumentError if there is no index, or if it is damaged, of another version, or names files
+    outside the folder of its save.
     """
     path = folder / f"{kind}.json"
-    try:
-        check_is_file(path)
+    none = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
+    with reading(path, missing=f"{none}: nothing is saved there."):
         content = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        missing = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
-        raise ArgumentError(f"{missing}: nothing is saved there.") from error
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} is damaged: {error}. {_AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != f"varcomm {kind}":
         raise ArgumentError(f"{path} is not the index of a saved {kind}.")
     if content.get("version") != _VERSION:
@@ -216,10 +214,8 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     if content.pop("digest", None) != _digest(content):
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")
     save, files = str(content.pop("save", "")), content.pop("files", None)
-    try:
+    with reading(path):
         found = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{path} is damaged: {error!r} in its files. {_AGAIN}") from error
     for name in found:
         within, _, file = name.partition("/")
         named = re.fullmatch(r"rank-\d{5,}\.safetensors", file)
@@ -232,19 +228,32 @@ def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> N
     """Raise ArgumentError if a file is missing or has changed; hashes every P-th file."""
     for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
         path = folder / name
-        try:
-            check_is_file(path)
+        with reading(path):
             found = path.stat().st_size
-        except FileNotFoundError as error:
-            raise ArgumentError(f"{path} is missing. {_AGAIN}") from error
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
+            is_same = found != size or number % ranks != rank or _sha256(path) == sha256
         if found != size:
             raise ArgumentError(f"{path} has {found} bytes; {size} were written. {_AGAIN}")
-        if number % ranks == rank and _sha256(path) != sha256:
+        if not is_same:
             raise ArgumentError(
                 f"{path} has been altered: its SHA-256 is not that of the written file. {_AGAIN}"
             )
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory; ArgumentError if it is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with reading(path):
+            self._file = safe_open(path, framework="pt", device="cpu")
+            self.names: list[str] = list(self._file.keys())
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor of the file, or raise ArgumentError."""
+        try:
+            return StoredTensor(self.path, name, self._file.get_slice(name))
+        except SafetensorError as error:
+            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
 
 
 class StoredTensor:
@@ -257,10 +266,9 @@ class StoredTensor:
 
     def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise ArgumentError unless the tensor has this dtype and shape."""
-        if dtype.is_complex and not self.dtype.is_complex:
-            stored = (torch.empty(0, dtype=dtype).real.dtype, (*shape, 2))
-        else:
-            stored = (dtype, tuple(shape))
+        stored = (dtype, tuple(shape))
+        if self._is_pairs(dtype):
+            stored = (dtype.to_real(), (*shape, 2))
         if (self.dtype, self.shape) != stored:
             raise ArgumentError(
                 f"{self._where} is {self.dtype} of shape {self.shape}; the index has {dtype} of "
@@ -277,34 +285,12 @@ class StoredTensor:
 
     def full(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of the whole tensor, or raise ArgumentError if it has another dtype."""
-        is_pair = dtype.is_complex and not self.dtype.is_complex
-        shape = self.shape[:-1] if is_pair else self.shape
+        shape = self.shape[:-1] if self._is_pairs(dtype) else self.shape
         self.check(dtype, shape)
         return self.read(dtype, (0,) * len(shape), shape).clone()
 
-
-class TensorFile:
-    """A safetensors file, mapped into memory; ArgumentError if it is missing or damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            check_is_file(path)
-            self._file = safe_open(path, framework="pt", device="cpu")
-            self.names: list[str] = list(self._file.keys())
-        except FileNotFoundError as error:
-            raise ArgumentError(f"{path} is missing. {_AGAIN}") from error
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
-        except SafetensorError as error:
-            raise ArgumentError(f"{path} is damaged: {error}. {_AGAIN}") from error
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor of the file, or raise ArgumentError."""
-        try:
-            return StoredTensor(self.path, name, self._file.get_slice(name))
-        except SafetensorError as error:
-            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
+    def _is_pairs(self, dtype: torch.dtype) -> bool:
+        return dtype.is_complex and not self.dtype.is_complex
 
 
 def check_cover(
