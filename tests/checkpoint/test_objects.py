@@ -201,7 +201,7 @@ def test_another_kind_of_optimizer(tmp_path):
     with pytest.raises(ArgumentError, match=r"'o': .*'amsgrad', 'betas',.*'dampening'"):
         load(plain, tmp_path)
     save(plain, tmp_path)
-    with pytest.raises(ArgumentError, match=r"'o': .*\[\['weight', 'bias'\]\].*\[\['weight'\]\]"):
+    with pytest.raises(ArgumentError, match=r"'o': .*\[2\] parameters.*'bias'"):
         load({"m": other, "o": torch.optim.SGD(other.parameters())}, tmp_path)
     save({"m": model, "o": model.bias}, tmp_path)
     with pytest.raises(ArgumentError, match=r"'o': .*not the state of an optimizer"):

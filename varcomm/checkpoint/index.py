@@ -20,28 +20,10 @@ from varcomm.sharding import Box
 from varcomm.sharding.files import TensorFile, check_cover, read_index, reading, verify_files
 from varcomm.transport.serialization import dtype_of
 
-__all__ = [
-    "KIND",
-    "Checkpoint",
-    "Keys",
-    "Part",
-    "SavedTensor",
-    "at",
-    "decode",
-    "encode",
-    "joined",
-    "nested",
-    "part_name",
-    "prefix_hint",
-]
-
 KIND = "checkpoint"
 
 # From the outermost container inwards: a text or an int is a key of a dict, (n,) a place in a list.
 Keys: TypeAlias = tuple[str | int | tuple[int], ...]
-
-# Prefixes that wrappers of modules add to names of parameters.
-_WRAPPERS = ("module", "_orig_mod")
 
 # The index that Hugging Face writes beside sharded safetensors files.
 _HUB_INDEX = "model.safetensors.index.json"
@@ -104,21 +86,6 @@ def at(tree: Any, path: Keys, default: Any = None) -> Any:
     return tree
 
 
-def prefix_hint(here: Iterable[str], saved: Iterable[str]) -> str:
-    """Return advice if names differ only by the prefix of a wrapper."""
-    ours, theirs = set(here), set(saved)
-    if ours.isdisjoint(theirs) and {*map(_unwrapped, ours)} & {*map(_unwrapped, theirs)}:
-        return (
-            " Names differ by 'module.' or '_orig_mod.', which DistributedDataParallel and "
-            "torch.compile add: save and load the inner module, such as model.module."
-        )
-    return ""
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def _items(values: Iterable[Any]) -> list[Any]:
     return [*map(encode, values)]
 
@@ -135,15 +102,15 @@ def _name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-# Types that JSON lacks: their content as JSON, and the value of such content.
+# Types that JSON lacks: their content as JSON, and the value of such content when it is decoded.
 _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    tuple: (_items, lambda items: tuple(map(decode, items))),
-    torch.Size: (_items, lambda items: torch.Size(map(decode, items))),
-    set: (_in_order, lambda items: set(map(decode, items))),
-    frozenset: (_in_order, lambda items: frozenset(map(decode, items))),
-    dict: (_pairs, lambda pairs: dict(map(decode, pairs))),
-    OrderedDict: (_pairs, lambda pairs: OrderedDict(map(decode, pairs))),
-    Counter: (_pairs, lambda pairs: Counter(dict(map(decode, pairs)))),
+    tuple: (_items, tuple),
+    torch.Size: (_items, torch.Size),
+    set: (_in_order, set),
+    frozenset: (_in_order, frozenset),
+    dict: (_pairs, dict),
+    OrderedDict: (_pairs, OrderedDict),
+    Counter: (_pairs, lambda pairs: Counter(dict(pairs))),
     float: (_name, float),
     complex: (_name, complex),
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
@@ -183,7 +150,7 @@ def decode(content: Any) -> Any:
     if tag[:1] != "!":
         return {name: decode(item) for name, item in content.items()}
     try:
-        return _MAKERS[tag](content[tag])
+        return _MAKERS[tag](decode(content[tag]))
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"{str(content)[:100]} is not a plain value: {error!r}") from error
 
@@ -272,7 +239,7 @@ class Checkpoint:
     def _add_entries(self, entries: Mapping[str, Any]) -> None:
         by_rank = {int(re.findall(r"rank-(\d+)", name)[-1]): name for name in self.files or ()}
         for key, entry in entries.items():
-            names = entry["path"]
+            names: list[Any] = entry["path"]
             path = tuple(_sizes(name[:1]) if isinstance(name, list) else name for name in names)
             if not all(type(name) in (str, int, tuple) for name in path) or key != joined(path):
                 raise ValueError(f"the path of {key!r} is {names}")
@@ -314,12 +281,8 @@ class Checkpoint:
         if name in self.tensors:
             return self.tensors[name].empty()
         start = f"{name}." if path else ""
-        found = {
-            key.removeprefix(start): self.tensors[key].empty()
-            for key in self.tensors
-            if key.startswith(start)
-        }
-        return found or default
+        below = [key for key in self.tensors if key.startswith(start)]
+        return {key.removeprefix(start): self.tensors[key].empty() for key in below} or default
 
     def has(self, path: Keys) -> bool:
         """Return whether a tensor or value is saved at a path; other tools save flat names."""
@@ -346,19 +309,17 @@ class Checkpoint:
 
     def _copy(self, part: Part, box: Box, dtype: torch.dtype) -> None:
         """Copy the elements that a saved part and a box of the target have in common."""
-        low = [max(a, b) for a, b in zip(part.offsets, box.offsets, strict=True)]
-        ends = zip(part.offsets, part.sizes, box.offsets, box.tensor.shape, strict=True)
-        sizes = [min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True)]
-        if any(size <= 0 for size in sizes):
-            return
+        source, target, sizes = [], box.tensor, []
+        for dim, (a, n, b) in enumerate(zip(part.offsets, part.sizes, box.offsets, strict=True)):
+            low, high = max(a, b), min(a + n, b + target.shape[dim])
+            if low >= high:
+                return
+            source.append(low - a)
+            sizes.append(high - low)
+            target = target.narrow(dim, low - b, high - low)
         stored = self._file(part.file).tensor(part.name)
         stored.check(dtype, part.sizes)
-        found = stored.read(dtype, [at - a for at, a in zip(low, part.offsets, strict=True)], sizes)
-        target = box.tensor
-        for dim, (start, size) in enumerate(zip(low, sizes, strict=True)):
-            target = target.narrow(dim, start - box.offsets[dim], size)
-        with torch.no_grad():
-            target.copy_(found)
+        target.copy_(stored.read(dtype, source, sizes))
 
 
 def _of_other_tools(path: Path) -> tuple[Path, list[str] | None]:
@@ -379,7 +340,7 @@ def _of_other_tools(path: Path) -> tuple[Path, list[str] | None]:
     return path.parent, names
 
 
-def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+def _sizes(values: Iterable[Any]) -> Any:
     sizes = tuple(values)
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{sizes!r} are not sizes")

@@ -10,25 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested, prefix_hint
-from varcomm.checkpoint.save import Ranks, alone, block_of, finish_pending, movable
-from varcomm.checkpoint.state import (
-    EARLY,
-    LATE,
-    Holder,
-    Leaf,
-    Rows,
-    Walk,
-    boxes_of,
-    check_parts,
-    checked_state,
-    is_bare,
-)
+from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
+from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, row_block
+from varcomm.checkpoint.save import finish_pending
+from varcomm.checkpoint.state import EARLY, LATE, Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.sharding import Box
 from varcomm.sharding.files import write_tensors
-from varcomm.sizes import ShardSizes
+from varcomm.sharding.optimizer_state import prefix_hint
 from varcomm.transport.group import GroupLike
 from varcomm.transport.serialization import travels
 
@@ -121,11 +109,9 @@ def load(
         raise DisagreementError(
             f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
         )
-    targets, fits = ranks.agree(
-        _WHAT, lambda: _Targets(state, found, ranks.rank), lambda targets: targets.fit()
-    )
+    targets, fits = ranks.agree(_WHAT, lambda: _Targets(state, found, ranks.rank), _Targets.fit)
     alone(_WHAT, lambda: _check_fit(found, fits))  # the same on all ranks
-    fetches = [_RowFetch(key, rows, ranks) for key, rows in sorted(targets.rows.items())]
+    blocks = [(key, *row_block(rows, ranks)) for key, rows in sorted(targets.rows.items())]
 
     def read_early() -> None:
         targets.read(EARLY)
@@ -133,13 +119,13 @@ def load(
 
     def read_late() -> None:
         targets.read(LATE)
-        for fetch in fetches:
-            fetch.read(found)
+        for key, block, _ in blocks:
+            found.read(key, [block])
 
     ranks.agree(_WHAT, read_early)
     ranks.agree(_WHAT, read_late)
-    for fetch in fetches:
-        fetch.send()
+    for *_, send in blocks:
+        send()
     ranks.agree(_WHAT, lambda: targets.put(LATE))
 
 
@@ -309,8 +295,8 @@ class _Targets(Walk):
         whole = isinstance(state, torch.nn.Module)
         paths: list[Keys] = [()] if whole else [(name,) for name in state]
         self.within = {key for path in paths for key in found.below(path)}
-        for leaf in self.leaves(state):
-            self._add(joined(leaf.path), leaf)
+        for leaf in self.leaves(Leaf(state)):
+            self._add(leaf.key, leaf)
 
     def fit(self) -> _Fit:
         """Return how well the state matches, for all ranks."""
@@ -348,7 +334,7 @@ class _Targets(Walk):
         return str(self.rank) in saved
 
     def _add(self, key: str, leaf: Leaf) -> None:
-        path, value, put, _, phase = leaf
+        value, path, put, _, phase = leaf
         if isinstance(value, Holder):
             for each in (EARLY, LATE):
                 self.puts[each].append(partial(_take, key, value, each))
@@ -400,7 +386,6 @@ def _check_target(key: str, tensor: torch.Tensor) -> None:
         raise ArgumentError(
             f"{key!r} is on the meta device and has no memory. Call to_empty(device=...) first."
         )
-    check_parts(key, tensor)
     for box in boxes_of(key, tensor):
         part = box.tensor
         if part.is_inference() and not torch.is_inference_mode_enabled():
@@ -413,31 +398,3 @@ def _check_target(key: str, tensor: torch.Tensor) -> None:
                 f"{key!r} is an expanded tensor, of shape {tuple(part.shape)} and strides "
                 f"{part.stride()}: several elements share memory. Load into its clone()."
             )
-
-
-class _RowFetch:
-    """Rows that each rank reads as one block and then sends to the ranks that need them."""
-
-    def __init__(self, key: str, rows: Rows, ranks: Ranks) -> None:
-        self._key, self._rows = key, rows
-        block = block_of(rows.total, ranks.rank, ranks.size)
-        tensor = rows.tensor.new_empty((len(block), *rows.tensor.shape[1:]))
-        self._block = Box((block.start, *(0,) * (tensor.dim() - 1)), tensor)
-        self._order, self._plan = rows.ids.argsort(stable=True), None
-        if ranks.group is not None:
-            sizes = ShardSizes.balanced(rows.total, ranks.size)
-            needed, group = rows.ids[self._order], ranks.group.process_group
-            self._plan = ExchangePlan.from_needed(needed, sizes, group=group)
-
-    def read(self, found: Checkpoint) -> None:
-        """Read this rank's block."""
-        found.read(self._key, [self._block])
-
-    def send(self) -> None:
-        """Send the blocks to the rows; collective."""
-        block, target = movable(self._block.tensor), movable(self._rows.tensor)
-        with torch.no_grad():
-            if self._plan is None:
-                target.copy_(block[self._rows.ids])
-            else:
-                target[self._order] = self._plan(block)

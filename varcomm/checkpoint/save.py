@@ -11,39 +11,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
-from varcomm.checkpoint.index import KIND, Keys, encode, joined, part_name
-from varcomm.checkpoint.state import (
-    Holder,
-    Leaf,
-    Rows,
-    Walk,
-    boxes_of,
-    check_parts,
-    checked_state,
-    is_whole,
-    shown,
-)
-from varcomm.errors import ArgumentError, DisagreementError, VarcommError
+from varcomm.checkpoint.index import KIND, encode, part_name
+from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, is_whole, shown, sorted_rows
+from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
-from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.sharding import Box, Sharded
 from varcomm.sharding.files import FolderSave, check_cover, new_token
 from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import agree_and_share, on_all_ranks
+from varcomm.transport.agreement import on_all_ranks
 from varcomm.transport.auxiliary_group import aside
-from varcomm.transport.group import Group, GroupLike, resolve
-from varcomm.transport.serialization import travels
+from varcomm.transport.group import GroupLike
+from varcomm.transport.serialization import dtype_of
 
-__all__ = ["PendingSave", "Ranks", "alone", "block_of", "finish_pending", "movable", "save"]
-
-T = TypeVar("T")
+__all__ = ["PendingSave", "finish_pending", "save"]
 
 logger = logging.getLogger("varcomm")
 
@@ -131,18 +117,24 @@ def save(
     """
     ranks, token = Ranks.of(group), new_token()
 
-    def collect() -> tuple[Path, _Described]:
+    def collect() -> tuple[Path, _State]:
         finish_pending()
         checked_flag(async_, "async_", "")
-        return _checked_folder(folder), _Described(state, ranks.rank)
+        return _checked_folder(folder), _State(state, ranks.rank)
 
-    def brief(found: tuple[Path, _Described]) -> tuple[Any, ...]:
+    def brief(found: tuple[Path, _State]) -> tuple[Any, ...]:
         call = {"folder": str(Path(folder)), "async_": async_}
         return token, call, found[1].digest(), found[1].per_rank, found[1].boxes
 
     (target, own), told = ranks.agree(_WHAT, collect, brief)
     tokens, calls, digests, per_rank, boxes = zip(*told, strict=True)
-    _check_calls(calls)
+    for word, first in calls[0].items():
+        for rank, call in enumerate(calls):
+            if call[word] != first:
+                raise DisagreementError(
+                    f"{_WHAT}: ranks disagree on {word}: rank 0 has {first}, rank {rank} has "
+                    f"{call[word]}."
+                )
     commons = [own.common] * ranks.size
     if len(set(digests)) > 1:  # mostly ranks have the same keys
         _, commons = ranks.agree(_WHAT, lambda: own.common)
@@ -150,16 +142,16 @@ def save(
     plan = alone(_WHAT, lambda: _Plan(entries, boxes))  # the same on all ranks
     _check_copies(own.values, plan, ranks)
     rows = sorted(key for key, value in own.values.items() if isinstance(value, Rows))
-    tensors = own.values | {key: _sorted_rows(key, own.values[key], ranks) for key in rows}
-    contents = plan.contents(tensors, ranks.rank)
+    sent = {key: sorted_rows(_WHAT, key, own.values[key], ranks) for key in rows}
+    contents = plan.contents(own.values | sent, ranks.rank)
     task = FolderSave(target, KIND, tokens[0])
+    what = f"{_WHAT} to {Path(folder)}"
     if not async_:
-        _write(f"{_WHAT} to {Path(folder)}", task, plan, contents, ranks)
+        _write(what, task, plan, contents, ranks)
         return None
     staged, _ = ranks.agree(_WHAT, lambda: _staged(contents), lambda _: None)
     others = ranks if ranks.group is None else Ranks(aside(ranks.group))
-    what = f"{_WHAT} to {Path(folder)} with async_=True"
-    return PendingSave(lambda: _write(what, task, plan, staged, others))
+    return PendingSave(lambda: _write(f"{what} with async_=True", task, plan, staged, others))
 
 
 class PendingSave:
@@ -224,117 +216,15 @@ def finish_pending() -> None:
         PendingSave._latest.wait()
 
 
-# ---- ranks ---------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """The ranks of a group, or this process alone if torch.distributed is not initialized."""
-
-    def __init__(self, group: Group | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else group.rank
-        self.size = 1 if group is None else group.size
-
-    @classmethod
-    def of(cls, group: GroupLike) -> Ranks:
-        """Resolve the `group` of a call."""
-        initialized = dist.is_available() and dist.is_initialized()
-        return cls(None if group is None and not initialized else resolve(group))
-
-    def agree(
-        self, what: str, local: Callable[[], T], public: Callable[[T], Any] = lambda value: value
-    ) -> tuple[T, list[Any]]:
-        """Return the result of `local` and ``public(result)`` of every rank, or raise on all."""
-        if self.group is not None:
-            return agree_and_share(what, local, public, self.group)
-        try:
-            value = local()
-            return value, [public(value)]
-        except Exception as error:
-            kind = type(error) if isinstance(error, VarcommError) else ArgumentError
-            raise kind(f"{what}: {error}") from error
-
-
-def alone(what: str, local: Callable[[], T]) -> T:
-    """Run `local` without other ranks; errors name the call."""
-    return Ranks(None).agree(what, local)[0]
-
-
-def block_of(total: int, rank: int, ranks: int) -> range:
-    """Return the rows of a full tensor that a rank reads or writes for :class:`Rows`."""
-    return ShardSizes.balanced(total, ranks).range(rank)
-
-
-def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that torch can index and send, with the same bits."""
-    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-    return tensor.view(signed.get(tensor.dtype, tensor.dtype))
-
-
-def _sorted_rows(key: str, rows: Rows, ranks: Ranks) -> Sharded:
-    """Send Rows to the ranks that write them, and return this rank's block; collective."""
-    block = block_of(rows.total, ranks.rank, ranks.size)
-    ids, tensor = rows.ids, movable(rows.tensor)
-    if ranks.group is not None:
-        owner = ShardSizes.balanced(rows.total, ranks.size).owner(ids)
-        order = owner.argsort(stable=True)
-        counts = owner.bincount(minlength=ranks.size).tolist()
-        group = ranks.group.process_group
-        plan = ExchangePlan.from_indices(order.split(counts), len(ids), group=group)
-        with torch.no_grad():
-            ids, tensor = plan(ids), plan(tensor)
-
-    def check() -> None:
-        copies = (ids - block.start).bincount(minlength=len(block))
-        if bool((copies != 1).any()):
-            row = int((copies != 1).nonzero()[0])
-            raise ArgumentError(
-                f"{key!r}: row {block.start + row} of {rows.total} is given {int(copies[row])} "
-                "times by all ranks together. The ids of Rows must have each row once."
-            )
-
-    ranks.agree(_WHAT, check)
-    full = torch.empty_like(tensor)
-    full[ids - block.start] = tensor
-    box = Box((block.start, *(0,) * (tensor.dim() - 1)), full.view(rows.tensor.dtype))
-    return Sharded((rows.total, *tensor.shape[1:]), [box])
-
-
-# ---- descriptions of the states of ranks ---------------------------------------------------------
-
-
-@travels
-class _Entry(NamedTuple):
-    """One key of the state, as ranks describe it to each other."""
-
-    path: Keys
-    kind: str  # "value", "whole", "parts" or "rows"
-    dtype: torch.dtype | None  # None for a plain value
-    shape: tuple[int, ...]
-    value: str  # JSON of a plain value
-
-    def __str__(self) -> str:
-        if self.dtype is None:
-            short = self.value if len(self.value) < 50 else f"{self.value[:50]}..."
-            return "an empty container" if self.is_empty else f"a plain value {short}"
-        part = "parts of " if self.kind == "parts" else ""
-        return f"{part}a tensor of shape {self.shape}, {self.dtype}"
-
-    @property
-    def is_empty(self) -> bool:
-        return self.value in ("{}", "[]")
-
-    def in_order(self) -> _Entry:
-        """Return the entry with the keys of dicts in one order."""
-        value = json.dumps(json.loads(self.value), sort_keys=True) if self.value else ""
-        return self._replace(value=value)
-
+# One key of the state as the index has it, and what a rank has of it: its "kind" is "value",
+# "whole", "parts" or "rows".
+_Entry: TypeAlias = dict[str, Any]
 
 # Key, offsets and sizes of a box: the unit that one rank writes.
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-class _Described:
+class _State:
     """The state of this rank: its tensors, and what ranks tell each other of them."""
 
     def __init__(self, state: Any, rank: int) -> None:
@@ -342,57 +232,58 @@ class _Described:
         self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
         self.per_rank: dict[str, _Entry] = {}
         self.boxes: list[_Piece] = []
-        for leaf in Walk(checked_state(state), rank).leaves(state):
-            if not isinstance(leaf.value, Holder):
-                self._add(joined(leaf.path), leaf)
+        for leaf in Walk(checked_state(state), rank).leaves(Leaf(state)):
+            if isinstance(leaf.value, Holder):
+                continue  # after its leaves
+            if other := self.common.get(leaf.key) or self.per_rank.get(leaf.key):
+                raise ArgumentError(
+                    f"two parts of the state would be saved as {leaf.key!r}: {other['path']} and "
+                    f"{leaf.path}. Rename one of them."
+                )
+            entries = self.per_rank if leaf.own else self.common
+            entries[leaf.key] = {"path": leaf.path, **self._entry(leaf.key, leaf)}
 
     def digest(self) -> int:
         """Return a digest of the common entries."""
-        return crc32(repr(sorted(self.common.items())).encode())
+        return crc32(_in_order(self.common).encode())
 
-    def _add(self, key: str, leaf: Leaf) -> None:
-        path, value, _, own, _ = leaf
-        if other := self.common.get(key) or self.per_rank.get(key):
-            raise ArgumentError(
-                f"two parts of the state would be saved as {key!r}: {other.path} and {path}. "
-                "Rename one of them."
-            )
+    def _entry(self, key: str, leaf: Leaf) -> _Entry:
+        value = leaf.value
+        if not isinstance(value, torch.Tensor | Rows):
+            return {"kind": "value", "value": _as_json(key, value)}
+        self.values[key] = value
+        tensor = value.tensor if isinstance(value, Rows) else value
+        kind, shape = "whole", tuple(tensor.shape)
         if isinstance(value, Rows):
-            shape = (value.total, *value.tensor.shape[1:])
-            entry = _Entry(path, "rows", value.tensor.dtype, shape, "")
-        elif isinstance(value, torch.Tensor):
-            _check_saved(key, value, own)
-            kind = "whole" if is_whole(value) else "parts"
-            entry = _Entry(path, kind, value.dtype, tuple(value.shape), "")
-            if kind == "parts":
-                found = boxes_of(key, value)
-                self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
-        else:
-            entry = _Entry(path, "value", None, (), _as_json(key, value))
-        if entry.dtype is not None:
-            self.values[key] = value
-        (self.per_rank if own else self.common)[key] = entry
+            kind, shape = "rows", (value.total, *shape[1:])
+        elif not is_whole(tensor):
+            kind, found = "parts", boxes_of(key, tensor)
+            self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
+        _check_saved(key, tensor, kind, leaf.own)
+        return {"kind": kind, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
 
-def _check_saved(key: str, tensor: torch.Tensor, own: bool) -> None:
+def _in_order(content: Any) -> str:
+    return json.dumps(content, sort_keys=True)
+
+
+def _check_saved(key: str, tensor: torch.Tensor, kind: str, own: bool) -> None:
     """Raise ArgumentError if a tensor cannot be saved."""
     ragged = tensor.is_nested
     if ragged or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ArgumentError(f"{key!r} must be a dense tensor with values; got {shown(tensor)}.")
-    if not is_whole(tensor):
-        if own:
-            raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
-        check_parts(key, tensor)
-    elif type(tensor) is not torch.Tensor:
-        raise ArgumentError(
-            f"{key!r} is a {type(tensor).__name__}, which could not be loaded as such. Save a "
-            "plain tensor."
-        )
+    if kind == "whole" and type(tensor) is not torch.Tensor:
+        name = type(tensor).__name__
+        raise ArgumentError(f"{key!r} is a {name}, not loaded as such. Save a plain tensor.")
+    if kind == "parts" and own:
+        raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
 
 
-def _as_json(key: str, value: Any) -> str:
+def _as_json(key: str, value: Any) -> Any:
     try:
-        return json.dumps(encode(value))
+        content = encode(value)
+        json.dumps(content)
+        return content
     except (TypeError, ValueError, RecursionError) as error:
         kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
         raise ArgumentError(
@@ -401,46 +292,31 @@ def _as_json(key: str, value: Any) -> str:
         ) from error
 
 
-def _check_calls(calls: Sequence[Mapping[str, Any]]) -> None:
-    for word, first in calls[0].items():
-        if others := [rank for rank, call in enumerate(calls) if call[word] != first]:
-            raise DisagreementError(
-                f"{_WHAT}: ranks disagree on {word}: rank 0 has {first}, rank {others[0]} has "
-                f"{calls[others[0]][word]}."
-            )
-
-
-# ---- which rank writes what ----------------------------------------------------------------------
-
-
 class _Plan:
     """The boxes that each rank writes (`pieces`); the same on all ranks.
 
     `holders` has the ranks with a copy of each box.
     """
 
-    def __init__(
-        self, entries: Sequence[Mapping[str, _Entry]], boxes: Sequence[Sequence[_Piece]]
-    ) -> None:
+    def __init__(self, entries: Sequence[Mapping[str, _Entry]], boxes: Sequence[Any]) -> None:
         self.entries = _merged(entries)
         self.holders: dict[_Piece, list[int]] = {}
-        for rank, (own, parts) in enumerate(zip(entries, boxes, strict=True)):
-            for piece in (*parts, *_full_pieces(own, rank, len(boxes))):
+        for rank, own in enumerate(entries):
+            for piece in (*boxes[rank], *_full_pieces(own, rank, len(boxes))):
                 self.holders.setdefault(piece, []).append(rank)
         by_key: dict[str, list[Any]] = {key: [] for key in self.entries}
         for key, *box in self.holders:
             by_key[key].append(box)
         for key, entry in self.entries.items():
-            if entry.dtype is not None:
-                check_cover(key, entry.shape, by_key[key])
+            if "shape" in entry:
+                check_cover(key, entry["shape"], by_key[key])
         self.pieces: list[list[_Piece]] = [[] for _ in boxes]
         load = [0] * len(boxes)
         # boxes of few ranks first; replicated ones then even out the load
         for piece, able in sorted(self.holders.items(), key=lambda item: (len(item[1]), item[0])):
             writer = min(able, key=load.__getitem__)
             self.pieces[writer].append(piece)
-            dtype = self.entries[piece[0]].dtype
-            load[writer] += (dtype.itemsize if dtype else 1) * prod(piece[2])
+            load[writer] += dtype_of(self.entries[piece[0]]["dtype"]).itemsize * prod(piece[2])
         for rank, pieces in enumerate(self.pieces):
             for name, times in Counter(map(self._name, pieces)).items():
                 if times > 1:
@@ -454,18 +330,14 @@ class _Plan:
 
     def _name(self, piece: _Piece) -> str:
         key, offsets, sizes = piece
-        return part_name(key, self.entries[key].shape, offsets, sizes)
+        return part_name(key, self.entries[key]["shape"], offsets, sizes)
 
     def index(self) -> dict[str, Any]:
         """Return the content of the index."""
-        entries: dict[str, Any] = {}
-        for key, entry in self.entries.items():
-            entries[key] = {"path": entry.path}
-            if entry.dtype is None:
-                entries[key]["value"] = json.loads(entry.value)
-            else:
-                dtype = str(entry.dtype).removeprefix("torch.")
-                entries[key] |= {"dtype": dtype, "shape": entry.shape, "boxes": []}
+        entries = {key: dict(entry) for key, entry in self.entries.items()}
+        for entry in entries.values():
+            if entry.pop("kind") != "value":
+                entry["boxes"] = []
         for rank, pieces in enumerate(self.pieces):
             for key, *box in pieces:
                 entries[key]["boxes"].append([rank, *box])
@@ -474,46 +346,56 @@ class _Plan:
 
 def _merged(given: Sequence[Mapping[str, _Entry]]) -> dict[str, _Entry]:
     """Return the entries of all ranks, which must not contradict each other."""
-    rows = [{k: e for k, e in entries.items() if e.kind == "rows"} for entries in given]
-    for rank, found in enumerate(rows):
-        if found != rows[0]:
-            raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {_listed(rows[0])}; rank {rank} has "
-                f"{_listed(found)}. Give the same Rows on all ranks, without ids if a rank has "
-                "none."
-            )
+    rows = [{k: e for k, e in entries.items() if e["kind"] == "rows"} for entries in given]
     first: dict[str, tuple[int, _Entry]] = {}
     for rank, entries in enumerate(given):
+        if rows[rank] != rows[0]:
+            here, there = (", ".join(map(repr, found)) or "none" for found in (rows[0], rows[rank]))
+            raise DisagreementError(
+                f"ranks disagree on Rows: rank 0 has {here}; rank {rank} has {there}, or another "
+                "dtype or total. Give the same Rows on all ranks, without ids if a rank has none."
+            )
         for key, entry in entries.items():
             other, known = first.setdefault(key, (rank, entry))
-            if known != entry and known.in_order() != entry.in_order():
+            if known is not entry and _in_order(known) != _in_order(entry):
                 raise DisagreementError(
-                    f"ranks disagree on {key!r}: on rank {other} it is {known}, and on rank {rank} "
-                    f"{entry}. {_FIX}"
+                    f"ranks disagree on {key!r}: on rank {other} it is {_shown(known)}, and on "
+                    f"rank {rank} {_shown(entry)}. {_FIX}"
                 )
-    merged = {key: entry for key, (_, entry) in first.items()}
-    inner = {entry.path[:depth] for entry in merged.values() for depth in range(len(entry.path))}
-    for key, entry in merged.items():
-        if entry.path in inner and not entry.is_empty:
+    paths = [entry["path"] for _, entry in first.values()]
+    inner = {path[:depth] for path in paths for depth in range(len(path))}
+    for key, (rank, entry) in first.items():
+        if entry["path"] in inner and not _is_empty(entry):
             raise DisagreementError(
-                f"{key!r} is {entry} on rank {first[key][0]}, and a container on another. {_FIX}"
+                f"{key!r} is {_shown(entry)} on rank {rank}, and a container on another. {_FIX}"
             )
     # a container that is empty on one rank may have entries on others
-    return {key: entry for key, entry in merged.items() if entry.path not in inner}
+    return {key: entry for key, (_, entry) in first.items() if entry["path"] not in inner}
 
 
-def _listed(rows: Mapping[str, _Entry]) -> str:
-    return ", ".join(f"{key!r}: {entry}" for key, entry in sorted(rows.items())) or "none"
+def _is_empty(entry: _Entry) -> bool:
+    return entry.get("value") in ({}, [])
+
+
+def _shown(entry: _Entry) -> str:
+    if "value" not in entry:
+        part = "parts of " if entry["kind"] == "parts" else ""
+        return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}"
+    text = json.dumps(entry["value"])
+    return "an empty container" if _is_empty(entry) else f"a plain value {text[:50]}"
 
 
 def _full_pieces(entries: Mapping[str, _Entry], rank: int, ranks: int) -> Iterator[_Piece]:
     """Yield what a rank can write of tensors that are whole, or whole on all ranks together."""
-    for key, (_, kind, _, shape, _) in entries.items():
+    for key, entry in entries.items():
+        shape: tuple[int, ...] = entry.get("shape", (0,))
         zeros = (0,) * len(shape)
-        if kind == "whole" and prod(shape):
+        if entry["kind"] == "whole" and prod(shape):
             yield key, zeros, shape
-        elif kind == "rows" and prod(shape) and (block := block_of(shape[0], rank, ranks)):
-            yield key, (block.start, *zeros[1:]), (len(block), *shape[1:])
+        elif entry["kind"] == "rows" and prod(shape):
+            rows = ShardSizes.balanced(shape[0], ranks).range(rank)
+            if rows:
+                yield key, (rows.start, *zeros[1:]), (len(rows), *shape[1:])
 
 
 def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
@@ -524,39 +406,27 @@ def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
 
 def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
     """Raise on every rank if copies of a box differ between ranks; collective."""
-    shared: dict[tuple[int, ...], list[_Piece]] = {}  # by the ranks that have copies
-    for piece, able in sorted(plan.holders.items()):
-        if len(able) > 1:
-            shared.setdefault(tuple(able), []).append(piece)
-    if not shared:
+    several = sorted(item for item in plan.holders.items() if len(item[1]) > 1)
+    if not several:
         return  # on all ranks
-    own = {
-        piece: crc32(repr(digest(_box(tensors, piece))).encode())
-        for able, pieces in shared.items()
-        if ranks.rank in able
-        for piece in pieces
-    }
-    sums = [
-        crc32(repr([own.get(piece) for piece in pieces]).encode()) for pieces in shared.values()
+    own = [
+        crc32(repr(digest(_box(tensors, piece))).encode()) if ranks.rank in able else 0
+        for piece, able in several
     ]
-    _, told = ranks.agree(_WHAT, lambda: sums)
-    if all(len({told[rank][place] for rank in able}) == 1 for place, able in enumerate(shared)):
-        return
-    first: dict[_Piece, int] = {}
-    keys, others = {}, set()
-    for rank, parts in enumerate(ranks.agree(_WHAT, lambda: own)[1]):
-        for piece, crc in parts.items():
-            if first.setdefault(piece, crc) != crc:
-                keys[piece[0]] = plan.holders[piece][0]
-                others.add(rank)
-    named = ", ".join(map(repr, list(keys)[:5])) + (", ..." if len(keys) > 5 else "")
-    raise DisagreementError(
-        f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
-        f"{sorted(others)}: {named}. {_FIX}"
-    )
-
-
-# ---- writing -------------------------------------------------------------------------------------
+    _, told = ranks.agree(_WHAT, lambda: own)
+    keys: dict[str, int] = {}
+    others = set()
+    for place, ((key, *_), able) in enumerate(several):
+        differing = [rank for rank in able if told[rank][place] != told[able[0]][place]]
+        if differing:
+            keys[key] = able[0]
+            others.update(differing)
+    if keys:
+        named = ", ".join(map(repr, list(keys)[:5])) + (", ..." if len(keys) > 5 else "")
+        raise DisagreementError(
+            f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
+            f"{sorted(others)}: {named}. {_FIX}"
+        )
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
@@ -567,10 +437,8 @@ def _checked_folder(folder: str | os.PathLike[str]) -> Path:
         )
     target = Path(folder).absolute()
     nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
-    if not nearest.exists():
-        raise ArgumentError(f"{nearest} is a symbolic link to {os.readlink(nearest)}, not there.")
     if not nearest.is_dir():
-        raise ArgumentError(f"{nearest} is a file; a checkpoint needs a folder.")
+        raise ArgumentError(f"{nearest} is a file, or a link to nothing; give a folder.")
     effective = os.access in os.supports_effective_ids
     if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
         raise ArgumentError(f"{target} cannot be written to: there is no permission in {nearest}.")
