@@ -334,7 +334,7 @@ class _Targets(Walk):
         return str(self.rank) in saved
 
     def _add(self, key: str, leaf: Leaf) -> None:
-        value, path, put, _, phase = leaf
+        value, path = leaf.value, leaf.path
         if isinstance(value, Holder):
             for each in (EARLY, LATE):
                 self.puts[each].append(partial(_take, key, value, each))
@@ -346,7 +346,7 @@ class _Targets(Walk):
         elif isinstance(value, torch.Tensor):
             _check_target(key, value)
             if self._matches(key, path, tuple(value.shape), value.dtype):
-                self.tensors[phase][key] = value
+                self.tensors[leaf.phase][key] = value
         elif isinstance(value, dict) and not value:
             if self.found.at(path) == {}:  # an empty dict has a key
                 self.asked.add(key)
@@ -358,7 +358,7 @@ class _Targets(Walk):
             elif not is_bare(saved):
                 self.differing.append(f"{key!r} is saved as tensors and is a plain value here")
             else:
-                self.puts[phase].append(partial(put, saved))
+                self.puts[leaf.phase].append(partial(leaf.put, saved))
 
     def _matches(self, key: str, path: Keys, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         if not self.found.has(path):

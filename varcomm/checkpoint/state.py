@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -23,7 +23,8 @@ EARLY, LATE = 0, 1
 _Modules = Mapping[Keys, torch.nn.Module]
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """A value in a walk; at its end a tensor, Rows, a plain value, or a Holder after its leaves."""
 
     value: Any
@@ -70,18 +71,18 @@ class Walk:
             put = partial(setattr, value, "value")
             yield from self.leaves(Leaf(value.value, path, put, here.own, EARLY))
         elif isinstance(value, Rows):
-            yield here._replace(value=checked_rows(here.key, value))
+            yield replace(here, value=checked_rows(here.key, value))
         elif isinstance(value, torch.Tensor):
-            yield here._replace(value=wrapped(value))
+            yield replace(here, value=wrapped(value))
         elif _is_stateful(value):
             if holder := self._opened(here):
                 put = partial(setattr, holder, "content")
-                yield from self.leaves(here._replace(value=holder.content, put=put))
-                yield here._replace(value=holder)
+                yield from self.leaves(replace(here, value=holder.content, put=put))
+                yield replace(here, value=holder)
         elif _is_container(here):
             for name, inner in _items(value):
                 put = partial(value.__setitem__, name[0] if isinstance(name, tuple) else name)
-                yield from self.leaves(here._replace(value=inner, path=(*path, name), put=put))
+                yield from self.leaves(replace(here, value=inner, path=(*path, name), put=put))
         else:
             yield here
 

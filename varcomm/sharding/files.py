@@ -95,24 +95,19 @@ class FolderSave:
                     "must write to one folder: on several machines, use a shared file system."
                 )
             files[name] = {"bytes": path.stat().st_size, "sha256": digest}
-        index = {
-            "format": f"varcomm {self.kind}",
-            "version": _VERSION,
-            "save": self.name,
-            **content,
-            "files": files,
-        }
-        with self._coming.open("x") as file:
-            file.write(json.dumps({**index, "digest": _digest(index)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        head = {"format": f"varcomm {self.kind}", "version": _VERSION, "save": self.name}
+        index = {**head, **content, "files": files}
+        self._coming.write_text(json.dumps({**index, "digest": _digest(index)}) + "\n")
+        _sync(self._coming)
         if files:
             _sync(self.folder / self.name)
         _sync(self.folder)
         os.replace(self._coming, self.index)
         _sync(self.folder)
         _sync(self.folder.parent)
-        self._sweep()
+        for path in self.folder.iterdir():
+            if is_save_name(path.name, self.kind) and path.name != self.name:
+                _remove(path)
 
     def is_committed(self) -> bool:
         """Return whether the index in the folder is that of this save."""
@@ -123,23 +118,18 @@ class FolderSave:
 
     def discard(self) -> None:
         """Remove the files of this save, which has failed on all ranks."""
-        shutil.rmtree(self.folder / self.name, ignore_errors=True)
-        with suppress(OSError):
-            self._coming.unlink()
+        _remove(self.folder / self.name)
+        _remove(self._coming)
 
     def _file(self, rank: int) -> str:
         return f"{self.name}/rank-{rank:05}.safetensors"
 
-    def _sweep(self) -> None:
-        for path in self.folder.iterdir():
-            # files that cannot be removed use space and do no harm; the next save tries again
-            if path.name == self.name or not is_save_name(path.name, self.kind):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with suppress(OSError):
-                    path.unlink()
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder; one that stays uses space, and the next save tries again."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def is_save_name(name: str, kind: str) -> bool:
@@ -153,8 +143,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise ArgumentError(
             "safetensors files cannot hold a tensor named '__metadata__'. Rename it in the state."
         )
-    stored: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
+    stored, storages = {}, set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().resolve_conj().resolve_neg()
         value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
@@ -164,8 +153,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         storages.add(place)
     try:
         save_file(stored, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(path)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path.name} cannot be written: {error}") from error
 
@@ -266,18 +254,15 @@ class StoredTensor:
 
     def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise ArgumentError unless the tensor has this dtype and shape."""
-        stored = (dtype, tuple(shape))
-        if self._is_pairs(dtype):
-            stored = (dtype.to_real(), (*shape, 2))
+        pairs = dtype.is_complex and not self.dtype.is_complex
+        stored = (dtype.to_real(), (*shape, 2)) if pairs else (dtype, tuple(shape))
         if (self.dtype, self.shape) != stored:
             raise ArgumentError(
                 f"{self._where} is {self.dtype} of shape {self.shape}; the index has {dtype} of "
                 f"shape {tuple(shape)}."
             )
 
-    def read(
-        self, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> torch.Tensor:
+    def read(self, dtype: torch.dtype, offsets: Sequence[int], sizes: Any) -> torch.Tensor:
         """Return a box; only its part of the file is read."""
         box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         value: torch.Tensor = self._part[box]
@@ -285,17 +270,13 @@ class StoredTensor:
 
     def full(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of the whole tensor, or raise ArgumentError if it has another dtype."""
-        shape = self.shape[:-1] if self._is_pairs(dtype) else self.shape
+        pairs = dtype.is_complex and not self.dtype.is_complex
+        shape = self.shape[:-1] if pairs else self.shape
         self.check(dtype, shape)
         return self.read(dtype, (0,) * len(shape), shape).clone()
 
-    def _is_pairs(self, dtype: torch.dtype) -> bool:
-        return dtype.is_complex and not self.dtype.is_complex
 
-
-def check_cover(
-    key: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> None:
+def check_cover(key: str, shape: Sequence[int], boxes: Sequence[Sequence[Sequence[int]]]) -> None:
     """Raise ArgumentError unless boxes, each as offsets and sizes, cover a tensor exactly once."""
     fix = "Boxes of all ranks must cover a tensor, each element once."
     for offsets, sizes in boxes:
@@ -306,9 +287,9 @@ def check_cover(
             f"the boxes of {key!r} have {volume} elements, and the tensor of shape {tuple(shape)} "
             f"has {total}: there are gaps or overlaps. {fix}"
         )
-    filled = [box for box in boxes if prod(box[1])]
-    if not shape or not filled:
+    if not shape:
         return
+    filled = [box for box in boxes if prod(box[1])]
     # along the dimension with most starts few boxes stand side by side
     along = max(range(len(shape)), key=lambda dim: len({offsets[dim] for offsets, _ in filled}))
     filled.sort(key=lambda box: box[0][along])
@@ -316,13 +297,10 @@ def check_cover(
         for others, lengths in filled[number + 1 :]:
             if others[along] >= offsets[along] + sizes[along]:
                 break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(offsets, sizes, others, lengths, strict=True)
-            ):
-                raise ArgumentError(
-                    f"{key!r}: boxes at {tuple(offsets)} and {tuple(others)} overlap. {fix}"
-                )
+            ends = zip(offsets, sizes, others, lengths, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in ends):
+                places = f"{tuple(offsets)} and {tuple(others)}"
+                raise ArgumentError(f"{key!r}: boxes at {places} overlap. {fix}")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -334,8 +312,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
