@@ -190,20 +190,9 @@ def part_name(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Seq
 class Checkpoint:
     """The content of a checkpoint: a folder of :func:`save`, or safetensors files of other tools.
 
-    ArgumentError if there is none, or if the index or a header is damaged.
-
-    Attributes
-    ----------
-    folder : Path
-        Folder of the files.
-    files : Files or None
-        Sizes and digests; None for the files of other tools, which have none.
-    paths : dict of str to Keys
-    tensors : dict of str to SavedTensor
-    values : dict of str to object
-        Plain values, decoded.
-    digest : str
-        Equal on ranks that opened the same checkpoint.
+    It has `paths`, `tensors` and decoded plain `values` by key; the `folder` of the files; `files`,
+    with sizes and digests, None for other tools; and a `digest`, equal on ranks that opened the
+    same checkpoint. ArgumentError if there is none, or if the index or a header is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -283,11 +272,6 @@ class Checkpoint:
         start = f"{name}." if path else ""
         below = [key for key in self.tensors if key.startswith(start)]
         return {key.removeprefix(start): self.tensors[key].empty() for key in below} or default
-
-    def has(self, path: Keys) -> bool:
-        """Return whether a tensor or value is saved at a path; other tools save flat names."""
-        saved = self.paths.get(joined(path))
-        return saved == path or (saved is not None and self.files is None)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""

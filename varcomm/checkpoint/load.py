@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
+from operator import or_
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
-from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, row_block
+from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_block
 from varcomm.checkpoint.save import finish_pending
 from varcomm.checkpoint.state import EARLY, LATE, Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.sharding.files import write_tensors
 from varcomm.sharding.optimizer_state import prefix_hint
 from varcomm.transport.group import GroupLike
-from varcomm.transport.serialization import travels
 
 __all__ = ["export", "load", "read"]
 
 _WHAT = "checkpoint.load"
 _ABSENT = object()
-_FEW = 5
 
 
 def load(
@@ -66,8 +66,6 @@ def load(
         On every rank, if ranks find different checkpoints.
     CommunicationError
         If a rank has exited or takes longer than the timeout of the group.
-    VarcommError
-        The error of an earlier asynchronous save on which `wait` was not called.
 
     Notes
     -----
@@ -132,6 +130,8 @@ def load(
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a whole checkpoint on the CPU; no communication.
 
+    ArgumentError if there is no checkpoint, or if a file is missing, cut or altered.
+
     Parameters
     ----------
     folder : str or path
@@ -143,13 +143,6 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         The saved state, nested as it was: modules and other objects as dicts, sharded tensors and
         rows as full tensors, :class:`PerRank` as a dict with the ranks as texts. Of files of other
         tools, tensors by name.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no checkpoint, or if a file is missing, cut or altered.
-    VarcommError
-        The error of an earlier asynchronous save on which `wait` was not called.
 
     Examples
     --------
@@ -176,6 +169,9 @@ def export(
 ) -> None:
     """Write the tensors of a checkpoint as one safetensors file; no communication.
 
+    Full tensors are held in memory. ArgumentError if the checkpoint cannot be read, has no tensors
+    of this name, or has complex ones, which other tools cannot read; or if writing fails.
+
     Parameters
     ----------
     folder : str or path
@@ -185,16 +181,6 @@ def export(
     name : str, optional
         Write only the tensors below this name of the state, such as ``"model"``, without it in
         their names. None writes all tensors, with dotted names.
-
-    Raises
-    ------
-    ArgumentError
-        If the checkpoint cannot be read, has no tensors of this name, or the file cannot be
-        written.
-
-    Notes
-    -----
-    Full tensors are held in memory. Complex tensors are refused: other tools cannot read them.
 
     Examples
     --------
@@ -238,45 +224,28 @@ def _read_all(
     return found, tensors
 
 
-@travels
-class _Fit(NamedTuple):
-    """How well a state and a checkpoint match on one rank; bits stand for sorted keys."""
-
-    within: int  # keys that belong to names of the state
-    asked: int  # keys that are loaded
-    missing: list[str]
-    differing: list[str]
-    rows: list[str]
-
-
-def _check_fit(found: Checkpoint, fits: Sequence[_Fit]) -> None:
+def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
-    for rank, fit in enumerate(fits):
-        if fit.rows != fits[0].rows:
+    within, asked, missing, differing, rows = zip(*fits, strict=True)
+    for rank, own in enumerate(rows):
+        if own != rows[0]:
             raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {fits[0].rows}, rank {rank} has {fit.rows}. "
-                "Give the same Rows on all ranks, without ids if a rank has none."
+                f"ranks disagree on Rows: rank 0 has {rows[0]}, rank {rank} has {own}. Give the "
+                "same Rows on all ranks, without ids if a rank has none."
             )
-    missing = list(dict.fromkeys(key for fit in fits for key in fit.missing))
-    differing = list(dict.fromkeys(text for fit in fits for text in fit.differing))
-    within = asked = 0
-    for fit in fits:
-        within, asked = within | fit.within, asked | fit.asked
-    left = within & ~asked
+    left = reduce(or_, within) & ~reduce(or_, asked)
     unexpected = [key for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
-    parts = [
-        f"{len(items)} {what}: {', '.join(items[:_FEW])}{', ...' if len(items) > _FEW else ''}"
-        for what, items in (
-            ("keys are missing in the checkpoint", list(map(repr, missing))),
-            ("of its keys are not in the state", list(map(repr, unexpected))),
-            ("have another shape or dtype", differing),
-        )
-        if items
-    ]
-    if parts:
+    lacking = list(dict.fromkeys(chain.from_iterable(missing)))
+    parts = {
+        "keys are missing in the checkpoint": [*map(repr, lacking)],
+        "of its keys are not in the state": [*map(repr, unexpected)],
+        "have another shape or dtype": [*dict.fromkeys(chain.from_iterable(differing))],
+    }
+    reasons = [f"{len(items)} {what}: {few(items)}" for what, items in parts.items() if items]
+    if reasons:
         raise ArgumentError(
-            f"the checkpoint {found.folder} does not match the state. {'; '.join(parts)}. Nothing "
-            f"has been loaded.{prefix_hint(missing, unexpected)}"
+            f"the checkpoint {found.folder} does not match the state. {'; '.join(reasons)}. "
+            f"Nothing has been loaded.{prefix_hint(lacking, unexpected)}"
         )
 
 
@@ -292,20 +261,16 @@ class _Targets(Walk):
         self.missing: list[str] = []
         self.differing: list[str] = []
         self.asked: set[str] = set()
-        whole = isinstance(state, torch.nn.Module)
-        paths: list[Keys] = [()] if whole else [(name,) for name in state]
+        paths = [()] if isinstance(state, torch.nn.Module) else [(name,) for name in state]
         self.within = {key for path in paths for key in found.below(path)}
         for leaf in self.leaves(Leaf(state)):
             self._add(leaf.key, leaf)
 
-    def fit(self) -> _Fit:
-        """Return how well the state matches, for all ranks."""
-        keys = sorted(self.found.paths)
-        within, asked = (
-            sum(1 << bit for bit, key in enumerate(keys) if key in some)
-            for some in (self.within, self.asked)
-        )
-        return _Fit(within, asked, self.missing, self.differing, sorted(self.rows))
+    def fit(self) -> tuple[Any, ...]:
+        """Return how well the state matches, for all ranks; bits stand for sorted keys."""
+        bits = {key: 1 << bit for bit, key in enumerate(sorted(self.found.paths))}
+        within, asked = (sum(bits[key] for key in some) for some in (self.within, self.asked))
+        return within, asked, self.missing, self.differing, sorted(self.rows)
 
     def read(self, phase: int) -> None:
         """Overwrite the tensors of a phase."""
@@ -341,11 +306,11 @@ class _Targets(Walk):
         elif isinstance(value, Rows):
             _check_target(key, value.tensor)
             shape = (value.total, *value.tensor.shape[1:])
-            if self._matches(key, path, shape, value.tensor.dtype):
+            if self._matches(key, shape, value.tensor.dtype):
                 self.rows[key] = value
         elif isinstance(value, torch.Tensor):
             _check_target(key, value)
-            if self._matches(key, path, tuple(value.shape), value.dtype):
+            if self._matches(key, tuple(value.shape), value.dtype):
                 self.tensors[leaf.phase][key] = value
         elif isinstance(value, dict) and not value:
             if self.found.at(path) == {}:  # an empty dict has a key
@@ -360,8 +325,8 @@ class _Targets(Walk):
             else:
                 self.puts[leaf.phase].append(partial(leaf.put, saved))
 
-    def _matches(self, key: str, path: Keys, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        if not self.found.has(path):
+    def _matches(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        if key not in self.found.paths:
             self.missing.append(key)
             return False
         self.asked.add(key)
@@ -383,18 +348,12 @@ def _take(key: str, holder: Holder, phase: int) -> None:
 def _check_target(key: str, tensor: torch.Tensor) -> None:
     """Raise ArgumentError if a tensor cannot be loaded into."""
     if tensor.is_meta:
-        raise ArgumentError(
-            f"{key!r} is on the meta device and has no memory. Call to_empty(device=...) first."
-        )
+        raise ArgumentError(f"{key!r} is on the meta device. Call to_empty(device=...) first.")
     for box in boxes_of(key, tensor):
-        part = box.tensor
-        if part.is_inference() and not torch.is_inference_mode_enabled():
-            raise ArgumentError(
-                f"{key!r} was made in inference mode and can be overwritten only there. Load into "
-                "its clone()."
-            )
-        if any(n > 1 and step == 0 for n, step in zip(part.shape, part.stride(), strict=True)):
-            raise ArgumentError(
-                f"{key!r} is an expanded tensor, of shape {tuple(part.shape)} and strides "
-                f"{part.stride()}: several elements share memory. Load into its clone()."
-            )
+        places, reason = zip(box.tensor.shape, box.tensor.stride(), strict=True), ""
+        if box.tensor.is_inference() and not torch.is_inference_mode_enabled():
+            reason = "was made in inference mode and can be overwritten only there"
+        if any(n > 1 and step == 0 for n, step in places):
+            reason = "is an expanded tensor, whose elements share memory"
+        if reason:
+            raise ArgumentError(f"{key!r} {reason}. Load into its clone().")

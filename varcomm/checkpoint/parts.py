@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -128,8 +128,10 @@ def wrapped(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Ten
     """Return a tensor, as Sharded if it, or the parameter that it is like, carries a mark."""
     if not is_whole(tensor):
         return tensor
-    spec = shard_spec(tensor if like is None else like)
-    return tensor.detach() if spec is None else Sharded.of(tensor.detach(), spec)
+    spec, part = shard_spec(tensor if like is None else like), tensor
+    if like is None:
+        part = tensor.detach()
+    return part if spec is None else Sharded.of(part, spec)
 
 
 def boxes_of(key: str, tensor: Any) -> list[Box]:
@@ -145,11 +147,15 @@ def boxes_of(key: str, tensor: Any) -> list[Box]:
     if declared != found:
         raise ArgumentError(
             f"{key!r}, a tensor of shape {tuple(tensor.shape)}, declares boxes of shapes {declared}"
-            f" on this rank, and has {found}. A DTensor has only torch's even shards; use "
-            "varcomm.sharding.Sharded for others."
+            f" on this rank, and has {found}. Use varcomm.sharding.Sharded for uneven shards."
         )
     pairs = zip(chunks, parts, strict=True)
     return [Box(tuple(chunk.offsets), part.detach()) for chunk, part in pairs if part.numel()]
+
+
+def few(items: Sequence[str]) -> str:
+    """Return the first five items for a message."""
+    return f"{', '.join(items[:5])}{', ...' if len(items) > 5 else ''}"
 
 
 def shown(value: Any) -> str:

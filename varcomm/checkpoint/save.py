@@ -17,7 +17,16 @@ from zlib import crc32
 import torch
 
 from varcomm.checkpoint.index import KIND, encode, part_name
-from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, is_whole, shown, sorted_rows
+from varcomm.checkpoint.parts import (
+    Ranks,
+    Rows,
+    alone,
+    boxes_of,
+    few,
+    is_whole,
+    shown,
+    sorted_rows,
+)
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_flag
@@ -72,14 +81,15 @@ def save(
     folder : str or path
         The same on all ranks; made if it does not exist. Other files in it stay.
     async_ : bool
-        Return after all tensors have been copied to CPU memory, and write in a thread.
+        Copy all tensors to CPU memory, return a :class:`PendingSave`, and write in a thread. The
+        next `save`, :func:`load` or :func:`read` waits for it and raises its error.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
     Returns
     -------
     None or PendingSave
-        With `async_`, a handle. The next `save`, :func:`load` or :func:`read` waits for it.
+        A handle, with `async_`.
 
     Raises
     ------
@@ -89,10 +99,7 @@ def save(
     DisagreementError
         On every rank, if values that must be identical differ; it names keys and ranks.
     CommunicationError
-        If a rank has exited, or writes for longer than the timeout of the group. The folder has
-        the earlier checkpoint or the new one, whole.
-    VarcommError
-        The error of an earlier asynchronous save on which `wait` was not called.
+        If a rank has exited, or writes for longer than the timeout of the group.
 
     Notes
     -----
@@ -102,15 +109,18 @@ def save(
     Communication: three rounds of small messages; one more if ranks have different keys; one more
     to compare CRC-32 of replicated tensors. Rows travel once, to the rank that writes them.
 
+    In one process: the same call.
+
     Examples
     --------
     >>> import tempfile, torch
     >>> from varcomm.checkpoint import load, save
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> state = {"model": model, "optimizer": optimizer, "step": 7}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save({"model": model, "optimizer": optimizer, "step": 7}, folder)
-    ...     state = {"model": model, "optimizer": optimizer, "step": 0}
+    ...     save(state, folder)
+    ...     state["step"] = 0
     ...     load(state, folder)
     >>> state["step"]
     7
@@ -131,10 +141,8 @@ def save(
     for word, first in calls[0].items():
         for rank, call in enumerate(calls):
             if call[word] != first:
-                raise DisagreementError(
-                    f"{_WHAT}: ranks disagree on {word}: rank 0 has {first}, rank {rank} has "
-                    f"{call[word]}."
-                )
+                both = f"rank 0 has {first}, rank {rank} has {call[word]}"
+                raise DisagreementError(f"{_WHAT}: ranks disagree on {word}: {both}.")
     commons = [own.common] * ranks.size
     if len(set(digests)) > 1:  # mostly ranks have the same keys
         _, commons = ranks.agree(_WHAT, lambda: own.common)
@@ -157,16 +165,15 @@ def save(
 class PendingSave:
     """An asynchronous save, returned by :func:`save` with ``async_=True``.
 
-    The save finishes without further calls, on all ranks or on none; an interpreter that exits
-    waits for it. An error is logged at once by the logger ``"varcomm"``.
+    It finishes without further calls, on all ranks or on none; an interpreter that exits waits for
+    it. An error is logged at once by the logger ``"varcomm"``.
 
     Examples
     --------
     >>> import tempfile, torch
     >>> from varcomm.checkpoint import read, save
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pending = save({"x": torch.ones(2)}, folder, async_=True)
-    ...     pending.wait()
+    ...     save({"x": torch.ones(2)}, folder, async_=True).wait()
     ...     read(folder)
     {'x': tensor([1., 1.])}
     """
@@ -195,13 +202,8 @@ class PendingSave:
     def wait(self) -> None:
         """Return when the checkpoint is complete on all ranks; no communication.
 
-        Raises
-        ------
-        VarcommError
-            The same on every rank, if the checkpoint could not be written; it names the folder,
-            which has the earlier checkpoint.
-        CommunicationError
-            If ranks could not agree: one has exited or was too slow, or the group was destroyed.
+        VarcommError on every rank if it could not be written; it names the folder, which has the
+        earlier checkpoint. CommunicationError if ranks could not agree.
         """
         self._thread.join()
         if PendingSave._latest is self:
@@ -236,10 +238,8 @@ class _State:
             if isinstance(leaf.value, Holder):
                 continue  # after its leaves
             if other := self.common.get(leaf.key) or self.per_rank.get(leaf.key):
-                raise ArgumentError(
-                    f"two parts of the state would be saved as {leaf.key!r}: {other['path']} and "
-                    f"{leaf.path}. Rename one of them."
-                )
+                both = f"{other['path']} and {leaf.path}"
+                raise ArgumentError(f"{both} would both be saved as {leaf.key!r}. Rename one.")
             entries = self.per_rank if leaf.own else self.common
             entries[leaf.key] = {"path": leaf.path, **self._entry(leaf.key, leaf)}
 
@@ -252,14 +252,14 @@ class _State:
         if not isinstance(value, torch.Tensor | Rows):
             return {"kind": "value", "value": _as_json(key, value)}
         self.values[key] = value
-        tensor = value.tensor if isinstance(value, Rows) else value
-        kind, shape = "whole", tuple(tensor.shape)
         if isinstance(value, Rows):
-            kind, shape = "rows", (value.total, *shape[1:])
-        elif not is_whole(tensor):
+            kind, tensor, shape = "rows", value.tensor, (value.total, *value.tensor.shape[1:])
+        else:
+            _check_saved(key, value, leaf.own)
+            kind, tensor, shape = "whole", value, tuple(value.shape)
+        if kind == "whole" and not is_whole(tensor):
             kind, found = "parts", boxes_of(key, tensor)
             self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
-        _check_saved(key, tensor, kind, leaf.own)
         return {"kind": kind, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
 
@@ -267,15 +267,15 @@ def _in_order(content: Any) -> str:
     return json.dumps(content, sort_keys=True)
 
 
-def _check_saved(key: str, tensor: torch.Tensor, kind: str, own: bool) -> None:
+def _check_saved(key: str, tensor: torch.Tensor, own: bool) -> None:
     """Raise ArgumentError if a tensor cannot be saved."""
-    ragged = tensor.is_nested
+    ragged, whole = tensor.is_nested, is_whole(tensor)
     if ragged or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ArgumentError(f"{key!r} must be a dense tensor with values; got {shown(tensor)}.")
-    if kind == "whole" and type(tensor) is not torch.Tensor:
+    if whole and type(tensor) is not torch.Tensor:
         name = type(tensor).__name__
         raise ArgumentError(f"{key!r} is a {name}, not loaded as such. Save a plain tensor.")
-    if kind == "parts" and own:
+    if own and not whole:
         raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
 
 
@@ -317,12 +317,10 @@ class _Plan:
             writer = min(able, key=load.__getitem__)
             self.pieces[writer].append(piece)
             load[writer] += dtype_of(self.entries[piece[0]]["dtype"]).itemsize * prod(piece[2])
-        for rank, pieces in enumerate(self.pieces):
+        for pieces in self.pieces:
             for name, times in Counter(map(self._name, pieces)).items():
                 if times > 1:
-                    raise ArgumentError(
-                        f"rank {rank} would save two tensors as {name!r}. Rename one of them."
-                    )
+                    raise ArgumentError(f"two tensors would be saved as {name!r}. Rename one.")
 
     def contents(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
         """Return the boxes that a rank writes by their names in its file."""
@@ -422,19 +420,17 @@ def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks
             keys[key] = able[0]
             others.update(differing)
     if keys:
-        named = ", ".join(map(repr, list(keys)[:5])) + (", ..." if len(keys) > 5 else "")
         raise DisagreementError(
             f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
-            f"{sorted(others)}: {named}. {_FIX}"
+            f"{sorted(others)}: {few([*map(repr, keys)])}. {_FIX}"
         )
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
     """Return where to write, wherever the process goes meanwhile, if that seems possible."""
     if not isinstance(folder, str | os.PathLike):
-        raise ArgumentError(
-            f"folder must be a path; got {type(folder).__name__}. The order is save(state, folder)."
-        )
+        kind = type(folder).__name__
+        raise ArgumentError(f"folder must be a path; got {kind}. Call save(state, folder).")
     target = Path(folder).absolute()
     nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
     if not nearest.is_dir():

@@ -98,11 +98,8 @@ def checked_state(state: Any) -> dict[str, Any]:
     """Return a state, a dict with text keys, or raise ArgumentError."""
     if isinstance(state, dict) and all(isinstance(name, str) for name in state):
         return state
-    keys = f" with keys {list(state)[:5]}" if isinstance(state, dict) else ""
-    raise ArgumentError(
-        "state must be a dict whose keys are strings, such as {'model': model, 'step': 5}; got "
-        f"{type(state).__name__}{keys}."
-    )
+    given = f"a dict with keys {list(state)[:5]}" if isinstance(state, dict) else type(state)
+    raise ArgumentError(f"state must be a dict by strings, as {{'model': model}}; got {given}.")
 
 
 def is_bare(value: Any) -> bool:
@@ -128,15 +125,13 @@ def _is_container(leaf: Leaf) -> bool:
         others = [name for name in names if type(name) is not int]
         if others and not bare:
             raise ArgumentError(
-                f"{leaf.key!r}: {others[0]!r} is a key of a dict with tensors or objects in it, "
-                f"and has type {type(others[0]).__name__}. Use texts or ints as keys of such dicts."
+                f"{leaf.key!r}: {others[0]!r} is a key of a dict with tensors in it. Use "
+                "texts or ints as keys of such dicts."
             )
         return bool(value) and not (bare and names)
     if not bare and not isinstance(value, list):
-        raise ArgumentError(
-            f"{leaf.key!r} is a {type(value).__name__} with tensors in it, which cannot be loaded "
-            "into. Use a list or a dict."
-        )
+        kind = type(value).__name__
+        raise ArgumentError(f"{leaf.key!r} is a {kind} with tensors in it. Use a list or a dict.")
     return not bare
 
 
@@ -218,8 +213,7 @@ class _Optimizer:
                 if param not in names:
                     raise ArgumentError(
                         f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is "
-                        "in no module of the state. Optimizers are saved by the names of "
-                        "parameters: add the module to the state."
+                        "in no module of the state, and has no name. Add its module to the state."
                     )
         parts = {p: named.Part(name, partial(wrapped, like=p)) for p, name in names.items()}
         self._self = optimizer, parts, [[names[param] for param in params] for params in groups]
@@ -256,10 +250,9 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
             reason = f"the states of {kind.__name__} have a key {key!r}, which is not a parameter."
     if reason:
         raise ArgumentError(
-            f"{reason} Its states cannot be saved by the names of parameters. To shard states over "
-            "ranks, use varcomm.data_parallel.ShardedGradients; otherwise save an object whose "
-            "state_dict and load_state_dict call those of the optimizer, inside PerRank if each "
-            "rank has its own."
+            f"{reason} Its states cannot be saved by the names of parameters. Use "
+            "varcomm.data_parallel.ShardedGradients to shard states; else save an object whose "
+            "state_dict and load_state_dict call the optimizer's, inside PerRank if ranks differ."
         )
 
 

@@ -53,16 +53,10 @@ def new_token() -> str:
 
 
 class FolderSave:
-    """One save into a folder that may hold an earlier one.
+    """One save into a folder, an absolute path, that may hold an earlier one.
 
-    Parameters
-    ----------
-    folder : Path
-        Absolute path of the folder.
-    kind : str
-        The index is ``<kind>.json``, and files are ``<kind>-<token>/rank-00000.safetensors``.
-    token : str
-        The same on all ranks: one :func:`new_token`.
+    The index is ``<kind>.json``, and files are ``<kind>-<token>/rank-00000.safetensors``, with one
+    :func:`new_token` for all ranks.
     """
 
     def __init__(self, folder: Path, kind: str, token: str) -> None:

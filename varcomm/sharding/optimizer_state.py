@@ -223,9 +223,8 @@ def _wrapped(key: str, value: Any, param: torch.Tensor, part: Part) -> Any:
         if odd and isinstance(like, Sharded) and tensor.numel() > 1:
             raise ArgumentError(
                 f"the state {key!r} of {part.name!r} has shape {tuple(tensor.shape)}, and this "
-                f"rank has a part of shape {tuple(param.shape)} of the parameter, of shape "
-                f"{tuple(like.shape)}: such a state cannot be sharded. Use an optimizer whose "
-                "states are like the parameters."
+                f"rank's part of the parameter {tuple(param.shape)}: such a state cannot be "
+                "sharded. Use an optimizer whose states are like the parameters."
             )
 
     _mapped(check, value)

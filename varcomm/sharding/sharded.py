@@ -50,6 +50,7 @@ class Sharded(torch.Tensor):
     Its ``shape`` is that of the full tensor. It can be saved and loaded, by
     ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. The
     boxes of all ranks cover the full tensor; a box on several ranks is a copy, written once.
+    ArgumentError if a box has other dimensions, reaches beyond the tensor, or has another dtype.
 
     Parameters
     ----------
@@ -61,16 +62,6 @@ class Sharded(torch.Tensor):
         Needed if this rank has no boxes.
     local : torch.Tensor, optional
         The tensor of which the boxes are views.
-
-    Attributes
-    ----------
-    boxes : tuple of Box
-    local : torch.Tensor or None
-
-    Raises
-    ------
-    ArgumentError
-        If a box has other dimensions than the tensor, reaches beyond it, or has another dtype.
 
     Examples
     --------
@@ -117,10 +108,7 @@ class Sharded(torch.Tensor):
     def of(cls, local: torch.Tensor, spec: ShardSpec) -> Self:
         """Wrap this rank's part of a tensor sharded by `spec`; one box per fused block.
 
-        Raises
-        ------
-        ArgumentError
-            If `local` has another number of rows than `spec` gives this rank.
+        ArgumentError if `local` has another number of rows than `spec` gives this rank.
         """
         spec.check_local(local)
         boxes = _translated(local, ((0,) * local.dim(), tuple(local.shape)), spec)
@@ -132,25 +120,10 @@ class Sharded(torch.Tensor):
     ) -> Self:
         """Wrap elements ``start, start + 1, ...`` of a tensor in row-major order.
 
-        Parameters
-        ----------
-        flat : torch.Tensor
-            Shape (n,), the elements. The boxes, at most ``2 ndim - 1``, are views of it.
-        shape : sequence of int
-            Shape of the tensor that they are elements of.
-        start : int
-            Their first position.
-        spec : ShardSpec, optional
-            If that tensor is this rank's part of a sharded one, how it is sharded.
+        `flat` has shape (n,), and `shape` is that of the tensor, which with `spec` is this rank's
+        part of a sharded one. The boxes, at most ``2 ndim - 1``, are views of `flat`. ArgumentError
+        if `flat` has several dimensions or ends beyond the tensor.
 
-        Raises
-        ------
-        ArgumentError
-            If `flat` has several dimensions or ends beyond the tensor; if `shape` is not this
-            rank's part of `spec`.
-
-        Examples
-        --------
         >>> piece = Sharded.elements(torch.arange(5), (3, 4), start=3)
         >>> [(box.offsets, box.tensor.tolist()) for box in piece.boxes]
         [((0, 3), [[0]]), ((1, 0), [[1, 2, 3, 4]])]
@@ -183,8 +156,8 @@ class Sharded(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ArgumentError(
-            "a Sharded tensor cannot be pickled, as by torch.save: this rank has only a part of "
-            "it. Save the optimizer or the module with varcomm.checkpoint.save, on all ranks."
+            "a Sharded tensor cannot be pickled, as by torch.save: this rank has only a part. Save "
+            "the optimizer or the module with varcomm.checkpoint.save, on all ranks."
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

@@ -64,19 +64,8 @@ class ShardSpec:
     ) -> Self:
         """Make a spec from the sizes of one block, or from a list of sizes of several blocks.
 
-        Parameters
-        ----------
-        sizes : sequence of int, or sequence of these
-            Rows per rank along `dim`; zeros allowed, identical on all ranks.
-        dim : int
-            Sharded dimension, not negative.
-        group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
-
-        Raises
-        ------
-        ArgumentError
-            If `sizes` has not one int per rank, or `dim` is negative.
+        `sizes` are rows per rank along `dim`, zeros allowed, identical on all ranks. ArgumentError
+        if a block has not one int per rank, or `dim` is negative.
         """
         ranks = resolve(group)
         given: Any = list(sizes) if isinstance(sizes, Sequence) else sizes
@@ -183,18 +172,19 @@ def mark(param: T, spec: ShardSpec) -> T:
 
     torch drops the mark when it copies a parameter or moves a module off the meta device;
     tensor-parallel layers mark such parameters again. State dicts do not contain marks.
+    ArgumentError if `param` has another number of rows than `spec` gives this rank.
 
     Parameters
     ----------
     param : torch.Tensor
-        This rank's part; it is returned.
+        This rank's part.
     spec : ShardSpec
         How the full tensor is sharded.
 
-    Raises
-    ------
-    ArgumentError
-        If `param` has another number of rows than `spec` gives this rank.
+    Returns
+    -------
+    torch.Tensor
+        `param` itself.
 
     Examples
     --------
@@ -218,6 +208,10 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     ----------
     param : torch.Tensor
         A parameter.
+
+    Returns
+    -------
+    ShardSpec or None
 
     Examples
     --------
