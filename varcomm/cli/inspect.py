@@ -123,9 +123,9 @@ def _kind(array: Array) -> str:
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the content of a checkpoint for JSON, and its lines for people."""
-    from varcomm.checkpoint.reader import Checkpoint
+    from varcomm.checkpoint.index import Checkpoint
 
-    saved = Checkpoint.open(folder)
+    saved = Checkpoint(folder)
     saved.verify()
     tensors, total, listed = {}, 0, []
     for key, tensor in saved.tensors.items():
