@@ -30,7 +30,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, checking
@@ -42,7 +42,6 @@ from varcomm.ops.replicated import (
     ReplicatedSum,
     ReplicatedUse,
 )
-from varcomm.ops.transpose_v import transpose_v
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
