@@ -1,14 +1,10 @@
 """A collective as a linear operator, and the one rule by which all operators are differentiated.
 
-A primitive is a pair of :class:`Operator` classes, each the other's adjoint. The rest follows from
-the pair: derivatives of any order, forward mode, asynchronous calls, operators of torch.library for
-graphs, and comparison between ranks.
-
-The derivative of an operator is the operator, and its backward applies the adjoint. Beside its
-result every application returns a *token*, an empty tensor that autograd connects to the input, and
-that a derivative gets as a further input. So a second derivative is recorded on all ranks or on
-none, even if the gradient on one rank depends on nothing, and no rank waits for a peer that has
-nothing to differentiate.
+A primitive is a pair of :class:`Operator` classes, each the other's adjoint. The derivative of an
+operator is the operator, and its backward applies the adjoint. Beside its result every application
+returns a *token*, an empty tensor that autograd connects to the input, and that a derivative gets
+as a further input. So a second derivative is recorded on all ranks or on none, even if the gradient
+on one rank depends on nothing, and no rank waits for a peer that has nothing to differentiate.
 """
 
 from __future__ import annotations
@@ -297,7 +293,7 @@ def _run(
 
 
 def begin(operator: Operator, x: Tensor, recorded: bool) -> Pending:
-    """Start to communicate, for rules that are written elsewhere; in a graph, apply at once."""
+    """Start to communicate, for rules of other modules; in a graph, apply at once."""
     if in_graph(x):
         result = _recorded(operator, x, None)[0]
         return Pending([], lambda: result)
@@ -341,12 +337,9 @@ def _failed(
     return failure(operator.name, operator.group, began, error, details)
 
 
-# --- Asynchronous calls ---------------------------------------------------------------------------
-
-# Such a call has two nodes in autograd's graph. Backward visits them in reverse: the node of the
-# wait starts the adjoint, the node of the start waits for it, and the computation between the two
-# is differentiated while the adjoint travels. Derivatives of a backward, transforms of torch.func,
-# forward mode and graphs apply the operator at once.
+# --- Asynchronous calls have two nodes of autograd. In backward the node of the wait starts the
+# adjoint, and the node of the start waits for it. Derivatives of a backward, transforms of
+# torch.func, forward mode and graphs apply the operator at once.
 
 
 class Handle:
@@ -562,9 +555,7 @@ def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
     return differentiated
 
 
-# --- Graphs: operators of torch.library -----------------------------------------------------------
-
-# For torch.compile, make_fx, torch.export and fake tensors each class of operators is one operator
+# --- Graphs: for torch.compile, make_fx, torch.export and fake tensors each class is one operator
 #
 #     varcomm::NAME(x, token, after, group, rank, ...fields) -> (result, token)
 #

@@ -1,15 +1,13 @@
 """Tensors as the engines send them: flat, in an order that does not depend on strides.
 
-Rows travel in the logical (row-major) order of their block, whatever their memory format, so that
-ranks with empty or oddly strided shards read the same order. For a dimension that is outermost in
-memory, packing and unpacking are views.
+Rows travel in the logical (row-major) order of their block, whatever their memory format. For a
+dimension that is outermost in memory, packing and unpacking are views.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -54,9 +52,11 @@ def exchange(
     """
     out = values.new_empty(sum(recv)) if out is None else out
     engine = engine_for(group, values.device)
-    return _begun(
-        name, group, values, out, send, recv, lambda *sent: engine.exchange(group, *sent, peers)
-    ), out
+
+    def begin(room: torch.Tensor, data: torch.Tensor, *counts: Sequence[int]) -> Works:
+        return engine.exchange(group, room, data, counts[0], counts[1], peers)
+
+    return _begun(name, group, values, out, send, recv, begin), out
 
 
 def all_gather(
@@ -77,9 +77,11 @@ def all_gather(
         return exchange(name, group, values, send, recv, "one")
     out = values.new_empty(sum(counts)) if out is None else out
     engine, send = engine_for(group, values.device), [counts[group.rank]] * group.size
-    return _begun(
-        name, group, values, out, send, counts, lambda *sent: engine.all_gather(group, *sent[:3])
-    ), out
+
+    def begin(room: torch.Tensor, data: torch.Tensor, *counts: Sequence[int]) -> Works:
+        return engine.all_gather(group, room, data, counts[0])
+
+    return _begun(name, group, values, out, send, counts, begin), out
 
 
 def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
@@ -89,7 +91,7 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     recv = [count if group.rank != src == rank else 0 for rank in ranks]
     engine = engine_for(group, values.device)
 
-    def begin(_: torch.Tensor, data: torch.Tensor, *counts: Any) -> Works:
+    def begin(room: torch.Tensor, data: torch.Tensor, *counts: Sequence[int]) -> Works:
         return engine.broadcast(group, data, src) if count else ()
 
     return _begun(name, group, values, values, send, recv, begin)
@@ -139,10 +141,7 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return the blocks of `sizes` rows along `dim`, each in logical order, one after the other.
-
-    A view where `dim` is outermost and `x` contiguous, else one copy.
-    """
+    """Return the blocks of `sizes` rows along `dim`, each in logical order, one after the other."""
     if prod(x.shape[:dim]) == 1:
         return flat(x)
     out = x.new_empty(x.numel())
@@ -158,7 +157,7 @@ def unpack(
     dim: int,
     into: torch.memory_format,
 ) -> torch.Tensor:
-    """Undo :func:`pack`: return the tensor of `shape` whose blocks along `dim` are in `values`."""
+    """Return the tensor of `shape` whose blocks along `dim` are in `values`."""
     if dim == 0 or prod(shape[:dim]) == 1:
         rows = values if values.shape == shape else values.view(shape)
         return rows if into == torch.contiguous_format else rows.contiguous(memory_format=into)
@@ -178,11 +177,7 @@ def _blocks(
 
 
 def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
-    """Return `x` with its first dimension moved to `dim`.
-
-    A view, except into the formats of images: strides that are not row-major cost less than a
-    second copy.
-    """
+    """Return `x` with its first dimension moved to `dim`; a view, except into formats of images."""
     moved = x.movedim(0, dim) if dim else x
     return moved if into == torch.contiguous_format else moved.contiguous(memory_format=into)
 
@@ -212,9 +207,5 @@ def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
-    """Return `shape` with `rows` along `dim`.
-
-    >>> like((4, 3), 1, 7)
-    (4, 7)
-    """
+    """Return `shape` with `rows` along `dim`."""
     return (*shape[:dim], rows, *shape[dim + 1 :])

@@ -32,8 +32,7 @@ _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
 def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
     """Return ``((p0 + p1) + p2) + ...`` as a new tensor of the parts' dtype.
 
-    The order is fixed, so the result is the same bit for bit at every run and wherever the rows are
-    summed. Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
+    Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
     """
     first, *others = parts
     narrow = accumulation_dtype(first.dtype, use_fp32) != first.dtype
@@ -70,11 +69,7 @@ def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1
 
 
 def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are summed.
-
-    >>> accumulation_dtype(torch.bfloat16, True), accumulation_dtype(torch.float64, True)
-    (torch.float32, torch.float64)
-    """
+    """Return the dtype in which values of `dtype` are summed."""
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if narrow and use_fp32 else dtype
 
@@ -82,9 +77,8 @@ def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
 def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     """Return the elements of `x` that each rank sums for the others, or None if each sums all.
 
-    Summing by pieces takes two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`;
-    summing all on each rank takes one round and ``P - 1`` times, no more for two ranks. An
-    asynchronous call cannot begin a second round.
+    Pieces take two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`; all on each
+    rank take one round and ``P - 1`` times. An asynchronous call cannot begin a second round.
     """
     if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL:
         return None

@@ -19,10 +19,9 @@ from varcomm.ops.operator import Handle, call, checking, in_graph
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
-from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share
-from varcomm.transport.engine import Peers, Pending, is_simulated
+from varcomm.transport.engine import Pending, is_simulated
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
@@ -78,7 +77,8 @@ class ExchangePlan(Routes):
     def __post_init__(self) -> None:
         # a second object for operators and graphs, which must not keep the plan in a cycle
         inner = Routes(*(getattr(self, part.name) for part in fields(Routes)))
-        vars(self).update(_inner=inner, _number=numbered(inner), extent=inner.extent)
+        vars(self).update(_inner=inner, _number=numbered(inner))
+        vars(self).update(extent=inner.extent, row_sum=inner.row_sum)
 
     @property
     def number(self) -> torch.Tensor:
@@ -89,11 +89,6 @@ class ExchangePlan(Routes):
     def inner(self) -> Routes:
         """The same routes, for operators that are kept."""
         return self._inner  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def row_sum(self) -> RowSum:
-        """The sum of copies in the adjoint."""
-        return self.inner.row_sum
 
     @classmethod
     def from_indices(
@@ -219,7 +214,11 @@ class ExchangePlan(Routes):
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
-        send_index = _exchanged(what, ranks, ids, recv_counts, send_counts, "neighbours")
+        with explained(what, ranks):
+            works, asked = packing.exchange(
+                what, ranks, ids, recv_counts, send_counts, "neighbours"
+            )
+            send_index = Pending(works, lambda: asked).wait()
         identity = crc32(repr(digests).encode())
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank], identity)
 
@@ -409,17 +408,6 @@ def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group)
         )
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    return tuple(_exchanged("ExchangePlan", group, mine, ones, ones, "all").tolist())
-
-
-def _exchanged(
-    what: str,
-    group: Group,
-    values: torch.Tensor,
-    send: Sequence[int],
-    recv: Sequence[int],
-    peers: Peers,
-) -> torch.Tensor:
-    with explained(what, group):
-        works, received = packing.exchange(what, group, values, send, recv, peers)
-        return Pending(works, lambda: received).wait()
+    with explained("ExchangePlan", group):
+        works, theirs = packing.exchange("ExchangePlan", group, mine, ones, ones)
+        return tuple(Pending(works, lambda: theirs).wait().tolist())
