@@ -43,6 +43,7 @@ __all__ = [
     "fake_mode",
     "in_forward_mode",
     "in_graph",
+    "is_recorded",
     "is_traced",
     "refuse_linearize",
     "refuse_vmap",
@@ -203,7 +204,7 @@ def _apply(
     A derivative passes the tokens and, if ranks compare calls, the number of its call.
     """
     given = [token for token in tokens if token is not None] if tokens else ()
-    recorded = _is_recorded(x, given)
+    recorded = is_recorded(x, given)
     if torch._C._are_functorch_transforms_active():
         # Dynamo breaks its graph here: a recorded operator would lose tangents
         return _RuleInTransforms.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
@@ -214,7 +215,8 @@ def _apply(
     return _run(operator, x, recorded, of)[0], None
 
 
-def _is_recorded(x: Tensor, tokens: Sequence[Tensor] = ()) -> bool:
+def is_recorded(x: Tensor, tokens: Sequence[Tensor] = ()) -> bool:
+    """Return whether the result of a call belongs to the graph."""
     if not torch.is_grad_enabled() or x.requires_grad or not tokens:
         return torch.is_grad_enabled() and x.requires_grad
     return any(token.requires_grad for token in tokens)
@@ -410,7 +412,7 @@ def start(operator: Operator, x: Tensor) -> Handle:
             result = apply(operator, x)
         return Handle(lambda: result if torch.is_grad_enabled() else result.detach())
     call = _Call(operator)
-    ticket = _Start.apply(x, call, _is_recorded(x))  # type: ignore[no-untyped-call]
+    ticket = _Start.apply(x, call, is_recorded(x))  # type: ignore[no-untyped-call]
     return Handle(lambda: _Wait.apply(x, ticket, call)[0])  # type: ignore[no-untyped-call]
 
 
@@ -502,7 +504,7 @@ class _Wait(torch.autograd.Function):
         adjoint = ctx.call.operator.adjoint
         _check_gradient(adjoint, gradient)
         has_start = ctx.needs_input_grad[1]  # not if the call started under no_grad()
-        recorded = _is_recorded(gradient, (token, of_token))
+        recorded = is_recorded(gradient, (token, of_token))
         if has_start and not recorded and not in_graph(gradient):
             ctx.call.flight = _InFlight(adjoint.in_one_round, gradient, False, ctx.number)
             return None, token.new_empty(0), None

@@ -53,8 +53,8 @@ def exchange(
     out = values.new_empty(sum(recv)) if out is None else out
     engine = engine_for(group, values.device)
 
-    def begin(room: torch.Tensor, data: torch.Tensor, *counts: Sequence[int]) -> Works:
-        return engine.exchange(group, room, data, counts[0], counts[1], peers)
+    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
+        return engine.exchange(group, room, data, nbytes[0], nbytes[1], peers)
 
     return _begun(name, group, values, out, send, recv, begin), out
 
@@ -78,8 +78,8 @@ def all_gather(
     out = values.new_empty(sum(counts)) if out is None else out
     engine, send = engine_for(group, values.device), [counts[group.rank]] * group.size
 
-    def begin(room: torch.Tensor, data: torch.Tensor, *counts: Sequence[int]) -> Works:
-        return engine.all_gather(group, room, data, counts[0])
+    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
+        return engine.all_gather(group, room, data, nbytes[0])
 
     return _begun(name, group, values, out, send, counts, begin), out
 
@@ -91,7 +91,7 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     recv = [count if group.rank != src == rank else 0 for rank in ranks]
     engine = engine_for(group, values.device)
 
-    def begin(room: torch.Tensor, data: torch.Tensor, *counts: Sequence[int]) -> Works:
+    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
         return engine.broadcast(group, data, src) if count else ()
 
     return _begun(name, group, values, values, send, recv, begin)
