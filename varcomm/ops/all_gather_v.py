@@ -34,12 +34,9 @@ class _Sharded(Operator):
         return [rows * row for rows in self.sizes]
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {
-            "dim": self.dim,
-            "sizes": list(self.sizes),
-            "shape of a row": packing.rest(x.shape, self.dim),
-            "use_fp32": self.use_fp32,
-        }
+        split = {"dim": self.dim, "sizes": list(self.sizes)}
+        row = packing.rest(x.shape, self.dim)
+        return {**split, "shape of a row": row, "use_fp32": self.use_fp32}
 
 
 @torch_operator

@@ -576,12 +576,8 @@ _TYPES = {
     "tuple[int, ...]": "SymInt[]",
 }
 
-# Results keep the format of their input; a replayed CUDA graph runs no Python.
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    torch.Tag.needs_exact_strides,
-    torch.Tag.cudagraph_unsafe,
-)
+# results keep the format of their input; a replayed CUDA graph runs no Python
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe
 
 
 def is_traced(x: Tensor | None) -> bool:
