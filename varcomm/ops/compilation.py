@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from itertools import count
@@ -47,7 +48,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
                 return disabled.fn(*args, **kwargs)  # type: ignore[no-any-return]
             return fn(*args, **kwargs)
 

@@ -26,6 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError
 from varcomm.ops.checks import checked_flag, checked_tensor
+from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
 from varcomm.transport.engine import EngineFailure, Pending, engine_for
@@ -206,8 +207,7 @@ def _apply(
     given = [token for token in tokens if token is not None] if tokens else ()
     recorded = is_recorded(x, given)
     if torch._C._are_functorch_transforms_active():
-        # Dynamo breaks its graph here: a recorded operator would lose tangents
-        return _RuleInTransforms.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_in_transforms(x, operator, recorded, of, *given)
     if recorded or forward_ad.unpack_dual(x).tangent is not None:
         return _Rule.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
     if is_plain:  # neither fake nor recorded by a tracer
@@ -265,6 +265,11 @@ class _RuleInTransforms(_Rule):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.number = None
         _keep(ctx, inputs[1], output[1])
+
+
+@kept_from_compilation  # a recorded operator would lose tangents
+def _apply_in_transforms(*inputs: Any) -> Tensors:
+    return _RuleInTransforms.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _keep(ctx: Any, operator: Operator, token: Tensor) -> None:
