@@ -20,15 +20,12 @@ from varcomm.errors import (
 )
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.broadcast import broadcast
-from varcomm.ops.gather_v import gather_v
-from varcomm.ops.handle import Handle
-from varcomm.ops.reduce import reduce
+from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
+from varcomm.ops.broadcast import broadcast, reduce
+from varcomm.ops.gather_v import gather_v, scatter_v
+from varcomm.ops.operator import Handle
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
-from varcomm.ops.scatter_v import scatter_v
 from varcomm.ops.shard_v import shard_v
-from varcomm.ops.transpose_v import transpose_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
 from varcomm.sharding.dtensor import from_dtensor, to_dtensor

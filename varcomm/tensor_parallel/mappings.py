@@ -31,14 +31,13 @@ from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import checked_summable
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
-from varcomm.ops.transpose_v import transpose_v
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
