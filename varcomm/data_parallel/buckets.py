@@ -11,10 +11,9 @@ from varcomm.ops import packing
 from varcomm.ops.reduction import SMALL, accumulated
 from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import compare, debugging
-from varcomm.transport.engine import wait_for
+from varcomm.transport.engine import span, wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.engine import span
 
 __all__ = [
     "BUCKET_BYTES",
