@@ -24,7 +24,7 @@ from varcomm.graph.joined_edges import joined
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation
+from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation, varying
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 
@@ -134,7 +134,7 @@ class EdgeShard(Numbering, Shard):
             int((source == target).sum()),
         )
         extent = extent_of(self.num_targets, *counts, device=ids.device)
-        edge_index = PartitionedIndex.make(ids, self, "edges", whole=True)
+        edge_index = PartitionedIndex.make(varying(ids, 1), self, "edges", whole=True)
         vars(self).update(counts=counts, extent=extent, edge_index=edge_index, _last=[])
 
     @property
