@@ -118,6 +118,9 @@ class PartitionedGraph:
         for attributes in (self.attributes, *self._of_one_type):
             if name in attributes:
                 return attributes[name]
+        if name == "batch" and None in self.node_shards:  # all nodes are one graph
+            zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
+            return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
         if name == "num_edges":  # with halos of several hops, the data have more
             return sum(shard.num_owned for shard in self.edge_shards.values())
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
@@ -182,17 +185,6 @@ class PartitionedGraph:
     def edge_index(self) -> torch.Tensor:
         """Edges in local ids, int64 of shape (2, E)."""
         return self.edges.edge_index
-
-    @property
-    def batch(self) -> torch.Tensor:
-        """The graph of each owned node: the data's, or zeros if these have none."""
-        if None not in self.node_shards:
-            raise AttributeError("batch")
-        known = self.nodes.attributes.get("batch", self.attributes.get("batch"))
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
-        return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
 
     @property
     def num_owned(self) -> int:

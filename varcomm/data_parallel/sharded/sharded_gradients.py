@@ -122,8 +122,8 @@ class ShardedGradients:
 
     The method is ZeRO's second stage (Rajbhandari et al., SC20).
 
-    In one process:
-    ``optimizer_factory(params)``, and backward from the mean of the losses of all ranks.
+    In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
+    ranks.
 
     Examples
     --------
