@@ -262,15 +262,13 @@ def test_values_that_are_not_finite(worlds):
 
 
 def received(rank):
-    graph = partitions()[0]
-    return [received_of(graph, name, size) for name, size, *_ in SENT]
-
-
-def received_of(graph, name, size):
+    graph, found = partitions()[0], []
     given = whole(4).rows(graph.owned_ids)
-    with varcomm.trace() as calls:
-        POOLS[name][0](given.x, None if size is None else given.batch, graph, size)
-    return sum(call.received for call in calls)
+    for name, size, *_ in SENT:
+        with varcomm.trace() as calls:
+            POOLS[name][0](given.x, None if size is None else given.batch, graph, size)
+        found.append(sum(call.received for call in calls))
+    return found
 
 
 # a pool, the number of graphs, bytes in a single round, and bytes by pieces of a third
