@@ -68,36 +68,34 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not left, "in a circle, or importing one: " + ", ".join(sorted(left))
 
 
-def is_private(name):
-    return name.startswith("_") and not name.endswith("__")
+MARK = re.compile(r"_(torch)?dynamo_\w+")  # in the vars of an object, for the compiler
+
+
+def is_private(path):
+    return any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
 
 
 def private_names():
     """Return the private names of torch that the code uses: dotted imports, names of attributes."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "varcomm").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    own, found = {"_exit", "_getframe"}, set()  # of os and sys
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            own.add(node.name)
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            own.add(node.id if isinstance(node, ast.Name) else node.attr)
-        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
-            own.add(node.arg)
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if any(map(is_private, name.split(".")))}
-        elif isinstance(node, ast.Import):
-            names = {alias.name for alias in node.names if alias.name.startswith("torch.")}
-            found |= {name for name in names if any(map(is_private, name.split(".")))}
-        elif isinstance(node, ast.Attribute) and node.attr not in own and is_private(node.attr):
-            found.add(node.attr)
-        elif isinstance(node, ast.keyword | ast.Constant):  # marks in the vars of an object
-            name = node.arg if isinstance(node, ast.keyword) else node.value
-            if isinstance(name, str) and re.fullmatch(r"_(torch)?dynamo_\w+", name):
+    own, found, marks = {"_exit", "_getframe"}, set(), set()  # own: also those of os and sys
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)) if MARK.fullmatch(name):
+                marks.add(name)
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
+                found |= {f"{module}.{alias.name}" for alias in names}
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names if alias.name.startswith("torch.")}
+            case ast.Attribute(attr=name):
                 found.add(name)
-    return found
+            case ast.arg(arg=name) | ast.keyword(arg=name):
+                own.add(name)
+    return {name for name in found - own if is_private(name)} | marks
 
 
 def test_private_names_of_torch_are_those_of_the_architecture_page():

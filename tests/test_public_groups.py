@@ -15,115 +15,80 @@ from varcomm.transport.group import Group, GroupLike
 
 ROOMS = ("varcomm", *(f"varcomm.{room}" for room in sorted(varcomm._ROOMS)))
 NAMES = {"group", "mesh", "process_group", "device_mesh", "ranks"}
-# what annotations are made of that their module, or the code of a dataclass, does not have
+# types in annotations that their module, or the code of a dataclass, does not have
 NOT_THERE = (DeviceMesh, Group, PartitionedGraph)
 TYPES = {"dist": dist, "GroupLike": GroupLike} | {kind.__name__: kind for kind in NOT_THERE}
-# as every docstring with a section on parameters has it, be it in one entry with others
 ENTRY = re.compile(r"^(\w+, )*ProcessGroup or DeviceMesh, optional$")
 SHARED_ENTRY = re.compile(r"^[\w*, ]*\bgroup\b[\w, ]*$", re.MULTILINE)
 
 
 def public():
-    """Every callable that a room exports, and every public method of its classes.
-
-    By name, with what documents its parameters: of a constructor its class.
-    """
-    found = {}
+    """Yield name, callable and documented object of all functions, classes and public methods."""
     for room in map(importlib.import_module, ROOMS):
         for name in room.__all__:
             value, full = getattr(room, name), f"{room.__name__}.{name}"
             if not inspect.isclass(value):
-                if callable(value):
-                    found[full] = value, value
+                yield full, value, value
                 continue
             for key, method in inspect.getmembers(value, callable):
-                ours = (getattr(method, "__module__", None) or "").startswith("varcomm")
-                if ours and key == "__init__":
-                    found[full] = method, value
-                elif ours and not key.startswith("_"):
-                    found[f"{full}.{key}"] = method, method
-    return found
+                if not (getattr(method, "__module__", None) or "").startswith("varcomm"):
+                    continue
+                if key == "__init__":
+                    yield full, method, value
+                elif not key.startswith("_"):
+                    yield f"{full}.{key}", method, method
 
 
 def kinds(annotation):
-    """The types that an annotation names, at any depth."""
+    """Return the types that an annotation names, at any depth."""
     parts = typing.get_args(annotation)
     return {annotation}.union(*map(kinds, parts)) if parts else {annotation}
 
 
-def evaluated(fn, parameter):
-    annotation = parameter.annotation
-    if isinstance(annotation, str):
-        annotation = eval(annotation, getattr(fn, "__globals__", {}) | TYPES)  # our own code
-    return annotation
-
-
 def ranks_taken(fn):
-    """The parameters that are ranks, by their name or type, and the types of each."""
+    """Return the types and default of each parameter that is ranks, by its name or type."""
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except ValueError:  # of a builtin
+    except (TypeError, ValueError):  # of a builtin
         return {}
     found = {}
     for parameter in parameters:
-        text = str(parameter.annotation)
+        annotation = parameter.annotation
+        text = str(annotation)
         if parameter.name in NAMES or "Group" in text or "DeviceMesh" in text:
-            named = kinds(evaluated(fn, parameter))
-            if int in named:  # how many ranks, or which: what a simulation takes
-                continue
-            found[parameter.name] = named, parameter.default
+            if isinstance(annotation, str):
+                annotation = eval(
+                    annotation, getattr(fn, "__globals__", {}) | TYPES
+                )  # our own code
+            named = kinds(annotation)
+            # a number of ranks; or a record that a class method makes from resolved ranks
+            if not named & {int, Group}:
+                found[parameter.name] = named, parameter.default
     return found
 
 
-def fault_of(fn):
-    """Tell which parameter does not take what it should: "" where all do."""
-    for name, (taken, default) in ranks_taken(fn).items():
-        if Group in taken:
-            continue  # of a record that one of its class methods makes: ranks that are resolved
-        if missing := {dist.ProcessGroup, DeviceMesh, types.NoneType} - taken:
-            return f"{name} does not take {sorted(kind.__name__ for kind in missing)}"
-        if name == "group" and default is not None:
-            return f"{name} is not optional"
-    return ""
-
-
-def takers():
-    return {name: pair for name, pair in public().items() if ranks_taken(pair[0])}
-
-
-def test_every_layer_is_searched():
-    assert {
-        "varcomm.ExchangePlan.from_needed",
-        "varcomm.all_gather_v",
-        "varcomm.checkpoint.load",
-        "varcomm.data_parallel.ShardedGradients",
-        "varcomm.graph.partition",
-        "varcomm.sharding.to_dtensor",
-        "varcomm.tensor_parallel.ColumnParallelLinear.from_linear",
-        "varcomm.testing.gradcheck",
-    } <= takers().keys()
-
-
-def test_whatever_takes_ranks_takes_a_dimension_of_a_mesh():
-    faults = {name: fault_of(fn) for name, (fn, _) in takers().items()}
-    assert {name: fault for name, fault in faults.items() if fault} == {}
-
-
 def is_documented(text):
-    """Whether a section on parameters, where there is one, says what may be given."""
+    """Return whether a section on parameters, if there is one, describes the group."""
     if "Parameters\n----" not in text:
         return True  # "as in" another one
     entries = re.findall(r"^group : (.*)$", text, re.MULTILINE)
     return any(map(ENTRY.match, entries)) or (not entries and bool(SHARED_ENTRY.search(text)))
 
 
-def test_it_is_documented_in_the_same_words():
+def test_groups_are_accepted_and_documented_in_the_same_words():
+    takers = {name: (ranks_taken(fn), what) for name, fn, what in public() if ranks_taken(fn)}
+    for name, (parameters, _) in takers.items():
+        for parameter, (taken, default) in parameters.items():
+            assert {dist.ProcessGroup, DeviceMesh, types.NoneType} <= taken, (name, parameter)
+            assert parameter != "group" or default is None, name
     texts = {
-        name: inspect.getdoc(documented) or ""
-        for name, (fn, documented) in takers().items()
-        if "group" in ranks_taken(fn) and Group not in ranks_taken(fn)["group"][0]
+        name: inspect.getdoc(what) or ""
+        for name, (parameters, what) in takers.items()
+        if "group" in parameters
     }
     assert len(texts) > 50
+    rooms = {name.rpartition(".")[0] for name in texts}
+    assert {f"varcomm.{room}" for room in ("graph", "checkpoint", "testing", "sharding")} <= rooms
     assert [name for name, text in texts.items() if not is_documented(text)] == []
     assert not is_documented("Parameters\n----------\ngroup : ProcessGroup, optional")
     assert not is_documented("Parameters\n----------\nx : torch.Tensor")

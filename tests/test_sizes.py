@@ -10,80 +10,80 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import WORLDS
 from varcomm import ArgumentError, ShardSizes
 from varcomm.sizes import checked_dim, checked_rank, checked_sizes, exact_int
 
-some_sizes = st.lists(st.integers(0, 6), min_size=1, max_size=8)
 
-
-@given(some_sizes)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
 def test_arithmetic(sizes):
     shards = ShardSizes(sizes)
     owners = [rank for rank, rows in enumerate(sizes) for _ in range(rows)]
-    rows = [row for rank in range(len(sizes)) for row in shards.range(rank)]
-    assert rows == list(range(shards.total))
+    assert [row for rank in range(len(sizes)) for row in shards.range(rank)] == [*range(sum(sizes))]
     assert shards.total == sum(sizes)
     assert shards.offsets == tuple(sum(sizes[:rank]) for rank in range(len(sizes)))
     assert [shards.owner(row) for row in range(shards.total)] == owners
     for dtype in (torch.int64, torch.int32, torch.uint8):
         ranks = shards.owner(torch.arange(shards.total).to(dtype))
-        assert ranks.dtype == torch.int64
-        assert ranks.tolist() == owners
+        assert (ranks.dtype, ranks.tolist()) == (torch.int64, owners)
     assert shards * 3 == 3 * shards == tuple(3 * n for n in sizes)
 
 
-def test_owner_keeps_the_shape_of_a_tensor():
-    shards = ShardSizes([2, 0, 1])
-    assert shards.owner(torch.tensor([[2, 0], [1, 2]])).tolist() == [[2, 0], [0, 2]]
-    assert shards.owner(torch.tensor(2)).shape == ()
-    assert shards.owner(torch.zeros(3, 0, dtype=torch.int32)).shape == (3, 0)
-    assert ShardSizes().owner(torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
 @given(st.integers(0, 500), st.integers(1, 12), st.integers(1, 9))
-def test_balanced(n, parts, multiple_of):
+def test_balanced_and_chunked(n, parts, multiple_of):
     sizes = ShardSizes.balanced(n, parts, multiple_of)
-    assert len(sizes) == parts
-    assert sum(sizes) == n
+    assert (len(sizes), sum(sizes)) == (parts, n)
     assert max(sizes) - min(sizes) <= multiple_of
     assert sum(size % multiple_of != 0 for size in sizes) == (n % multiple_of != 0)
     assert list(sizes) == sorted(sizes, reverse=True)
-
-
-def test_balanced_does_not_leave_the_rest_to_the_last():
-    assert ShardSizes.balanced(14, 8) == (2, 2, 2, 2, 2, 2, 1, 1)
-    assert ShardSizes.balanced(100, 3, multiple_of=8) == (36, 32, 32)
-    for integer in (np.int32, np.uint8, torch.tensor):
-        sizes = ShardSizes.balanced(integer(200), integer(3), integer(4))
-        assert sizes == (68, 68, 64)
-        assert {type(size) for size in sizes} == {int}
-
-
-@given(st.integers(0, 60), st.integers(1, 12))
-def test_chunked_is_the_rule_of_torch_chunk(n, parts):
     chunks = [len(chunk) for chunk in torch.arange(n).chunk(parts)]
     assert ShardSizes.chunked(n, parts) == (*chunks, *[0] * (parts - len(chunks)))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        iter([3, 0, 5]),
-        np.array([3, 0, 5]),
-        [np.uint8(3), np.int64(0), torch.tensor(5)],
-        torch.tensor([3, 0, 5], dtype=torch.int32),
-        torch.Size([3, 0, 5]),
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_sizes_are_plain_ints_whatever_they_are_made_of(given):
-    sizes = ShardSizes(given)
-    assert sizes == (3, 0, 5)
-    assert {type(size) for size in sizes} == {int}
-
-
 SIZES = ShardSizes([2, 3])
+
+
+def test_plain_ints_from_all_libraries():
+    assert ShardSizes.balanced(14, 8) == (2, 2, 2, 2, 2, 2, 1, 1)
+    made = [ShardSizes.balanced(i(200), i(3), i(4)) for i in (np.int32, np.uint8, torch.tensor)]
+    made += [
+        ShardSizes(iter([68, 68, 64])),
+        ShardSizes(np.array([68, 68, 64])),
+        ShardSizes([np.uint8(68), np.int64(68), torch.tensor(64)]),
+        ShardSizes(torch.tensor([68, 68, 64], dtype=torch.int32)),
+        ShardSizes(torch.Size([68, 68, 64])),
+    ]
+    for sizes in made:
+        assert sizes == (68, 68, 64)
+        assert {type(size) for size in sizes} == {int}
+    shards = ShardSizes([2, 0, 1])
+    for index, ranks in (
+        (torch.tensor([[2, 0], [1, 2]]), [[2, 0], [0, 2]]),
+        (torch.tensor(2), 2),
+        (torch.zeros(3, 0, dtype=torch.int32), [[], [], []]),
+    ):
+        assert shards.owner(index).tolist() == ranks
+    assert ShardSizes().owner(torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+EXACT = [
+    (-(2**70), -(2**70)),
+    (np.int8(-3), -3),
+    (np.uint64(3), 3),
+    (torch.tensor(3, dtype=torch.int32), 3),
+    *((value, None) for value in (np.bool_(True), torch.tensor(True), 3.0, np.float64(3), "3")),
+    *((value, None) for value in ([3], torch.tensor(3.0), torch.tensor([3, 4]))),
+]
+
+
+def test_integers_and_dimensions():
+    for value, want in EXACT:
+        got = exact_int(value)
+        assert got == want
+        assert got is None or type(got) is int
+    assert [checked_dim(dim, (4, 5, 6)) for dim in range(-3, 3)] == [0, 1, 2, 0, 1, 2]
+    assert checked_rank(np.int64(1), 2, "src") == 1
+
+
 REFUSALS = [
     (lambda: ShardSizes(5), "sizes"),
     (lambda: ShardSizes("35"), "sizes"),
@@ -121,10 +121,10 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSALS)
-def test_refusals(call, message):
-    with pytest.raises(ArgumentError, match=message):
-        call()
+def test_refusals():
+    for call, message in REFUSALS:
+        with pytest.raises(ArgumentError, match=message):
+            call()
 
 
 def test_a_tuple_among_tuples():
@@ -141,50 +141,21 @@ def test_a_tuple_among_tuples():
         assert (again, again.total, again.offsets) == (sizes, 8, (0, 3, 3))
 
 
-def collected(rank, rows):
-    sizes = [ShardSizes.from_local(kind(rows[rank])) for kind in (int, np.int32)]
-    with pytest.raises(ArgumentError, match="refused on rank 0") as caught:
-        ShardSizes.from_local(-1 if rank == 0 else 4)
-    if len(rows) == 3:
+def collected(rank):
+    ranks = dist.get_world_size()
+    for kind in (int, np.int32):
+        sizes = ShardSizes.from_local(kind(7 * rank % 5))
+        assert sizes == tuple(7 * other % 5 for other in range(ranks))
+        assert {type(size) for size in sizes} == {int}
+    if ranks == 3:
         group = dist.new_group([1, 2])  # in which they are 0 and 1
         assert rank == 0 or ShardSizes.from_local(10 * rank, group) == (10, 20)
         dist.barrier()
-    assert {type(size) for size in sizes[1]} == {int}
-    return *sizes, str(caught.value)
+    with pytest.raises(ArgumentError, match="refused on rank 0") as caught:
+        ShardSizes.from_local(-1 if rank == 0 else 4)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_from_local(worlds, ranks):
-    rows = tuple((7 * rank) % 5 for rank in range(ranks))
-    answers = worlds.run(ranks, collected, rows)
-    assert answers == [(rows, rows, answers[0][2])] * ranks
-
-
-@pytest.mark.parametrize(
-    ("value", "want"),
-    [
-        (-(2**70), -(2**70)),
-        (np.int8(-3), -3),
-        (np.uint64(3), 3),
-        (torch.tensor(3, dtype=torch.int32), 3),
-        (np.bool_(True), None),
-        (torch.tensor(True), None),
-        (3.0, None),
-        (np.float64(3), None),
-        (torch.tensor(3.0), None),
-        ("3", None),
-        ([3], None),
-        (torch.tensor([3, 4]), None),
-    ],
-)
-def test_exact_int(value, want):
-    got = exact_int(value)
-    assert got == want
-    assert got is None or type(got) is int
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
-def test_checked_dim_counts_from_the_front(shape, data):
-    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    assert checked_dim(dim, shape) == range(len(shape))[dim]
-    assert checked_rank(np.int64(1), 2, "src") == 1
+    assert len({*worlds.run(ranks, collected)}) == 1

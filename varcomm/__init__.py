@@ -20,15 +20,12 @@ from varcomm.errors import (
 )
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.broadcast import broadcast
-from varcomm.ops.gather_v import gather_v
-from varcomm.ops.handle import Handle
-from varcomm.ops.reduce import reduce
+from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
+from varcomm.ops.broadcast import broadcast, reduce
+from varcomm.ops.gather_v import gather_v, scatter_v
+from varcomm.ops.operator import Handle
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
-from varcomm.ops.scatter_v import scatter_v
 from varcomm.ops.shard_v import shard_v
-from varcomm.ops.transpose_v import transpose_v
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
 from varcomm.sharding.dtensor import from_dtensor, to_dtensor
@@ -72,23 +69,15 @@ __all__ = [
     "transpose_v",
 ]
 
-# Rooms that are loaded when they are first used: importing PyTorch Geometric takes seconds a rank.
-_ROOMS = frozenset(
-    {
-        "checkpoint",
-        "data_parallel",
-        "graph",
-        "models",
-        "sharding",
-        "simulate",
-        "tensor_parallel",
-        "testing",
-    }
+# Loaded when they are first used, because importing PyTorch Geometric takes seconds per rank.
+_ROOMS = (
+    *("checkpoint", "data_parallel", "graph", "models"),
+    *("sharding", "simulate", "tensor_parallel", "testing"),
 )
 
 
-class _MissingRoomError(MissingPackageError, AttributeError):
-    """What `hasattr` and `help` expect of a module whose optional package is not installed."""
+class _MissingSubpackageError(MissingPackageError, AttributeError):
+    """The error that `hasattr` and `help` expect if an optional package is not installed."""
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -96,7 +85,7 @@ def __getattr__(name: str) -> ModuleType:
         try:
             return importlib.import_module(f"varcomm.{name}")
         except MissingPackageError as error:
-            raise _MissingRoomError(str(error)) from error
+            raise _MissingSubpackageError(str(error)) from error
     raise AttributeError(f"module 'varcomm' has no attribute {name!r}")
 
 

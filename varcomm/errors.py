@@ -1,7 +1,11 @@
-"""Errors of varcomm.
+"""Errors of varcomm, and the checks of integers that raise them.
 
 Each error is also the builtin that a caller expects, so ``except ValueError`` keeps working.
 """
+
+import operator
+
+import torch
 
 __all__ = [
     "ArgumentError",
@@ -12,6 +16,9 @@ __all__ = [
     "MissingModuleError",
     "MissingPackageError",
     "VarcommError",
+    "at_least",
+    "checked_rank",
+    "exact_int",
 ]
 
 
@@ -37,32 +44,11 @@ class VarcommError(Exception):
 
 
 class ArgumentError(VarcommError, ValueError):
-    """A wrong argument on this rank, raised before any communication.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> with varcomm.simulate.world(2, rank=0):
-    ...     try:
-    ...         varcomm.all_gather_v(torch.zeros(3, 4), [2, 2])
-    ...     except ValueError as error:
-    ...         print(str(error).partition(", but ")[0])
-    all_gather_v on rank 0 of 2: the tensor of shape (3, 4) has 3 rows along dim 0
-    """
+    """A wrong argument on this rank, raised before any communication."""
 
 
 class GroupError(VarcommError, RuntimeError):
-    """A group that cannot be used: not initialised, without this rank, or for another device.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> try:
-    ...     varcomm.all_reduce(torch.ones(2))
-    ... except varcomm.GroupError as error:
-    ...     print(str(error).partition(" Call ")[0])
-    torch.distributed is not initialised.
-    """
+    """A group that cannot be used: not initialised, without this rank, or for another device."""
 
 
 class DisagreementError(VarcommError, RuntimeError):
@@ -90,16 +76,7 @@ class CommunicationError(VarcommError, RuntimeError):
 class LaunchError(VarcommError, RuntimeError):
     """A failure to start or join ranks, or of a launched rank.
 
-    Examples
-    --------
     The message ends with the error of the rank that failed first.
-
-    >>> import varcomm
-    >>> try:
-    ...     varcomm.launch(lambda rank: 1 / rank, 2)
-    ... except varcomm.LaunchError as error:
-    ...     print(str(error).splitlines()[-1])
-    ZeroDivisionError: division by zero
     """
 
 
@@ -109,3 +86,37 @@ class MissingPackageError(VarcommError, RuntimeError):
 
 class MissingModuleError(MissingPackageError, ImportError):
     """A missing optional package, raised by the import of a module that needs it."""
+
+
+def exact_int(value: object) -> int | None:
+    """Return `value` as an int if it is an integer of any library, and not a bool; else None.
+
+    >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
+    (3, None, None, None)
+    """
+    if isinstance(value, int | torch.SymInt):  # symbols stay symbols
+        return None if isinstance(value, bool) else value  # type: ignore[return-value]
+    if getattr(value, "dtype", None) == torch.bool:  # torch would make an index of it
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
+
+
+def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
+    """Return `rank` if it is one of the group, or raise ArgumentError."""
+    value = exact_int(rank)
+    if value is None or not 0 <= value < ranks:
+        raise ArgumentError(
+            f"{where}{name} must be a rank of the group, 0...{ranks - 1}; got {rank!r}."
+        )
+    return value
+
+
+def at_least(least: int, value: object, name: str) -> int:
+    """Return `value` as an int if it is an integer from `least` on, or raise ArgumentError."""
+    exact = exact_int(value)
+    if exact is None or exact < least:
+        raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
+    return exact

@@ -1,18 +1,15 @@
-"""Sizes: the numbers of rows per rank; checks of integers, dimensions, ranks and timeouts."""
+"""Sizes: the numbers of rows per rank, and checks of sizes and dimensions."""
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
-from datetime import timedelta
 from itertools import accumulate
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 import torch
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, at_least, checked_rank, exact_int
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -23,7 +20,6 @@ __all__ = [
     "at_least",
     "checked_dim",
     "checked_rank",
-    "checked_seconds",
     "checked_sizes",
     "exact_int",
     "holds_integers",
@@ -31,25 +27,20 @@ __all__ = [
 
 
 class ShardSizes(tuple[int, ...]):
-    """Rows per rank: a tuple of ints, zeros allowed.
-
-    It equals the tuple of the same ints.
+    """Rows per rank: a tuple of non-negative ints, else ArgumentError; equal to a plain tuple.
 
     Parameters
     ----------
     sizes : iterable of int
         Rows of rank 0, 1, ...
 
-    Raises
-    ------
-    ArgumentError
-        If an entry is not a non-negative integer.
-
     Examples
     --------
     >>> sizes = ShardSizes([3, 0, 5])
     >>> sizes.total, sizes.offsets, sizes.range(2), sizes.owner(3)
     (8, (0, 3, 3), range(3, 8), 2)
+    >>> sizes * 2
+    ShardSizes(6, 0, 10)
     """
 
     def __new__(cls, sizes: Iterable[int] = ()) -> Self:
@@ -77,56 +68,35 @@ class ShardSizes(tuple[int, ...]):
 
     @overload
     def owner(self, index: int) -> int: ...
-
     @overload
     def owner(self, index: torch.Tensor) -> torch.Tensor: ...
-
     def owner(self, index: int | torch.Tensor) -> int | torch.Tensor:
-        """Return the rank of a global row, or of each row in a tensor.
+        """Return the rank that has a global row, or an int64 tensor of ranks for rows in a tensor.
 
-        Parameters
-        ----------
-        index : int or torch.Tensor
-            Global rows, ``0 <= index < total``; any shape.
-
-        Returns
-        -------
-        int or torch.Tensor
-            Ranks; int64 of the same shape and device for a tensor.
-
-        Raises
-        ------
-        ArgumentError
-            If a row is out of range, or is not an integer.
-
-        Examples
-        --------
-        >>> ShardSizes([2, 0, 1]).owner(torch.tensor([0, 1, 2]))
-        tensor([0, 0, 2])
+        Raises ArgumentError if a row is out of range, or is not an integer.
         """
-        if isinstance(index, torch.Tensor):
-            if not holds_integers(index):
-                raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
-            if index.numel():
-                low, high = (int(bound) for bound in index.aminmax())
-                if low < 0 or high >= self.total:
-                    raise ArgumentError(
-                        f"index spans {low}...{high}, but there are {self.total} rows "
-                        f"(sizes {list(self)})."
-                    )
-            ends = torch.tensor(self.offsets, device=index.device) + torch.tensor(
-                self, dtype=torch.int64, device=index.device
-            )
-            return torch.searchsorted(ends, index.to(torch.int64).contiguous(), right=True)
-        row = exact_int(index)
-        if row is None:
-            raise ArgumentError(f"index must be an integer or a tensor of integers; got {index!r}.")
-        if not 0 <= row < self.total:
-            raise ArgumentError(
-                f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
-            )
-        # the last rank that starts there: empty ranks before it start at the same row
-        return bisect_right(self.offsets, row) - 1
+        ends = list(accumulate(self))
+        if not isinstance(index, torch.Tensor):
+            row = exact_int(index)
+            if row is None:
+                raise ArgumentError(
+                    f"index must be an integer or a tensor of integers; got {index!r}."
+                )
+            self._require(row)
+            return bisect_right(ends, row)
+        if not holds_integers(index):
+            raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
+        if index.numel():
+            self._require(*map(int, index.aminmax()))
+        of_ranks = torch.tensor(ends, dtype=torch.int64, device=index.device)
+        return torch.searchsorted(of_ranks, index.to(torch.int64).contiguous(), right=True)
+
+    def _require(self, *rows: int) -> None:
+        for row in rows:
+            if not 0 <= row < self.total:
+                raise ArgumentError(
+                    f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
+                )
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
@@ -134,15 +104,10 @@ class ShardSizes(tuple[int, ...]):
 
         The first ranks get one unit more; a remainder below one unit goes to the next rank.
 
-        Examples
-        --------
-        >>> ShardSizes.balanced(14, 8)
-        ShardSizes(2, 2, 2, 2, 2, 2, 1, 1)
-        >>> ShardSizes.balanced(100, 3, multiple_of=8)
-        ShardSizes(36, 32, 32)
+        >>> ShardSizes.balanced(14, 8), ShardSizes.balanced(100, 3, multiple_of=8)
+        (ShardSizes(2, 2, 2, 2, 2, 2, 1, 1), ShardSizes(36, 32, 32))
         """
-        n = at_least(0, n, "n")
-        parts = at_least(1, parts, "parts")
+        n, parts = at_least(0, n, "n"), at_least(1, parts, "parts")
         multiple_of = at_least(1, multiple_of, "multiple_of")
         units, remainder = divmod(n, multiple_of)
         base, more = divmod(units, parts)
@@ -156,26 +121,15 @@ class ShardSizes(tuple[int, ...]):
 
         Each rank gets ``ceil(n / parts)`` rows; the last ranks may have fewer, or none.
 
-        Examples
-        --------
         >>> ShardSizes.chunked(14, 8)
         ShardSizes(2, 2, 2, 2, 2, 2, 2, 0)
         """
-        n = at_least(0, n, "n")
-        parts = at_least(1, parts, "parts")
+        n, parts = at_least(0, n, "n"), at_least(1, parts, "parts")
         rows = -(-n // parts)
         return cls(min(rows, max(0, n - part * rows)) for part in range(parts))
 
     def __mul__(self, n: SupportsIndex) -> Self:
-        """Multiply every size by `n`, as from heads to features.
-
-        Unlike ``tuple * n``, this does not repeat the sizes.
-
-        Examples
-        --------
-        >>> ShardSizes.balanced(5, 3) * 8
-        ShardSizes(16, 16, 8)
-        """
+        """Multiply every size by `n`, as heads to features; ``tuple * n`` would repeat them."""
         factor = at_least(0, n, "the factor of sizes")
         return type(self)(rows * factor for rows in self)
 
@@ -185,20 +139,14 @@ class ShardSizes(tuple[int, ...]):
     def from_local(cls, n: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> Self:
         """Collect the sizes from the number of rows on each rank; collective.
 
-        Parameters
-        ----------
-        n : int
-            Rows of this rank; ArgumentError on every rank if one rank has no such number.
-        group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
+        All ranks raise ArgumentError if one rank has no such number. `group` is a ProcessGroup or
+        DeviceMesh; None is the whole world.
 
-        Examples
-        --------
         >>> import varcomm
         >>> varcomm.launch(lambda rank: varcomm.ShardSizes.from_local(rank + 1), 2)[0]
         ShardSizes(1, 2)
         """
-        # the one import of a higher layer: users look for this function here
+        # collectives import this module, and agreement only inside debug()
         from varcomm.transport.agreement import share
         from varcomm.transport.group import resolve
 
@@ -207,46 +155,22 @@ class ShardSizes(tuple[int, ...]):
         )
 
     def __repr__(self) -> str:
-        """Return e.g. ``ShardSizes(3, 0, 5)``."""
         return f"ShardSizes({', '.join(map(str, self))})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (tuple(self),)
 
 
-def exact_int(value: object) -> int | None:
-    """Return `value` as an int if it is an integer of any library, and not a bool; else None.
-
-    >>> exact_int(3), exact_int(3.0), exact_int(True), exact_int("3")
-    (3, None, None, None)
-    """
-    if isinstance(value, int | torch.SymInt):  # symbols stay symbols
-        return None if isinstance(value, bool) else value  # type: ignore[return-value]
-    if getattr(value, "dtype", None) == torch.bool:  # torch would make an index of it
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):
-        return None
-
-
 def holds_integers(x: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers.
-
-    >>> holds_integers(torch.tensor([1])), holds_integers(torch.tensor([True]))
-    (True, False)
-    """
+    """Return whether a tensor holds integers, not bools."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def checked_sizes(
     sizes: Iterable[int], name: str, ranks: int | None = None, where: str = ""
 ) -> tuple[int, ...]:
-    """Return `sizes` as ints, or raise ArgumentError.
-
-    `ranks` is how many there must be, where known; `where` starts the message.
-    """
-    if isinstance(sizes, ShardSizes) and (ranks is None or len(sizes) == ranks):
+    """Return `sizes` as ints, `ranks` of them if given; ArgumentError starts with `where`."""
+    if isinstance(sizes, ShardSizes) and ranks in (None, len(sizes)):
         return sizes
     scalar = getattr(sizes, "ndim", 1) == 0  # numpy's and torch's scalars are iterable by type
     unordered = isinstance(sizes, str | bytes | Set | Mapping)
@@ -254,21 +178,22 @@ def checked_sizes(
         raise ArgumentError(
             f"{where}{name} must be a list or tuple of ints, one per rank; got {sizes!r}."
         )
-    given = list(sizes)
-    values = [exact_int(value) for value in given]
-    if None in values:
-        raise ArgumentError(
-            f"{where}{name} must hold ints; got {given!r}, where entry {values.index(None)} is "
-            f"{given[values.index(None)]!r} of type {type(given[values.index(None)]).__name__}."
-        )
-    checked = tuple(value for value in values if value is not None)
+    given, checked = list(sizes), []
+    for place, entry in enumerate(given):
+        value = exact_int(entry)
+        if value is None:
+            raise ArgumentError(
+                f"{where}{name} must hold ints; got {given!r}, where entry {place} is {entry!r} "
+                f"of type {type(entry).__name__}."
+            )
+        checked.append(value)
     if any(value < 0 for value in checked):
         raise ArgumentError(f"{where}{name} must not be negative; got {given!r}.")
     if ranks is not None and len(checked) != ranks:
         raise ArgumentError(
             f"{where}{name} must have one entry per rank, {ranks}; got {len(checked)}: {given!r}."
         )
-    return checked
+    return tuple(checked)
 
 
 def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "dim") -> int:
@@ -282,35 +207,3 @@ def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "di
             f"{where}{name}={dim} is out of range for a tensor of shape {tuple(shape)}.{hint}"
         )
     return value % len(shape)
-
-
-def checked_rank(rank: int, ranks: int, name: str, where: str = "") -> int:
-    """Return `rank` if it is one of the group, or raise ArgumentError."""
-    value = exact_int(rank)
-    if value is None or not 0 <= value < ranks:
-        raise ArgumentError(
-            f"{where}{name} must be a rank of the group, 0...{ranks - 1}; got {rank!r}."
-        )
-    return value
-
-
-def at_least(least: int, value: object, name: str) -> int:
-    """Return `value` as an int if it is an integer from `least` on, or raise ArgumentError."""
-    exact = exact_int(value)
-    if exact is None or exact < least:
-        raise ArgumentError(f"{name} must be an integer of at least {least}; got {value!r}.")
-    return exact
-
-
-def checked_seconds(timeout: object) -> float:
-    """Return a timeout in seconds, at most 24 days: ``poll`` counts milliseconds in an int.
-
-    >>> checked_seconds(timedelta(minutes=1)), checked_seconds(0.5), checked_seconds(float("inf"))
-    (60.0, 0.5, 2073600.0)
-    """
-    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0:
-        return min(float(given), 24 * 86_400.0)
-    raise ArgumentError(
-        f"timeout must be a positive number of seconds or a timedelta; got {timeout!r}."
-    )

@@ -65,32 +65,6 @@ def ended(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def save_alone(folder, number, ready):
-    state = state_of(number)
-    os.write(ready, b".")
-    save(state, folder)
-
-
-def at_random(folder, times):
-    """Kill a writer at random moments; print (before, new, found, files left)."""
-    start = time.monotonic()
-    save(state_of(0), folder)
-    lasts = time.monotonic() - start
-    chance, before = random.Random(7), 0
-    for number in range(1, times + 1):
-        heard, ready = os.pipe()
-        pid = forked(save_alone, folder, number, ready)
-        os.read(heard, 1)
-        time.sleep(chance.uniform(0, lasts))
-        os.kill(pid, signal.SIGKILL)
-        ended(pid)
-        os.close(heard)
-        os.close(ready)
-        found = held(folder)
-        print(before, number, found)
-        before, lasts = found, lasts * TOWARDS[found == number]
-
-
 def save_until(folder, number, last):
     """Save, and be killed before the call of this number that changes the disk."""
     left = [last]

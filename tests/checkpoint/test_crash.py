@@ -38,13 +38,6 @@ def test_killed_before_each_change_of_the_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path):
-    killed, _ = run("at_random", tmp_path, 50)
-    assert len(killed) == 50
-    assert {after == new for _, new, after in killed} == {True, False}
-
-
-@pytest.mark.slow
 def test_killed_on_one_of_two_ranks(tmp_path):
     killed, _ = run("on_two_ranks", tmp_path / "here", 10)
     assert len(killed) == 10

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ def pipe(path):
     os.mkfifo(path)
 
 
+def swapped(path):
+    path.write_bytes(data_of(path.parent)[-1].read_bytes())
+
+
 HARM = {cut: "bytes", longer: "bytes", flipped: "SHA-256", os.remove: "missing"}
 HARM |= {device: "not a regular file", pipe: "not a regular file"}
 
@@ -61,7 +66,7 @@ HARM |= {device: "not a regular file", pipe: "not a regular file"}
 def refused(rank, folder, harmed):
     """Loading is refused on every rank with one message, and nothing is touched."""
     found = []
-    for name, how in harmed:
+    for name, how, _ in harmed:
         state = state_of(rank, 7)
         with pytest.raises(ArgumentError, match=how) as caught:
             load(state, folder / name)
@@ -69,58 +74,30 @@ def refused(rank, folder, harmed):
         assert state["b"].eq(7).all()
         assert all(bool((box.tensor == 7).all()) for box in state["w"].boxes)
         found.append(str(caught.value))
+    with pytest.raises(DisagreementError, match=r"ranks \[1, 2\] find another checkpoint"):
+        load(state_of(rank, 7), folder / ("other" if rank else "whole"))
     return found
-
-
-def copied(folder, to):
-    for path in (folder / INDEX, *data_of(folder)):
-        target = to / path.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
-    return to
 
 
 def test_harmed_files(worlds, tmp_path):
     worlds.run(3, saved, tmp_path / "whole")
-    harmed, names = [], []
-    for which in (0, -1):
-        for harm, how in HARM.items():
-            number = str(len(harmed))
-            path = data_of(copied(tmp_path / "whole", tmp_path / number))[which]
-            harm(path)
-            harmed.append((number, how))
-            names.append(path.name)
-    for harm in (cut, flipped, os.remove, device):
-        number = str(len(harmed))
-        harm(copied(tmp_path / "whole", tmp_path / number) / INDEX)
-        harmed.append((number, INDEX))
-        names.append(INDEX)
+    worlds.run(3, saved, tmp_path / "other")
+    harms = [(which, harm, how) for which in (0, -1) for harm, how in HARM.items()]
+    harms += [(INDEX, harm, INDEX) for harm in (cut, flipped, os.remove, device)]
+    harms += [(0, swapped, "rank-")]
+    harmed = []
+    for number, (which, harm, how) in enumerate(harms):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        path = folder / INDEX if which == INDEX else data_of(folder)[which]
+        harm(path)
+        harmed.append((folder.name, how, path.name))
     found = worlds.run(3, refused, tmp_path, harmed)
     assert found == [found[0]] * 3
-    for said, name, (number, how) in zip(found[0], names, harmed, strict=True):
+    for said, (number, how, name) in zip(found[0], harmed, strict=True):
         assert name in said
         with pytest.raises(ArgumentError, match=how):
             read(tmp_path / number)
-
-
-def test_a_file_in_the_place_of_another(worlds, tmp_path):
-    worlds.run(3, saved, tmp_path)
-    one, *_, other = data_of(tmp_path)
-    one.write_bytes(other.read_bytes())
-    with pytest.raises(ArgumentError, match=one.name):
-        read(tmp_path)
-
-
-def two_folders(rank, folder):
-    with pytest.raises(DisagreementError, match=r"ranks \[1, 2\] find another checkpoint"):
-        load({"x": torch.zeros(3)}, folder / str(min(rank, 1)))
-    return True
-
-
-def test_ranks_that_find_different_checkpoints(worlds, tmp_path):
-    for name in ("0", "1"):
-        save({"x": torch.zeros(3)}, tmp_path / name)
-    assert worlds.run(3, two_folders, tmp_path) == [True] * 3
 
 
 def resigned(folder, change):

@@ -1,7 +1,5 @@
 """Checks before anything is loaded: names, parts of states, targets, objects that refuse."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,46 +24,7 @@ def other_names(rank, folder):
     if rank:
         state["a"] = torch.zeros(1)
     load(state, folder)
-    return all(bool(t.all()) for t in (x, state[mine]["v"], state.get("a", x)))
-
-
-def test_ranks_that_load_other_parts(worlds, tmp_path):
-    assert worlds.run(3, other_names, tmp_path) == [True] * 3
-
-
-def test_names_with_dots(tmp_path):
-    save({"a": {"p": 1, "l": [1]}, "a.x": {"q": 2}, "a.l.y": 3}, tmp_path)
-    state = {"a": {"p": 0, "l": []}}
-    load(state, tmp_path)
-    assert state == {"a": {"p": 1, "l": [1]}}
-    state = {"a.x": {"q": 0}}
-    load(state, tmp_path)
-    assert state == {"a.x": {"q": 2}}
-
-
-def wrapped_in(folder, state, message):
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        load(state, folder)
-    return True
-
-
-def test_names_that_differ_by_a_wrapper(tmp_path):
-    model = nn.Linear(2, 1)
-    outer = nn.Module()
-    outer.module = model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hint = "Names differ by 'module.' or '_orig_mod.'"
-    save({"model": outer, "optimizer": optimizer}, tmp_path)
-    assert wrapped_in(tmp_path, {"model": model}, hint)
-    assert wrapped_in(tmp_path, {"optimizer": optimizer, "model": model}, hint)
-
-
-def test_a_dict_takes_what_it_has_the_keys_of(tmp_path):
-    save({"h": {"loss": 1}}, tmp_path)
-    assert wrapped_in(tmp_path, {"h": {}}, "1 of its keys are not in the state: 'h.loss'")
-    state = {"h": None}
-    load(state, tmp_path)
-    assert state == {"h": {"loss": 1}}
+    assert all(bool(t.all()) for t in (x, state[mine]["v"], state.get("a", x)))
 
 
 def in_inference_mode(*shape):
@@ -82,6 +41,7 @@ TARGETS = {
 
 
 def no_target(rank, folder):
+    """Targets that cannot be overwritten."""
     save({"a": torch.ones(2), "b": torch.zeros(3, 2), "s": 1}, folder)
     for word, make in TARGETS.items():
         state = {"a": torch.zeros(2), "b": torch.zeros(3, 2), "s": 0}
@@ -93,11 +53,6 @@ def no_target(rank, folder):
             load(state, folder)
         assert not state["a"].any()
         assert state["s"] == 0
-    return True
-
-
-def test_targets_that_cannot_be_overwritten(worlds, tmp_path):
-    assert worlds.run(3, no_target, tmp_path) == [True] * 3
 
 
 def uneven(rank, folder):
@@ -114,11 +69,7 @@ def uneven(rank, folder):
     save({"n": torch.zeros(5)}, folder / "even")
     with pytest.raises(ArgumentError, match=said):
         load({"n": tensor}, folder / "even")
-    return read(folder / "there")
-
-
-def test_shards_of_other_sizes_than_they_tell(worlds, tmp_path):
-    assert worlds.run(3, uneven, tmp_path) == [{"good": 1}] * 3
+    assert read(folder / "there") == {"good": 1}
 
 
 class Version(nn.Module):
@@ -142,97 +93,103 @@ class Held:
         self.value, self.refuses = value, refuses
 
     def state_dict(self):
-        return {"value": self.value}
+        return {"value": self.value, "inner": [torch.ones(2), {}]}
 
     def load_state_dict(self, state):
+        assert state["inner"][1] == {}
         if self.refuses:
             raise ValueError("not this one")
         self.value = state["value"]
 
 
 def who_refuses(rank, folder):
+    """A module or an object refuses before tensors are overwritten."""
     first, module, last = Held(5), Version(2, 4.0), Held(5)
-    x = torch.ones(2)
-    save({"x": x, "first": first, "module": module, "last": last, "s": 1}, folder)
+    save({"x": torch.ones(2), "first": first, "module": module, "last": last, "s": 1}, folder)
     first.value = last.value = 0
     other = Version(1 if rank == 1 else 2, 0.0)
     state = {"x": torch.zeros(2), "first": first, "module": other, "last": last, "s": 0}
     said = r"refused on rank 1 of 3: 'module' refuses its saved state: made for version 1"
-    with pytest.raises(ArgumentError, match=said):
-        load(state, folder)
-    assert not other.weight.any()
-    assert not state["x"].any()
-    assert (first.value, state["s"]) == (5, 0)
-    other.version = 2
+    for message in (said, r"'last' refuses .*not this one"):
+        with pytest.raises(ArgumentError, match=message):
+            load(state, folder)
+        assert not other.weight.any()
+        assert not state["x"].any()
+        assert (first.value, state["s"]) == (5, 0)
+        other.version, last.refuses = 2, not last.refuses
     load(state, folder)
-    return other.weight.tolist(), last.value, state["s"]
-
-
-def test_a_module_refuses_before_tensors_are_overwritten(worlds, tmp_path):
-    assert worlds.run(3, who_refuses, tmp_path) == [([4, 4], 5, 1)] * 3
+    assert other.weight.tolist() == [4, 4]
+    assert (last.value, state["s"]) == (5, 1)
 
 
 def other_model(rank, folder):
-    spec = ShardSpec.of([2, 1, 0])
-    w = Sharded.of(torch.ones(spec.local, 4), spec)
+    """A checkpoint of another model: one message names all differences."""
+    saved, own = (ShardSpec.of(sizes) for sizes in ([2, 1, 0], [1, 1, 0]))
+    w, same = Sharded.of(torch.ones(saved.local, 4), saved), torch.zeros(2)
     save({"net": {"w": w, "b": torch.ones(3), "s": 5, "same": torch.ones(2)}, "x": 1}, folder)
-    own = torch.zeros(2)
-    spec = ShardSpec.of([1, 1, 0])
-    net = {"w": Sharded.of(torch.zeros(spec.local, 4), spec), "b": torch.zeros(3).double()}
-    net |= {"same": own, "new": torch.zeros(1), **{f"n{number}": 0 for number in range(7)}}
+    net = {"w": Sharded.of(torch.zeros(own.local, 4), own), "b": torch.zeros(3).double()}
+    net |= {"same": same, "new": torch.zeros(1), **{f"n{number}": 0 for number in range(7)}}
     with pytest.raises(ArgumentError) as caught:
         load({"net": net}, folder)
-    assert not own.any()
-    return str(caught.value)
-
-
-def test_a_checkpoint_of_another_model(worlds, tmp_path):
-    (said,) = set(worlds.run(3, other_model, tmp_path))
+    assert not same.any()
     for words in (
         "8 keys are missing in the checkpoint: 'net.new', 'net.n0', 'net.n1', 'net.n2', 'net.n3', ",
         "1 of its keys are not in the state: 'net.s'",
         "2 have another shape or dtype: 'net.w' is saved as (3, 4), torch.float32 and is (2, 4), ",
         "'net.b' is saved as (3,), torch.float32 and is (3,), torch.float64 here",
     ):
-        assert words in said
+        assert words in str(caught.value)
 
 
-def test_kinds_that_do_not_fit(tmp_path):
-    x = torch.zeros(2)
-    for saved, state, word in (
-        ({"x": x}, {"x": 5}, "'x' is saved as tensors and is a plain value"),
-        ({"x": 5}, {"x": x}, r"'x' is saved as a plain value and is \(2,\)"),
-        ({"x": x}, {"y": x}, "1 keys are missing in the checkpoint: 'y'"),
-        ({"x": x}, {"x": PerRank(x)}, "missing in the checkpoint: 'x.0'"),
-        ({"x": x}, {"y": nn.Linear(1, 1)}, "in the checkpoint: 'y'"),
-        ({"x": {}}, {"x": {"y": 5}}, "missing in the checkpoint: 'x.y'"),
-        ({"x": {"y": 5}}, {"x": {}}, "not in the state: 'x.y'"),
-        ({}, {"x": x}, "1 keys are missing in the checkpoint: 'x'"),
-        ({"x": nn.Linear(2, 1)}, {"x": nn.Linear(2, 1, device="meta")}, "'x.weight' is on the me"),
+@pytest.mark.parametrize("check", [other_names, no_target, uneven, who_refuses, other_model])
+def test_on_ranks(worlds, tmp_path, check):
+    worlds.run(3, check, tmp_path)
+
+
+def test_names_with_dots(tmp_path):
+    save({"a": {"p": 1, "l": [1]}, "a.x": {"q": 2}, "a.l.y": 3}, tmp_path)
+    for expected, state in (
+        ({"p": 1, "l": [1]}, {"a": {"p": 0, "l": []}}),
+        ({"q": 2}, {"a.x": {"q": 0}}),
     ):
+        load(state, tmp_path)
+        assert [*state.values()] == [expected]
+
+
+def wrapped():
+    outer = nn.Module()
+    outer.module = nn.Linear(2, 1)
+    return outer
+
+
+def with_optimizer(model, parameters):
+    return {"model": model, "optimizer": torch.optim.SGD(parameters, lr=0.1)}
+
+
+X, MODEL, OUTER = torch.zeros(2), nn.Linear(2, 1), wrapped()
+HINT = r"Names differ by 'module\.' or '_orig_mod\.'"
+DIFFERENT = [  # saved, state, word of the message
+    ({"x": X}, {"x": 5}, "'x' is saved as tensors and is a plain value"),
+    ({"x": 5}, {"x": X}, r"'x' is saved as a plain value and is \(2,\)"),
+    ({"x": X}, {"y": X}, "1 keys are missing in the checkpoint: 'y'"),
+    ({"x": X}, {"x": PerRank(X)}, "missing in the checkpoint: 'x.0'"),
+    ({"x": X}, {"y": nn.Linear(1, 1)}, "in the checkpoint: 'y'"),
+    ({"x": {}}, {"x": {"y": 5}}, "missing in the checkpoint: 'x.y'"),
+    ({"x": {"y": 5}}, {"x": {}}, "1 of its keys are not in the state: 'x.y'"),
+    ({}, {"x": X}, "1 keys are missing in the checkpoint: 'x'"),
+    ({"x": nn.Linear(2, 1)}, {"x": nn.Linear(2, 1, device="meta")}, "'x.weight' is on the me"),
+    ({"model": OUTER}, {"model": MODEL}, HINT),
+    (with_optimizer(OUTER, OUTER.parameters()), with_optimizer(MODEL, MODEL.parameters()), HINT),
+]
+
+
+def test_states_that_do_not_fit(tmp_path):
+    for saved, state, word in DIFFERENT:
         save(saved, tmp_path)
         with pytest.raises(ArgumentError, match=word):
             load(state, tmp_path)
-    assert not x.any()
-
-
-class Choosy:
-    def state_dict(self):
-        return {"number": 5, "inner": [torch.ones(2), {}]}
-
-    def load_state_dict(self, state):
-        assert state == {"number": 5, "inner": [state["inner"][0], {}]}
-        raise ValueError("not this one")
-
-
-def choosy(rank, folder):
-    x = torch.ones(2)
-    save({"a": x, "b": Choosy()}, folder)
-    x.zero_()
-    with pytest.raises(ArgumentError, match=r"'b' refuses .*not this one"):
-        load({"a": x, "b": Choosy()}, folder)
-    return not x.any()
-
-
-def test_an_object_refuses_before_tensors_are_overwritten(worlds, tmp_path):
-    assert worlds.run(3, choosy, tmp_path) == [True] * 3
+    assert not X.any()
+    save({"h": {"loss": 1}}, tmp_path)
+    state = {"h": None}
+    load(state, tmp_path)
+    assert state == {"h": {"loss": 1}}

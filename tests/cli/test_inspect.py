@@ -1,4 +1,4 @@
-"""The command `inspect`: what it tells of partitions and checkpoints, whole and damaged ones."""
+"""The command `inspect`: its listing of partitions and checkpoints, whole and damaged ones."""
 
 import json
 import os
@@ -14,59 +14,53 @@ from varcomm.checkpoint import save
 from varcomm.cli.main import main
 
 
-@pytest.fixture
-def partition(tmp_path):
+def saved_partition(folder):
     data = wild()
     data.name = "wild"
-    vc.simulate.partition(data, 3, "block").save(tmp_path / "parts")
-    return tmp_path / "parts"
+    parts = vc.simulate.partition(data, 3, "block")
+    parts.save(folder)
+    return parts
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    save({"model": torch.nn.Linear(3, 2), "epoch": 4}, tmp_path / "step")
-    return tmp_path / "step"
+def saved_checkpoint(folder):
+    save({"model": torch.nn.Linear(3, 2), "epoch": 4}, folder)
 
 
 def inspected(capsys, *arguments):
     assert main(["inspect", *map(str, arguments)]) == 0
-    told = capsys.readouterr()
-    assert told.err == ""
-    return told.out
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
 
 
-def test_a_partition(partition, capsys):
-    first, summary, head, *rows = inspected(capsys, partition).splitlines()
-    assert first == f"{partition}: a saved partition"
+def test_a_partition(tmp_path, capsys):
+    parts = saved_partition(tmp_path)
+    first, summary, head, *rows = inspected(capsys, tmp_path).splitlines()
+    assert first == f"{tmp_path}: a saved partition"
     assert summary.endswith(" on 3 ranks by block")
     assert head.split() == ["rank", "nodes", "edges", "halo", "bytes"]
     assert rows[-2] == "graph attributes: name str"
     assert rows[-1] == "checksums: SHA-256 of graph.json and 3 files verified"
-
-
-def test_a_partition_as_json(partition, capsys):
-    data = wild()
-    found = json.loads(inspected(capsys, partition, "--json"))
-    parts = vc.simulate.partition(data, 3, "block")
-    assert found["kind"] == "saved partition"
-    assert found["checksums"] == "verified"
+    found = json.loads(inspected(capsys, tmp_path, "--json"))
+    assert (found["kind"], found["checksums"]) == ("saved partition", "verified")
     for name, counts in (("nodes", parts.owned), ("edges", parts.edges), ("halo", parts.halo)):
         assert [rank[name] for rank in found["by_rank"]] == counts.tolist()
-    for rank, told in enumerate(found["by_rank"]):
-        (path,) = partition.rglob(f"rank-{rank:05}.safetensors")
-        assert told["bytes"] == sum(tensor.nbytes for tensor in load_file(path).values())
+    for rank, one in enumerate(found["by_rank"]):
+        (path,) = tmp_path.rglob(f"rank-{rank:05}.safetensors")
+        assert one["bytes"] == sum(tensor.nbytes for tensor in load_file(path).values())
 
 
 def test_types_of_nodes_are_named(tmp_path, capsys):
     vc.simulate.partition(papers(), 2, "block").save(tmp_path / "parts")
-    told = inspected(capsys, tmp_path / "parts")
-    assert "node attributes: author.x float32 (2,), paper.x float32\n" in told
-    assert "edge attributes: author writes paper.edge_attr float32\n" in told
+    shown = inspected(capsys, tmp_path / "parts")
+    assert "node attributes: author.x float32 (2,), paper.x float32\n" in shown
+    assert "edge attributes: author writes paper.edge_attr float32\n" in shown
 
 
-def test_a_checkpoint(checkpoint, capsys):
-    first, summary, _, row, *rest = inspected(capsys, checkpoint).splitlines()
-    assert first == f"{checkpoint}: a checkpoint"
+def test_a_checkpoint(tmp_path, capsys):
+    saved_checkpoint(tmp_path)
+    first, summary, _, row, *rest = inspected(capsys, tmp_path).splitlines()
+    assert first == f"{tmp_path}: a checkpoint"
     assert summary == "2 tensors of 32 bytes, 1 other values; written by 1 rank"
     assert row.split()[0] == "0"
     assert rest == [
@@ -77,17 +71,13 @@ def test_a_checkpoint(checkpoint, capsys):
     ]
 
 
-def saved(rank, folder):
-    sizes = [3, 1]
-    save({"rows": vc.checkpoint.Rows(torch.ones(sizes[rank], 2), rows_of(rank), total=4)}, folder)
-
-
-def rows_of(rank):
-    return torch.tensor([[0, 1, 3], [2]][rank])
+def save_on_ranks(rank, folder):
+    rows = torch.tensor([[0, 1, 3], [2]][rank])
+    save({"rows": vc.checkpoint.Rows(torch.ones(len(rows), 2), rows, total=4)}, folder)
 
 
 def test_a_checkpoint_of_two_ranks_as_json(worlds, tmp_path, capsys):
-    worlds.run(2, saved, tmp_path / "step")
+    worlds.run(2, save_on_ranks, tmp_path / "step")
     found = json.loads(inspected(capsys, tmp_path / "step", "--json"))
     assert (found["kind"], found["checksums"]) == ("checkpoint", "verified")
     assert (found["tensors"]["rows"]["shape"], found["tensor_bytes"]) == ([4, 2], 32)
@@ -98,12 +88,11 @@ def test_a_checkpoint_of_two_ranks_as_json(worlds, tmp_path, capsys):
 
 def test_files_of_other_tools_have_no_checksums(tmp_path, capsys):
     save_file({"w": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    last = "checksums: none in files of other tools; headers of 1 file verified\n"
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        told = inspected(capsys, path)
-        assert "\nw: float32 (3, 4)\n" in told
-        assert told.endswith(
-            "checksums: none in files of other tools; headers of 1 file verified\n"
-        )
+        shown = inspected(capsys, path)
+        assert "\nw: float32 (3, 4)\n" in shown
+        assert shown.endswith(last)
 
 
 def cut(path):
@@ -116,31 +105,31 @@ def flip(path):
     path.write_bytes(bytes(content))
 
 
+def empty(path):
+    path.write_text("{}")
+
+
 @pytest.mark.parametrize(
-    ("kind", "pattern", "damage"),
+    ("make", "pattern", "damages"),
     [
-        ("partition", "rank-00001*", cut),
-        ("partition", "rank-00001*", flip),
-        ("partition", "rank-00000*", os.remove),
-        ("partition", "graph.json", cut),
-        ("partition", "graph.json", lambda path: path.write_text("{}")),
-        ("checkpoint", "rank-*", cut),
-        ("checkpoint", "rank-*", flip),
-        ("checkpoint", "rank-*", os.remove),
-        ("checkpoint", "checkpoint.json", flip),
-        ("checkpoint", "checkpoint.json", os.remove),
+        (saved_partition, "rank-00001*", (cut, flip, os.remove)),
+        (saved_partition, "graph.json", (cut, empty)),
+        (saved_checkpoint, "rank-*", (cut, flip, os.remove)),
+        (saved_checkpoint, "checkpoint.json", (flip, os.remove)),
     ],
 )
-def test_damage_is_told_in_one_line(kind, pattern, damage, request, capsys):
-    folder = request.getfixturevalue(kind)
-    (path,) = folder.rglob(pattern)
-    damage(path)
-    assert main(["inspect", str(folder)]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    (line,) = told.err.splitlines()
-    assert line.startswith("python -m varcomm inspect: ")
-    assert path.name in line
+def test_damage_is_printed_in_one_line(make, pattern, damages, tmp_path, capsys):
+    for damage in damages:
+        folder = tmp_path / damage.__name__
+        make(folder)
+        (path,) = folder.rglob(pattern)
+        damage(path)
+        assert main(["inspect", str(folder)]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        (line,) = shown.err.splitlines()
+        assert line.startswith("python -m varcomm inspect: ")
+        assert path.name in line
 
 
 def test_a_folder_of_something_else(tmp_path, capsys):

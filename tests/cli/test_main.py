@@ -1,6 +1,7 @@
-"""All commands: help, output that cannot be written, and Ctrl-C."""
+"""All commands: help, wrong options, output that cannot be written, and Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from varcomm.cli.main import main
 
@@ -26,27 +28,54 @@ START = (
     [("/usr/bin/varcomm", "varcomm"), ("/site/varcomm/__main__.py", "python -m varcomm")],
 )
 def test_help(path, prog, monkeypatch, capsys):
+    def shown(*arguments):
+        with pytest.raises(SystemExit, match="0"):
+            main([*arguments])
+        return capsys.readouterr().out
+
     monkeypatch.setattr("sys.argv", [path])
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("    ")]
+    assert shown("--version").strip()
+    page = shown("--help")
+    listed = [line.split()[0] for line in page.splitlines() if line.startswith("    ")]
     assert listed == list(COMMANDS)
-    assert "exit status: 0 success, 1 failure, 2 usage error, 130 Ctrl-C" in shown
+    assert "exit status: 0 success, 1 failure, 2 usage error, 130 Ctrl-C" in page
     for name in COMMANDS:
-        with pytest.raises(SystemExit, match="0"):
-            main([name, "--help"])
-        shown = capsys.readouterr().out
-        assert shown.startswith(f"usage: {prog} {name} ")
-        assert f"\nexample:\n  {prog} {name} " in shown
-        assert max(map(len, shown.splitlines())) <= 80
+        page = shown(name, "--help")
+        assert page.startswith(f"usage: {prog} {name} ")
+        assert f"\nexample:\n  {prog} {name} " in page
+        assert max(map(len, page.splitlines())) <= 80
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out.strip()
+# The last option of each line is wrong, and in the message.
+WRONG = [
+    *("doctor --timeout=0", "doctor --timeout=long", "doctor --timeout=inf"),
+    *("partition ring.npz --parts 0", "partition ring.npz --parts few"),
+    *("partition ring.npz --parts 99999999999", "partition a.npz --parts 2 --method scissors"),
+    *("simulate --machine abacus", "simulate --ranks 4,2", "simulate --ranks few"),
+    *("simulate --width 0", "simulate --method scissors", "simulate --plot none/a.png"),
+    *("simulate --grid 3", "simulate --grid \u00b2x5", "simulate --mesh a.vtu --weak"),
+    *("simulate --grid 4x8 --ranks 1,2 --weak", "bench --engine ucx", "bench --world 2,0"),
+    *("bench --sizes 1T", "bench --sizes 0", "bench --sizes 99999999999G"),
+    *(f"bench --sizes {'9' * 5000}", "bench --skews 8", "bench --skews 0:0"),
+    *("bench --dtypes int64", "bench --operations gather", "bench --seconds -1"),
+    *("bench --seconds long", "bench --repeat none"),
+]
+CASES = [(line, re.findall("--[a-z]+", line)[-1]) for line in WRONG]
+CASES += [("", "COMMAND"), ("cure", "'cure'"), ("partition ring.npz", "--parts")]
+CASES += [("bench --json /", "/ cannot be written"), ("bench --json /none/at/all", "/none/at/all")]
+if not torch.cuda.is_available():
+    CASES.append(("bench --engine nccl", "--engine"))
+
+
+def test_usage_errors(capsys):
+    for line, named in CASES:
+        with pytest.raises(SystemExit) as ended:
+            main(line.split())
+        assert ended.value.code == 2, line
+        shown = capsys.readouterr()
+        assert named in shown.err.split("error:")[1], line
+        assert shown.out == ""
 
 
 def test_without_a_stdout(monkeypatch, tmp_path):
@@ -55,29 +84,26 @@ def test_without_a_stdout(monkeypatch, tmp_path):
     assert main(["partition", str(tmp_path / "path.npz"), "--parts", "1"]) == 0
 
 
-def printed_to(stdout):
-    """Return the status of a command that prints there, and its stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "varcomm", "simulate", "--machines"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
+def started(*words, **more):
+    """Start Python with the library in its path; stderr is text."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *words], env=environ, stderr=subprocess.PIPE, text=True, **more
     )
-    return done.returncode, done.stderr
 
 
 def test_a_closed_pipe_and_a_full_disk():
+    command = ("-m", "varcomm", "simulate", "--machines")
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:
-        assert printed_to(stdout) == (1, "")
-    if Path("/dev/full").exists():
-        with open("/dev/full", "w") as stdout:
-            status, errors = printed_to(stdout)
-        (line,) = errors.splitlines()
-        assert status == 1
-        assert line.startswith("python -m varcomm simulate: [Errno 28] ")
+        process = started(*command, stdout=stdout)
+    assert (process.communicate()[1], process.returncode) == ("", 1)
+    with open("/dev/full", "w") as stdout:
+        process = started(*command, stdout=stdout)
+    (line,) = process.communicate()[1].splitlines()
+    assert process.returncode == 1
+    assert line.startswith("python -m varcomm simulate: [Errno 28] ")
 
 
 def children(pid):
@@ -103,33 +129,23 @@ def has_printed(folder, pid):
     return "nodes, " in (folder / "said").read_text()
 
 
-PARTITION = ["partition", "ring.npz", "--parts", "5000", "--method", "block", "--out", "parts"]
-SIMULATE = ["simulate", "--grid", "400x800", "--ranks", "1,2,4,8,16,32,64,128"]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "is_time"),
+    ("line", "is_time"),
     [
-        (["bench"], has_ranks),
-        pytest.param(["doctor"], has_ranks, marks=pytest.mark.slow),
-        (PARTITION, has_parts),
-        pytest.param(SIMULATE, has_printed, marks=pytest.mark.slow),
+        ("bench", has_ranks),
+        ("partition ring.npz --parts 5000 --method block --out parts", has_parts),
+        pytest.param("doctor", has_ranks, marks=pytest.mark.slow),
+        pytest.param(
+            *("simulate --grid 400x800 --ranks 1,2,4,8,16,32,64,128", has_printed),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda each: each[0] if isinstance(each, list) else "",
 )
-def test_ctrl_c(arguments, is_time, tmp_path):
-    if "ring.npz" in arguments:
-        ring = np.stack([np.arange(100_000), np.roll(np.arange(100_000), 1)])
-        np.savez(tmp_path / "ring.npz", edge_index=ring)
+def test_ctrl_c(line, is_time, tmp_path):
+    ring = np.stack([np.arange(100_000), np.roll(np.arange(100_000), 1)])
+    np.savez(tmp_path / "ring.npz", edge_index=ring)
     with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-c", START, *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=said,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = started("-c", START, *line.split(), cwd=tmp_path, stdout=said)
     deadline = time.monotonic() + 90
     while not is_time(tmp_path, process.pid):
         assert time.monotonic() < deadline
@@ -140,5 +156,5 @@ def test_ctrl_c(arguments, is_time, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert not any(map(is_alive, ranks))
     assert process.returncode == 130
-    assert errors == f"python -m varcomm {arguments[0]}: interrupted\n"
+    assert errors == f"python -m varcomm {line.split()[0]}: interrupted\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"ring.npz", "said"}

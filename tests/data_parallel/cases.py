@@ -1,11 +1,40 @@
 """Modules, and the part of the loss that each rank computes; the whole is the sum over ranks."""
 
+import copy
+from importlib import import_module
+
+import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from varcomm.data_parallel import ShardedGradients
+
 DOUBLE = torch.float64
+SOME = (3, pytest.param(2, marks=pytest.mark.slow))
+
+
+def on(*sizes):
+    """Make a test of ``check(rank, ranks)``, which asserts on each rank, in worlds of `sizes`."""
+
+    def decorate(check):
+        @pytest.mark.parametrize("ranks", sizes)
+        def test(worlds, ranks):
+            worlds.run(ranks, _call, check.__module__, check.__name__, ranks)
+
+        test.check, test.__doc__ = check, check.__doc__
+        return test
+
+    return decorate
+
+
+def _call(rank, module, name, ranks):
+    getattr(import_module(module), name).check(rank, ranks)
+
+
+def close(got, wanted, tolerance=1e-12, message=None):
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, msg=message)
 
 
 def rows(rank, ranks, width=3):
@@ -16,23 +45,27 @@ def rows(rank, ranks, width=3):
 
 
 class Layers(nn.Module):
-    """Layers of odd sizes, one of them in channels_last, one twice, one that nobody uses."""
+    """Layers of odd sizes: channels_last, used twice, frozen, unused, or used by some ranks."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 12)
         self.convolution = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
         self.shared = nn.Linear(2, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.unused = nn.Linear(5, 2)
+        self.branch = nn.Linear(12, 2)
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.again = self.shared
         self.register_buffer("count", torch.tensor([3]))
         self.double()
 
-    def forward(self, x):
-        h = self.convolution(self.first(x).tanh().view(-1, 3, 2, 2)).flatten(1)
-        return self.scale * self.again(self.shared(h).tanh()) + self.empty.sum()
+    def forward(self, x, branch=False):
+        h = self.first(x).tanh()
+        more = self.branch(h) if branch else 0
+        h = self.convolution(h.view(-1, 3, 2, 2)).flatten(1)
+        return self.scale * self.frozen(self.again(self.shared(h).tanh())) + self.empty.sum() + more
 
 
 class Branches(nn.Module):
@@ -103,11 +136,6 @@ def square(y):
     return y.square().sum()
 
 
-def two_forwards(model, rank, ranks):
-    x = rows(rank, ranks)
-    return square(model(x) * model(x + 1))
-
-
 def on_forces(model, rank, ranks):
     pos = rows(rank, ranks).requires_grad_()
     (force,) = torch.autograd.grad(model(pos), pos, create_graph=True)
@@ -134,21 +162,11 @@ def on_energy_and_forces(model, rank, ranks):
 CASES = {
     "layers": (Layers, lambda model, *place: square(model(rows(*place)))),
     "branches": (Branches, lambda model, rank, ranks: square(model(rows(2, 3), rank % 3))),
-    "two forwards": (Layers, two_forwards),
     "checkpoints": (lambda: Checkpointed(False), lambda m, *place: square(m(rows(*place)))),
     "reentrant": (
         lambda: Checkpointed(True),
         lambda m, *place: square(m(rows(*place).requires_grad_())),
     ),
-    "checkpoint of all": (
-        Layers,
-        lambda m, *place: square(checkpoint(m, rows(*place), use_reentrant=False)),
-    ),
-    "reentrant checkpoint of all": (
-        Layers,
-        lambda m, *place: square(checkpoint(m, rows(*place).requires_grad_(), use_reentrant=True)),
-    ),
-    "energy": (Energy, lambda m, *place: m(rows(*place)) ** 2),
     "forces": (Energy, on_forces),
     "forces without parameters": (Energy, on_forces_without_parameters),
     "energy and forces": (Energy, on_energy_and_forces),
@@ -241,10 +259,82 @@ def assert_same_gradients(model, twin, tolerance=1e-12):
     for (name, own), one in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (own.grad is None) == (one.grad is None), name
         if own.grad is not None:
-            torch.testing.assert_close(own.grad, one.grad, rtol=tolerance, atol=tolerance)
+            close(own.grad, one.grad, tolerance)
             assert strides(own.grad) == strides(own), name
 
 
 def strides(x):
-    """Return those that matter."""
     return [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+
+
+# Training with ShardedGradients, and the same in one process
+
+
+def batch(step, rank, part):
+    """The rows of a rank in a micro-batch of a step; some ranks have none."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    n = (step + rank + part) % 3
+    return torch.randn(n, 3, dtype=DOUBLE, generator=generator)
+
+
+def loss_of(model, step, rank, part):
+    return square(model(batch(step, rank, part), branch=(rank + step) % 2))
+
+
+def groups_of(model):
+    """Weights decay, others do not."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+OPTIMIZERS = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+}
+
+
+def sizes_of(kind, ranks, total):
+    """Explicit ones are zero on rank 0, and uneven; on one rank it has all."""
+    if kind != "explicit":
+        return kind
+    if ranks == 1:
+        return [total]
+    sizes = [0, *(5 * r for r in range(1, ranks - 1))]
+    return [*sizes, total - sum(sizes)]
+
+
+def twins(make, seed=3):
+    torch.manual_seed(seed)
+    model = make()
+    return model, copy.deepcopy(model)
+
+
+def sharded(model, kind, ranks, optimizer="AdamW", **options):
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    options.setdefault("module", model)
+    return ShardedGradients(
+        groups_of(model), OPTIMIZERS[optimizer], sizes=sizes_of(kind, ranks, total), **options
+    )
+
+
+def assert_equal(model, twin, tolerance):
+    for (name, own), one in zip(model.named_parameters(), twin.parameters(), strict=True):
+        close(own, one, tolerance, name)
+
+
+def assert_gradients(own, twin, tolerance=1e-12):
+    """Compare the pieces of this rank with the gradients of one process; return their elements."""
+    own.reduce()
+    one = dict(twin.named_parameters())
+    for name, piece in own.pieces.items():
+        gradient, whole = piece.value.grad, one[name].grad
+        assert (gradient is None) == (whole is None), name
+        if whole is not None:
+            part = whole.contiguous().view(-1)[piece.start : piece.stop]
+            close(gradient.reshape(-1), part, tolerance, name)
+    return sum(piece.stop - piece.start for piece in own.pieces.values())
+
+
+def plain(groups):
+    return torch.optim.SGD(groups, lr=0.01)

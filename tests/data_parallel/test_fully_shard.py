@@ -13,8 +13,6 @@ from torch_geometric.nn import GATConv, GraphConv
 
 import varcomm as vc
 
-STEPS = 5
-
 
 class Net(torch.nn.Module):
     """Leading dimensions of 9, 7 and 2, over 4 ranks."""
@@ -35,9 +33,7 @@ def graphs(sizes, dtype):
     generator = torch.Generator().manual_seed(0)
     made = []
     for n in sizes:
-        x, y = (
-            torch.randn(n, k, generator=generator, dtype=torch.float64).to(dtype) for k in (3, 2)
-        )
+        x, y = (torch.randn(n, k, generator=generator).double().to(dtype) for k in (3, 2))
         edge_index = torch.randint(n, (2, 4 * n), generator=generator)
         made.append(Data(x=x, edge_index=edge_index, y=y))
     return made
@@ -48,37 +44,26 @@ def net(dtype):
     return Net().to(dtype)
 
 
-def loss_of(model, part):
-    return (model(part.x, part.edge_index) - part.y).square().sum()
-
-
-def trained_alone(sizes, dtype):
-    model = net(dtype)
+def train(model, parts):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(STEPS):
+    for _ in range(5):
         optimizer.zero_grad()
-        sum(loss_of(model, data) for data in graphs(sizes, dtype)).backward()
+        losses = [(model(part.x, part.edge_index) - part.y).square().sum() for part in parts]
+        sum(losses).backward()
         optimizer.step()
-    return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def trained_on_a_mesh(rank, shape, sizes, dtype):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "graph"))
+def trained_on_a_mesh(rank, sizes, dtype):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "graph"))
     data = graphs(sizes, dtype)[mesh["data"].get_local_rank()]
     graph = vc.graph.partition(data, group=mesh["graph"])
     model = vc.graph.distribute(net(dtype), graph)
-
     whole = mesh._flatten("data_graph")
     for part in (model.inner, model.attention, model.out, model):
         fully_shard(part, mesh=whole)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, graph).backward()
-        optimizer.step()
+    train(model, [graph])
     kept = sum(value.to_local().numel() for value in model.parameters())
     return {name: value.full_tensor() for name, value in model.named_parameters()}, kept
 
@@ -87,11 +72,12 @@ def trained_on_a_mesh(rank, shape, sizes, dtype):
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("sizes", [(7, 11), (5, 1)], ids=["uneven", "one rank without a node"])
 def test_a_mesh_of_data_and_graph(worlds, sizes, dtype, atol):
-    expected = trained_alone(sizes, dtype)
-    found = worlds.run(4, trained_on_a_mesh, (2, 2), sizes, dtype)
+    alone = net(dtype)
+    train(alone, graphs(sizes, dtype))
+    found = worlds.run(4, trained_on_a_mesh, sizes, dtype)
     for values, _ in found:
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=atol)
-    total = sum(value.numel() for value in expected.values())
+        for name, value in alone.named_parameters():
+            torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=atol)
+    total = sum(value.numel() for value in alone.parameters())
     assert sum(kept for _, kept in found) == total  # each element is on one rank
     assert max(kept for _, kept in found) < total / 2

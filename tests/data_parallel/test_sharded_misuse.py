@@ -9,72 +9,63 @@ import torch
 from torch import nn
 
 import varcomm
-from tests.data_parallel.sharded_cases import plain
+from tests.data_parallel.cases import on, plain
 from varcomm import ArgumentError, DisagreementError
 from varcomm.data_parallel import ShardedGradients
 
 
-def changed(model, own, what):
-    if what == "converted":
-        model.double()
-    elif what == "replaced":
-        model[0].weight = nn.Parameter(torch.ones(2, 2))
-    elif what == "moved":
-        model[0].weight.data = model[0].weight.data.clone()
-    elif what == "unfrozen":
-        model[1].bias.requires_grad_(True)
-    elif what == "grown":
-        own.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    else:
-        own.close()
+def replace(model, own):
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+
+
+def move(model, own):
+    model[0].weight.data = model[0].weight.data.clone()
+
+
+def grow(model, own):
+    own.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 # on rank 1
-CHANGES = {
-    "converted": "has been moved, converted or replaced",
-    "replaced": "parameter '0.weight' has been moved, converted or replaced",
-    "moved": "parameter '0.weight' has been moved, converted or replaced",
-    "unfrozen": "parameter '1.bias' was frozen",
-    "grown": "the optimizer has other groups",
-    "closed": "close.. was called before",
-}
+CHANGES = (
+    (lambda model, own: model.double(), "has been moved, converted or replaced"),
+    (replace, "parameter '0.weight' has been moved, converted or replaced"),
+    (move, "parameter '0.weight' has been moved, converted or replaced"),
+    (lambda model, own: model[1].bias.requires_grad_(True), "parameter '1.bias' was frozen"),
+    (grow, "the optimizer has other groups"),
+    (lambda model, own: own.close(), "close.. was called before"),
+)
 
 
-def after_a_change(rank):
-    """Each method tells all ranks, whatever has been done to one of them."""
-    for what, words in CHANGES.items():
+@on(2)
+def test_other_parameters_than_at_the_start(rank, ranks):
+    """Each method raises on all ranks, whatever has been done to one of them."""
+    for change, words in CHANGES:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-        own = ShardedGradients(model, plain, overlap_forward=what == "converted")
+        own = ShardedGradients(model, plain, overlap_forward=words.startswith("has been"))
         model(torch.ones(1, 2)).sum().backward()
         own.step()
         if rank == 1:
-            changed(model, own, what)
+            change(model, own)
         for call in (own.reduce, own.step, own.zero_grad, partial(own.clip_grad_norm_, 1.0)):
             with pytest.raises(ArgumentError, match=f"refused on rank 1 of 2: .*{words}"):
                 call()
-        if what == "grown" and rank == 1:
+        if change is grow and rank == 1:
             for call in (own.state_dict, partial(own.state_dict_for, {})):
                 with pytest.raises(ArgumentError, match=words):
                     call()
 
 
-def test_other_parameters_than_it_was_made_of(worlds):
-    worlds.run(2, after_a_change)
-
-
-def apart(rank):
-    """Ranks that call different methods are told so, and go on."""
+@on(2)
+def test_ranks_that_call_different_methods(rank, ranks):
+    """They are told so, and go on."""
     model = nn.Linear(2, 2)
     own = ShardedGradients(model, plain, reduce="sum")
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(DisagreementError, match="disagree on operation"):
         own.zero_grad() if rank else own.step()
     own.reduce()
-    return {x for p in own.pieces.values() for x in p.value.grad.flatten().tolist()}
-
-
-def test_ranks_that_call_different_methods(worlds):
-    assert worlds.run(2, apart) == [{2.0}] * 2
+    assert all(p.value.grad.eq(2).all() for p in own.pieces.values())
 
 
 def compared(rank, what):
@@ -90,15 +81,16 @@ def compared(rank, what):
         call.get(what, own.step)()
 
 
-@pytest.mark.parametrize("what", ["frozen", "lr", "max_norm"])
-def test_debug_compares(worlds, what):
-    worlds.run(2, compared, what)
+def test_debug_compares(worlds):
+    for what in ("frozen", "lr", "max_norm"):
+        worlds.run(2, compared, what)
 
 
-def stepping(rank):
-    """Refusals of the inner optimizer's step, of GradScaler, and of wrong norms."""
+@on(2)
+def test_wrong_steps(rank, ranks):
+    """Refusals of the inner optimizer's step, of GradScaler, of wrong norms, and of pickles."""
     model = nn.Linear(2, 2)
-    own = ShardedGradients(model, plain)
+    own = ShardedGradients(model, lambda groups: torch.optim.Adam(groups, lr=0.1))
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ArgumentError, match=r"^ShardedGradients: the inner optimizer updates piec"):
         own.optimizer.step()
@@ -116,11 +108,8 @@ def stepping(rank):
         with pytest.raises(ArgumentError, match=f"{where}{wrong} must be"):
             own.clip_grad_norm_(*arguments)
     own.step()
-    return len(own.pieces)
-
-
-def test_wrong_steps(worlds):
-    assert worlds.run(2, stepping) == [2, 1]
+    with pytest.raises(ArgumentError, match="a Sharded tensor cannot be pickled"):
+        torch.save(own.state_dict(), io.BytesIO())
 
 
 class Upwards(torch.autograd.Function):
@@ -136,51 +125,28 @@ class Upwards(torch.autograd.Function):
         return gradient.expand(ctx.shape)
 
 
-class Up(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1).bfloat16())
-        self.weight.grad_dtype = None
-
-    def forward(self):
-        return Upwards.apply(self.weight)
-
-
-def of_another_dtype(rank):
-    """At first any is allowed, and the ranks cannot know in which it comes; then it is said."""
-    layer = Up()
+@on(2)
+def test_gradients_of_another_dtype(rank, ranks):
+    """At first any is allowed, and ranks cannot know in which it comes; then it is declared."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.ones(1, 1).bfloat16())
+    layer.weight.grad_dtype = None
     own = ShardedGradients(layer, plain)
     with pytest.raises(ArgumentError, match=r"of parameter 'weight' is of torch.float32, and not"):
-        layer().backward()
+        Upwards.apply(layer.weight).backward()
     own.close()
     layer.weight.grad = None
     layer.weight.grad_dtype = torch.float32
     own = ShardedGradients(layer, plain, sizes=[1, 0], reduce="sum")
-    (layer() * (0.75 if rank else 256.0)).backward()
+    (Upwards.apply(layer.weight) * (0.75 if rank else 256.0)).backward()
     own.reduce()
-    return [piece.value.grad.item() for piece in own.pieces.values()]
+    found = [piece.value.grad.item() for piece in own.pieces.values()]
+    assert found == ([] if rank else [256.75])
 
 
-def test_gradients_of_another_dtype(worlds):
-    assert worlds.run(2, of_another_dtype) == [[256.75], []]
-
-
-def pickled(rank):
-    model = nn.Linear(2, 2)
-    own = ShardedGradients(model, lambda groups: torch.optim.Adam(groups, lr=0.1))
-    model(torch.ones(1, 2)).sum().backward()
-    own.step()
-    with pytest.raises(ArgumentError, match="a Sharded tensor cannot be pickled"):
-        torch.save(own.state_dict(), io.BytesIO())
-
-
-def test_states_are_not_pickled(worlds):
-    worlds.run(2, pickled)
-
-
-def out_of_debug(rank):
+@on(2)
+def test_debug_begins_and_ends_between_backward_and_step(rank, ranks):
     """Sums that have started outside debug() end inside, and the other way round."""
-    found = []
     for inside in (False, True):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1)
@@ -189,9 +155,4 @@ def out_of_debug(rank):
                 model(torch.ones(1, 2)).sum().backward()
         with nullcontext() if inside else varcomm.debug():
             own.reduce()
-        found.append([p.value.grad is None for p in own.pieces.values()])
-    return not any(map(any, found))
-
-
-def test_debug_begins_and_ends_between_backward_and_step(worlds):
-    assert worlds.run(2, out_of_debug) == [True, True]
+        assert all(p.value.grad is not None for p in own.pieces.values())

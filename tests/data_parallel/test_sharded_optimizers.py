@@ -1,4 +1,6 @@
-"""Optimizers of pieces and of whole parameters, their schedulers, and what a step costs."""
+"""Optimizers of pieces and of whole parameters: schedulers, norms, bytes, narrow parameters."""
+
+import copy
 
 import pytest
 import torch
@@ -6,12 +8,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import varcomm
-from tests.data_parallel.cases import DOUBLE, square
-from tests.data_parallel.sharded_cases import assert_equal, plain, twins
+from tests.data_parallel.cases import (
+    DOUBLE,
+    OPTIMIZERS,
+    SOME,
+    Layers,
+    assert_equal,
+    close,
+    groups_of,
+    loss_of,
+    on,
+    plain,
+    sharded,
+    square,
+    twins,
+)
 from tests.worlds import WORLDS
 from varcomm.data_parallel import ShardedGradients
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel import parallelize
+
+BF16 = torch.bfloat16
 
 
 def layers():
@@ -29,6 +46,44 @@ def muon(groups):
 
 def adamw(groups):
     return torch.optim.AdamW(groups, lr=0.01)
+
+
+def trained(rank, ranks, kind, optimizer, overlap):
+    """Twelve steps of two micro-batches; of every second, only the last backward sends sums."""
+    model, twin = twins(Layers)
+    if rank:  # rank 0 decides
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+    own = sharded(model, kind, ranks, optimizer, bucket_bytes=300, overlap_forward=overlap)
+    one = OPTIMIZERS[optimizer](groups_of(twin))
+    for step in range(12):
+        if step % 2:
+            with own.no_sync():
+                loss_of(model, step, rank, 0).backward()
+        else:
+            loss_of(model, step, rank, 0).backward()
+        loss_of(model, step, rank, 1).backward()
+        for part in range(2):
+            (sum(loss_of(twin, step, r, part) for r in range(ranks)) / ranks).backward()
+        if step % 3 == 0:
+            norm = own.clip_grad_norm_(0.5)
+            close(norm, torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5), 1e-10)
+        for each in (own, one):
+            each.step()
+            each.zero_grad()
+    own.wait()
+    assert_equal(model, twin, 1e-10)
+    elements = sum(piece.stop - piece.start for piece in own.pieces.values())
+    return [p.detach().clone() for p in model.parameters()], elements
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_steps_are_those_of_one_process(worlds, ranks):
+    for kind in ("balanced", "whole-parameters", "explicit"):
+        for optimizer in OPTIMIZERS:
+            results = worlds.run(ranks, trained, ranks, kind, optimizer, optimizer == "SGD")
+            for values, _ in results:
+                assert all(map(torch.equal, values, results[0][0]))  # bit for bit
+            assert kind != "explicit" or ranks == 1 or results[0][1] == 0
 
 
 def two_optimizers(rank, ranks):
@@ -58,14 +113,13 @@ def test_muon_on_whole_parameters_beside_adamw_on_pieces(worlds, ranks):
     assert set().union(*(names for _, names in results)) == set(layers().state_dict())
 
 
-def scheduled(rank):
+@on(2)
+def test_schedulers_and_closures(rank, ranks):
     """A scheduler takes the inner optimizer; a closure computes the loss."""
     model, twin = twins(layers)
-    own = ShardedGradients(model, adamw, reduce="sum")
-    one = adamw(twin.parameters())
+    own, one = ShardedGradients(model, adamw, reduce="sum"), adamw(twin.parameters())
     assert own.param_groups is own.optimizer.param_groups
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (own.optimizer, one)]
-    losses = []
 
     def closure(optimizer, module, parts, step):
         optimizer.zero_grad()
@@ -74,47 +128,37 @@ def scheduled(rank):
         return loss.detach()
 
     for step in range(4):
-        losses.append(own.step(lambda step=step: closure(own, model, [rank], step)))
+        loss = own.step(lambda step=step: closure(own, model, [rank], step))
+        assert loss.item() > 0
         one.step(lambda step=step: closure(one, twin, range(2), step))
         for scheduler in schedulers:
             scheduler.step()
     assert_equal(model, twin, 1e-10)
-    return own.param_groups[0]["lr"], len(losses), losses[0].item() > 0
+    assert own.param_groups[0]["lr"] == 0.01 / 16
 
 
-def test_schedulers_and_closures(worlds):
-    assert worlds.run(2, scheduled) == [(0.01 / 16, 4, True)] * 2
-
-
-def norms(rank, order):
+@on(3)
+def test_clip_grad_norm(rank, ranks):
     """The norm is that of one process, also on ranks without a piece; 0 clips all away."""
-    model, twin = twins(layers)
-    own = ShardedGradients(model, adamw, sizes=[0, 60, 26], reduce="sum")
-    square(model(rows_of(rank, 0))).backward()
-    sum(square(twin(rows_of(r, 0))) for r in range(3)).backward()
-    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, order)
-    own.reduce()
-    with varcomm.trace() as calls:
-        norm = own.clip_grad_norm_(0.1, order)
-    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-    one = dict(twin.named_parameters())
-    for name, piece in own.pieces.items():
-        part = one[name].grad.view(-1)[piece.start : piece.stop]
-        torch.testing.assert_close(piece.value.grad, part, rtol=1e-12, atol=0)
-    own.clip_grad_norm_(0.0, order)
-    empty = not any(piece.value.grad.any() for piece in own.pieces.values())
-    with torch.no_grad():
+    for order in (2.0, 1, torch.inf):
+        model, twin = twins(layers)
+        own = ShardedGradients(model, adamw, sizes=[0, 60, 26], reduce="sum")
+        square(model(rows_of(rank, 0))).backward()
+        sum(square(twin(rows_of(r, 0))) for r in range(3)).backward()
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, order)
+        own.reduce()
+        with varcomm.trace() as calls:
+            close(own.clip_grad_norm_(0.1, order), expected)
+        assert [(call.sent, call.received) for call in calls] == [(16, 16)]
+        one = dict(twin.named_parameters())
+        for name, piece in own.pieces.items():
+            close(piece.value.grad, one[name].grad.view(-1)[piece.start : piece.stop])
+        own.clip_grad_norm_(0.0, order)
+        assert not any(piece.value.grad.any() for piece in own.pieces.values())
         for piece in own.pieces.values():
             piece.value.grad.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
-        own.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    return norm.item(), empty, [(call.sent, call.received) for call in calls]
-
-
-@pytest.mark.parametrize("order", [2.0, 1, torch.inf])
-def test_clip_grad_norm(worlds, order):
-    results = worlds.run(3, norms, order)
-    assert results == [(results[0][0], True, [(16, 16)])] * 3
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+            own.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
 def cost(rank, ranks, sizes, bucket_bytes, dtype):
@@ -127,7 +171,6 @@ def cost(rank, ranks, sizes, bucket_bytes, dtype):
         own.reduce()
     with varcomm.trace() as gathering:
         own.step()
-    # one value beside a piece of a parameter, in each bucket
     return (
         [sum(call.sent for call in calls) for calls in (summing, gathering)],
         [sum(call.received for call in calls) for calls in (summing, gathering)],
@@ -135,61 +178,56 @@ def cost(rank, ranks, sizes, bucket_bytes, dtype):
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), [("balanced", torch.bfloat16), ("whole-parameters", torch.float64)]
-)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_bytes_are_those_of_the_bound(worlds, ranks, sizes, dtype):
-    numbers, width = 7 * 9 + 9 + 9 * 5 + 5, dtype.itemsize
-    for bucket_bytes in (1, 2**20):
+def test_bytes_are_those_of_the_bound(worlds, ranks):
+    """With one value beside a piece of a parameter, in each bucket."""
+    for sizes, dtype, bucket_bytes in (
+        ("balanced", torch.bfloat16, 1),
+        ("balanced", torch.bfloat16, 2**20),
+        ("whole-parameters", DOUBLE, 1),
+        ("whole-parameters", DOUBLE, 2**20),
+    ):
+        numbers, width, others = 7 * 9 + 9 + 9 * 5 + 5, dtype.itemsize, ranks - 1
         results = worlds.run(ranks, cost, ranks, sizes, bucket_bytes, dtype)
-        flags = [len(pieces) for _, _, pieces in results]
-        for (sent, received, pieces), own_flags in zip(results, flags, strict=True):
-            n, others = sum(pieces), ranks - 1
-            assert sent == [(numbers - n + sum(flags) - own_flags) * width, others * n * width]
-            assert received == [others * (n + own_flags) * width, (numbers - n) * width]
+        flags = sum(len(pieces) for _, _, pieces in results)
+        for sent, received, pieces in results:
+            n, own = sum(pieces), len(pieces)
+            assert sent == [(numbers - n + flags - own) * width, others * n * width]
+            assert received == [others * (n + own) * width, (numbers - n) * width]
 
 
 def on_a_mesh(rank, sizes):
-    """Pieces along the data axis of what is sharded, unevenly, along the other."""
+    """Pieces along the data axis of parameters that are sharded unevenly along the other.
+
+    Return the number of elements in the states, which are those of one process.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data = mesh["data"].get_local_rank()
     model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3)).double())
     parallelize(model, {"0": "column", "2": "row"}, group=mesh["tensor"])
-    own = ShardedGradients(model, adamw, mesh["data"], sizes=sizes)
-    one = adamw(twin.parameters())
+    own, one = ShardedGradients(model, adamw, mesh["data"], sizes=sizes), adamw(twin.parameters())
     for step in range(4):
         square(model(rows_of(data + 1, step))).backward()
         (sum(square(twin(rows_of(d + 1, step))) for d in range(2)) / 2).backward()
         norm = own.clip_grad_norm_(0.3)
-        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
-        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+        close(norm, torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.3), 1e-10)
         for optimizer in (own, one):
             optimizer.step()
             optimizer.zero_grad()
-    whole = dict(twin.named_parameters())
+    whole, elements = dict(twin.named_parameters()), 0
     for name, parameter in model.named_parameters():
         spec = shard_spec(parameter)
-        part = whole[name] if spec is None else spec.shard(whole[name])
-        torch.testing.assert_close(parameter, part, rtol=1e-9, atol=1e-9)
-    return states_on_a_mesh(own, one, whole)
-
-
-def states_on_a_mesh(own, one, whole):
-    """What a state holds of the whole is what the optimizer of one process has there."""
-    elements = 0
+        close(parameter, whole[name] if spec is None else spec.shard(whole[name]), 1e-9)
     for name, states in own.state_dict()["state"].items():
         for key, value in states.items():
             expected = one.state[whole[name]][key]
+            assert value.shape == expected.shape
             if key == "step":
                 assert torch.equal(value, expected)
                 continue
-            assert value.shape == expected.shape
             for box in value.boxes:
-                place = [
-                    slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True)
-                ]
-                torch.testing.assert_close(box.tensor, expected[tuple(place)], rtol=1e-9, atol=1e-9)
+                ends = zip(box.offsets, box.tensor.shape, strict=True)
+                close(box.tensor, expected[tuple(slice(o, o + n) for o, n in ends)], 1e-9)
                 elements += box.tensor.numel()
     return elements
 
@@ -199,3 +237,135 @@ def test_data_x_tensor_mesh(worlds, sizes):
     """Two states for each element, and for the last bias, which is replicated, on both."""
     numbers = 3 * 7 + 7 + 7 * 3 + 3
     assert sum(worlds.run(4, on_a_mesh, sizes)) == 2 * (numbers + 3)
+
+
+# Narrow parameters
+
+
+def model_of():
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).to(BF16)
+
+
+def data(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(1 + rank, 5, generator=generator).to(BF16)
+
+
+def sgd(lr):
+    return lambda groups: torch.optim.SGD(groups, lr)
+
+
+def gradients_of(model, step, ranks):
+    """For each rank its gradient of each parameter, as it is before any sum."""
+    found = []
+    for rank in range(ranks):
+        model.zero_grad()
+        model(data(step, rank)).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return list(zip(*found, strict=True))
+
+
+@on(*WORLDS)
+def test_sums_are_within_the_bound(rank, ranks):
+    """In fp32, and in their own dtype with its own unit."""
+    for in_fp32, unit in ((True, 2**-24), (False, 2**-8)):
+        model, twin = twins(model_of)
+        own = ShardedGradients(model, sgd(0.1), fp32_reduce_scatter=in_fp32)
+        model(data(0, rank)).square().sum().backward()
+        own.reduce()
+        of_ranks = dict(
+            zip(dict(twin.named_parameters()), gradients_of(twin, 0, ranks), strict=True)
+        )
+        for name, piece in own.pieces.items():
+            parts = [g.double().view(-1)[piece.start : piece.stop] for g in of_ranks[name]]
+            error = (piece.value.grad.double() - sum(parts) / ranks).abs()
+            bound = (ranks + 1) * unit * sum(part.abs() for part in parts) / ranks
+            assert (error <= bound.clamp(min=1e-30)).all()
+
+
+def trained_narrow(rank, ranks):
+    """Twenty steps beside one process that casts gradients before it adds them."""
+    model, twin = twins(model_of)
+    own = ShardedGradients(model, adamw, bucket_bytes=60, overlap_forward=True)
+    masters = [nn.Parameter(p.detach().float()) for p in twin.parameters()]
+    one = adamw(masters)
+    before, after = 2.0, ranks / 2.0
+    with varcomm.trace() as calls:
+        for step in range(20):
+            model(data(step, rank)).square().sum().backward()
+            own.step()
+            own.zero_grad()
+            for master, parts in zip(masters, gradients_of(twin, step, ranks), strict=True):
+                total = parts[0].float() / before
+                for part in parts[1:]:
+                    total = total + part.float() / before
+                master.grad = total / after
+            one.step()
+            for parameter, master in zip(twin.parameters(), masters, strict=True):
+                parameter.data.copy_(master.detach())
+    own.wait()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    whole = dict(zip(dict(twin.named_parameters()), masters, strict=True))
+    for name, piece in own.pieces.items():
+        assert piece.value.dtype == torch.float32
+        assert torch.equal(piece.value, whole[name].view(-1)[piece.start : piece.stop])
+    return sum(call.sent for call in calls)
+
+
+@pytest.mark.parametrize("ranks", SOME)
+def test_training_with_masters_is_that_of_one_process_bit_for_bit(worlds, ranks):
+    """And twenty steps send two bytes per number in both directions, and the flags."""
+    sent = sum(worlds.run(ranks, trained_narrow, ranks))
+    numbers = sum(p.numel() for p in model_of().parameters())
+    # one flag for each of four parameters in each of the other pieces
+    least = 2 * 20 * 2 * (ranks - 1) * numbers
+    assert least <= sent <= least + 20 * 2 * ranks * (ranks - 1) * 4
+
+
+def ones(**options):
+    model = nn.Linear(1, 2, bias=False).to(BF16)
+    nn.init.ones_(model.weight)
+    return model, ShardedGradients(model, sgd(2**-10), **options)
+
+
+def step(model, own):
+    own.zero_grad()
+    model(torch.ones(1, 1, dtype=BF16)).sum().backward()
+    own.step()
+
+
+@on(2)
+def test_masters_keep_small_steps(rank, ranks):
+    """In bfloat16 a step of 2**-10 from 1 is lost; a master keeps it."""
+    for masters, left in ((True, 1 - 8 * 2**-10), (False, 1.0)):
+        model, own = ones(fp32_masters=masters)
+        for _ in range(8):
+            step(model, own)
+        assert model.weight.tolist() == [[left]] * 2
+
+
+@on(2)
+def test_masters_take_over_values_written_into_parameters(rank, ranks):
+    """They keep values that are left as they were; `.data` counts, of which torch knows nothing."""
+    model, own = ones()
+    for _ in range(2):
+        step(model, own)
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.load_state_dict(state)  # rounded, as it is in the model
+        model.weight[1] = 3.0
+    step(model, own)
+    expected = [3 - 2**-10] if rank else [1 - 3 * 2**-10]
+    assert [piece.value.tolist() for piece in own.pieces.values()] == [expected]
+    model = nn.Linear(3, 2).to(BF16)
+    own = ShardedGradients(model, sgd(0.5))
+    model(torch.ones(1, 3, dtype=BF16)).sum().backward()
+    own.step()
+    own.zero_grad()
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.125, 0.125)
+    before = [p.tolist() for p in model.parameters()]
+    model(torch.zeros(1, 3, dtype=BF16)).mul(0).sum().backward()
+    own.step()
+    assert before == [p.tolist() for p in model.parameters()]
+    assert model.weight.abs().max() == 0.125

@@ -11,14 +11,20 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import varcomm
-from tests.data_parallel.cases import DOUBLE, Exchanging, Graphs, Look, Looking, square
-from tests.data_parallel.sharded_cases import plain, twins
-from tests.graph.graphs import split_by, wild
+from tests.data_parallel.cases import (
+    DOUBLE,
+    SOME,
+    Exchanging,
+    Look,
+    Looking,
+    assert_equal,
+    on,
+    plain,
+    square,
+    twins,
+)
 from varcomm import ArgumentError
 from varcomm.data_parallel import ShardedGradients
-from varcomm.graph import distribute, partition
-
-SOME = (3, pytest.param(2, marks=pytest.mark.slow))
 
 
 class Direct(nn.Module):
@@ -38,55 +44,49 @@ class Direct(nn.Module):
         return self.layers(h)
 
 
-def waiting(rank, bucket_bytes):
-    model, twin = twins(Direct)
-    own = ShardedGradients(
-        model, plain, reduce="sum", bucket_bytes=bucket_bytes, overlap_forward=True
-    )
-    one = plain(twin.parameters())
-    with varcomm.trace() as calls:
-        for step in range(3):
-            for module, parts in ((model, [rank]), (twin, range(2))):
-                for part in parts:
-                    x = torch.full((2, 3), 0.1 * (part + step + 1))
-                    module(x).square().sum().backward()
-            own.step()
-            own.zero_grad()
-            one.step()
-            one.zero_grad()
-    gathers = sum(call.name == "all_gather_v" for call in calls)
-    state = model.layers[0].state_dict()["weight"]  # of a part: waits for all
-    torch.testing.assert_close(state, twin.layers[0].weight, rtol=1e-5, atol=1e-6)
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-    return gathers // 3
+@on(2)
+def test_modules_wait_for_the_parameters_that_they_read(rank, ranks):
+    for nbytes, buckets in ((1, 12), (2**20, 1)):
+        model, twin = twins(Direct)
+        options = {"reduce": "sum", "bucket_bytes": nbytes, "overlap_forward": True}
+        own, one = ShardedGradients(model, plain, **options), plain(twin.parameters())
+        with varcomm.trace() as calls:
+            for step in range(3):
+                for module, parts in ((model, [rank]), (twin, range(2))):
+                    for part in parts:
+                        x = torch.full((2, 3), 0.1 * (part + step + 1))
+                        module(x).square().sum().backward()
+                for optimizer in (own, one):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert sum(call.name == "all_gather_v" for call in calls) == 3 * buckets
+        state = model.layers[0].state_dict()["weight"]  # of a part: waits for all
+        pairs = [(state, twin.layers[0].weight)]
+        pairs += zip(model.parameters(), twin.parameters(), strict=True)
+        for mine, other in pairs:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
-def test_modules_wait_for_what_they_read(worlds):
-    assert worlds.run(2, waiting, 1) == [12, 12]
-    assert worlds.run(2, waiting, 2**20) == [1, 1]
+READS = (
+    lambda model: sum(p.square().sum() for p in model.parameters()),
+    lambda model: torch.linalg.vector_norm(model.weight),
+    lambda model: model.weight.data,
+    lambda model: copy.deepcopy(model.weight),
+    lambda model: model.weight.double(),
+    lambda model: torch.tensor(model.weight.tolist()),
+    lambda model: nn.functional.linear(torch.ones(1, 3), model.weight),
+)
 
 
-READS = {
-    "a penalty": lambda model: sum(p.square().sum() for p in model.parameters()),
-    "a norm": lambda model: torch.linalg.vector_norm(model.weight),
-    "data": lambda model: model.weight.data,
-    "a copy": lambda model: copy.deepcopy(model.weight),
-    "another dtype": lambda model: model.weight.double(),
-    "a list": lambda model: torch.tensor(model.weight.tolist()),
-    "functional": lambda model: nn.functional.linear(torch.ones(1, 3), model.weight),
-}
-
-
-def read_too_early(rank):
-    """Values are no numbers, and writing raises, until they are waited for."""
+@on(2)
+def test_values_in_flight_cannot_be_read(rank, ranks):
+    """They are no numbers, and writing raises, until they are waited for."""
     model = nn.Linear(3, 2)
     own = ShardedGradients(model, plain, overlap_forward=True)
     model(torch.ones(1, 3)).sum().backward()
     own.step()
     with torch.no_grad():
-        for read in READS.values():
-            assert read(model).isnan().all()
+        assert all(read(model).isnan().all() for read in READS)
         with pytest.raises(RuntimeError, match="single memory location"):
             model.weight.add_(1)
     known = model.weight.shape, model.weight.dtype, model.weight.numel(), model.weight.grad
@@ -94,17 +94,12 @@ def read_too_early(rank):
     own.wait()
     own.wait()
     with torch.no_grad():
-        found = any(read(model).isnan().any() for read in READS.values())
+        assert not any(read(model).isnan().any() for read in READS)
     own.step()
     if rank:  # which torch does not refuse
         model.weight.detach().zero_()
     with pytest.raises(ArgumentError, match=r"refused on rank 1 of 2: .* filled before wait"):
         own.step()
-    return found
-
-
-def test_values_that_are_not_there_yet_cannot_be_read(worlds):
-    assert worlds.run(2, read_too_early) == [False, False]
 
 
 def ways_to_wait(rank):
@@ -143,8 +138,16 @@ def test_everything_of_ours_waits(worlds):
     assert not any(x != x for x in first)
 
 
-def stale_graph(rank):
-    """A graph from before a step has saved what is not there any more."""
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@on(2)
+def test_copies_are_plain_and_old_graphs_are_refused(rank, ranks):
+    """A graph from before a step has saved values that have changed."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     own = ShardedGradients(model, plain)
     loss = model(torch.ones(1, 2)).sum()
@@ -152,53 +155,36 @@ def stale_graph(rank):
     own.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    for make in (copy.deepcopy, saved):
+        model = nn.Linear(3, 2)
+        own = ShardedGradients(model, plain, overlap_forward=True, reduce="sum")
+        twin = make(model)
+        for module in (model, twin):
+            module(torch.ones(1, 3)).sum().backward()
+        own.step()
+        varcomm.data_parallel.sum_gradients(twin)
+        assert twin.bias.grad.tolist() == [2.0, 2.0]
+        assert (model.bias.grad, len(twin.state_dict())) == (None, 2)
 
 
-def copied(rank, how):
-    """A copy, or one that is loaded, is a plain module."""
-    model = nn.Linear(3, 2)
-    own = ShardedGradients(model, plain, overlap_forward=True, reduce="sum")
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
-    for module in (model, twin):
-        module(torch.ones(1, 3)).sum().backward()
-    own.step()
-    varcomm.data_parallel.sum_gradients(twin)
-    return twin.bias.grad.tolist(), model.bias.grad, len(own.pieces) > 0, len(twin.state_dict())
-
-
-def test_copies_are_plain_and_old_graphs_are_refused(worlds):
-    worlds.run(2, stale_graph)
-    for how in ("deepcopy", "save"):
-        assert worlds.run(2, copied, how) == [([2.0, 2.0], None, True, 2)] * 2
-
-
-def begun(rank, debug):
-    model = Looking()
-    own = ShardedGradients(model, plain, bucket_bytes=1)
-    with varcomm.trace() as model.calls, varcomm.debug() if debug else nullcontext():
-        model(torch.ones(2, 3)).sum().backward()
-        during = len(model.calls)
-        own.reduce()
-    own.close()
-    return model.seen, during, [call.name for call in model.calls]
-
-
-def test_sums_start_during_backward(worlds):
+@on(2)
+def test_sums_start_during_backward(rank, ranks):
     """For bias and weight of the last layer; for those of the first after it."""
     sums = ["reduce_scatter_v"]
-    assert worlds.run(2, begun, False) == [([2 * sums], 4, 4 * sums)] * 2
-    # to compare is to wait, for ranks that are elsewhere
-    assert worlds.run(2, begun, True) == [([[]], 0, 4 * sums)] * 2
+    for debug in (False, True):
+        model = Looking()
+        own = ShardedGradients(model, plain, bucket_bytes=1)
+        with varcomm.trace() as model.calls, varcomm.debug() if debug else nullcontext():
+            model(torch.ones(2, 3)).sum().backward()
+            # to compare is to wait, for ranks that are elsewhere
+            assert (model.seen, len(model.calls)) == (([[]], 0) if debug else ([2 * sums], 4))
+            own.reduce()
+        own.close()
+        assert [call.name for call in model.calls] == 4 * sums
 
 
-def among_exchanges(rank, ranks):
-    """Sums and gathers of shards meet nothing that the model exchanges meanwhile."""
+@on(*SOME)
+def test_messages_do_not_meet_the_exchanges_of_a_model(rank, ranks):
     model, twin = twins(Exchanging)
     own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1, overlap_forward=True)
     one = plain(twin.parameters())
@@ -215,48 +201,15 @@ def among_exchanges(rank, ranks):
             optimizer.step()
             optimizer.zero_grad()
     own.wait()
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11)
-    return model.layers[0].weight.sum().item()
+    assert_equal(model, twin, 1e-11)
 
 
-@pytest.mark.parametrize("ranks", SOME)
-def test_messages_do_not_meet_the_exchanges_of_a_model(worlds, ranks):
-    assert len(set(worlds.run(ranks, among_exchanges, ranks))) == 1
-
-
-def on_a_graph(rank, method):
-    """A partitioned graph, of which one of the ranks owns nothing."""
-    data = wild()
-    graph = partition(data, method=method)
-    model, twin = twins(Graphs)
-    model = distribute(model, graph)
-    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=100, overlap_forward=True)
-    one = plain(twin.parameters())
-    for _ in range(3):
-        square(model(graph.x, graph.edge_index) - graph.y).backward()
-        square(twin(data.x, data.edge_index) - data.y).backward()
-        for optimizer in (own, one):
-            optimizer.step()
-            optimizer.zero_grad()
-    own.wait()
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
-    return graph.num_owned
-
-
-@pytest.mark.parametrize("ranks", SOME)
-def test_a_distributed_model(worlds, ranks):
-    owned = worlds.run(ranks, on_a_graph, split_by("a rank owns nothing", 24, ranks))
-    assert (sum(owned), min(owned)) == (24, 0)
-
-
-def freed(rank):
-    """Twelve layers, each a bucket: the gradients in memory whenever backward comes to a layer."""
+@on(2)
+def test_gradients_are_freed_during_backward(rank, ranks):
+    """Of twelve layers at most one gradient waits to be packed, and none is left after the sum."""
     layers = [nn.Linear(16, 16, bias=False) for _ in range(12)]
-    own = ShardedGradients(
-        nn.Sequential(*layers).named_parameters(), plain, bucket_bytes=16 * 16 * 4
-    )
+    named = nn.Sequential(*layers).named_parameters()
+    own = ShardedGradients(named, plain, bucket_bytes=16 * 16 * 4)
     gradients, seen = [], []
     for layer in layers:
         layer.weight.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
@@ -266,7 +219,8 @@ def freed(rank):
     h.sum().backward()
     del h
     own.reduce()
-    return max(seen), alive(gradients, 0), len(own.pieces) > 0
+    assert max(seen) <= 1
+    assert alive(gradients, 0) == 0
 
 
 def alive(storages, at_most):
@@ -277,9 +231,3 @@ def alive(storages, at_most):
             break
         time.sleep(0.01)
     return count
-
-
-def test_gradients_are_freed_during_backward(worlds):
-    """At most one gradient waits to be packed, and none is left after the sum."""
-    for most, left, owns in worlds.run(2, freed):
-        assert (most <= 1, left, owns) == (True, 0, True)

@@ -1,50 +1,41 @@
 """Arguments of ShardedGradients: the same on all ranks, or the same error on all."""
 
+from functools import partial
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.data_parallel.sharded_cases import plain
-from varcomm import ArgumentError, DisagreementError, GroupError
+from tests.data_parallel.cases import on, plain
+from varcomm import ArgumentError, DisagreementError, GroupError, ShardSizes
 from varcomm.data_parallel import ShardedGradients
 
 
-def linear(dtype=torch.float32):
+def linear():
     torch.manual_seed(0)
-    return nn.Linear(3, 2).to(dtype)
+    return nn.Linear(3, 2)
 
 
-def with_value(value):
+def with_parameter(value):
     model = linear()
-    model.more = value
+    model.more = nn.Parameter(value)
     return model
 
 
-def lazy():
-    return nn.LazyLinear(2)
-
-
-def on_meta():
-    return with_value(nn.Parameter(torch.ones(2, device="meta")))
-
-
-def sparse():
-    return with_value(nn.Parameter(torch.ones(2, 2).to_sparse()))
-
-
-def in_inference_mode():
+def with_buffer(make):
     model = linear()
+    model.register_buffer("more", make(model))
+    return model
+
+
+def in_inference_mode(_):
     with torch.inference_mode():
-        model.register_buffer("more", torch.ones(2))
-    return model
-
-
-def expanded():
-    model = linear()
-    model.register_buffer("more", torch.ones(1).expand(3))
-    return model
+        return torch.ones(2)
 
 
 class Distributed(torch.Tensor):
@@ -54,40 +45,14 @@ class Distributed(torch.Tensor):
         return self
 
 
-def dtensor():
-    return with_value(nn.Parameter(torch.ones(2).as_subclass(Distributed)))
-
-
-def frozen():
-    return linear().requires_grad_(False)
-
-
 def twice():
     model = linear()
     return [{"params": [model.weight]}, {"params": [model.bias, model.weight]}]
 
 
-def two_names():
-    return [("a", linear().weight), ("a", linear().weight)]
-
-
-def a_set():
-    return set(linear().parameters())
-
-
-def a_set_in_it():
-    return [{"params": set(linear().parameters())}]
-
-
 def two_views():
     model = nn.Sequential(linear(), linear())
     model[1].weight.data = model[0].weight.data
-    return model
-
-
-def view_of_a_parameter():
-    model = linear()
-    model.register_buffer("more", model.weight.detach()[:, 1:])
     return model
 
 
@@ -97,68 +62,9 @@ def with_gradient():
     return model
 
 
-def no_params():
-    return [{"params": [linear().weight]}, {"lr": 1.0}]
-
-
-def elsewhere():
-    return {"params": linear(), "module": linear()}
-
-
-def not_in_module():
-    return {"params": [linear().weight], "module": linear()}
-
-
 def wrapped():
-    return DistributedDataParallel(linear(), process_group=ALONE[0])
-
-
-ALONE = []
-
-# parameters of rank 1, and words of the message on both
-PARAMETERS = {
-    "lazy": (lazy, "parameter 'weight' is not initialised"),
-    "devices": (on_meta, "several devices, cpu and meta: parameter 'more'"),
-    "sparse": (sparse, "parameter 'more' must be dense"),
-    "dtensor": (dtensor, "parameter 'more' must be this rank's own"),
-    "inference": (in_inference_mode, "buffer 'more' was made in inference mode"),
-    "expanded": (expanded, "buffer 'more' is an expanded view"),
-    "frozen": (frozen, "no parameter is trained: all 2 are frozen"),
-    "nothing": (list, "no parameter is trained: there are none"),
-    "a tensor": (lambda: torch.ones(2), "params must be"),
-    "a number": (lambda: 3, "params must be"),
-    "a string in it": (lambda: ["weight"], "params must hold parameters; '0.0' is str"),
-    "computed": (lambda: [linear().weight * 2], "params must hold parameters; '0.0' is a computed"),
-    "twice": (twice, "parameter '1.1' is given twice, first as '0.0'"),
-    "two names": (two_names, "two parameters have the name 'a'"),
-    "no params": (no_params, "params holds dicts"),
-    "a set": (a_set, "params is a set"),
-    "a set in it": (a_set_in_it, '"params" of group 0 is a set'),
-    "two views": (two_views, "parameter '0.weight' and parameter '1.weight' share memory"),
-    "a buffer's": (view_of_a_parameter, "parameter 'weight' and buffer 'more' share memory"),
-    "a gradient": (with_gradient, "parameter 'weight' has a gradient already"),
-    "a module": (lambda: {"params": linear(), "module": "model"}, "module must be"),
-    "two modules": (elsewhere, "params is a Module, and module is another"),
-    "not in module": (not_in_module, "parameter '0.0' is not in the module"),
-    "ddp": (wrapped, "DistributedDataParallel"),
-}
-
-# arguments of rank 1
-ARGUMENTS = {
-    "sum": ({"sizes": [3, 4]}, "sizes sum to 7"),
-    "length": ({"sizes": [8]}, "sizes must have"),
-    "negative": ({"sizes": [9, -1]}, "sizes must not be negative"),
-    "kind": ({"sizes": "even"}, "sizes must be"),
-    "number": ({"sizes": 8}, "sizes must be"),
-    "reduce": ({"reduce": "max"}, "reduce must be"),
-    "factor": ({"gradient_predivide_factor": 0}, "gradient_predivide_factor must be"),
-    "bucket": ({"bucket_bytes": 0}, "bucket_bytes must be"),
-    "flag": ({"cpu_offload": 1}, "cpu_offload must be"),
-    "overlap": (
-        {"overlap_forward": True, "params": list(linear().parameters())},
-        "overlap_forward=True needs the module",
-    ),
-}
+    alone = torch.distributed.new_group([1], use_local_synchronization=True)
+    return DistributedDataParallel(linear(), process_group=alone)
 
 
 def raising(groups):
@@ -169,49 +75,87 @@ def with_foreign(groups):
     return torch.optim.SGD([*groups, {"params": [nn.Parameter(torch.ones(2))]}], lr=0.1)
 
 
-# factories of rank 1; a matrix optimizer is refused on the ranks that own a part of a matrix
-FACTORIES = {
-    "foreign": (with_foreign, "the optimizer must have the groups"),
-    "lacking": (
-        lambda groups: torch.optim.SGD(groups[0]["params"][:1], lr=0.1),
-        "the optimizer must have the groups",
-    ),
-    "groups": (
-        lambda groups: torch.optim.SGD([{"params": [p]} for p in groups[0]["params"]], lr=0.1),
-        "the optimizer must have the groups",
-    ),
-    "none": (lambda groups: None, "optimizer_factory must return"),
-    "not callable": (3, "optimizer_factory must be callable"),
-    "raising": (raising, "no memory, say"),
-    "LBFGS": (torch.optim.LBFGS, "LBFGS needs"),
-    "Adafactor": (torch.optim.Adafactor, "Adafactor needs"),
-    "Muon": (torch.optim.Muon, "Muon"),
-}
+def a_group_for_each(groups):
+    return torch.optim.SGD([{"params": [p]} for p in groups[0]["params"]], lr=0.1)
+
+
+def buffer_of(make):
+    return lambda: with_buffer(make)
+
+
+def parameter_of(value):
+    return lambda: with_parameter(value)
+
+
+def made_by(factory):
+    return {"optimizer_factory": factory}
+
+
+FOREIGN = "the optimizer must have the groups"
+ON_META, DISTRIBUTED = torch.ones(2, device="meta"), torch.ones(2).as_subclass(Distributed)
+
+# arguments of rank 1, or a function that makes them or only `params`; words of the message on both
+REFUSED = (
+    (lambda: nn.LazyLinear(2), "parameter 'weight' is not initialised"),
+    (parameter_of(ON_META), "several devices, cpu and meta: parameter 'more'"),
+    (parameter_of(torch.ones(2, 2).to_sparse()), "parameter 'more' must be dense"),
+    (parameter_of(DISTRIBUTED), "parameter 'more' must be this rank's own"),
+    (buffer_of(in_inference_mode), "buffer 'more' was made in inference mode"),
+    (buffer_of(lambda _: torch.ones(1).expand(3)), "buffer 'more' is an expanded view"),
+    (lambda: linear().requires_grad_(False), "no parameter is trained: all 2 are frozen"),
+    (list, "no parameter is trained: there are none"),
+    (lambda: torch.ones(2), "params must be"),
+    (lambda: 3, "params must be"),
+    (lambda: ["weight"], "params must hold parameters; '0.0' is str"),
+    (lambda: [linear().weight * 2], "params must hold parameters; '0.0' is a computed"),
+    (twice, "parameter '1.1' is given twice, first as '0.0'"),
+    (lambda: [("a", linear().weight), ("a", linear().bias)], "two parameters have the name 'a'"),
+    (lambda: [{"params": [linear().weight]}, {"lr": 1.0}], "params holds dicts"),
+    (lambda: [{"params": 3}], '"params" of group 0 must be'),
+    (lambda: set(linear().parameters()), "params is a set"),
+    (lambda: [{"params": set(linear().parameters())}], '"params" of group 0 is a set'),
+    (two_views, "parameter '0.weight' and parameter '1.weight' share memory"),
+    (buffer_of(lambda m: m.weight.detach()[:, 1:]), "'weight' and buffer 'more' share memory"),
+    (with_gradient, "parameter 'weight' has a gradient already"),
+    (lambda: {"params": linear(), "module": "model"}, "module must be"),
+    (lambda: {"params": linear(), "module": linear()}, "params is a Module, and module is another"),
+    (lambda: {"params": [linear().weight], "module": linear()}, "'0.0' is not in the module"),
+    (wrapped, "DistributedDataParallel"),
+    ({"sizes": [3, 4]}, "sizes sum to 7"),
+    ({"sizes": [8]}, "sizes must have"),
+    ({"sizes": [9, -1]}, "sizes must not be negative"),
+    ({"sizes": "even"}, "sizes must be"),
+    ({"sizes": 8}, "sizes must be"),
+    ({"reduce": "max"}, "reduce must be"),
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor must be"),
+    ({"bucket_bytes": 0}, "bucket_bytes must be"),
+    ({"cpu_offload": 1}, "cpu_offload must be"),
+    (lambda: {"overlap_forward": True, "params": [linear().weight]}, "overlap_forward=True needs"),
+    (made_by(with_foreign), FOREIGN),
+    (made_by(lambda groups: torch.optim.SGD(groups[0]["params"][:1])), FOREIGN),
+    (made_by(a_group_for_each), FOREIGN),
+    (made_by(lambda groups: None), "optimizer_factory must return"),
+    (made_by(3), "optimizer_factory must be callable"),
+    (made_by(raising), "no memory, say"),
+    (made_by(torch.optim.LBFGS), "LBFGS needs"),
+    (made_by(torch.optim.Adafactor), "Adafactor needs"),
+    (made_by(torch.optim.Muon), "Muon"),
+)
 
 
 def refused(rank):
     """Every error is the same on both ranks, and leaves nothing behind."""
-    ALONE[:] = [torch.distributed.new_group([r]) for r in range(2)][rank:]
-    told = {}
-    calls = {what: (make, {}) for what, (make, _) in PARAMETERS.items()}
-    calls |= {what: (linear, options) for what, (options, _) in ARGUMENTS.items()}
-    calls |= {
-        what: (linear, {"optimizer_factory": make, "sizes": [1, 7]})
-        for what, (make, _) in FACTORIES.items()
-    }
-    for what, (make, options) in calls.items():
-        made = make() if rank == 1 else linear()
-        arguments = {
-            "optimizer_factory": plain,
-            **(made if isinstance(made, dict) else {"params": made}),
-        }
+    told = []
+    for asked, _ in REFUSED:
+        own = {"params": linear(), "optimizer_factory": plain}
+        if isinstance(asked, dict) and "optimizer_factory" in asked:
+            own["sizes"] = [1, 7]  # rank 1 owns a part of a matrix
         if rank == 1:
-            arguments |= options
-        elif "sizes" in options and what in FACTORIES:
-            arguments["sizes"] = options["sizes"]
+            made = asked() if callable(asked) else asked
+            own |= made if isinstance(made, dict) else {"params": made}
         with pytest.raises(ArgumentError) as caught:
-            ShardedGradients(**arguments)
-        told[what] = str(caught.value)
+            ShardedGradients(**own)
+        told.append(str(caught.value))
     model = linear()
     own = ShardedGradients(model, plain, reduce="sum")
     model(torch.ones(1, 3)).sum().backward()
@@ -221,79 +165,57 @@ def refused(rank):
 
 def test_wrong_arguments_of_one_rank_are_refused_on_all(worlds):
     (first, some), (second, others) = worlds.run(2, refused)
-    for what, (_, words) in {**PARAMETERS, **ARGUMENTS, **FACTORIES}.items():
-        assert first[what] == second[what], what
-        assert first[what].startswith("data_parallel.ShardedGradients"), what
-        assert "refused on rank 1 of 2" in first[what], what
-        assert words in first[what], what
+    for one, other, (_, words) in zip(first, second, REFUSED, strict=True):
+        assert one == other
+        assert one.startswith("data_parallel.ShardedGradients")
+        assert "refused on rank 1 of 2" in one
+        assert words in one
     assert some + others == 16.0
 
 
-def sizes_in_other_types(rank):
-    """Of each library, and such as can be read once."""
-    for sizes in (np.array([3, 5]), torch.tensor([3, 5]), iter([3, 5]), (np.int64(3), 5)):
-        own = ShardedGradients(linear(), plain, sizes=[3, 5] if rank else sizes)
-        yield sum(piece.stop - piece.start for piece in own.pieces.values())
-
-
-def owned_by(rank):
-    return list(sizes_in_other_types(rank))
-
-
-def test_sizes_are_any_integers_that_can_be_read_once(worlds):
-    assert worlds.run(2, owned_by) == [[3] * 4, [5] * 4]
-
-
-# what rank 1 has otherwise
-DIFFERENT = {
-    "shape": ({"params": lambda: nn.Linear(4, 2)}, "parameters and buffers: for 'weight'"),
-    "frozen": ({"params": lambda: partly()}, "parameters and buffers: for 'bias'"),
-    "sizes": ({"sizes": [7, 1]}, "arguments: for 'sizes'"),
-    "reduce": ({"reduce": "sum"}, "arguments: for 'reduce'"),
-    "bucket": ({"bucket_bytes": 8}, "arguments: for 'bucket_bytes'"),
-    "groups": (
-        {"params": lambda: [{"params": [p]} for p in linear().parameters()]},
-        "parameters and buffers: for 'weight'",
-    ),
-    "kind": (
-        {"optimizer_factory": lambda groups: torch.optim.AdamW(groups, lr=0.01)},
-        "the optimizer: for 'kind'",
-    ),
-    "lr": (
-        {"optimizer_factory": lambda groups: torch.optim.SGD(groups, lr=0.02)},
-        "the optimizer: for 'lr of group 0'",
-    ),
-}
-
-
-def partly():
+def frozen_bias():
     model = linear()
     model.bias.requires_grad_(False)
     return model
 
 
-def different(rank):
-    told = {}
-    for what, (options, _) in DIFFERENT.items():
-        arguments = {"params": linear, "optimizer_factory": plain, "sizes": [2, 6]}
-        if rank == 1:
-            arguments |= options
-        arguments["params"] = arguments["params"]()
-        if what in ("shape", "frozen", "groups"):
-            del arguments["sizes"]
-        with pytest.raises(DisagreementError) as caught:
+# arguments of rank 1, and the words that differ
+DIFFERENT = (
+    (lambda: {"params": nn.Linear(4, 2)}, "parameters and buffers: for 'weight'"),
+    (lambda: {"params": frozen_bias()}, "parameters and buffers: for 'bias'"),
+    (lambda: {"params": [*linear().parameters()]}, "parameters and buffers: for 'weight'"),
+    (lambda: {"sizes": [4, 4]}, "arguments: for 'sizes'"),
+    (lambda: {"reduce": "sum"}, "arguments: for 'reduce'"),
+    (lambda: {"bucket_bytes": 8}, "arguments: for 'bucket_bytes'"),
+    (lambda: made_by(torch.optim.AdamW), "the optimizer: for 'kind'"),
+    (lambda: made_by(partial(torch.optim.SGD, lr=0.02)), "the optimizer: for 'lr of group 0'"),
+)
+
+
+@on(2)
+def test_ranks_that_differ_are_told_so(rank, ranks):
+    for make, words in DIFFERENT:
+        arguments = {"params": linear(), "optimizer_factory": plain} | (make() if rank else {})
+        with pytest.raises(DisagreementError, match=f"ranks disagree on {words}"):
             ShardedGradients(**arguments)
-        told[what] = str(caught.value)
-    return told
+    model = nn.Sequential(linear(), nn.Linear(2, 1 + rank))
+    with pytest.raises(DisagreementError, match=r"for '1\.weight', rank 0 has a left out"):
+        ShardedGradients(model[0].parameters(), plain, module=model)
 
 
-def test_ranks_that_differ_are_told_so(worlds):
-    for told in worlds.run(2, different):
-        for what, (_, words) in DIFFERENT.items():
-            assert f"ranks disagree on {words}" in told[what]
+@on(2)
+def test_sizes_are_any_integers_that_can_be_read_once(rank, ranks):
+    for sizes in (np.array([3, 5]), torch.tensor([3, 5]), iter([3, 5]), (np.int64(3), 5)):
+        own = ShardedGradients(linear(), plain, sizes=[3, 5] if rank else sizes)
+        assert sum(piece.stop - piece.start for piece in own.pieces.values()) == [3, 5][rank]
 
 
-def one_after_the_other(rank):
+@on(2)
+def test_one_after_the_other(rank, ranks):
+    def backward():
+        model(torch.ones(1, 1)).sum().backward()
+        return model.weight.grad
+
     model = nn.Linear(1, 1)
     own = ShardedGradients(model, plain, reduce="sum")
     with pytest.raises(ArgumentError, match="parameter 'weight' belongs to another Sharded"):
@@ -301,49 +223,37 @@ def one_after_the_other(rank):
     own.close()
     with pytest.raises(ArgumentError, match=r"close.. was called before"):
         own.step()
-    model(torch.ones(1, 1)).sum().backward()
-    alone = model.weight.grad.item()
+    assert backward().item() == 1.0
     with pytest.raises(ArgumentError, match="parameter 'weight' has a gradient already"):
         ShardedGradients(model, plain)
     model.zero_grad(set_to_none=False)
     again = ShardedGradients(model, plain, reduce="sum")
-    model(torch.ones(1, 1)).sum().backward()
+    backward()
     again.reduce()
-    summed = [piece.value.grad.item() for piece in again.pieces.values()]
+    assert [piece.value.grad.item() for piece in again.pieces.values()] == [2.0]
     del again
-    model(torch.ones(1, 1)).sum().backward()
-    return alone, summed, model.weight.grad.item()
+    assert backward().item() == 1.0
 
 
-def test_one_after_the_other(worlds):
-    assert worlds.run(2, one_after_the_other) == [(1.0, [2.0], 1.0)] * 2
-
-
-def equal(rank):
-    """All get the values of rank 0; parameters stay the same objects."""
+@on(3)
+def test_all_get_the_values_of_rank_0(rank, ranks):
+    """Parameters stay the same objects."""
     torch.manual_seed(rank)
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.BatchNorm2d(3)
-    )
+    convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    model = nn.Sequential(convolution, nn.BatchNorm2d(3))
     model[0].bias.requires_grad_(False)
     model[1].running_mean.fill_(rank + 1.0)
     parameters = list(model.parameters())
     ShardedGradients(model, plain)
     torch.manual_seed(0)
     first = nn.Conv2d(2, 3, 2)
-    same = [
-        torch.equal(a, b) for a, b in zip(model[0].parameters(), first.parameters(), strict=True)
-    ]
-    kept = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    return same, kept, model[1].running_mean.tolist()
-
-
-def test_all_get_the_values_of_rank_0(worlds):
-    assert worlds.run(3, equal) == [([True, True], True, [1.0] * 3)] * 3
+    assert all(map(torch.equal, model[0].parameters(), first.parameters()))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert model[1].running_mean.tolist() == [1.0] * 3
 
 
 def all_of_the_module(rank):
-    """What was not given is made equal as well, but for what is another's."""
+    """Parameters that were not given are made equal as well, but for those of another."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
@@ -353,29 +263,15 @@ def all_of_the_module(rank):
     with torch.no_grad():
         model[3].bias.fill_(rank)  # is left alone
     other = ShardedGradients(model[1].parameters(), plain, module=model)
-    bias = model[3].bias.item()
+    assert model[3].bias.item() == rank
+    assert sorted(other.pieces) == (["1.weight"] if rank else ["1.bias", "1.weight"])
     model[3].bias.detach().zero_()
-    return [p.tolist() for p in model.parameters()], sorted(other.pieces), bias
+    return [p.tolist() for p in model.parameters()]
 
 
-def test_all_that_the_module_has_is_made_equal(worlds):
+def test_the_rest_of_the_module_is_made_equal(worlds):
     first, second = worlds.run(2, all_of_the_module)
-    assert first[0] == second[0]
-    assert len(first[0]) == 8
-    assert (first[1], second[1]) == (["1.bias", "1.weight"], ["1.weight"])
-    assert (first[2], second[2]) == (0.0, 1.0)
-
-
-def left_out_on_one(rank):
-    model = nn.Sequential(linear(), nn.Linear(2, 1 + rank))
-    with pytest.raises(DisagreementError) as caught:
-        ShardedGradients(model[0].parameters(), plain, module=model)
-    return str(caught.value)
-
-
-def test_what_is_left_out_is_compared(worlds):
-    said = "for '1.weight', rank 0 has a left out parameter of torch.float32 with"
-    assert all(said in text for text in worlds.run(2, left_out_on_one))
+    assert first == second
 
 
 def nowhere(rank):
@@ -388,3 +284,66 @@ def test_parameters_where_the_group_has_no_engine(worlds):
     worlds.run(2, nowhere)
     with pytest.raises(GroupError, match=r"torch\.distributed is not initialised"):
         ShardedGradients(linear(), plain)
+
+
+# Owners of elements: exact sums, no element twice or left out, no more than the share
+
+RANKS = 3
+SHAPES = st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans())
+
+
+@st.composite
+def models(draw):
+    """Shapes and dtypes of parameters, sizes of pieces, and bytes of a bucket."""
+    shapes = draw(st.lists(SHAPES, min_size=1, max_size=6))
+    total = sum(rows * columns for rows, columns, _ in shapes)
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=RANKS - 1, max_size=RANKS - 1)))
+    listed = [b - a for a, b in pairwise([0, *cuts, total])]
+    sizes = draw(st.sampled_from(["balanced", "whole-parameters", listed]))
+    return shapes, sizes, draw(st.integers(1, 400))
+
+
+def owned(rank, drawn):
+    """Of each model, the pieces of this rank by name."""
+    found = []
+    for shapes, sizes, bucket_bytes in drawn:
+        model = nn.ParameterList(
+            torch.zeros(rows, columns, dtype=torch.float64 if wide else torch.bfloat16)
+            for rows, columns, wide in shapes
+        )
+        own = ShardedGradients(model, plain, sizes=sizes, bucket_bytes=bucket_bytes)
+        found.append({name: (p.start, p.stop) for name, p in own.pieces.items()})
+        own.close()
+    return found
+
+
+def check(shapes, sizes, pieces):
+    numbers = [rows * columns for rows, columns, _ in shapes]
+    counts = [torch.zeros(number, dtype=torch.int64) for number in numbers]
+    homes = [0] * len(numbers)
+    for own in pieces:
+        for name, (start, stop) in own.items():
+            counts[int(name)][start:stop] += 1
+            homes[int(name)] += 1
+            assert sizes != "whole-parameters" or stop - start == numbers[int(name)]
+    assert all(bool((count == 1).all()) for count in counts)
+    # optimizers have states of parameters without elements too, which one rank keeps
+    assert all(home == 1 for home, number in zip(homes, numbers, strict=True) if not number)
+    load = [sum(stop - start for start, stop in own.values()) for own in pieces]
+    if sizes == "balanced":
+        assert tuple(load) == tuple(ShardSizes.balanced(sum(numbers), RANKS))
+    elif sizes == "whole-parameters":  # Graham's bound
+        assert max(load) <= sum(numbers) / RANKS + (1 - 1 / RANKS) * max(numbers)
+    else:
+        assert load == sizes
+
+
+def test_every_element_has_one_owner(worlds):
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(models(), min_size=1, max_size=12))
+    def run(drawn):
+        results = worlds.run(RANKS, owned, drawn)
+        for (shapes, sizes, _), *pieces in zip(drawn, *results, strict=True):
+            check(shapes, sizes, pieces)
+
+    run()

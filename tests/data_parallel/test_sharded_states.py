@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data_parallel.cases import DOUBLE, square
-from tests.data_parallel.sharded_cases import assert_equal, plain, sizes_of
+from tests.data_parallel.cases import DOUBLE, assert_equal, on, plain, sizes_of, square
 from varcomm import ArgumentError
 from varcomm.checkpoint import load, save
 from varcomm.data_parallel import ShardedGradients
@@ -30,13 +29,19 @@ def adamw(groups):
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
 
 
-def train(model, optimizer, steps, rank, ranks):
+def train(model, optimizer, steps, rank=0, ranks=1):
     for step in steps:
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(7, 3, generator=generator, dtype=DOUBLE).to(model.scale.dtype)[rank::ranks]
         square(model(x)).backward()
         optimizer.step()
+
+
+def six_steps_alone():
+    model = Net()
+    train(model, adamw(model.parameters()), range(6))
+    return model
 
 
 def made(dtype, kind, ranks, **options):
@@ -46,26 +51,36 @@ def made(dtype, kind, ranks, **options):
     return model, ShardedGradients(model, adamw, sizes=sizes, **options)
 
 
+def values_of(own):
+    return {n: (p.start, p.value.flatten().tolist()) for n, p in own.pieces.items()}
+
+
 def saved(rank, ranks, kind, dtype, folder):
-    """Three steps, and what they leave in a folder; the masters of this rank."""
+    """Three steps, saved in a folder; return the values of this rank."""
     model, own = made(dtype, kind, ranks)
     train(model, own, range(3), rank, ranks)
     save({"model": model, "optimizer": own}, folder)
-    return {n: (p.start, p.value.flatten().tolist()) for n, p in own.pieces.items()}
+    return values_of(own)
 
 
 def resumed(rank, ranks, kind, dtype, folder):
     """Load on other ranks and for other sizes, and go on."""
     model, own = made(dtype, kind, ranks)
     load({"model": model, "optimizer": own}, folder)
-    masters = {n: (p.start, p.value.flatten().tolist()) for n, p in own.pieces.items()}
-    own.step()  # takes over what is in the model, and there is no gradient
+    values = values_of(own)
+    own.step()  # takes over the values in the model, and there is no gradient
     train(model, own, range(3, 6), rank, ranks)
     if dtype == DOUBLE:
-        one = Net(dtype)
-        train(one, adamw(one.parameters()), range(6), 0, 1)
-        assert_equal(model, one, 1e-10)
-    return masters, "empty" in own.state_dict()["state"]
+        assert_equal(model, six_steps_alone(), 1e-10)
+    return values, "empty" in own.state_dict()["state"]
+
+
+def resumed_by_a_plain_one(rank, folder):
+    model = Net()
+    one = adamw(model.parameters())
+    load({"model": model, "optimizer": one}, folder)
+    train(model, one, range(3, 6))
+    assert_equal(model, six_steps_alone(), 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -81,28 +96,12 @@ def test_saved_on_some_ranks_and_loaded_on_others(worlds, tmp_path, before, afte
     worlds.run(before[0], saved, *before, DOUBLE, folder)
     results = worlds.run(after[0], resumed, *after, DOUBLE, folder)
     assert sum(has for _, has in results) == 1  # a parameter without elements has a state too
-
-
-def of_a_plain_one(rank, ranks, folder):
-    """To a plain optimizer of one process and back."""
-    model = Net()
-    one = adamw(model.parameters())
-    load({"model": model, "optimizer": one}, folder)
-    train(model, one, range(3, 6), 0, 1)
-    expected = Net()
-    train(expected, adamw(expected.parameters()), range(6), 0, 1)
-    assert_equal(model, expected, 1e-10)
-
-
-def test_a_plain_optimizer_loads_it(worlds, tmp_path):
-    folder = str(tmp_path / "c")
-    worlds.run(3, saved, 3, "balanced", DOUBLE, folder)
-    worlds.run(1, of_a_plain_one, 1, folder)
+    worlds.run(1, resumed_by_a_plain_one, folder)
 
 
 def together(results):
-    """Masters of all ranks, in full."""
-    names = {name for masters in results for name in masters}
+    """Values of all ranks, in full."""
+    names = {name for values in results for name in values}
     parts = {name: sorted(m[name] for m in results if name in m) for name in names}
     return {name: [x for _, piece in found for x in piece] for name, found in parts.items()}
 
@@ -111,7 +110,7 @@ def test_masters_are_saved_and_loaded_exactly(worlds, tmp_path):
     """Also if the model, whose parameters are rounded, is loaded before or after them."""
     before = worlds.run(2, saved, 2, "whole-parameters", BF16, str(tmp_path / "c"))
     after = worlds.run(3, resumed, 3, "balanced", BF16, str(tmp_path / "c"))
-    assert together(before) == together([masters for masters, _ in after])
+    assert together(before) == together([values for values, _ in after])
 
 
 def moved_between(rank, folder, before, after):
@@ -123,19 +122,19 @@ def moved_between(rank, folder, before, after):
     if after is None:
         with pytest.raises(ArgumentError, match="masters"):
             load({"model": other, "optimizer": adamw(other.parameters())}, folder)
-        return True
+        return
     other, own = made(BF16, "balanced", 2, fp32_masters=after)
     load({"model": other, "optimizer": own}, folder)
-    same = all(map(torch.equal, model.parameters(), other.parameters()))
-    states = own.optimizer.state.items()
-    dtypes = {state["exp_avg"].dtype == value.dtype for value, state in states}
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    for value, state in own.optimizer.state.items():
+        assert state["exp_avg"].dtype == value.dtype
     train(other, own, range(1, 2), rank, 2)
-    return same and dtypes == {True} and {s["step"].item() for _, s in states} == {2.0}
+    assert {state["step"].item() for state in own.optimizer.state.values()} == {2.0}
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, None)])
-def test_checkpoints_with_masters_and_without(worlds, tmp_path, before, after):
-    assert worlds.run(2, moved_between, str(tmp_path / "c"), before, after) == [True, True]
+def test_checkpoints_with_masters_and_without(worlds, tmp_path):
+    for before, after in ((True, False), (False, True), (True, None)):
+        worlds.run(2, moved_between, str(tmp_path / f"{before}, {after}"), before, after)
 
 
 def state_of(dtype, sizes, optimizer=adamw):
@@ -146,15 +145,19 @@ def state_of(dtype, sizes, optimizer=adamw):
     return own, own.state_dict()
 
 
-def refused(rank):
-    """States of other pieces, and no states; on both ranks, and what was there stays."""
-    kinds = {
-        "whole": ("whole-parameters", "balanced", DOUBLE, adamw),
-        "elsewhere": ([8, 0], [0, 8], DOUBLE, adamw),
-        "shifted": ([2, 6], [5, 3], DOUBLE, adamw),
-        "masters": ([3, 5], [5, 3], BF16, plain),
-    }
-    for before, after, dtype, optimizer in kinds.values():
+# sizes before and after
+OTHERS = (
+    ("whole-parameters", "balanced", DOUBLE, adamw),
+    ([8, 0], [0, 8], DOUBLE, adamw),
+    ([2, 6], [5, 3], DOUBLE, adamw),
+    ([3, 5], [5, 3], BF16, plain),  # of masters
+)
+
+
+@on(2)
+def test_states_of_other_pieces_are_refused_on_all(rank, ranks):
+    """And no states; on both ranks, and nothing is changed."""
+    for before, after, dtype, optimizer in OTHERS:
         _, state = state_of(dtype, before, optimizer)
         own = ShardedGradients(nn.Linear(3, 2).to(dtype), optimizer, sizes=after)
         with pytest.raises(ArgumentError, match=r"load_state_dict: refused on rank"):
@@ -162,20 +165,11 @@ def refused(rank):
         assert own.state_dict()["state"] == {}
     own, state = state_of(DOUBLE, [3, 5])
     groups = [{**state["param_groups"][0], "params": ["others"]}]
-    for wrong in (
-        None,
-        {},
-        {"state": {}},
-        state | {"state": 3},
-        state | {"param_groups": groups},
-    ):
+    wrongs = [None, {}, {"state": {}}, state | {"state": 3}, state | {"param_groups": groups}]
+    for wrong in wrongs:
         with pytest.raises(ArgumentError, match=r"load_state_dict: refused on rank 1 of 2"):
             own.load_state_dict(wrong if rank else state)
     own.load_state_dict(copy.deepcopy(state))
     again = own.state_dict()["state"]
     for name, states in state["state"].items():
         assert torch.equal(again[name]["exp_avg"].local, states["exp_avg"].local)
-
-
-def test_states_of_other_pieces_are_refused_on_all(worlds):
-    worlds.run(2, refused)

@@ -31,9 +31,6 @@ def test_each_folder_is_an_example():
     assert all(f"]({folder}/README.md)" in named for folder in FOLDERS)
 
 
-TRAINED = [folder for folder in FOLDERS if folder != "resume"]  # has its own
-
-
 def run_main(rank, folder, arguments):
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
@@ -43,19 +40,38 @@ def run_main(rank, folder, arguments):
     return code, printed.getvalue()
 
 
-@pytest.mark.parametrize("folder", TRAINED)
-def test_smoke_on_ranks(worlds, folder, tmp_path):
-    path = tmp_path / "a folder" / "picture.png"
-    (code, printed), *others = worlds.run(3, run_main, folder, ["--smoke", "--picture", str(path)])
-    assert not code
-    assert [text for _, text in others] == ["", ""], "only the first rank prints"
+# `--check` compares losses and gradients with one process, in fp64 and fp32; the example fails if
+# they differ. The test of `resume` is its own.
+TEXT = "text --layers 1 --head-size 4 --length 16 --batch 2 --sample 20 --steps 1 --check 5"
+CHECKED = ["atoms --smoke --cells 4 --check", "ocean --smoke --steps 1 --check 5"]
+CHECKED += ["poisson --smoke --check", TEXT]
+RUNS = [(3, line) for line in [*CHECKED, "nodes --smoke", "ocean_3d --smoke", "weather --smoke"]]
+RUNS += [(3, f"{TEXT} --sequence-parallel"), (3, "three_ways --smoke --mesh 1x3x1 1x1x3 --check 4")]
+MESHES = {1: "1x1x1", 2: "2x1x1 1x2x1 1x1x2", 4: "1x2x2 2x2x1 2x1x2", 5: "1x5x1 1x1x5 5x1x1"}
+SLOW_RUNS = [(ranks, line) for ranks in (1, 2, 5) for line in CHECKED]
+SLOW_RUNS += [(3, "nodes --smoke --check"), (2, f"{TEXT} --sequence-parallel")]
+SLOW_RUNS += [(n, f"three_ways --smoke --mesh {m} --check 4") for n, m in MESHES.items()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "line"), RUNS + [pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS]
+)
+def test_training_on_ranks(worlds, ranks, line, tmp_path):
+    (folder, *words), path = line.split(), tmp_path / "a folder" / "picture.png"
+    (code, printed), *others = worlds.run(
+        ranks, run_main, folder, [*words, "--picture", str(path)], timeout=240
+    )
+    assert not code, printed
+    assert ("\none answer\n" in printed) == ("--check" in words)
+    assert [text for _, text in others] == [""] * (ranks - 1), "only the first rank prints"
     assert re.search(r"\d s a step, the median of \d+; at most .* MiB a rank", printed)
     assert f"picture: {path}" in printed
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", TRAINED)
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != "resume"])
 def test_the_command_of_the_readme(folder, tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -73,40 +89,48 @@ def test_the_command_of_the_readme(folder, tmp_path):
     assert (tmp_path / drawn[1]).stat().st_size > 10_000
 
 
-# options that an example refuses: each begins with the name of the option
+# The first option of each line is wrong, and in the message.
 REFUSED = [
-    ("ocean", ["--spacing", "7"]),
-    ("ocean", ["--check", "60"]),
-    ("ocean", ["--steps", "0"]),
-    ("ocean", ["--picture", "ocean.foo"]),
-    ("ocean", ["--picture", f"{__file__}/ocean.png"]),
-    ("ocean_3d", ["--resolution", "7"]),
-    ("ocean_3d", ["--levels", "1"]),
-    ("text", ["--head-size", "5"]),
-    ("text", ["--length", "20000"]),
-    ("three_ways", ["--mesh", "2x2x1"]),
-    ("three_ways", ["--mesh", "1x2"]),
-    ("three_ways", ["--mesh", "0x3x1"]),
-    ("three_ways", ["--batch", "1000000"]),
-    ("resume", ["--side", "-3", "folder"]),
+    *("ocean --spacing 7", "ocean --check 60", "ocean --steps 0", "ocean --picture ocean.foo"),
+    *(f"ocean --picture {__file__}/ocean.png", "ocean_3d --resolution 7", "ocean_3d --levels 1"),
+    *("text --head-size 5", "text --length 20000", "three_ways --mesh 2x2x1"),
+    *("three_ways --mesh 1x2", "three_ways --mesh 0x3x1", "three_ways --batch 1000000"),
+    "resume --side -3 folder",
 ]
 
 
 def refusals(rank, folder):
-    told = []
-    for name, arguments in REFUSED:
+    messages = []
+    for line in REFUSED:
+        name, *words = line.split()
         picture = [] if name == "resume" else ["--picture", f"{folder}/picture.png"]
         with (
             contextlib.redirect_stderr(io.StringIO()) as printed,
             pytest.raises(SystemExit, match=r"^2$"),
         ):
-            example(name, "train").main([*picture, *arguments])
-        told.append(printed.getvalue())
-    return told
+            example(name, "train").main([*picture, *words])
+        messages.append(printed.getvalue())
+    return messages
 
 
 def test_wrong_options_are_printed_once(worlds, tmp_path):
-    told, *others = worlds.run(3, refusals, str(tmp_path))
-    for (_, (option, *_)), text in zip(REFUSED, told, strict=True):
-        assert f"{option}: " in text
+    messages, *others = worlds.run(3, refusals, str(tmp_path))
+    for line, message in zip(REFUSED, messages, strict=True):
+        assert f"{line.split()[1]}: " in message
     assert others == [[""] * len(REFUSED)] * 2
+
+
+def differing(rank, arguments):
+    train = example("text", "train")
+    before, train.compare = train.compare, lambda *args: (0.0, 1e-2)
+    try:
+        return run_main(rank, "text", arguments)
+    finally:
+        train.compare = before
+
+
+def test_a_difference_from_one_process_is_a_failure(worlds, tmp_path):
+    _, *words = TEXT.split()
+    ((code, printed),) = worlds.run(1, differing, [*words, "--picture", str(tmp_path / "a.png")])
+    assert code == 1
+    assert printed.endswith("\nNOT one answer\n")

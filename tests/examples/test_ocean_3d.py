@@ -1,4 +1,4 @@
-"""The ocean in three dimensions: its graph, made in parts; training that goes on on other ranks."""
+"""The ocean in three dimensions: a graph made in parts, and training that continues on others."""
 
 from functools import cache
 
@@ -21,33 +21,27 @@ def load(resolution=12, levels=5):
 @pytest.mark.slow
 def test_sizes():
     whole = load(1, 20)
-    assert whole.num_nodes == 718_725
-    assert len(whole.pos) == 42_164
+    assert (whole.num_nodes, len(whole.pos)) == (718_725, 42_164)
     along = np.minimum(*whole.levels[whole.edges]).sum()
     assert along + 2 * (whole.num_nodes - len(whole.pos)) == 4_143_916
     assert load(3, 20).num_nodes == 79_143
 
 
-def cells(sea):
-    """Latitude, longitude and level of each node, by its number."""
-    return [
+def test_edges_join_neighbours_and_what_is_above_and_below():
+    sea = load()
+    cells = [
         (lat, lon, level)
         for (lat, lon), count in zip(sea.pos.tolist(), sea.levels.tolist(), strict=True)
         for level in range(count)
     ]
-
-
-@pytest.mark.parametrize(("resolution", "levels"), [(12, 5)])
-def test_edges_join_neighbours_and_what_is_above_and_below(resolution, levels):
-    sea = load(resolution, levels)
-    number = {cell: at for at, cell in enumerate(cells(sea))}
+    number = {cell: at for at, cell in enumerate(cells)}
     found = {}
     scale = np.log(1 + sea.depth / 100)
     for (lat, lon, level), target in number.items():
         for north, east in ((0, 1), (1, 0), (0, -1), (-1, 0)):
             # the grid begins at 20.5 degrees east
-            west = (lon - east * resolution - 20.5) % 360 + 20.5
-            source = number.get((lat - north * resolution, west, level))
+            west = (lon - east * 12 - 20.5) % 360 + 20.5
+            source = number.get((lat - north * 12, west, level))
             if source is not None:
                 near = east * np.cos(np.deg2rad(lat))
                 found[source, target] = (near, north, abs(near) + abs(north), 0)
@@ -57,41 +51,14 @@ def test_edges_join_neighbours_and_what_is_above_and_below(resolution, levels):
                 found[source, target] = (0, 0, 0, scale[level] - scale[other])
     data = sea.whole(torch.float64)
     edges = [tuple(edge) for edge in data.edge_index.T.tolist()]
-    assert len(edges) == len(set(edges))
+    assert len(edges) == len(found)
     assert set(edges) == set(found)
     wanted = torch.tensor([found[edge] for edge in edges], dtype=torch.float64)
     torch.testing.assert_close(data.edge_attr, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_parts_make_up_the_whole():
-    sea = load()
-    whole = sea.whole()
-    owner = torch.randint(3, (len(sea.pos),), generator=torch.Generator().manual_seed(0)).numpy()
-    parts = [sea.part(np.flatnonzero(owner == rank)) for rank in (0, 1, 2, 3)]
-    assert len(parts[3][0]) == parts[3][2].shape[1] == 0, "no columns, and so no nodes"
-    ids = torch.cat([part[0] for part in parts])
-    assert torch.equal(ids.sort().values, torch.arange(sea.num_nodes))
-    for name in ("x", "y", "train"):
-        rows = torch.cat([part[1][name] for part in parts])
-        assert torch.equal(rows[ids.argsort()], whole[name])
-    for number, _, edge_index, _ in parts:
-        assert torch.isin(edge_index[1], number).all(), "edges into nodes of its own"
-
-    def sorted_edges(edge_index, moved):
-        order = (edge_index[0] * sea.num_nodes + edge_index[1]).argsort()
-        return edge_index[:, order], moved[order]
-
-    together = sorted_edges(
-        torch.cat([part[2] for part in parts], dim=1), torch.cat([part[3] for part in parts])
-    )
-    for found, wanted in zip(
-        together, sorted_edges(whole.edge_index, whole.edge_attr), strict=True
-    ):
-        assert torch.equal(found, wanted)
-
-
 def own_part(rank):
-    """What a rank has, and how many columns it made nodes of."""
+    """Return the columns and nodes that a rank makes, and whether its rows are the graph's."""
     train, sea = example("ocean_3d", "train"), ocean.Ocean(6, 20)
     made = []
     whole, part = sea.whole(), sea.part
@@ -99,32 +66,29 @@ def own_part(rank):
     graph = train.on_ranks(sea)
     source, target = graph.edge_index
     across = graph.edge_attr[:, 3] != 0
-    same = all(torch.equal(graph[name], whole[name][graph.owned_ids]) for name in ("x", "y"))
-    return (
-        made,
-        graph.num_owned,
-        bool((source[across] < graph.num_owned).all()),
-        same,
-        bool((target < graph.num_owned).all()),
-    )
+    assert (source[across] < graph.num_owned).all(), "columns are whole"
+    assert (target < graph.num_owned).all()
+    for name in ("x", "y"):
+        assert torch.equal(graph[name], whole[name][graph.owned_ids])
+    return sum(made), graph.num_owned
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_a_rank_makes_its_own_columns_and_no_others(worlds, ranks):
     sea = load(6, 20)
-    told = worlds.run(ranks, own_part)
-    assert sum(count for (count,), *_ in told) == len(sea.pos), "each column once"
-    assert sum(owned for _, owned, *_ in told) == sea.num_nodes
-    assert max(owned for _, owned, *_ in told) < 1.1 * sea.num_nodes / ranks
-    assert all(all(good) for _, _, *good in told), "columns are whole, and rows are the graph's"
+    assert len(sea.part(np.flatnonzero([]))[0]) == 0
+    columns, owned = zip(*worlds.run(ranks, own_part), strict=True)
+    assert sum(columns) == len(sea.pos), "each column once"
+    assert sum(owned) == sea.num_nodes
+    assert max(owned) < 1.1 * sea.num_nodes / ranks
 
 
 def options(*more):
     return example("ocean_3d", "train").parsed([*SMALL, *more])
 
 
-def alone(steps):
-    """Losses and first gradients in one process, without varcomm."""
+def alone(rank, steps):
+    """Return losses and first gradients in one process, without varcomm."""
     train, data = example("ocean_3d", "train"), load().whole(torch.float64)
     model = train.new_model(options()).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
@@ -143,7 +107,7 @@ def alone(steps):
 
 
 def together(rank, steps, *more):
-    """The same on ranks, from the checkpoint on if there is one."""
+    """Return first step, losses and gradients on ranks, from the checkpoint if there is one."""
     train, chosen = example("ocean_3d", "train"), options("--steps", str(steps), *more)
     run = train.Training(train.on_ranks(load(), torch.float64), chosen)
     if chosen.checkpoint and train.is_there(chosen.checkpoint):
@@ -154,14 +118,10 @@ def together(rank, steps, *more):
     return start, run.losses, gradients
 
 
-def in_one_process(rank, steps):
-    return alone(steps)
-
-
 @pytest.mark.parametrize("more", [[], ["--recompute"]], ids=["", "recomputed"])
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, more):
-    losses, gradients = worlds.run(1, in_one_process, 10)[0]
+    losses, gradients = worlds.run(1, alone, 10)[0]
     for _, found, first in worlds.run(ranks, together, 10, *more):
         np.testing.assert_allclose(found, losses, rtol=1e-10)
         for x, y in zip(first, gradients, strict=True):
@@ -169,19 +129,14 @@ def test_losses_and_gradients_are_those_of_one_process(worlds, ranks, more):
 
 
 @pytest.mark.slow
-def test_other_ranks_go_on_as_one_process_would(worlds, tmp_path):
+def test_other_ranks_continue_as_one_process_would_and_learn(worlds, tmp_path):
     saving = ["--every", "4", "--checkpoint", str(tmp_path / "saved")]
     starts = []
     for ranks, steps in ((3, 6), (2, 12), (5, 15), (1, 20)):
-        told = worlds.run(ranks, together, steps, *saving)
-        assert all(losses == told[0][1] for _, losses, _ in told), "ranks differ"
-        starts.append(told[0][0])
+        found = worlds.run(ranks, together, steps, *saving)
+        assert all(losses == found[0][1] for _, losses, _ in found), "ranks differ"
+        starts.append(found[0][0])
     assert starts == [0, 6, 12, 15]
-    losses, _ = worlds.run(1, in_one_process, 20)[0]
-    np.testing.assert_allclose(told[0][1], losses, rtol=1e-9)
-
-
-@pytest.mark.slow
-def test_training_learns(worlds):
-    losses, _ = worlds.run(1, in_one_process, 200)[0]
+    losses, _ = worlds.run(1, alone, 200)[0]
+    np.testing.assert_allclose(found[0][1], losses[:20], rtol=1e-9)
     assert losses[-1] < 0.3 * losses[0], "beyond a linear fit, which the losses are relative to"

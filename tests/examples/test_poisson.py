@@ -103,33 +103,3 @@ def test_derivatives_on_ranks_as_alone(worlds, ranks):
     nodes = plate().num_nodes
     methods = [split_by(method, nodes, ranks) for method in METHODS]
     assert_none(worlds.run(ranks, check_on_ranks, methods))
-
-
-def compare(rank, method):
-    train = example("poisson", "train")
-    data = mesh.load(SPACING)
-    graph = vc.graph.partition(data, method=method)
-    shared, alone = (train.new_solver(8, 2, seed=0).double() for _ in range(2))
-    return train.differences(
-        lambda: train.record(shared, train.fit_on_ranks(shared, graph, 5)),
-        lambda: train.record(alone, train.fit_alone(alone, data, 5)),
-    )
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_training_on_ranks_as_alone(worlds, ranks):
-    owner = split_by("a rank owns nothing", plate().num_nodes, ranks)
-    answers = worlds.run(ranks, compare, owner)
-    assert answers == answers[:1] * ranks
-    losses, gradients = answers[0]
-    assert losses <= 1e-9
-    assert gradients <= 1e-9
-
-
-@pytest.mark.slow
-def test_training_learns():
-    train = example("poisson", "train")
-    solver = train.new_solver(8, 3, seed=0).double()
-    losses = list(train.fit_alone(solver, mesh.load(0.1), 60))
-    assert losses[0] == pytest.approx(1)
-    assert np.mean(losses[-10:]) < 0.6

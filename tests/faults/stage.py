@@ -111,20 +111,18 @@ def befall(fault, rounds):
     left = rounds
     engine = type(engine_for(resolve(None), torch.device("cpu")))  # every group has its own
 
-    def instead(name):
-        own = getattr(engine, name)
-
-        def function(*args, **kwargs):
+    def instead(own):
+        def function(*args):
             nonlocal left
             left -= 1
             if left == -1:
                 FAULTS[fault]()
-            return own(*args, **kwargs)
+            return own(*args)
 
-        setattr(engine, name, function)
+        return function
 
-    for name in ("exchange", "all_gather", "all_gather_metadata"):
-        instead(name)
+    for name in ("exchange", "all_gather"):
+        setattr(engine, name, instead(getattr(engine, name)))
 
 
 def act(rank, fault, place, culprit, rounds):
@@ -142,11 +140,30 @@ def act(rank, fault, place, culprit, rounds):
         # a rank whose messages had all arrived fails in the next call
         varcomm.all_gather_v(torch.zeros(2), [2] * RANKS)
     except Exception as error:
-        told = {"kind": type(error).__name__, "message": str(error)}
-        told["seconds"] = time.monotonic() - began
-        told["threads"] = [t.name for t in threading.enumerate() if t.name != "MainThread"]
-        (Path(os.environ["SCENE"]) / f"{rank}.json").write_text(json.dumps(told))
+        seconds = time.monotonic() - began
+        threads = [t.name for t in threading.enumerate() if t.name != "MainThread"]
+        said = {"kind": type(error).__name__, "message": str(error)}
+        said |= {"seconds": seconds, "threads": threads}
+        (Path(os.environ["SCENE"]) / f"{rank}.json").write_text(json.dumps(said))
         raise
+
+
+def start(rank, folder, port, scene):
+    """Fork one rank."""
+    if child := os.fork():
+        return child
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "SCENE": folder}
+    with open(f"{folder}/{rank}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        act(rank, *scene)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # as at the end of a program
+        os._exit(1)
+    os._exit(0)
 
 
 def play(fault, place, culprit, rounds):
@@ -154,64 +171,41 @@ def play(fault, place, culprit, rounds):
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
-        ranks = {}
-        for rank in range(RANKS):
-            if (child := os.fork()) == 0:
-                os.environ |= {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(RANKS),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "SCENE": folder,
-                }
-                with open(f"{folder}/{rank}.log", "w") as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                try:
-                    act(rank, fault, place, culprit, rounds)
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())  # as at the end of a program
-                    os._exit(1)
-                os._exit(0)
-            ranks[rank] = child
-        ended, deadline = {}, time.monotonic() + 2 * LIMIT + 10
+        scene = fault, place, culprit, rounds
+        ranks = {rank: start(rank, folder, port, scene) for rank in range(RANKS)}
+        ended, deadline = set(), time.monotonic() + 2 * LIMIT + 10
         others = set(ranks) - {culprit}
-        while not others <= ended.keys() and time.monotonic() < deadline:
-            for rank, child in ranks.items():
-                if rank not in ended and os.waitpid(child, os.WNOHANG)[0]:
-                    ended[rank] = True
+        while not others <= ended and time.monotonic() < deadline:
+            for rank in set(ranks) - ended:
+                if os.waitpid(ranks[rank], os.WNOHANG)[0]:
+                    ended.add(rank)
             time.sleep(0.02)
-        for rank, child in ranks.items():
-            if rank not in ended:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-        told = {}
+        for rank in set(ranks) - ended:
+            os.kill(ranks[rank], signal.SIGKILL)
+            os.waitpid(ranks[rank], 0)
+        said = {}
         for rank in sorted(others):
-            path = Path(folder) / f"{rank}.json"
-            log = Path(folder) / f"{rank}.log"
-            told[rank] = json.loads(path.read_text()) if path.exists() else {"log": log.read_text()}
-            told[rank]["ended"] = rank in ended
-        return told
+            path, log = (Path(folder) / f"{rank}.{kind}" for kind in ("json", "log"))
+            said[rank] = json.loads(path.read_text()) if path.exists() else {"log": log.read_text()}
+            said[rank]["ended"] = rank in ended
+        return said
 
 
-def problem(scene, told):
-    """Say what is wrong about what the others have told, if anything is."""
+def problem(scene, said):
+    """Return the defect in the errors of the other ranks, or ""."""
     fault, _, _, _, culprit, *_ = scene.split()
-    for rank, one in told.items():
-        if "kind" not in one or not one["ended"]:
-            return f"rank {rank} has not raised, or not ended: {one}"
-        if one["kind"] != "CommunicationError":
-            return f"rank {rank} has raised {one}"
+    for rank, one in said.items():
+        if one.get("kind") != "CommunicationError" or not one["ended"]:
+            return f"rank {rank} has not raised a CommunicationError, or not ended: {one}"
         if one["seconds"] > LIMIT + 5:
             return f"rank {rank} has taken {one['seconds']} s"
-        # torch's store has no time limit of its own: who asks one that is stopped cannot be ended
+        # torch's store has no timeout: a thread that asks a stopped process cannot be ended
         asks = scene.startswith("stop") and culprit == "0" and len(one["threads"]) == 1
-        if one["threads"] and not (asks and one["threads"][0].endswith("(asking)")):
+        if one["threads"] and not (asks and one["threads"][0].endswith("(ask)")):
             return f"rank {rank} has threads left: {one['threads']}"
         message = one["message"]
         if fault == "close" and "so all have come to it, and the network" in message:
-            continue  # if not, the rank that is cut off has not noticed yet
+            continue  # otherwise, the rank that is cut off has not noticed yet
         named = rf"\brank {culprit} (not come to it, gone, or cut off|ended with \w+: )"
         store = "the store in which ranks met has ended"
         if not (re.search(named, message) or (culprit == "0" and store in message)):
@@ -229,12 +223,7 @@ def scenes():
     return [f"{scene} after {rounds} rounds" for scene in every for rounds in (0, 1)]
 
 
-def main():
+if __name__ == "__main__":
     for scene in sys.argv[1:] or scenes():
         fault, _, place, _, culprit, _, rounds, _ = scene.split()
-        told = play(fault, place, int(culprit), int(rounds))
-        print(json.dumps([scene, told]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        print(json.dumps([scene, play(fault, place, int(culprit), int(rounds))]), flush=True)

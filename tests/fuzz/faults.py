@@ -35,7 +35,7 @@ class Fault:
 
 
 @st.composite
-def faults(draw, pool=POOL):
+def drawn(draw, pool=POOL):
     s = draw(settings_of(pool))
     s = Setting((*s.sizes[:-1], 1 + s.sizes[-1]), 0, (2, 3), s.root)
     name, culprit = draw(st.sampled_from(NAMES)), draw(st.integers(0, pool - 1))

@@ -104,3 +104,13 @@ def refusals(rank, count):
             refused.append(number)
 
     return growth(refuse, 40, count), len(refused) == 40 + count
+
+
+MEGABYTE = 1 << 20
+# Job, calls of a long run, and bytes by which the memory of a rank may grow then.
+JOBS = {
+    "collectives": (collectives, 10_000, 4 * MEGABYTE),
+    "plans": (plans, 500, 2 * MEGABYTE),
+    "groups": (groups, 200, 4 * MEGABYTE),
+    "refusals": (refusals, 1000, 2 * MEGABYTE),
+}

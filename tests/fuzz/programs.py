@@ -119,7 +119,7 @@ def steps_of(draw, ranks, dtype):
 
 
 @st.composite
-def programs(draw, pool=POOL, most_steps=5):
+def drawn(draw, pool=POOL, most_steps=5):
     ranks = draw(st.integers(1, pool))
     members = tuple(draw(st.permutations(range(pool)))[:ranks])
     dtype = draw(st.sampled_from(DTYPES))
@@ -212,3 +212,8 @@ def on_ranks(rank, program):
         if got.shape != want.shape or not torch.allclose(got, want, **CLOSE):
             return f"{what} on rank {place}: {got} in place of {want}"
     return ""
+
+
+def verdict(program, answers):
+    """Return the differences of all ranks, or ""."""
+    return "; ".join(text for text in answers if text)

@@ -1,10 +1,11 @@
-"""Layers in training and in forward mode."""
+"""Layers in training and in forward mode, and what gcn_norm gives."""
 
 import copy
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from tests.graph.layers import example
 from varcomm import ArgumentError
@@ -37,6 +38,26 @@ def super_gat(rank):
 
 def test_super_gat_in_training(worlds):
     assert worlds.run(3, super_gat) == [0] * 3
+
+
+def by_functions(rank):
+    """What gcn_norm gives by itself, in the order of the whole graph's edges."""
+    data = example()
+    graph = partition(data, method="random")
+    ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    for settings in ({}, {"improved": True}, {"add_self_loops": False}):
+        settings["dtype"] = torch.float64
+        edges, weight = gcn_norm(data.edge_index, data.weight, 24, **settings)
+        part, got = gcn_norm(graph.edge_index, graph.weight, graph.num_nodes, **settings)
+        mine = torch.isin(edges[1], graph.owned_ids)
+        assert torch.equal(ids[part[0].plain], edges[0, mine])
+        assert torch.equal(graph.owned_ids[part[0]], edges[0, mine])
+        assert torch.equal(graph.owned_ids[part[1]], edges[1, mine])
+        torch.testing.assert_close(got, weight[mine], **CLOSE)
+
+
+def test_edges_and_weights_of_gcn_norm(worlds):
+    assert worlds.run(3, by_functions) == [None] * 3
 
 
 def along(layer, graph, x, direction):

@@ -8,6 +8,7 @@ from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.graphs import WORLDS, split_by
+from tests.models.comparing import compare
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
 from varcomm.models import PaiNN
@@ -56,43 +57,33 @@ def energy_and_forces(model, data, pos=None, create_graph=False):
     return energies, -slope
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_energies_are_in_the_dtype_of_the_parameters(dtype, blocks):
+def test_energies_are_in_the_dtype_of_the_parameters():
     data = atoms()
-    energies, forces = energy_and_forces(new_model(blocks).to(dtype), data)
-    assert (energies.shape, energies.dtype) == ((27,), dtype)
-    assert (forces.shape, forces.dtype) == ((27, 3), torch.float64)
+    for dtype, blocks in ((torch.float64, 1), (torch.float32, 3)):
+        energies, forces = energy_and_forces(new_model(blocks).to(dtype), data)
+        assert (energies.shape, energies.dtype) == ((27,), dtype)
+        assert (forces.shape, forces.dtype) == ((27, 3), torch.float64)
 
 
-def rotation(seed, mirrored):
-    torch.manual_seed(seed)
+def test_a_turned_moved_or_mirrored_crystal_has_the_same_energies():
+    """And one whose atoms are said to be in other cells."""
+    model, data = new_model(), atoms()
+    energies, forces = energy_and_forces(model, data)
+    torch.manual_seed(3)
     turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
-    return turn if (torch.det(turn) < 0) == mirrored else -turn
-
-
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_a_turned_moved_or_mirrored_crystal_has_the_same_energies(mirrored):
-    model, data = new_model(), atoms()
-    energies, forces = energy_and_forces(model, data)
-    turn = rotation(3, mirrored)
-    moved = data.clone()
-    moved.pos, moved.shifts = data.pos @ turn.T + torch.randn(3).double(), data.shifts @ turn.T
-    there, forces_there = energy_and_forces(model, moved)
-    torch.testing.assert_close(there, energies, **CLOSE)
-    torch.testing.assert_close(forces_there, forces @ turn.T, **CLOSE)
+    cell, (source, target) = torch.randint(-2, 3, (27, 3)) * SIDE, data.edge_index
+    at, shifts, whole = data.pos, data.shifts, torch.eye(3, dtype=torch.float64)
+    for pos, between, axes in (
+        (at @ turn.T + torch.randn(3).double(), shifts @ turn.T, turn),
+        (-at @ turn.T + torch.randn(3).double(), -shifts @ turn.T, -turn),
+        (at + cell, shifts - cell[source] + cell[target], whole),
+    ):
+        moved = data.clone()
+        moved.pos, moved.shifts = pos, between
+        there, forces_there = energy_and_forces(model, moved)
+        torch.testing.assert_close(there, energies, **CLOSE)
+        torch.testing.assert_close(forces_there, forces @ axes.T, **CLOSE)
     assert forces.abs().max() > 1e-3
-
-
-def test_it_does_not_matter_in_which_cell_an_atom_is_said_to_be():
-    model, data = new_model(), atoms()
-    energies, forces = energy_and_forces(model, data)
-    cell = torch.randint(-2, 3, (27, 3)) * SIDE
-    moved, (source, target) = data.clone(), data.edge_index
-    moved.pos, moved.shifts = data.pos + cell, data.shifts - cell[source] + cell[target]
-    there, forces_there = energy_and_forces(model, moved)
-    torch.testing.assert_close(there, energies, **CLOSE)
-    torch.testing.assert_close(forces_there, forces, **CLOSE)
 
 
 def test_forces_are_the_slopes_of_the_energy():
@@ -153,18 +144,13 @@ def check_on_ranks(rank, methods):
         (slope,) = torch.autograd.grad(part.sum(), own, create_graph=True)
         value = graph.mean((-slope - graph.forces).square()) + graph.mean(part).square()
         value.backward()
-        varcomm.data_parallel.sum_gradients(together)
         with failures.named(graph.method, "bytes"):
             # an exchange of positions, and one a block of 6 F values
             want = graph.report().nbytes(3, 8)[rank] + 2 * graph.report().nbytes(6 * 8, 8)[rank]
             assert sum(call.sent for call in calls) == want
-        pairs = [("energies", part, energies[ids]), ("forces", -slope, forces[ids])]
-        pairs += [("loss", value, loss), ("pos", own.grad, pos.grad[ids])]
-        expected = dict(alone.named_parameters())
-        pairs += [(n, p.grad, expected[n].grad) for n, p in together.named_parameters()]
-        for name, got, wanted in pairs:
-            with failures.named(graph.method, name):
-                torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+        pairs = {"energies": (part, energies[ids]), "forces": (-slope, forces[ids])}
+        pairs |= {"loss": (value, loss), "pos": (own.grad, pos.grad[ids])}
+        compare(failures, graph.method, pairs, together, alone, {"rtol": 1e-9, "atol": 1e-11})
     return failures
 
 

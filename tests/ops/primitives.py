@@ -149,43 +149,50 @@ def case(name, pattern, ranks, dim=0, rest=(2, 3)):
     return PRIMITIVES[name](setting(pattern, ranks, dim, rest))
 
 
+def calling(op, *arguments):
+    """Return the `bind` of a call with the same arguments on all ranks."""
+    return lambda group=None: lambda x, **how: op(x, *arguments, group=group, **how)
+
+
+def rank_in(group):
+    return resolve(group).rank
+
+
+def at_root(s, shape):
+    return tuple(shape if rank == s.root else None for rank in range(s.ranks))
+
+
+def whole_of(xs):
+    return sum(xs[1:], xs[0])
+
+
 @primitive
 def all_gather_v(s):
-    def bind(group=None):
-        return lambda x, **kw: varcomm.all_gather_v(x, s.sizes, s.dim, group=group, **kw)
-
-    return Case(s.shards, bind, lambda xs: [torch.cat(xs, s.dim) for _ in xs])
+    call = calling(varcomm.all_gather_v, s.sizes, s.dim)
+    return Case(s.shards, call, lambda xs: [torch.cat(xs, s.dim)] * s.ranks)
 
 
 @primitive
 def gather_v(s):
-    def bind(group=None):
-        return lambda x, **kw: varcomm.gather_v(x, s.sizes, s.dim, s.root, group, **kw)
-
     def reference(xs):
         whole = torch.cat(xs, s.dim)
-        return [whole.narrow(s.dim, 0, len_of(whole, s) * (r == s.root)) for r in range(s.ranks)]
+        return [whole if r == s.root else whole.narrow(s.dim, 0, 0) for r in range(s.ranks)]
 
-    return Case(s.shards, bind, reference)
+    return Case(s.shards, calling(varcomm.gather_v, s.sizes, s.dim, s.root), reference)
 
 
 @primitive
 def scatter_v(s):
-    def bind(group=None):
-        return lambda x, **kw: varcomm.scatter_v(x, s.sizes, s.dim, s.root, group, **kw)
-
-    return Case(at_root(s, s.whole), bind, lambda xs: list(xs[s.root].split(s.sizes, s.dim)))
+    call = calling(varcomm.scatter_v, s.sizes, s.dim, s.root)
+    return Case(at_root(s, s.whole), call, lambda xs: list(xs[s.root].split(s.sizes, s.dim)))
 
 
 @primitive
 def reduce_scatter_v(s):
-    def bind(group=None):
-        return lambda x, **kw: varcomm.reduce_scatter_v(x, s.sizes, s.dim, group=group, **kw)
-
-    def reference(xs):
-        return list(sum(xs[1:], xs[0]).split(s.sizes, s.dim))
-
-    return Case((s.whole,) * s.ranks, bind, reference, sums=True)
+    call = calling(varcomm.reduce_scatter_v, s.sizes, s.dim)
+    return Case(
+        (s.whole,) * s.ranks, call, lambda xs: list(whole_of(xs).split(s.sizes, s.dim)), sums=True
+    )
 
 
 @primitive
@@ -218,51 +225,39 @@ def indexed_all_to_all_v(s):
 def transpose_v(s):
     """Unsharded along the dimension before: its sizes are the same in reverse."""
     split_dim, split_sizes = (s.axis or len(s.rest) + 1) - 1, s.sizes[::-1]
-    full = torch.Size(s.whole)
     shards = []
     for rows in s.sizes:
-        shape = list(full)
+        shape = list(s.whole)
         shape[split_dim], shape[s.axis] = sum(s.sizes), rows
         shards.append(tuple(shape))
-
-    def bind(group=None):
-        return lambda x, **kw: varcomm.transpose_v(
-            x, split_dim, split_sizes, s.dim, s.sizes, group, **kw
-        )
-
-    def reference(xs):
-        return list(torch.cat(xs, s.dim).split(split_sizes, split_dim))
-
-    return Case(tuple(shards), bind, reference)
+    call = calling(varcomm.transpose_v, split_dim, split_sizes, s.dim, s.sizes)
+    return Case(
+        tuple(shards), call, lambda xs: list(torch.cat(xs, s.dim).split(split_sizes, split_dim))
+    )
 
 
 @primitive
 def shard_v(s):
-    def bind(group=None):
-        return lambda x, **kw: varcomm.shard_v(x, s.sizes, s.dim, group, **kw)
-
     def reference(xs):
         return [x.split(s.sizes, s.dim)[rank] for rank, x in enumerate(xs)]
 
-    return Case((s.whole,) * s.ranks, bind, reference)
+    return Case((s.whole,) * s.ranks, calling(varcomm.shard_v, s.sizes, s.dim), reference)
 
 
 @primitive
 def all_reduce(s):
-    def bind(group=None):
-        return lambda x, **kw: varcomm.all_reduce(x, group=group, **kw)
-
-    return Case((s.whole,) * s.ranks, bind, lambda xs: [sum(xs[1:], xs[0])] * s.ranks, sums=True)
+    call = calling(varcomm.all_reduce)
+    return Case((s.whole,) * s.ranks, call, lambda xs: [whole_of(xs)] * s.ranks, sums=True)
 
 
 @primitive
 def reduce(s):
+    def reference(xs):
+        total = whole_of(xs)
+        return [total if rank == s.root else torch.zeros_like(total) for rank in range(s.ranks)]
+
     def bind(group=None):
         return lambda x, **kw: varcomm.reduce(x, s.root, group=group, **kw)
-
-    def reference(xs):
-        total = sum(xs[1:], xs[0])
-        return [total if rank == s.root else torch.zeros_like(total) for rank in range(s.ranks)]
 
     return Case((s.whole,) * s.ranks, bind, reference, sums=True)
 
@@ -277,22 +272,17 @@ def broadcast(s):
 
 @primitive
 def plan_from_indices(s):
-    return Case(
-        s.shards,
-        lambda group=None: forward_of(plan_of_indices(s, group), s.dim),
-        lambda xs: exchanged(xs, s.indices, s.dim),
-    )
+    call = planned(plan_of_indices, s)
+    return Case(s.shards, call, lambda xs: exchanged(xs, s.indices, s.dim))
 
 
 @primitive
 def plan_from_needed(s):
-    return Case(
-        s.shards,
-        lambda group=None: forward_of(plan_of_needed(s, group), s.dim),
-        lambda xs: [
-            torch.cat(xs, s.dim).index_select(s.dim, ids.to(xs[0].device)) for ids in s.needed
-        ],
-    )
+    def reference(xs):
+        whole = torch.cat(xs, s.dim)
+        return [whole.index_select(s.dim, ids.to(whole.device)) for ids in s.needed]
+
+    return Case(s.shards, planned(plan_of_needed, s), reference)
 
 
 @primitive
@@ -306,17 +296,20 @@ def adjoint_from_needed(s):
 
 
 def plan_of_indices(s, group=None):
-    return ExchangePlan.from_indices(
-        s.indices[rank_in(group)], s.sizes[rank_in(group)], None, group
-    )
+    rank = rank_in(group)
+    return ExchangePlan.from_indices(s.indices[rank], s.sizes[rank], None, group)
 
 
 def plan_of_needed(s, group=None):
     return ExchangePlan.from_needed(s.needed[rank_in(group)], s.sizes, group)
 
 
-def forward_of(plan, dim):
-    return lambda x, async_op=False: plan.start(x, dim) if async_op else plan(x, dim)
+def planned(plan_of, s):
+    def bind(group=None):
+        plan = plan_of(s, group)
+        return lambda x, async_op=False: plan.start(x, s.dim) if async_op else plan(x, s.dim)
+
+    return bind
 
 
 def adjoint_case(s, indices, plan_of):
@@ -344,18 +337,6 @@ def exchanged(xs, indices, dim):
     """Give each rank the rows that are for it, sender by sender."""
     ranks = range(len(xs))
     return [torch.cat([xs[i].index_select(dim, indices[i][j]) for i in ranks], dim) for j in ranks]
-
-
-def len_of(whole, s):
-    return whole.shape[s.dim]
-
-
-def at_root(s, shape):
-    return tuple(shape if rank == s.root else None for rank in range(s.ranks))
-
-
-def rank_in(group):
-    return resolve(group).rank
 
 
 def random(shape, dtype, generator):

@@ -1,17 +1,20 @@
-"""Calls with ``async_op=True``: the same results, whatever happens before ``wait()``."""
+"""Calls with ``async_op=True``: the same results, values and gradients, and real overlap."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures, assert_none, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random
+from tests.ops.test_derivatives import check_order
 from tests.worlds import WORLDS
 
 ASYNC = [name for name, make in PRIMITIVES.items() if make(Setting((1,), 0, (1,))).has_async]
 COMMUNICATE = [name for name in ASYNC if name != "shard_v"]
-# more than 16 KiB: summed by pieces on three ranks and more, and no socket's buffer holds the last
+QUICK = ("all_gather_v", "all_reduce", "scatter_v", "plan_from_needed")
+FEW = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COMMUNICATE]
+# more than 16 KiB: summed by pieces on three ranks and more; and more than a socket's buffer
 LARGE, HUGE = 3001, 1_000_001
 TO_ROOT = ("gather_v", "reduce")
 
@@ -33,9 +36,17 @@ def check_same(rank, name, ranks):
     for number, c in enumerate(cases):
         op, x = c.bind(), c.input(rank, torch.float64)
         got, want = with_gradient(op, x, async_op=True), with_gradient(op, x)
+        handle = op(x, async_op=True)
+        without = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                plain = x * 1  # an inference tensor in inference mode
+                without.append((op(plain), op(plain, async_op=True).wait()))
         with failures.named(number):
-            assert torch.equal(got[0], want[0])
-            assert torch.equal(got[1], want[1])
+            assert isinstance(handle, varcomm.Handle)
+            assert handle.wait() is handle.wait()
+            assert all(map(torch.equal, got, want))
+            assert all(torch.equal(*pair) and not pair[1].requires_grad for pair in without)
     return failures
 
 
@@ -45,45 +56,32 @@ def test_same_values_and_gradients(worlds, name, ranks):
     assert_none(worlds.run(ranks, check_same, name, ranks))
 
 
-def wait_twice(rank, name):
-    c = case(name, "off by one", 2)
-    handle = c.bind()(c.input(rank, torch.float32), async_op=True)
-    return isinstance(handle, varcomm.Handle) and handle.wait() is handle.wait()
-
-
-@pytest.mark.parametrize("name", ASYNC)
-def test_second_wait_gives_the_same_tensor(worlds, name):
-    assert worlds.run(2, wait_twice, name) == [True] * 2
-
-
 def change_on(rank, name, culprits):
-    """Return this rank's error; the others' results must be right nevertheless."""
+    """Return this rank's errors; the others' results must be right nevertheless."""
     c = case(name, "even", 3)  # the root is rank 2
-    inputs = c.draw(torch.float64)
     x = c.input(rank, torch.float64)
-    handle = c.bind()(x, async_op=True)
+    handle, messages = c.bind()(x, async_op=True), []
     if rank not in culprits:
-        torch.testing.assert_close(handle.wait(), c.reference(inputs)[rank])
-        message = None
+        want = c.reference(c.draw(torch.float64))[rank]
+        torch.testing.assert_close(handle.wait(), want)
     else:
         x.add_(0)  # a change is a change, whatever is there afterwards
-        with pytest.raises(varcomm.ArgumentError) as caught:
-            handle.wait()
-        message = str(caught.value)
+        for _ in range(2):  # a refused wait is refused again
+            with pytest.raises(varcomm.ArgumentError) as caught:
+                handle.wait()
+            messages.append(str(caught.value))
     varcomm.all_reduce(torch.ones(1))
-    return message
+    return messages
 
 
 @pytest.mark.parametrize("name", COMMUNICATE)
 def test_change_between_start_and_wait_is_an_error_there(worlds, name):
-    # what a rank other than the root passes to these is not read
+    # the tensor of another rank than the root is not read
     culprits = (2,) if name in ("scatter_v", "broadcast") else (0, 2)
-    messages = worlds.run(3, change_on, name, culprits)
-    assert [rank for rank in range(3) if messages[rank] is not None] == list(culprits)
-    for rank in culprits:
-        message = messages[rank]
-        assert f"rank {rank} of 3: the tensor was changed in place between async_op=True" in message
-        assert "Change a clone, or wait first." in message
+    for rank, messages in enumerate(worlds.run(3, change_on, name, culprits)):
+        assert len(messages) == 2 * (rank in culprits)
+        for message in messages:
+            assert f"rank {rank} of 3: the tensor was changed in place" in message
 
 
 def peer_finishes_first(rank, name):
@@ -100,8 +98,7 @@ def peer_finishes_first(rank, name):
     else:
         result = handle.wait()
         dist.send(news + 1, 0)
-    inputs = c.draw(torch.float32)
-    torch.testing.assert_close(result, c.reference(inputs)[rank])
+    torch.testing.assert_close(result, c.reference(c.draw(torch.float32))[rank])
     return news.item()
 
 
@@ -112,68 +109,220 @@ def test_communication_proceeds_between_start_and_wait(worlds, name, request):
     assert worlds.run(2, peer_finishes_first, name, timeout=60) == [1.0, 0.0]
 
 
-def several_at_once(rank, ranks, order):
+def several_at_once(rank, ranks):
+    """Wait in order and in reverse; then one backward through all calls together."""
     failures = Failures()
     cases = [(name, case(name, pattern, ranks)) for name in ASYNC for pattern in PATTERNS[1:]]
     ops = [c.bind() for _, c in cases]
-    inputs = [c.input(rank, torch.float64).requires_grad_() for _, c in cases]
-    handles = [op(x, async_op=True) for op, x in zip(ops, inputs, strict=True)]
-    results = [None] * len(handles)
-    for number in range(len(handles))[::order]:
-        results[number] = handles[number].wait()
-    # one backward through all of them together
-    gradients = torch.autograd.grad(sum((y * rank).sum() for y in results), inputs)
-    for (name, c), y, gradient in zip(cases, results, gradients, strict=True):
-        with failures.named(name):
-            torch.testing.assert_close(y.detach(), c.reference(c.draw(torch.float64))[rank])
-            want = sent_ranks(c, rank)
-            torch.testing.assert_close(gradient, torch.zeros_like(gradient) + want)
+    for order in (1, -1):
+        inputs = [c.input(rank, torch.float64).requires_grad_() for _, c in cases]
+        handles = [op(x, async_op=True) for op, x in zip(ops, inputs, strict=True)]
+        results = [None] * len(handles)
+        for number in range(len(handles))[::order]:
+            results[number] = handles[number].wait()
+        gradients = torch.autograd.grad(sum((y * rank).sum() for y in results), inputs)
+        for (name, c), y, gradient in zip(cases, results, gradients, strict=True):
+            drawn = [x if x is None else x.requires_grad_() for x in c.draw(torch.float64)]
+            outputs = c.reference(drawn)
+            weights = [torch.full_like(out, r) for r, out in enumerate(outputs)]
+            want = twin_gradients(c, drawn, weights)[rank]
+            with failures.named(name, order):
+                torch.testing.assert_close(y.detach(), outputs[rank].detach())
+                want = torch.zeros_like(gradient) if want is None else want
+                torch.testing.assert_close(gradient, want)
     return failures
 
 
-def sent_ranks(c, rank):
-    """Differentiate in one process: what `rank` should get if each loss is its rank times y."""
-    inputs = [x if x is None else x.requires_grad_() for x in c.draw(torch.float64)]
-    if inputs[rank] is None:
-        return 0
-    total = sum((y * r).sum() for r, y in enumerate(c.reference(inputs)))
-    return torch.autograd.grad(total, inputs[rank])[0]
-
-
-@pytest.mark.parametrize("order", [1, -1], ids=["in order", "in reverse"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_several_at_once(worlds, ranks, order):
-    assert_none(worlds.run(ranks, several_at_once, ranks, order))
+def test_several_at_once(worlds, ranks):
+    assert_none(worlds.run(ranks, several_at_once, ranks))
 
 
-def without_gradients(rank, name, mode):
-    c = case(name, "one empty", 3)
-    op = c.bind()
-    with mode():
-        x = c.input(rank, torch.float64) * 1  # an inference tensor in inference mode
-        now, later = op(x), op(x, async_op=True).wait()
-    want = c.reference(c.draw(torch.float64))[rank]
-    return torch.allclose(now, want), torch.equal(now, later), now.requires_grad
+def check_never_waited_for(rank):
+    """The next calls do not hang, whether the handle is kept or forgotten."""
+    failures, kept = Failures(), []
+    for name in ASYNC:
+        c = PRIMITIVES[name](Setting((60,) * 3 if name == "transpose_v" else (LARGE,) * 3, 0, (1,)))
+        op, x = c.bind(), c.input(rank, torch.float64)
+        kept.append(op(x, async_op=True))
+        op(x, async_op=True)
+        total, y = varcomm.all_reduce(torch.tensor(rank)), op(x)
+        with failures.named(name):
+            assert total == 3
+            torch.testing.assert_close(y, c.reference(c.draw(torch.float64))[rank])
+    return failures
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ASYNC)
-def test_without_gradients(worlds, name, mode):
-    assert worlds.run(3, without_gradients, name, mode) == [(True, True, False)] * 3
+def test_calls_without_a_wait(worlds):
+    assert_none(worlds.run(3, check_never_waited_for))
 
 
-def never_waited_for(rank, name, keep):
-    c = PRIMITIVES[name](Setting((60,) * 3 if name == "transpose_v" else (LARGE,) * 3, 0, (1,)))
-    op, x = c.bind(), c.input(rank, torch.float64)
-    handle = op(x, async_op=True)
-    if not keep:
-        del handle
-    want = c.reference(c.draw(torch.float64))[rank]
-    total = varcomm.all_reduce(torch.tensor(rank))
-    return torch.allclose(op(x), want), total.item()
+# --- derivatives
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "forgotten"])
-@pytest.mark.parametrize("name", ASYNC)
-def test_next_call_does_not_hang_if_nobody_waits(worlds, name, keep):
-    assert worlds.run(3, never_waited_for, name, keep) == [(True, 3)] * 3
+@pytest.mark.parametrize(("order", "kind"), [(2, "none at all"), (3, "linear")])
+@pytest.mark.parametrize("name", FEW)
+def test_derivatives_where_one_rank_is_linear(worlds, name, order, kind):
+    assert_none(worlds.run(3, check_order, name, 3, order, kind, True))
+
+
+def waits_for_news_before_its_adjoint(rank, name):
+    """Rank 1 begins its adjoint only after rank 0 is in the backward of what came meanwhile."""
+    root = 0 if name in TO_ROOT else 1  # whose adjoint sends, or receives, what the other waits for
+    c = PRIMITIVES[name](Setting((HUGE, HUGE + 1), 0, (1,), root=root))
+    op, x = c.bind(), c.input(rank, torch.float32).requires_grad_()
+    news = torch.zeros(1)
+
+    def send(gradient):
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+
+    def listen(gradient):
+        if rank == 1:
+            dist.recv(news, 0)
+
+    handle = op(x * 2, async_op=True)
+    meanwhile = x * 3
+    meanwhile.register_hook(send)
+    y = handle.wait()
+    y.register_hook(listen)
+    (y.sum() + meanwhile.sum()).backward()
+    return news.item()
+
+
+@pytest.mark.parametrize("name", ["all_gather_v", "reduce_scatter_v", "gather_v"])
+def test_adjoint_travels_while_the_rest_is_differentiated(worlds, name):
+    """It would hang if rank 0 waited for its adjoint where it begins."""
+    assert worlds.run(2, waits_for_news_before_its_adjoint, name, timeout=60) == [0.0, 1.0]
+
+
+def check_backwards(rank, names):
+    """Several backwards through one graph, and derivatives in debug(), are those of sync calls."""
+    failures = Failures()
+    for name in names:
+        c = case(name, "off by one", 3)
+        op, x = c.bind(), c.input(rank, torch.float64).requires_grad_()
+
+        def loss(async_op, op=op, x=x):
+            y = op(x**2, async_op=True).wait() if async_op else op(x**2)
+            return (x**3).sum() + (y**2).sum()
+
+        def second(loss, x=x):
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            return torch.autograd.grad((first**2).sum(), x)[0]
+
+        total, plain = loss(True), loss(False)
+        grads = [torch.autograd.grad(t, x, retain_graph=True)[0] for t in (total, total, plain)]
+        with varcomm.debug():
+            in_debug = second(loss(True))
+        want = second(plain)
+        with failures.named(name):
+            assert torch.equal(grads[0], grads[2])
+            assert torch.equal(grads[1], grads[2])
+            torch.testing.assert_close(in_debug, want, rtol=1e-12, atol=1e-12)
+    return failures
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(COMMUNICATE), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_several_backwards(worlds, names):
+    assert_none(worlds.run(3, check_backwards, names))
+
+
+def after_a_failed_backward(rank):
+    """A hook raises on all ranks while the adjoint is in flight; the next backward is right."""
+    x = torch.ones(2, requires_grad=True)
+    handle = varcomm.all_gather_v(x * 2, [2, 2], async_op=True)
+    meanwhile = x * 3
+    broken = meanwhile.register_hook(lambda gradient: 1 / 0)
+    loss = (handle.wait() ** 2).sum() + meanwhile.sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    broken.remove()
+    return torch.autograd.grad(loss, x)[0].tolist()
+
+
+def test_backward_after_one_that_failed(worlds):
+    assert worlds.run(2, after_a_failed_backward) == [[2 * 2 * 2 * 2 + 3.0] * 2] * 2
+
+
+def recorded_at_the_wait(rank):
+    answers = []
+    for at_start, at_wait in ((True, False), (False, False), (True, True), (False, True)):
+        x = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+        with torch.set_grad_enabled(at_start):
+            handle = varcomm.all_gather_v(x, [2, 2], async_op=True)
+        with torch.set_grad_enabled(at_wait):
+            y = handle.wait()
+        answers.append(None)
+        if y.requires_grad:
+            (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            answers[-1] = first.tolist(), second.tolist()
+    return answers
+
+
+def test_the_wait_decides_whether_the_call_is_recorded(worlds):
+    for v, answers in zip((1.0, 2.0), worlds.run(2, recorded_at_the_wait), strict=True):
+        # both losses have all cubes
+        assert answers == [None, None, *[([6.0 * v**2] * 2, [12.0 * v] * 2)] * 2]
+
+
+def gradient_changed_on_the_way(rank):
+    x = torch.ones(2, requires_grad=True)
+    handle = varcomm.all_gather_v(x * 2, [2, 2], async_op=True)
+    meanwhile = x * 3
+    y = handle.wait()
+    seen, message = [], None
+    y.register_hook(seen.append)
+    if rank == 1:
+        meanwhile.register_hook(lambda gradient: seen[0].add_(1).sum() * gradient)
+    loss = (y**2).sum() + meanwhile.sum()
+    if rank == 1:
+        with pytest.raises(varcomm.ArgumentError) as caught:
+            loss.backward()
+        message = str(caught.value)
+    else:
+        loss.backward()
+    return message, varcomm.all_reduce(torch.tensor(1)).item()
+
+
+def test_gradient_changed_while_it_travels(worlds):
+    (nothing, _), (message, total) = worlds.run(2, gradient_changed_on_the_way)
+    assert (nothing, total) == (None, 2)
+    assert message.startswith("reduce_scatter_v on rank 1 of 2, in backward: the gradient was ch")
+
+
+def rounds(rank):
+    answers = []
+    for op in (varcomm.all_reduce, varcomm.broadcast):
+        x = torch.ones(30_000, requires_grad=True)
+        y = op(x, async_op=True).wait()
+        with varcomm.trace() as calls:
+            y.sum().backward()
+        answers.append((len(calls), float(x.grad.max())))
+    return answers
+
+
+def test_adjoint_of_an_asynchronous_call_takes_one_round(worlds):
+    """A wait could not begin a second round in the order of the other ranks."""
+    at_root, *others = worlds.run(3, rounds)
+    assert at_root == [(1, 3.0), (1, 3.0)]
+    assert others == [[(1, 3.0), (1, 0.0)]] * 2
+
+
+def waits_in_another_order(rank):
+    """Adjoints begin in the order of the waits, which is another one on rank 1."""
+    x = torch.ones(2, 2, requires_grad=True)
+    handles = [varcomm.all_gather_v(x, [2, 2], async_op=True), varcomm.all_reduce(x, async_op=True)]
+    results = [handle.wait() for handle in handles[:: -1 if rank == 1 else 1]]
+    with varcomm.debug(), pytest.raises(varcomm.DisagreementError) as caught:
+        sum(y.sum() for y in results).backward()
+    return str(caught.value)
+
+
+def test_waits_in_another_order_are_an_error_in_backward(worlds):
+    first, second = worlds.run(2, waits_in_another_order)
+    assert first == second
+    assert "ranks disagree on operation: rank 0 has 'all_reduce'; rank 1 has" in first

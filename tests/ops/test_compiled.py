@@ -1,23 +1,30 @@
-"""Every primitive inside torch.compile: no graph break, the same numbers, few compilations."""
+"""Every primitive in a recorded graph: no graph break, the same numbers, few compilations."""
 
+import copy
+import io
 import re
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
+from varcomm import ArgumentError, DisagreementError, GroupError
 
 # Rows of two ranks, none of them 0 or 1, which torch.compile takes for constants.
 SIZES = ([2, 3], [4, 2], [5, 7])
+SLOW = pytest.mark.slow
 
 
-def input_of(made, rank, ranks, seed=0):
-    """Draw this rank's input; off the root one like the root's, as a graph needs it."""
-    drawn = made.draw(torch.float64, seed)
+def input_of(made, rank):
+    """Draw this rank's input; on non-root ranks one like the root's, as a graph needs it."""
+    drawn = made.draw(torch.float64)
     x = drawn[rank]
     if x is None:
         x = torch.zeros_like(next(x for x in drawn if x is not None))
@@ -31,57 +38,57 @@ def differentiated(fn, x):
     return y.detach(), gradient
 
 
+def same(fn, other, x):
+    pairs = zip(differentiated(fn, x), differentiated(other, x), strict=True)
+    return all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in pairs)
+
+
+def counted(fn, backend="aot_eager", dynamic=None):
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(fn, fullgraph=True, backend=counter, dynamic=dynamic), counter
+
+
 def compiled_like_eager(rank, ranks, name, settings, backend, is_async):
-    told = []
+    answers = []
     for pattern, dim, dynamic in settings:
         torch._dynamo.reset()
         made = case(name, pattern, ranks, dim)
-        op, x = made.bind(), input_of(made, rank, ranks)
+        op, x = made.bind(), input_of(made, rank)
 
         def fn(x, op=op):
             y = 2 * x
             return op(y, async_op=True).wait() if is_async else op(y)
 
-        counter = CompileCounterWithBackend(backend)
-        compiled = torch.compile(fn, fullgraph=True, backend=counter, dynamic=dynamic)
-        got, want = differentiated(compiled, x), differentiated(fn, x)
-        equal = all(
-            torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(got, want, strict=True)
-        )
-        told.append((equal, counter.frame_count))
-    return told
+        compiled, counter = counted(fn, backend, dynamic)
+        answers.append((same(compiled, fn, x), counter.frame_count))
+    return answers
 
 
 STATIC = [("off by one", 0, None), ("one empty", 1, None)]
+QUICK = ("all_gather_v", "plan_from_needed", "reduce")
 
 
-def some(*names):
-    """Mark all primitives but these as slow."""
-    return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in PRIMITIVES]
-
-
-@pytest.mark.parametrize("name", some("all_gather_v", "plan_from_needed", "reduce"))
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in PRIMITIVES]
+)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_primitives(compiling, name, is_async):
     if is_async and name.startswith("adjoint"):
         return
     settings = [STATIC[0]] if is_async else [*STATIC, ("even", -1, True)]
-    told = compiling(2, compiled_like_eager, 2, name, settings, "aot_eager", is_async)
-    assert told == [[(True, 1)] * len(settings)] * 2
+    answers = compiling(2, compiled_like_eager, 2, name, settings, "aot_eager", is_async)
+    assert answers == [[(True, 1)] * len(settings)] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_primitives_on_one_rank(compiling, name):
-    told = compiling(1, compiled_like_eager, 1, name, STATIC[1:], "aot_eager", False)
-    assert told == [[(True, 1)]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["all_gather_v", "plan_from_needed", "reduce"])
-def test_on_inductor(compiling, name):
-    told = compiling(2, compiled_like_eager, 2, name, STATIC[:1], "inductor", False)
-    assert told == [[(True, 1)]] * 2
+@SLOW
+@pytest.mark.parametrize(
+    ("ranks", "name", "backend"),
+    [(1, name, "aot_eager") for name in PRIMITIVES] + [(2, name, "inductor") for name in QUICK],
+)
+def test_primitives_on_one_rank_and_on_inductor(compiling, ranks, name, backend):
+    settings = STATIC[1:] if ranks == 1 else STATIC[:1]
+    answers = compiling(ranks, compiled_like_eager, ranks, name, settings, backend, False)
+    assert answers == [[(True, 1)]] * ranks
 
 
 class Calls(TorchDispatchMode):
@@ -98,9 +105,9 @@ class Calls(TorchDispatchMode):
 
 
 def checked_by_torch(rank, name):
-    """Return how many operators a call and its backward are made of, once each passes opcheck."""
+    """Return the number of operators of a call and its backward, once each passes opcheck."""
     made = case(name, "off by one", 2, 0)
-    op, x = made.bind(), input_of(made, rank, 2)
+    op, x = made.bind(), input_of(made, rank)
     with patch("torch.compiler.is_compiling", lambda: True), Calls() as recorder:
         op(x).sum().backward()
     for func, args in recorder.calls:
@@ -110,7 +117,7 @@ def checked_by_torch(rank, name):
     return len(recorder.calls)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", [name for name in PRIMITIVES if name != "shard_v"])
 def test_operators_pass_opcheck(compiling, name):
     assert compiling(2, checked_by_torch, name) == [2, 2]
@@ -136,9 +143,9 @@ def ordered(rank, backend):
     return torch.allclose(got, want), [call.name for call in trace]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
 def test_order_of_calls_in_compiled_code(compiling, backend):
-    """Pins torch.library's ordered effects, and the dependency that Inductor keeps."""
+    """Calls keep their order, and a result that one rank does not use is not dropped."""
     gather, scatter = "all_gather_v", "reduce_scatter_v"
     names = [gather, "all_reduce", gather, gather, scatter]
     names += [gather, scatter, "all_reduce", scatter]
@@ -149,18 +156,15 @@ def other_sizes(rank, dynamic):
     def fn(x, sizes):
         return varcomm.reduce_scatter_v(varcomm.all_gather_v(x * 2, sizes) ** 2, sizes)
 
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(fn, fullgraph=True, backend=counter, dynamic=dynamic)
+    compiled, counter = counted(fn, dynamic=dynamic)
     right = []
     for sizes in SIZES:
         x = torch.randn(sizes[rank], 11, dtype=torch.float64, requires_grad=True)
-        got = differentiated(lambda x, sizes=sizes: compiled(x, sizes), x)
-        want = differentiated(lambda x, sizes=sizes: fn(x, sizes), x)
-        right.append(all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, want, strict=True)))
+        right.append(same(lambda x, s=sizes: compiled(x, s), lambda x, s=sizes: fn(x, s), x))
     return right, counter.frame_count
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(("dynamic", "times"), [(True, 1), (None, 2)])
 def test_other_sizes_do_not_compile_again(compiling, dynamic, times):
     """Torch makes sizes dynamic at once, or when they change for the first time."""
@@ -175,68 +179,31 @@ class Exchanging(torch.nn.Module):
         self.plan = plan
 
     def forward(self, x):
-        return self.plan(x * 2) ** 2
+        return self.plan(x) * 2
 
 
 def other_plans(rank, ranks):
-    counter = CompileCounterWithBackend("aot_eager")
+    compiled, counter = counted(lambda x, plan: plan(x) * 2, dynamic=True)
     right = []
-
-    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
-    def compiled(x, plan):
-        return plan(x * 2) ** 2
-
     for n in (3, 5, 8):
         # other neighbours in each: one has no rows for others, one none for itself
         counts = [n + i if (i + n) % 2 else 0 for i in range(ranks)]
         indices = [torch.randint(0, n + rank, (count,)) for count in counts]
         plan = varcomm.ExchangePlan.from_indices(indices, n + rank)
         x = torch.randn(n + rank, 2, dtype=torch.float64, requires_grad=True)
-        got = differentiated(lambda x, plan=plan: compiled(x, plan), x)
-        want = differentiated(Exchanging(plan), x)
-        right.append(all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, want, strict=True)))
-    return right, counter.frame_count
-
-
-@pytest.mark.slow
-def test_other_plans_do_not_compile_again(compiling):
-    told = compiling(2, other_plans, 2)
-    # a rank that receives nothing from anyone has an empty tensor, which torch.compile takes apart
-    assert all(right == [True] * 3 and times <= 2 for right, times in told)
-
-
-def backward_after_the_plan(rank):
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, plan):
-        return plan(x) ** 2
-
-    x = torch.ones(2, requires_grad=True)
+        right.append(same(lambda x, plan=plan: compiled(x, plan), Exchanging(plan), x))
+    x = torch.ones(2, requires_grad=True)  # a graph keeps the plan that its backward needs
     y = compiled(x, varcomm.ExchangePlan.from_indices([torch.tensor([0, 0])] * 2, 2))
-    y.sum().backward()
-    return x.grad.tolist()
+    (y**2).sum().backward()
+    return right, counter.frame_count, x.grad.tolist()
 
 
-@pytest.mark.slow
-def test_a_graph_keeps_the_plans_that_its_backward_needs(compiling):
-    assert compiling(2, backward_after_the_plan) == [[8.0, 0.0]] * 2
-
-
-def unused_on_one_rank(rank):
-    def fn(x):
-        unused = varcomm.all_gather_v(x, [2, 3])
-        used = varcomm.all_reduce(x.sum())
-        return used + unused.sum() if rank else used
-
-    compiled = torch.compile(fn, fullgraph=True, backend="inductor")
-    with varcomm.trace() as trace:
-        y = compiled(torch.ones(2 + rank))
-    return [call.name for call in trace], y.item()
-
-
-@pytest.mark.slow
-def test_what_one_rank_does_not_use_is_not_dropped(compiling):
-    names = ["all_gather_v", "all_reduce"]
-    assert compiling(2, unused_on_one_rank) == [(names, 5.0), (names, 10.0)]
+@SLOW
+def test_other_plans_do_not_compile_again(compiling):
+    for right, times, gradient in compiling(2, other_plans, 2):
+        assert right == [True] * 3
+        assert times <= 3  # an empty tensor, and one of one dimension, are compiled by themselves
+        assert gradient == [32.0, 0.0]
 
 
 def same_code_on_both_ranks(rank):
@@ -254,66 +221,56 @@ def same_code_on_both_ranks(rank):
     return shapes
 
 
-@pytest.mark.slow
+@SLOW
 def test_compiled_code_is_not_mistaken_for_another_ranks(compiling):
     assert compiling(2, same_code_on_both_ranks) == [[(2, 2)] * 2, [(3, 2)] * 2]
 
 
 def compared(rank):
-    compiled = torch.compile(
-        lambda x, dim: varcomm.all_gather_v(x, [2, 2], dim), fullgraph=True, backend="aot_eager"
-    )
+    compiled, _ = counted(lambda x, dim: varcomm.all_gather_v(x, [2, 2], dim))
     x = torch.ones(2, 2)
     with varcomm.debug():
         right = compiled(x, 0).shape
-        try:
+        with pytest.raises(DisagreementError) as caught:
             compiled(x, rank)
-        except varcomm.DisagreementError as error:
-            return tuple(right), str(error)
+    return tuple(right), str(caught.value)
 
 
-@pytest.mark.slow
+@SLOW
 def test_ranks_compare_compiled_calls_in_debug_mode(compiling):
-    said = "all_gather_v: ranks disagree on dim: rank 0 has 0; rank 1 has 1."
     one, other = compiling(2, compared)
     assert one == other
-    shape, told = one
+    shape, message = one
     assert shape == (4, 2)
-    assert told.startswith(said)
-    assert re.search(r"test_compiled\.py:\d+, in <lambda>", told), "the user's line"
+    assert "ranks disagree on dim: rank 0 has 0; rank 1 has 1." in message
+    assert re.search(r"test_compiled\.py:\d+, in <lambda>", message), "the user's line"
 
 
 def messages(rank):
-    told = []
+    found = []
 
-    def tell(fn, *args):
+    def note(fn, *args):
         torch._dynamo.reset()
         try:
-            torch.compile(fn, fullgraph=True, backend="aot_eager")(*args)
+            fn(*args)
         except Exception as error:
-            told.append(str(error))
+            found.append((isinstance(error, GroupError), str(error)))
 
     x = torch.ones(2)
-    if rank:
-        tell(lambda: varcomm.broadcast(None))
     indices = [torch.tensor([0]), torch.tensor([5])]
-    tell(lambda x, i: varcomm.indexed_all_to_all_v(x, i, [[1, 1], [1, 1]]), x, indices)
-    tell(lambda x: varcomm.all_gather_v(x, [3, 3]), x)
-    call = torch.ops.varcomm.all_gather_v
-    for group, of_rank in (("0", 1 - rank), ("no such group", rank)):
-        try:
-            call(x, None, None, group, of_rank, [2, 2], 0, True)
-        except varcomm.GroupError as error:
-            told.append(str(error))
-    try:
-        torch.ops.varcomm.exchange(x, None, None, "0", rank, torch.tensor(-1), 2, 2, 0, True)
-    except varcomm.ArgumentError as error:
-        told.append(str(error))
-    return told
+    gather, exchange = torch.ops.varcomm.all_gather_v, torch.ops.varcomm.exchange
+    if rank:
+        note(counted(lambda: varcomm.broadcast(None))[0])
+    note(counted(lambda x, i: varcomm.indexed_all_to_all_v(x, i, [[1, 1]] * 2))[0], x, indices)
+    note(counted(lambda x: varcomm.all_gather_v(x, [3, 3]))[0], x)
+    note(gather, x, None, None, "0", 1 - rank, [2, 2], 0, True)
+    note(gather, x, None, None, "no such group", rank, [2, 2], 0, True)
+    note(exchange, x, None, None, "0", rank, torch.tensor(-1), 2, 2, 0, True)
+    return found
 
 
 def test_wrong_use_is_an_error(compiling):
-    for rank, told in enumerate(compiling(2, messages)):
+    for rank, found in enumerate(compiling(2, messages)):
         here = f"on rank {rank} of 2: "
         parts = [
             f"{here}indices spans 0...5, out of range for 2 own rows.",
@@ -324,4 +281,119 @@ def test_wrong_use_is_an_error(compiling):
         ]
         if rank:
             parts.insert(0, f"{here}a graph is compiled before rank 0 can tell what it will send")
-        assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * len(parts)
+        for part, (of_group, text) in zip(parts, found, strict=True):
+            assert part in text
+            assert of_group == ("a graph traced" in part or "no such group" in part)
+
+
+# --- recorded graphs: copied, saved, differentiated, run later
+
+
+def cross_plan(rank, row=0):
+    """A plan by which each of two ranks gets a row of the other."""
+    indices = [torch.tensor([row] if other != rank else []).long() for other in range(2)]
+    return varcomm.ExchangePlan.from_indices(indices, 3)
+
+
+def copies_and_files(rank):
+    plan, x, file = cross_plan(rank), torch.arange(3.0) + 10 * rank, io.BytesIO()
+    traced = make_fx(lambda x: plan(x) * 2)(x)
+    program = torch.export.export(Exchanging(plan), (x,), strict=False)
+    torch.export.save(program, file)
+    found = [copy.deepcopy(each)(x).tolist() for each in (traced, program.module())]
+    return found, (rank, file.getvalue())
+
+
+def loaded(rank, files):
+    plans = [cross_plan(rank, row) for row in (1, 2, 1)]
+    program = torch.export.load(io.BytesIO(dict(files)[rank])).module()
+    with pytest.raises(ArgumentError) as caught:
+        program(torch.arange(3.0))
+    return len(plans), str(caught.value)
+
+
+@SLOW
+def test_copies_of_a_graph_share_its_plan_and_files_of_it_have_none(compiling):
+    found, files = zip(*compiling(2, copies_and_files), strict=True)
+    assert found == ([[20.0]] * 2, [[0.0]] * 2)
+    for rank, (_, message) in enumerate(varcomm.launch(loaded, 2, files)):
+        assert f"exchange on rank {rank} of 2: the plan of a traced or compiled graph" in message
+
+
+def forward_mode(rank):
+    x, t = torch.arange(3.0), torch.ones(3)
+
+    def fn(x):
+        return varcomm.all_gather_v(x * x, [3, 3])
+
+    def dual(call):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(call(forward_ad.make_dual(x, t))).tangent
+
+    for call in (
+        lambda: torch.func.jvp(make_fx(fn)(x), (x,), (t,)),
+        lambda: dual(make_fx(fn)(x)),
+        lambda: dual(counted(fn)[0]),
+    ):
+        with pytest.raises(ArgumentError, match="all_gather_v: a recorded operator has no forward"):
+            call()
+
+
+@SLOW
+def test_forward_mode_of_a_recorded_call_is_refused(compiling):
+    compiling(2, forward_mode)
+
+
+def transformed(rank):
+    """torch.func around collectives in compiled code breaks the graph, and is right."""
+    x, t = torch.arange(3.0) + 1, torch.ones(3)
+
+    def fn(x):
+        return varcomm.all_gather_v(x**2, [3, 3]) ** 2
+
+    calls = (
+        lambda x: torch.func.grad(lambda x: fn(x).sum())(x),
+        lambda x: torch.func.jvp(fn, (x,), (t,))[1],
+    )
+    return [torch.equal(torch.compile(f, backend="aot_eager")(x), f(x)) for f in calls]
+
+
+@SLOW
+def test_transforms_in_compiled_code(compiling):
+    assert compiling(2, transformed) == [[True, True]] * 2
+
+
+def begun_without_gradient(rank, backend):
+    def fn(x):
+        with torch.no_grad():
+            handle = varcomm.all_gather_v(x, [3, 3], async_op=True)
+        return handle.wait()
+
+    x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+    compiled, _ = counted(fn, backend)
+    return [torch.autograd.grad(each(x).pow(2).sum(), x)[0].tolist() for each in (fn, compiled)]
+
+
+@SLOW
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_wait_asks_for_the_gradient(compiling, backend):
+    assert compiling(2, begun_without_gradient, backend) == [[[0.0, 4.0, 8.0]] * 2] * 2
+
+
+def checkpoints(rank):
+    def part(x):
+        return varcomm.all_gather_v(x.sin(), [3, 3]).sin()
+
+    x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+    inside, _ = counted(part)
+    (want,) = torch.autograd.grad(part(x).sum(), x)
+    (got,) = torch.autograd.grad(checkpoint(inside, x, use_reentrant=False).sum(), x)
+    # the other way round torch fails on an effect that it would compute again
+    with pytest.raises(AssertionError, match="tensors_saved_with_vc_check to be Tensors"):
+        counted(lambda x: checkpoint(part, x, use_reentrant=False))[0](x)
+    return torch.equal(got, want)
+
+
+@SLOW
+def test_compiled_code_goes_inside_a_checkpoint(compiling):
+    assert compiling(2, checkpoints) == [True, True]

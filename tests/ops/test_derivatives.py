@@ -1,18 +1,111 @@
-"""Derivatives of first, second and third order and forward mode, of every primitive."""
+"""Derivatives of every primitive: the dot test, gradients of a single-process twin, all orders."""
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
-from tests.ops.primitives import PATTERNS, PRIMITIVES, SPLITS, case
+from tests.ops.comparing import LAYOUTS, Failures, assert_none, twin_gradients
+from tests.ops.primitives import PATTERNS, PRIMITIVES, SPLITS, case, random
 from tests.worlds import WORLDS
-from varcomm.testing import gradcheck, gradgradcheck
+from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
+# Rounding of 16 terms at most, in the dtype: bf16 is summed in fp32 and rounded once.
+RTOL = {dtype: 8 * torch.finfo(dtype).eps for dtype in DTYPES}
 ROOTED = ("scatter_v", "broadcast")
 # Each dimension with an even and an uneven pattern.
 DIMS = {"even": 1, "off by one": 0, "one empty": -1, "all on one": 0}
+COLLECTIVE = [name for name in PRIMITIVES if name != "shard_v"]
+
+
+def storage(x):
+    return x.untyped_storage().data_ptr() or None
+
+
+def check_adjoint(rank, name, pattern, ranks):
+    failures = Failures()
+    for dim, rest in ((0, (2, 3)), (1, (2, 3)), (-1, (2, 3)), (0, (2,))):
+        c = case(name, pattern, ranks, dim, rest)
+        op = c.bind()
+        for dtype in DTYPES:
+            with failures.named("dot test", dim, rest, dtype):
+                dot_test(op, c.input(rank, dtype), rtol=RTOL[dtype])
+        for layout in (None, *LAYOUTS):
+            dtype = torch.complex128 if layout == "conjugate" else torch.float64
+            inputs = [x if x is None else x.requires_grad_() for x in c.draw(dtype)]
+            laid_out, generator = LAYOUTS.get(layout, lambda w: w), torch.Generator().manual_seed(7)
+            weights = [laid_out(random(y.shape, dtype, generator)) for y in c.reference(inputs)]
+            want = twin_gradients(c, inputs, weights)[rank]
+            x, weight = inputs[rank], weights[rank]
+            if x is None:  # any tensor serves, and gets zeros
+                x = torch.ones(2, 3, dtype=dtype).T.requires_grad_()
+                want = torch.zeros_like(x)
+            before = weight.clone()
+            (got,) = torch.autograd.grad(op(x), x, weight)
+            with failures.named("gradient", dim, rest, layout):
+                assert got.shape == x.shape
+                torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+                assert torch.equal(weight, before), "the incoming gradient has changed"
+                if name != "shard_v":
+                    shared = storage(got) in (storage(weight), storage(x))
+                    assert not (storage(got) and shared), "the gradient shares memory"
+    return failures
+
+
+@pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_adjoint(worlds, name, ranks, pattern):
+    assert_none(worlds.run(ranks, check_adjoint, name, pattern, ranks))
+
+
+def check_recorded(rank):
+    """Results require a gradient on all ranks or on none; other ranks' stand-ins get zeros."""
+    failures = Failures()
+    for name in COLLECTIVE:  # shard_v is a view, and follows torch's own rules under no_grad
+        c = case(name, "off by one", 3)  # the root is rank 1
+        op, x = c.bind(), c.draw(torch.float64)[rank]
+        given = [x if x is None else x.clone().requires_grad_() for _ in range(2)]
+        with torch.no_grad():
+            off = op(given[0])
+        with_none = op(given[1])
+        at_root = x is not None
+        stand_in = x if at_root else torch.ones(2, dtype=torch.float64, requires_grad=True)
+        plain = op(stand_in)
+        with failures.named(name):
+            assert with_none.requires_grad
+            assert not off.requires_grad
+            assert not plain.requires_grad
+        with_none.sum().backward()
+        if name not in ROOTED:
+            continue
+        x = c.input(rank, torch.float64).requires_grad_()
+        y = op(x**2)
+        weight = torch.ones_like(y).requires_grad_()
+        (gradient,) = torch.autograd.grad(y, x, weight, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.sum(), weight)
+        # ask for a parameter's gradient and, as the docstring says, for that of a stand-in
+        x = torch.empty(0) if not at_root else c.draw(torch.float64)[rank]
+        factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+        loss = (op(x.requires_grad_()) * factor).sum()
+        of_x, of_factor = torch.autograd.grad(loss, [x, factor])
+        with failures.named(name, "zeros that belong to the graph"):
+            assert gradient.requires_grad
+            assert bool(gradient.abs().sum() > 0) == at_root
+            assert second.sum() != 0
+            assert of_x.shape == x.shape
+            assert of_factor == loss
+    # backward communicates, whichever gradient a rank asks for
+    x, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    y = varcomm.all_reduce(x * other) * (rank + 1)
+    (gradient,) = torch.autograd.grad(y, x if rank == 0 else other)
+    with failures.named("one rank asks for another gradient"):
+        assert gradient == 6
+    return failures
+
+
+def test_results_are_recorded_on_all_ranks_or_on_none(worlds):
+    assert_none(worlds.run(3, check_recorded))
 
 
 def check_derivatives(rank, name, ranks, pattern, dtype, fast_mode):
@@ -29,31 +122,26 @@ def check_derivatives(rank, name, ranks, pattern, dtype, fast_mode):
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_first_and_second_derivatives(worlds, name, ranks, pattern):
-    told = worlds.run(ranks, check_derivatives, name, ranks, pattern, torch.float64, True)
-    assert told == [None] * ranks
+    done = worlds.run(ranks, check_derivatives, name, ranks, pattern, torch.float64, True)
+    assert done == [None] * ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_derivatives_coordinate_by_coordinate(worlds, name, dtype):
-    told = worlds.run(3, check_derivatives, name, 3, "off by one", dtype, False)
-    assert told == [None] * 3
-
-
-def given_tensors(c, dtype, seed=0):
-    return [x for x in c.draw(dtype, seed) if x is not None]
+    done = worlds.run(3, check_derivatives, name, 3, "off by one", dtype, False)
+    assert done == [None] * 3
 
 
 def tangents_of_twin(c, dtype):
     """Differentiate the reference in forward mode: the tangents of all ranks' results."""
-    inputs = c.draw(dtype)
+    primals, tangents = ([x for x in c.draw(dtype, seed) if x is not None] for seed in (0, 1))
 
     def reference(*given):
         left = iter(given)
-        return tuple(c.reference([None if x is None else next(left) for x in inputs]))
+        return tuple(c.reference([None if shape is None else next(left) for shape in c.shapes]))
 
-    primals, tangents = given_tensors(c, dtype), given_tensors(c, dtype, seed=1)
     return torch.func.jvp(reference, tuple(primals), tuple(tangents))
 
 
@@ -62,13 +150,22 @@ def check_jvp(rank, name, ranks):
     for pattern in PATTERNS:
         for dtype in (torch.float64, torch.complex128):
             c = case(name, pattern, ranks, DIMS[pattern])
-            op = c.bind()
             x, tangent = c.input(rank, dtype), c.input(rank, dtype, seed=1)
-            got = torch.func.jvp(op, (x,), (tangent,))
-            want = tangents_of_twin(c, dtype)
+            got = torch.func.jvp(c.bind(), (x,), (tangent,))
             with failures.named(pattern, dtype):
-                for part, parts in zip(got, want, strict=True):
+                for part, parts in zip(got, tangents_of_twin(c, dtype), strict=True):
                     torch.testing.assert_close(part, parts[rank], rtol=1e-14, atol=1e-14)
+    if name in ROOTED:  # with None on non-root ranks
+        c = case(name, "off by one", ranks)
+        op, x = c.bind(), c.draw(torch.float64)[rank]
+        with forward_ad.dual_level():
+            if x is not None:
+                x = forward_ad.make_dual(x, c.draw(torch.float64, seed=1)[rank])
+            value, tangent = forward_ad.unpack_dual(op(x))
+        values, tangents = tangents_of_twin(c, torch.float64)
+        with failures.named("None"):
+            assert torch.equal(value, values[rank])
+            assert torch.equal(tangent, tangents[rank])
     return failures
 
 
@@ -78,30 +175,8 @@ def test_forward_mode(worlds, name, ranks):
     assert_none(worlds.run(ranks, check_jvp, name, ranks))
 
 
-def check_jvp_of_none(rank, name, ranks):
-    failures = Failures()
-    c = case(name, "off by one", ranks)
-    op, x = c.bind(), c.draw(torch.float64)[rank]
-    with forward_ad.dual_level():
-        if x is not None:
-            x = forward_ad.make_dual(x, c.draw(torch.float64, seed=1)[rank])
-        value, tangent = forward_ad.unpack_dual(op(x))
-    values, tangents = tangents_of_twin(c, torch.float64)
-    with failures.named(name):
-        assert torch.equal(value, values[rank])
-        assert tangent is not None
-        assert torch.equal(tangent, tangents[rank])
-    return failures
-
-
-@pytest.mark.parametrize("ranks", [3])
-@pytest.mark.parametrize("name", ROOTED)
-def test_forward_mode_with_none_off_the_root(worlds, name, ranks):
-    assert_none(worlds.run(ranks, check_jvp_of_none, name, ranks))
-
-
 def losses(results, kind):
-    """One loss a rank: cubic, but rank 0's is of another kind."""
+    """One loss per rank: cubic, but rank 0's is of another kind."""
     for rank, y in enumerate(results):
         if rank > 0 or kind == "cubic":
             yield (y**3).sum()
@@ -110,7 +185,7 @@ def losses(results, kind):
 
 
 def penalty(losses, inputs, order):
-    """Differentiate all but once; what is differentiated next is the squared gradient."""
+    """Differentiate all but once; the squared gradient is differentiated next."""
     for _ in range(order - 1):
         gradients = torch.autograd.grad(losses, inputs, create_graph=True, materialize_grads=True)
         losses = [sum((g**2).sum() for g in gradients)]
@@ -139,36 +214,16 @@ def check_order(rank, name, ranks, order, kind, async_op=False):
     return failures
 
 
-COLLECTIVE = [name for name in PRIMITIVES if name != "shard_v"]
 QUICK = ("all_gather_v", "all_reduce", "broadcast", "gather_v", "plan_from_needed")
-SOME = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COLLECTIVE]
+SLOW = pytest.mark.slow
+ORDERS = [
+    *(pytest.param(name, 2, "none at all") for name in COLLECTIVE),
+    *(pytest.param(name, 2, "linear", marks=SLOW) for name in COLLECTIVE),
+    *(pytest.param(name, 3, "linear", marks=[] if name in QUICK else SLOW) for name in COLLECTIVE),
+    *(pytest.param(name, 3, "cubic", marks=SLOW) for name in COLLECTIVE),
+]
 
 
-@pytest.mark.parametrize("kind", ["none at all", pytest.param("linear", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [3])
-@pytest.mark.parametrize("name", COLLECTIVE)
-def test_second_derivative_where_one_rank_has_none(worlds, name, ranks, kind):
-    assert_none(worlds.run(ranks, check_order, name, ranks, 2, kind))
-
-
-@pytest.mark.parametrize("kind", ["linear", pytest.param("cubic", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SOME)
-def test_third_derivative(worlds, name, kind):
-    assert_none(worlds.run(3, check_order, name, 3, 3, kind))
-
-
-def gradient_ignored_on_one_rank(rank):
-    """The gradient of the first pass enters the second loss by a zero on rank 1."""
-    x = torch.tensor([rank + 1.0], dtype=torch.float64, requires_grad=True)
-    total = varcomm.all_reduce(x**2)
-    (gradient,) = torch.autograd.grad((total**2).sum(), x, create_graph=True)
-    loss = gradient.sum() * (0.0 if rank == 1 else 1.0)
-    return gradient.item(), torch.autograd.grad(loss, x)[0].item()
-
-
-def test_second_derivative_where_one_rank_ignores_the_first(worlds):
-    # S = 1 + 4 + 9; the total loss is 3 S^2, so g_i = 12 x_i S and
-    # d(g_0 + g_2) / dx_k = 24 x_k (x_0 + x_2) + 12 S [k is 0 or 2]
-    answers = worlds.run(3, gradient_ignored_on_one_rank)
-    assert [first for first, _ in answers] == [12.0 * 14, 24.0 * 14, 36.0 * 14]
-    assert [second for _, second in answers] == [96.0 + 168, 192.0, 288.0 + 168]
+@pytest.mark.parametrize(("name", "order", "kind"), ORDERS)
+def test_higher_derivatives_where_rank_0_has_another_loss(worlds, name, order, kind):
+    assert_none(worlds.run(3, check_order, name, 3, order, kind))

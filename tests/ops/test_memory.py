@@ -1,11 +1,14 @@
-"""What is copied, what travels, and in which memory format results are."""
+"""Copies, bytes on the wire, and the memory format of results."""
+
+from itertools import product
+from math import prod
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import Failures, assert_none, twin_gradients
 from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random, setting
 
 IMAGES = [
@@ -13,71 +16,52 @@ IMAGES = [
     (torch.channels_last_3d, (2, 3, 4, 2)),
 ]
 MOVE_WHOLE_ROWS = [name for name in PRIMITIVES if "ind" not in name and "needed" not in name]
-KEEP = [name for name in PRIMITIVES if name != "shard_v"]  # which gives a view
-
-
-def check_kept(rank, name):
-    failures = Failures()
-    for memory_format, rest in IMAGES:
-        for pattern in ("even", "one empty"):
-            for dim in (0, 1, -1):
-                s = setting(pattern, 3, dim, rest)
-                c, root = PRIMITIVES[name](s), s.root
-                inputs = [
-                    x if x is None else x.contiguous(memory_format=memory_format)
-                    for x in c.draw(torch.float64)
-                ]
-                decides = next(x for x in (inputs[rank], *inputs) if x is not None)
-                y = c.bind()(inputs[rank])
-                with failures.named(memory_format, pattern, dim):
-                    # no rows, or one channel, are in both formats at once
-                    at_root = rank == root or name not in ("gather_v", "reduce")
-                    if at_root and not decides.is_contiguous():
-                        assert y.is_contiguous(memory_format=memory_format), y.stride()
-                    torch.testing.assert_close(y, c.reference(inputs)[rank])
-    return failures
-
-
-@pytest.mark.parametrize("name", KEEP)
-def test_channels_last_is_kept(worlds, name):
-    assert_none(worlds.run(3, check_kept, name))
 
 
 FORMATS = (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
 
 
-def check_mixed(rank, name):
-    """The formats differ between ranks, forward and backward; values must not."""
+def check_formats(rank, name):
+    """Results keep the format of their input; formats that differ between ranks do not matter."""
     failures = Failures()
-    for dim in (0, 1, -1):
-        for pattern in ("off by one", "one empty"):
-            c = case(name, pattern, 3, dim, (2, 3, 4))
+    for memory_format, rest in IMAGES:
+        for pattern, dim in product(("even", "one empty"), (0, 1, -1)):
+            s = setting(pattern, 3, dim, rest)
+            c = PRIMITIVES[name](s)
             inputs = [
-                x if x is None else x.contiguous(memory_format=FORMATS[r]).requires_grad_()
-                for r, x in enumerate(c.draw(torch.float64))
+                x if x is None else x.contiguous(memory_format=memory_format)
+                for x in c.draw(torch.float64)
             ]
-            x = torch.ones(1, dtype=torch.float64) if inputs[rank] is None else inputs[rank]
-            y = c.bind()(x)
-            results = c.reference(inputs)
-            generator = torch.Generator().manual_seed(5)
-            weights = [random(z.shape, z.dtype, generator) for z in results]
-            weight = weights[rank].contiguous(memory_format=FORMATS[2 - rank])
-            loss = sum((z * w).sum() for z, w in zip(results, weights, strict=True))
-            with failures.named("value", dim, pattern):
-                torch.testing.assert_close(y, results[rank])
-            if x.requires_grad:
-                (got,) = torch.autograd.grad(y, x, weight)
-                (want,) = torch.autograd.grad(loss, x)
-                with failures.named("gradient", dim, pattern):
-                    torch.testing.assert_close(got, want)
-            else:
-                y.backward(weight)
+            decides = next(x for x in (inputs[rank], *inputs) if x is not None)
+            y = c.bind()(inputs[rank])
+            with failures.named(memory_format, pattern, dim):
+                # no rows, or one channel, are in both formats at once
+                at_root = rank == s.root or name not in ("gather_v", "reduce")
+                if name != "shard_v" and at_root and not decides.is_contiguous():
+                    assert y.is_contiguous(memory_format=memory_format), y.stride()
+                torch.testing.assert_close(y, c.reference(inputs)[rank])
+    for pattern, dim in product(("off by one", "one empty"), (0, 1, -1)):
+        c = case(name, pattern, 3, dim, (2, 3, 4))
+        inputs = [
+            x if x is None else x.contiguous(memory_format=FORMATS[r]).requires_grad_()
+            for r, x in enumerate(c.draw(torch.float64))
+        ]
+        x = torch.ones(1, dtype=torch.float64) if inputs[rank] is None else inputs[rank]
+        y, results = c.bind()(x), c.reference(inputs)
+        generator = torch.Generator().manual_seed(5)
+        weights = [random(z.shape, z.dtype, generator) for z in results]
+        want = twin_gradients(c, inputs, weights)[rank]
+        y.backward(weights[rank].contiguous(memory_format=FORMATS[2 - rank]))
+        with failures.named("differing formats", dim, pattern):
+            torch.testing.assert_close(y, results[rank])
+            if want is not None:
+                torch.testing.assert_close(x.grad, want)
     return failures
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_formats_that_differ_between_ranks(worlds, name):
-    assert_none(worlds.run(3, check_mixed, name))
+def test_memory_formats(worlds, name):
+    assert_none(worlds.run(3, check_formats, name))
 
 
 class Written(TorchDispatchMode):
@@ -99,7 +83,7 @@ class Written(TorchDispatchMode):
 
 
 def allowed(name, s, rank, y, x):
-    """Tell how many elements a rank may write: at most one copy of its data, and none for dim 0.
+    """Return the elements that a rank may write: at most one copy of its data, none for dim 0.
 
     Beside copies, what it keeps for itself must get to its place in the result, and terms must be
     summed.
@@ -123,10 +107,10 @@ def allowed(name, s, rank, y, x):
     )
 
 
-def check_copies(rank, name):
+def check_copies(rank):
     failures = Failures()
-    for dim in (0, 1, -1):
-        for sizes in ((700, 0, 1010), (500, 600, 500)):
+    for name in MOVE_WHOLE_ROWS:
+        for dim, sizes in product((0, 1, -1), ((700, 0, 1010), (500, 600, 500))):
             s = Setting(sizes, dim, (5, 4), root=2)
             c = PRIMITIVES[name](s)
             op, x = c.bind(), c.input(rank, torch.float32)
@@ -135,41 +119,28 @@ def check_copies(rank, name):
             limit = 4 * allowed(name, s, rank, y, x)
             # the root's message of 1 KiB, written and read
             limit += 3 * 1024 * (name in ("scatter_v", "broadcast"))
-            with failures.named(dim, sizes):
+            with failures.named(name, dim, sizes):
                 assert written.bytes <= limit, f"{written.bytes} written, allowed {limit}"
-    return failures
-
-
-@pytest.mark.parametrize("name", MOVE_WHOLE_ROWS)
-def test_copies(worlds, name):
-    assert_none(worlds.run(3, check_copies, name))
-
-
-def check_copies_of_exchange(rank):
-    """An exchange picks rows, which is its one copy but for those that it keeps, along any dim."""
-    failures = Failures()
-    for dim in (0, 1, -1):
+    for dim in (0, 1, -1):  # an exchange picks rows, which is its one copy
         s = Setting((70, 0, 101), dim, (5, 4))
         to_each = [len(index) * 5 * 4 for index in s.indices[rank]]
         c = PRIMITIVES["plan_from_indices"](s)
         op, x = c.bind(), c.input(rank, torch.float32)
         with Written() as written:
             op(x)
-        with failures.named(dim):
-            # what it keeps may be copied by the engine, out of sight
+        with failures.named("plan", dim):
+            # the rows that it keeps may be copied by the engine, out of sight
             assert 0 <= written.bytes - 4 * sum(to_each) <= 4 * to_each[rank]
     return failures
 
 
-def test_exchange_picks_rows_once(worlds):
-    assert_none(worlds.run(3, check_copies_of_exchange))
+def test_copies(worlds):
+    assert_none(worlds.run(3, check_copies))
 
 
 def messages(name, s, to_itself=False):
     """Elements from i to j that no algorithm can do without; for sums, if each rank sums alone."""
-    ranks, row = range(s.ranks), 1
-    for n in s.rest:
-        row *= n
+    ranks, row = range(s.ranks), prod(s.rest)
     n, whole = s.sizes, sum(s.sizes)
     indices = s.needed_indices if "needed" in name else s.indices
     rule = {
@@ -202,16 +173,15 @@ def check_bytes(rank, name, ranks):
             with varcomm.trace() as backward:
                 y.sum().backward()
             m = messages(name, setting(pattern, ranks, 1))
-            sent, received = (sum(m[rank]) * dtype.itemsize, column(m, rank) * dtype.itemsize)
+            sent, received = (
+                sum(m[rank]) * dtype.itemsize,
+                sum(row[rank] for row in m) * dtype.itemsize,
+            )
             with failures.named(pattern, dtype):
                 assert total(forward) == (sent, received), forward
                 assert total(backward) == (received, sent), backward
                 assert len(forward) == len(backward) == (name != "shard_v")
     return failures
-
-
-def column(matrix, j):
-    return sum(row[j] for row in matrix)
 
 
 def total(calls):

@@ -39,21 +39,6 @@ def test_vmap_is_refused(worlds):
     assert worlds.run(2, refused) == [([True] * 6, 2)] * 2
 
 
-def row_of_jacobian(rank):
-    """The recipe in place of jacrev: vjp in one direction after the other, on all ranks."""
-    x = torch.arange(1.0, 3.0) + 2 * rank
-    y, pull = torch.func.vjp(lambda x: varcomm.all_gather_v(x**2, [2, 2]), x)
-    rows = [pull(direction)[0] for direction in torch.eye(len(y))]
-    return torch.stack(rows).tolist()
-
-
-def test_jacobian_by_a_loop(worlds):
-    first, second = worlds.run(2, row_of_jacobian)
-    # the sum over ranks of a directional derivative counts the copy of each rank
-    assert first == [[4.0, 0.0], [0.0, 8.0], [0.0, 0.0], [0.0, 0.0]]
-    assert second == [[0.0, 0.0], [0.0, 0.0], [12.0, 0.0], [0.0, 16.0]]
-
-
 def reverse_over_forward(rank, name):
     """The tangent on rank 1 depends on nothing, and yet rank 1 takes part in its derivative."""
     c = case(name, "even", 2)  # the root is rank 1
@@ -70,14 +55,8 @@ def reverse_over_forward(rank, name):
 SUMMED_ONCE = ("all_to_all_v", "transpose_v", "gather_v")
 
 
-@pytest.mark.parametrize("name", SUMMED_ONCE)
+@pytest.mark.parametrize("name", [*SUMMED_ONCE, "all_reduce", "plan_from_needed", "broadcast"])
 def test_reverse_over_forward_mode_where_one_rank_is_linear(worlds, name):
     (cubed, _), (_, linear) = worlds.run(2, reverse_over_forward, name)
-    assert cubed < 1e-12
-    assert linear == 0
-
-
-@pytest.mark.parametrize("name", ["all_gather_v", "all_reduce", "plan_from_needed", "broadcast"])
-def test_reverse_over_forward_mode_ends(worlds, name):
-    *_, (_, linear) = worlds.run(2, reverse_over_forward, name)
+    assert cubed < 1e-12 or name not in SUMMED_ONCE
     assert linear == 0

@@ -1,5 +1,8 @@
 """Values of every primitive, against one process that has the inputs of all ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,24 +12,16 @@ import varcomm
 from tests.ops.comparing import LAYOUTS, Failures, assert_none, error_beyond_bound
 from tests.ops.primitives import PRIMITIVES, SPLITS, Setting, case
 from tests.worlds import WORLDS
+from varcomm.testing import dot_test
 
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.int64,
-    torch.complex128,
-    torch.bool,
-)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128, torch.bool)
+OTHER_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.complex64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 VIEWS = {"shard_v"}  # documented to return one
 MOVES = [name for name, make in PRIMITIVES.items() if not make(Setting((1,), 0, (1,))).sums]
-
-
-def settings_of(name):
-    """Yield dims and the other dimensions: three dimensions, and one where that makes sense."""
-    yield from ((dim, (2, 3)) for dim in (0, 1, -1))
-    if name != "transpose_v":
-        yield 0, ()
+# 3 ranks and more sum these by pieces: 4 times 16 KiB in the narrowest dtype
+LARGE = (2731, 3, 4)
 
 
 def storage(x):
@@ -49,13 +44,14 @@ def compare(failures, rank, name, c, op, inputs, words):
 
 def check_values(rank, name, pattern, ranks):
     failures = Failures()
-    for dim, rest in settings_of(name):
+    for dim, rest in [(0, (2, 3)), (1, (2, 3)), (-1, (2, 3)), (0, ())][
+        : 3 + (name != "transpose_v")
+    ]:
         c = case(name, pattern, ranks, dim, rest)
         op = c.bind()
         for dtype in DTYPES:
-            if dtype == torch.bool and c.sums:
-                continue
-            compare(failures, rank, name, c, op, c.draw(dtype), (dim, rest, dtype))
+            if not (dtype == torch.bool and c.sums):
+                compare(failures, rank, name, c, op, c.draw(dtype), (dim, rest, dtype))
         for layout, laid_out in LAYOUTS.items():
             for dtype in (torch.float64, torch.complex128):
                 inputs = [x if x is None else laid_out(x) for x in c.draw(dtype, seed=1)]
@@ -87,38 +83,58 @@ def test_moves_of_drawn_sizes(worlds, name, sizes, dim, root):
     assert_none(worlds.run(3, check_drawn, name, sizes, dim, root))
 
 
-# 3 ranks and more sum these by pieces: 4 times 16 KiB in the narrowest dtype
-LARGE = (2731, 3, 4)
+def check_other_dtypes(rank):
+    """All values are small integers, so that only the last step rounds."""
+    failures = Failures()
+    for name in PRIMITIVES:
+        c = case(name, "off by one", 3)
+        for dtype in (*OTHER_FLOATS, *INTEGERS, *(() if c.sums else UNSIGNED)):
+            generator = torch.Generator().manual_seed(4)
+            inputs = [
+                s if s is None else torch.randint(0, 3, s, generator=generator).double()
+                for s in c.shapes
+            ]
+            x = torch.ones(2).to(dtype) if inputs[rank] is None else inputs[rank].to(dtype)
+            back = dtype in OTHER_FLOATS and name not in VIEWS
+            y = c.bind()(x.requires_grad_(back))
+            with failures.named(name, dtype):
+                assert y.dtype == dtype
+                assert y.requires_grad == back
+                want = c.reference(inputs)[rank].to(dtype)
+                assert torch.equal(y.detach().to(torch.complex128), want.to(torch.complex128))
+            if back:
+                (gradient,) = torch.autograd.grad(y, x, torch.ones(y.shape).to(dtype))
+                with failures.named(name, dtype, "backward"):
+                    assert (gradient.dtype, gradient.shape) == (dtype, x.shape)
+    return failures
+
+
+def test_other_dtypes(worlds):
+    assert_none(worlds.run(3, check_other_dtypes))
 
 
 def check_large_sums(rank, ranks):
     failures = Failures()
-    for name in ("all_reduce", "reduce"):
+    for name in ("all_reduce", "reduce", "broadcast"):
         c = PRIMITIVES[name](Setting((LARGE[0],) + (0,) * (ranks - 1), 0, LARGE[1:], ranks - 1))
         for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.complex128):
             compare(failures, rank, name, c, c.bind(), c.draw(dtype), (name, dtype))
-        inputs = [LAYOUTS["transposed"](x) for x in c.draw(torch.float32)]
+            if dtype != torch.int64:
+                with failures.named(name, dtype, "adjoint"):
+                    dot_test(c.bind(), c.input(rank, dtype), rtol=8 * torch.finfo(dtype).eps)
+        inputs = [x if x is None else LAYOUTS["transposed"](x) for x in c.draw(torch.float32)]
         compare(failures, rank, name, c, c.bind(), inputs, (name, "transposed"))
+    for shape in ((5,), (20_001,)):
+        xs = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+        got = varcomm.all_reduce(xs[rank])
+        with failures.named("in rank order, bit for bit", shape):
+            assert torch.equal(got, sum(xs[1:], xs[0]))
     return failures
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_large_sums(worlds, ranks):
     assert_none(worlds.run(ranks, check_large_sums, ranks))
-
-
-def check_order_of_sums(rank, shape):
-    failures = Failures()
-    xs = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(3)]
-    got = varcomm.all_reduce(xs[rank])
-    with failures.named(shape):
-        assert torch.equal(got, (xs[0] + xs[1]) + xs[2])
-    return failures
-
-
-@pytest.mark.parametrize("shape", [(5,), (20_001,)])
-def test_sums_are_in_rank_order_bit_for_bit(worlds, shape):
-    assert_none(worlds.run(3, check_order_of_sums, shape))
 
 
 def sum_of_narrow(rank, use_fp32):
@@ -128,26 +144,86 @@ def sum_of_narrow(rank, use_fp32):
     gathered = torch.zeros(int(rank == 0), dtype=torch.bfloat16, requires_grad=True)
     whole = varcomm.all_gather_v(gathered, [1, 0, 0], use_fp32=use_fp32)
     (gradient,) = torch.autograd.grad(whole, gathered, x)
+    indices = [torch.zeros(int(rank == 0), dtype=torch.int64)] * 3
+    sent = varcomm.indexed_all_to_all_v(gathered, indices, [[1] * 3, [0] * 3, [0] * 3], use_fp32)
+    (of_copies,) = torch.autograd.grad(sent, gathered, x)
     sums = (
         varcomm.all_reduce(x, use_fp32=use_fp32),
         varcomm.reduce(x, use_fp32=use_fp32),
         varcomm.reduce_scatter_v(x, [1, 0, 0], use_fp32=use_fp32),
         plan.adjoint(x, use_fp32=use_fp32),
         gradient,
+        of_copies,
     )
     return [float(total.sum()) for total in sums]
 
 
 def test_narrow_floats_are_summed_in_fp32_and_rounded_once(worlds):
-    assert worlds.run(3, sum_of_narrow, True)[0] == [258.0] * 5
-    assert worlds.run(3, sum_of_narrow, False)[0] == [256.0] * 5
+    assert worlds.run(3, sum_of_narrow, True)[0] == [258.0] * 6
+    assert worlds.run(3, sum_of_narrow, False)[0] == [256.0] * 6
 
 
-def zeros_off_the_root(rank):
+def check_in_place(rank):
+    """A result may be changed in place, also before backward."""
+    failures = Failures()
+    for name in [name for name in PRIMITIVES if name not in VIEWS]:
+        cases = [case(name, pattern, 3, dim) for pattern in ("even", "one empty") for dim in (0, 1)]
+        if name in ("all_reduce", "reduce", "broadcast"):
+            cases.append(PRIMITIVES[name](Setting((9000, 0, 0), 0, (1,), 2)))  # by pieces
+        for number, c in enumerate(cases):
+            op, x = c.bind(), c.input(rank, torch.float64).requires_grad_()
+            y, z = op(x), op(x)
+            want = y.detach() * 2
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+            z.mul_(2)
+            (doubled,) = torch.autograd.grad(z.sum(), x)
+            with failures.named(name, number):
+                assert torch.equal(z, want)
+                assert torch.equal(doubled, 2 * gradient)
+    return failures
+
+
+def test_result_may_be_changed_in_place(worlds):
+    assert_none(worlds.run(3, check_in_place))
+
+
+def of_zeros_and_scalars(rank):
+    """NaN on another rank does not reach the stand-ins; scalars have no rows, and need none."""
     reduced = varcomm.reduce(torch.full((3, 2), torch.nan), dst=1)
     gathered = varcomm.gather_v(torch.full((2, 3), torch.nan), [3, 3], dim=1, dst=1)
-    return reduced.tolist(), tuple(gathered.shape)
+    answers = []
+    for op in (
+        varcomm.all_reduce,
+        lambda x: varcomm.reduce(x, dst=1),
+        lambda x: varcomm.broadcast(x, src=1),
+    ):
+        x = torch.tensor(rank + 1.0, requires_grad=True)
+        y = op(x)
+        y.backward()
+        answers.append((y.item(), x.grad.item()))
+    return reduced.tolist(), tuple(gathered.shape), answers
 
 
-def test_off_the_root_are_zeros_and_zero_rows(worlds):
-    assert worlds.run(2, zeros_off_the_root)[0] == ([[0.0, 0.0]] * 3, (2, 0))
+def test_stand_ins_and_scalars(worlds):
+    first, second = worlds.run(2, of_zeros_and_scalars)
+    assert first == ([[0.0, 0.0]] * 3, (2, 0), [(3.0, 2.0), (0.0, 1.0), (2.0, 0.0)])
+    assert second[2] == [(3.0, 2.0), (3.0, 1.0), (2.0, 2.0)]
+
+
+def kept_by_nothing(rank):
+    """A handle that is done keeps the result alone; the default device does not matter."""
+    x = torch.ones(10)
+    handle = varcomm.all_gather_v(x, [10, 10], async_op=True)
+    gone = weakref.ref(x)
+    result = handle.wait()
+    del x
+    gc.collect()
+    plan = varcomm.ExchangePlan.from_needed(torch.tensor([0, 1]), [1, 1])
+    with torch.device("meta"):
+        sent = torch.full((1,), 3.0, device="cpu") if rank == 0 else None
+        values = varcomm.broadcast(sent).item(), plan(torch.ones(1, device="cpu")).tolist()
+    return gone() is None, handle.wait() is result, values
+
+
+def test_handles_and_default_devices(worlds):
+    assert worlds.run(2, kept_by_nothing) == [(True, True, (3.0, [1.0, 1.0]))] * 2

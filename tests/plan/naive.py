@@ -115,15 +115,11 @@ def in_a_ring(ranks):
 
 
 def for_last_rank(ranks):
-    """Only the last rank needs anything, and nobody needs anything of it."""
-    sizes = (2,) * ranks
-    return Needs(
-        sizes,
-        tuple(
-            tuple((1, 0) if j == ranks - 1 and i != j else () for j in range(ranks))
-            for i in range(ranks)
-        ),
-    )
+    """Only the last rank needs rows, and no rank needs its rows."""
+    indices = [[()] * ranks for _ in range(ranks)]
+    for rank in range(ranks - 1):
+        indices[rank][-1] = (1, 0)
+    return Needs((2,) * ranks, tuple(map(tuple, indices)))
 
 
 def of_nobody(ranks):

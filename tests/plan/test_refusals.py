@@ -5,7 +5,13 @@ import torch
 
 import varcomm
 from tests.plan.naive import all_to_all_needs, three_still_exchange
-from varcomm import ArgumentError, DisagreementError, ExchangePlan, VarcommError
+from varcomm import (
+    ArgumentError,
+    DisagreementError,
+    ExchangePlan,
+    VarcommError,
+    indexed_all_to_all_v,
+)
 
 LONGS = torch.tensor([0, 1])
 ROW = [2, 1, 1]
@@ -176,3 +182,60 @@ def test_debug_compares_the_identities_of_plans(worlds):
     assert identities == (identities[0],) * 3
     assert len({0, *identities[0]}) == 4
     assert received == (3.0, 6.0, 0.0)
+
+
+# --- indexed_all_to_all_v, which is an exchange by a plan for one call
+
+X, ROWS = torch.zeros(2, 3), [1, 1, 1]
+ONE = torch.tensor([1])
+
+
+def call(x=X, first=ONE, sizes=None, dim=0, ranks=3):
+    given = [ROWS] * 3 if sizes is None else sizes
+    return lambda: indexed_all_to_all_v(x, [first] + [ONE] * (ranks - 1), given, dim=dim)
+
+
+# the wrong call, the argument that its error names
+WRONG_INDEXED = [
+    (call(x=[1.0]), "tensor must be"),
+    (call(dim=2), "dim=2"),
+    (call(dim=1.0), "dim must be"),
+    (lambda: indexed_all_to_all_v(X, ONE, [ROWS] * 3), "indices must be"),
+    (call(ranks=2), "indices must have"),
+    (call(first=torch.tensor([2])), "indices[0] spans 2...2"),
+    (call(first=torch.tensor([3]), dim=1), "indices[0] spans 3...3"),
+    (call(first=torch.tensor([True, False])), "indices[0] must be"),
+    (call(sizes=[ROWS]), "sizes must have"),
+    (call(sizes=7), "sizes must be"),
+    (call(sizes=[ROWS, ROWS, [1, -1, 1]]), "sizes[2]"),
+    (call(sizes=[ROWS, [2, 1, 1], ROWS]), "sizes[1][0]"),
+    (call(x=torch.zeros(2, 3, device="meta")), "meta"),
+]
+
+
+def called_without_a_plan(rank):
+    """Rank 1 alone calls: each refusal comes before any communication, or it would hang."""
+    if rank == 1:
+        for wrong, word in WRONG_INDEXED:
+            with pytest.raises(ArgumentError) as caught:
+                wrong()
+            assert str(caught.value).startswith("indexed_all_to_all_v on rank 1 of 3: ")
+            assert word in str(caught.value)
+    return three_still_exchange(rank)
+
+
+def test_a_wrong_call_without_a_plan(worlds):
+    assert worlds.run(3, called_without_a_plan) == [True] * 3
+
+
+def other_counts(rank):
+    """Rank 1 takes it that rank 0 sends it two rows; in debug() all ranks hear of it."""
+    sizes = [[1, 2, 1], ROWS, ROWS] if rank == 1 else [ROWS] * 3
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        call(sizes=sizes)()
+    return str(caught.value).splitlines()[0], three_still_exchange(rank)
+
+
+def test_counts_that_do_not_match_between_ranks(worlds):
+    said = "indexed_all_to_all_v: rank 0 sends 1 rows to rank 1, which expects 2."
+    assert worlds.run(3, other_counts) == [(said, True)] * 3

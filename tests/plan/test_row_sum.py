@@ -1,12 +1,14 @@
 """Sums of the copies of each row: bit for bit those of adding them one by one, in one order."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from tests.ops.primitives import random
-from tests.plan.allocations import allocated
 from varcomm.plan.row_sum import RowSum
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
@@ -53,23 +55,19 @@ def test_copies_are_added_one_by_one(rows, dtype, shape, num_rows):
     assert same(values, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (20,)])
-def test_narrow_floats_in_their_own_dtype(dtype, shape):
+def test_narrow_floats_in_their_own_dtype_and_half_a_bit():
     index = torch.randint(0, 20, (2000,))
-    values = torch.randn(2000, *shape).to(dtype)
-    got = RowSum(index, 20)(values, use_fp32=False)
-    assert same(got, one_by_one(index, values, 20))
-    assert not same(got, RowSum(index, 20)(values))
-
-
-@pytest.mark.parametrize("shape", [(), (2,), (20,)])
-def test_half_a_bit_is_rounded_to_even(shape):
+    for dtype, shape in product((torch.bfloat16, torch.float16), [(), (1,), (3,), (20,)]):
+        values = torch.randn(2000, *shape).to(dtype)
+        got = RowSum(index, 20)(values, use_fp32=False)
+        assert same(got, one_by_one(index, values, 20))
+        assert not same(got, RowSum(index, 20)(values))
     index = torch.tensor([0, 0, 1, 1])
     values = torch.tensor([1.0, 2**-8, 1 + 2**-7, 2**-8], dtype=torch.bfloat16)
-    got = RowSum(index, 2)(values.view(4, *[1] * len(shape)).expand(4, *shape).contiguous())
-    want = torch.tensor([1.0, 1 + 2**-6], dtype=torch.bfloat16)
-    assert torch.equal(got, want.view(2, *[1] * len(shape)).expand_as(got))
+    want = torch.tensor([1.0, 1 + 2**-6], dtype=torch.bfloat16)  # rounded to even
+    for width in (1, 2, 20):
+        got = RowSum(index, 2)(values.view(4, 1).expand(4, width).contiguous())
+        assert torch.equal(got, want.view(2, 1).expand_as(got))
 
 
 def halo(num_rows):
@@ -101,39 +99,39 @@ def test_sum_is_in_rank_order_on_any_number_of_threads_at_every_run(copies, dtyp
     assert all(same(total, want.to(dtype)) for total in sums)
 
 
-def test_strides_do_not_matter():
-    index = torch.randint(0, 9, (50,))
+def test_strides_and_sums_of_nothing():
+    index, nothing = torch.randint(0, 9, (50,)), torch.zeros(0, dtype=torch.int64)
     for values in (
         torch.randn(20).expand(50, 20),
         torch.randn(20, 50).t(),
         torch.randn(50, 20, dtype=torch.complex64).conj(),
     ):
         assert same(RowSum(index, 9)(values), RowSum(index, 9)(values.clone().resolve_conj()))
-
-
-def test_sum_of_nothing():
-    nothing = torch.zeros(0, dtype=torch.int64)
     assert torch.equal(RowSum(nothing, 3)(torch.zeros(0, 20)), torch.zeros(3, 20))
     assert RowSum(nothing, 0)(torch.zeros(0, 2)).shape == (0, 2)
     assert RowSum(torch.tensor([1]), 2)(torch.zeros(1, 0, 3)).shape == (2, 0, 3)
 
 
-@pytest.mark.parametrize("copies", [halo, dense])
-def test_bags_allocate_the_result_and_two_integers_a_row(copies):
-    index = torch.cat(copies(6000))
-    for dtype in (torch.float32, torch.float16):
-        values = torch.randn(len(index), 32).to(dtype)
-        sums = RowSum(index, 6000)
+def allocated(fn):
+    """Return the bytes of each piece of memory that `fn` allocates, ascending."""
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
+        fn()
+    events = profiled.profiler.kineto_results.events()
+    sizes = (event.nbytes() for event in events if event.name() == "[memory]")
+    return sorted(size for size in sizes if size > 0)  # negative ones are given back
+
+
+def test_memory():
+    """Turns allocate the result; bags allocate two integers per row as well."""
+    for copies, dtype in product((halo, dense), (torch.float32, torch.float16)):
+        index = torch.cat(copies(6000))
+        sums, values = RowSum(index, 6000), torch.randn(len(index), 32).to(dtype)
         sums(values)  # which plans
-        assert allocated(lambda sums=sums, v=values: sums(v)) == [
-            4 * 6001,
-            4 * 6001,
-            6000 * 32 * dtype.itemsize,
-        ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_turns_allocate_the_result(dtype):
+        result = 6000 * 32 * dtype.itemsize
+        assert allocated(lambda s=sums, v=values: s(v)) == [4 * 6001, 4 * 6001, result]
     index = torch.cat(halo(6000))
-    values = torch.ones(len(index), 3, dtype=dtype)
-    assert allocated(lambda: RowSum(index, 6000)(values)) == [6000 * 3 * dtype.itemsize]
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        values = torch.ones(len(index), 3, dtype=dtype)
+        assert allocated(lambda v=values: RowSum(index, 6000)(v)) == [6000 * 3 * dtype.itemsize]

@@ -13,7 +13,8 @@ from varcomm.sharding import from_dtensor, to_dtensor
 from varcomm.testing import dot_test, gradcheck, gradgradcheck
 
 # rows over 3 ranks: 3 3 1, 2 2 0, 1 1 1, 1 0 0, none
-ROWS = (7, 4, 3, 1, 0)
+CASES = [(rows, torch.float64) for rows in (7, 4, 3, 1, 0)]
+CASES += [(7, torch.bfloat16), (4, torch.int64)]
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -21,11 +22,11 @@ def drawn(*shape, dtype=torch.float64):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def as_torch_does(rank, dtype):
+def as_torch_does(rank):
     """The same DTensor as torch makes of the whole, of the memory that was given."""
     mesh = init_device_mesh("cpu", (3,))
     failures = Failures()
-    for rows in ROWS:
+    for rows, dtype in CASES:
         sizes = ShardSizes.chunked(rows, 3)
         for dim in (0, 1, -1):
             shape = [4, 4, 4]
@@ -50,15 +51,8 @@ def as_torch_does(rank, dtype):
     return failures
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64,
-        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.bfloat16, torch.int64)),
-    ],
-)
-def test_the_same_as_torch_makes_of_the_whole(worlds, dtype):
-    assert_none(worlds.run(3, as_torch_does, dtype))
+def test_the_same_as_torch_makes_of_the_whole(worlds):
+    assert_none(worlds.run(3, as_torch_does))
 
 
 def strides_of(rank):
@@ -138,14 +132,9 @@ def linear_in_between(rank):
     total = to_dtensor(x, (2, 2, 1), 0, mesh).sum().full_tensor()
     (first,) = torch.autograd.grad(total.square(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    return first.detach(), second
-
-
-def test_second_derivative_of_a_replicated_gradient(worlds):
-    for first, second in worlds.run(3, linear_in_between):
-        torch.testing.assert_close(first, torch.full_like(first, 2 * drawn(5).sum()))
-        # of the sum over ranks of all entries of the first
-        assert torch.equal(second, torch.full_like(second, 10))
+    torch.testing.assert_close(first, torch.full_like(first, 2 * drawn(5).sum()))
+    # of the sum over ranks of all entries of the first
+    assert torch.equal(second, torch.full_like(second, 10))
 
 
 class NoGradient(torch.autograd.Function):
@@ -159,7 +148,7 @@ class NoGradient(torch.autograd.Function):
 
 
 def without_a_gradient(rank):
-    """The adjoint of what was communicated before is entered all the same."""
+    """No gradient is one of zeros: the adjoint of what was communicated before is entered."""
     mesh = init_device_mesh("cpu", (3,))
     x = drawn(4, 2).requires_grad_()
     shard = vc.reduce_scatter_v(x, (2, 2, 0))
@@ -167,16 +156,12 @@ def without_a_gradient(rank):
     whole = distribute_tensor(drawn(4, 2), mesh, [Shard(0)]).requires_grad_()
     own, _ = from_dtensor(whole)
     NoGradient.apply(own).sum().backward()
-    return x.grad, whole.grad.full_tensor()
-
-
-def test_no_gradient_is_one_of_zeros(worlds):
-    for gradient, of_dtensor in worlds.run(3, without_a_gradient):
+    for gradient in (x.grad, whole.grad.full_tensor()):
         assert torch.equal(gradient, torch.zeros(4, 2, dtype=torch.float64))
-        assert torch.equal(of_dtensor, torch.zeros(4, 2, dtype=torch.float64))
 
 
 def still_under_way(rank):
+    """A result of DTensor's that is still in flight is waited for."""
     mesh = init_device_mesh("cpu", (3,))
     columns = distribute_tensor(drawn(5, 4), mesh, [Shard(1)])
     rows = distribute_tensor(drawn(4, 3), mesh, [Shard(0)]).requires_grad_()
@@ -185,17 +170,11 @@ def still_under_way(rank):
     own, spec = from_dtensor(product)
     assert type(own) is torch.Tensor
     own.sum().backward()
-    return own.detach(), spec.sizes, rows.grad.full_tensor()
-
-
-def test_what_is_still_under_way_is_waited_for(worlds):
-    found = worlds.run(3, still_under_way)
-    whole = torch.cat([own for own, _, _ in found])
-    torch.testing.assert_close(whole, drawn(5, 4) @ drawn(4, 3))
+    assert spec.sizes == (2, 2, 1)
+    expected = (drawn(5, 4) @ drawn(4, 3)).split((2, 2, 1))[rank]
+    torch.testing.assert_close(own.detach(), expected)
     expected = drawn(5, 4).sum(0)[:, None].expand(4, 3)
-    for _, sizes, gradient in found:
-        assert sizes == (2, 2, 1)
-        torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(rows.grad.full_tensor(), expected)
 
 
 def compiled(rank):
@@ -209,15 +188,21 @@ def compiled(rank):
     found = []
     for call in (fn, torch.compile(fn, backend="aot_eager", fullgraph=True)):
         y = call(x)
-        found += [(y.detach(), *torch.autograd.grad(y.cos().sum(), x))]
-    return found
+        found.append((y.detach(), *torch.autograd.grad(y.cos().sum(), x)))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_under_torch_compile(worlds):
-    for eager, graph in worlds.run(3, compiled):
-        for got, want in zip(graph, eager, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+@pytest.mark.parametrize(
+    "check",
+    [
+        linear_in_between,
+        without_a_gradient,
+        still_under_way,
+        pytest.param(compiled, marks=pytest.mark.slow),
+    ],
+)
+def test_on_ranks(worlds, check):
+    worlds.run(3, check)
 
 
 def of_groups(rank):

@@ -24,8 +24,6 @@ from varcomm import ExchangePlan, ShardSizes
 from varcomm.sharding import from_dtensor, to_dtensor
 from varcomm.testing import gradcheck, gradgradcheck
 
-STEPS = 3
-
 
 def drawn(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -92,43 +90,7 @@ def test_a_product_of_dtensors_between_two_exchanges(worlds):
     assert_none(worlds.run(3, product_on_ranks))
 
 
-# ---- rows sharded by shard_v, parameters by fully_shard ------------------------------------------
-
-PLACES = ShardSizes([5, 2])  # of a sequence, on the ranks that share it
-SAMPLES = (3, 1)  # of a batch, on the replicas
-
-
-class Stencil(nn.Module):
-    """Each place sees its two neighbours; `around` adds what is missing at both ends."""
-
-    def __init__(self, around):
-        super().__init__()
-        self.around = around
-        self.first, self.mix, self.last = nn.Linear(3, 7), nn.Linear(21, 5), nn.Linear(5, 2)
-
-    def forward(self, x):
-        x = self.around(torch.tanh(self.first(x)))
-        return self.last(torch.tanh(self.mix(torch.cat([x[:-2], x[1:-1], x[2:]], -1))))
-
-
-def around_alone(x):
-    return torch.cat([x[:1], x, x[-1:]])  # the ends are their own neighbours
-
-
-def around_on_ranks(mesh):
-    own = PLACES.range(mesh.get_local_rank())
-    ids = [max(own.start - 1, 0), min(own.stop, PLACES.total - 1)]
-    plan = ExchangePlan.from_needed(torch.tensor(ids), PLACES, mesh)
-
-    def around(x):
-        before, after = plan(x).split(1)
-        return torch.cat([before, x, after])
-
-    return around
-
-
-def batch():
-    return drawn(PLACES.total, sum(SAMPLES), 3, seed=2), drawn(7, sum(SAMPLES), 2, seed=3)
+STEPS = 3
 
 
 def stepped(model, x, y):
@@ -137,42 +99,6 @@ def stepped(model, x, y):
         optimizer.zero_grad()
         (model(x) - y).square().sum().backward()
         optimizer.step()
-
-
-def sequence_on_ranks(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    failures = Failures()
-    alone = made(Stencil, around_alone)
-    model = made(Stencil, around_on_ranks(mesh["sequence"]))
-    # replicated over the first dimension of the mesh, sharded over the second
-    for part in (model.first, model.mix, model.last, model):
-        fully_shard(part, mesh=mesh)
-        part.set_force_sum_reduction_for_comms(True)
-
-    def own(whole):
-        columns = vc.shard_v(whole, SAMPLES, 1, mesh["data"])
-        return vc.shard_v(columns, PLACES, 0, mesh["sequence"])
-
-    x, y = batch()
-    expected, found = alone(x), model(own(x))
-    check_close(failures, "output", found, own(expected))
-    (expected - y).square().sum().backward()
-    (found - own(y)).square().sum().backward()
-    for name, value in model.named_parameters():
-        want = alone.get_parameter(name).grad / 4
-        check_close(failures, f"mean, {name}", value.grad.full_tensor(), want)
-    for part in (model.first, model.mix, model.last, model):
-        part.set_gradient_divide_factor(1.0)
-    stepped(alone, x, y)
-    stepped(model, own(x), own(y))
-    for name, value in model.named_parameters():
-        check_close(failures, name, value.full_tensor(), alone.get_parameter(name).detach())
-    return failures
-
-
-@pytest.mark.slow
-def test_shard_v_next_to_fully_shard(worlds):
-    assert_none(worlds.run(4, sequence_on_ranks))
 
 
 # ---- tensor parallelism of torch and of varcomm, one after the other -----------------------------

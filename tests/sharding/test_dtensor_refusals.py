@@ -20,11 +20,6 @@ def other_sizes(rank):
         there = torch.tensor(ShardSizes(chunks).range(rank), dtype=torch.int64)
         moved = ExchangePlan.from_needed(there, sizes, None)(own, dim=0)
         assert torch.equal(to_dtensor(moved, chunks).full_tensor(), torch.arange(sum(sizes)) * 1.0)
-    return True
-
-
-def test_other_sizes(worlds):
-    assert worlds.run(3, other_sizes) == [True] * 3
 
 
 def refusals(rank):
@@ -68,14 +63,10 @@ def refused(rank):
         dual = forward_ad.make_dual(own, torch.ones_like(own))
         with pytest.raises(NotImplementedError, match="forward mode AD"):
             to_dtensor(dual, [2, 2, 1])
-    return True
-
-
-def test_what_is_refused(worlds):
-    assert worlds.run(3, refused) == [True] * 3
 
 
 def compared(rank):
+    """Ranks are compared inside debug."""
     mesh = init_device_mesh("cpu", (3,))
     own, wide = torch.zeros(2, 3), torch.zeros(2, 3 + rank)
     whole = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
@@ -90,8 +81,9 @@ def compared(rank):
             with pytest.raises((DisagreementError, ArgumentError), match=word):
                 call()
         made = to_dtensor(torch.zeros(2), sizes, 0, mesh)
-        return from_dtensor(made)[1].sizes == (2, 2, 2)
+        assert from_dtensor(made)[1].sizes == (2, 2, 2)
 
 
-def test_ranks_are_compared_inside_debug(worlds):
-    assert worlds.run(3, compared) == [True] * 3
+@pytest.mark.parametrize("check", [other_sizes, refused, compared])
+def test_on_ranks(worlds, check):
+    worlds.run(3, check)

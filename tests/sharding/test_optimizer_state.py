@@ -14,32 +14,7 @@ from varcomm.sharding.optimizer_state import (
     optimizer_state_for,
 )
 
-
-def stepped(make, steps=3):
-    """An optimizer of two parameters that has made some steps, and the parameters."""
-    torch.manual_seed(1)
-    weight = torch.nn.Parameter(torch.randn(3, 4))
-    bias = torch.nn.Parameter(torch.randn(4))
-    optimizer = make([{"params": [weight]}, {"params": [bias], "weight_decay": 0.1}])
-    for _ in range(steps):
-        for p in (weight, bias):
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-    return optimizer, weight, bias
-
-
-def whole(name):
-    return Part(name, lambda tensor: tensor)
-
-
-def meta(state):
-    if isinstance(state, torch.Tensor):
-        return torch.empty(state.shape, dtype=state.dtype, device="meta")
-    if isinstance(state, dict):
-        return {key: meta(value) for key, value in state.items()}
-    return [meta(value) for value in state] if isinstance(state, list) else state
-
-
+NAMES = [["weight"], ["bias"]]
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -47,90 +22,77 @@ OPTIMIZERS = {
 }
 
 
+def stepped(kind, steps=3):
+    """An optimizer that has made some steps with its parts and names, and its two parameters."""
+    torch.manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(4))]
+    groups = [{"params": [params[0]]}, {"params": [params[1]], "weight_decay": 0.1}]
+    optimizer = OPTIMIZERS[kind](groups)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    named = zip(params, ("weight", "bias"), strict=True)
+    parts = {p: Part(name, lambda tensor: tensor) for p, name in named}
+    return (optimizer, parts, NAMES), params
+
+
+def meta(state):
+    if isinstance(state, torch.Tensor):
+        return state.to("meta")
+    if isinstance(state, dict):
+        return {key: meta(value) for key, value in state.items()}
+    return [meta(value) for value in state] if isinstance(state, list) else state
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_fresh_optimizer_goes_on_where_another_was(kind):
-    optimizer, weight, bias = stepped(OPTIMIZERS[kind])
-    names = [["weight"], ["bias"]]
-    state = optimizer_state(optimizer, {weight: whole("weight"), bias: whole("bias")}, names)
-    fresh, w, b = stepped(OPTIMIZERS[kind], steps=0)
-    parts = {w: whole("weight"), b: whole("bias")}
-    target = optimizer_state_for(fresh, parts, names, meta(state))
+    trained, params = stepped(kind)
+    fresh, others = stepped(kind, steps=0)
+    state = optimizer_state(*trained)
+    target = optimizer_state_for(*fresh, meta(state))
     for name, own in target["state"].items():
         for key, value in own.items():
             value.copy_(state["state"][name][key])
     target["param_groups"] = [{**group, "lr": 0.01} for group in state["param_groups"]]
-    load_optimizer_state(fresh, parts, names, target)
-    with torch.no_grad():
-        w.copy_(weight)
-        b.copy_(bias)
-    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01
-    for mine, other in ((w, weight), (b, bias)):
+    load_optimizer_state(*fresh, target)
+    for group in trained[0].param_groups:
+        group["lr"] = 0.01
+    for mine, other in zip(others, params, strict=True):
+        mine.data.copy_(other)
         mine.grad = other.grad = torch.ones_like(other)
-    fresh.step()
-    optimizer.step()
-    assert torch.equal(w, weight)
-    assert torch.equal(b, bias)
+    fresh[0].step()
+    trained[0].step()
+    assert all(torch.equal(mine, other) for mine, other in zip(others, params, strict=True))
 
 
 def test_of_flat_pieces_the_state_is_that_of_the_whole():
     """One optimizer of whole parameters, two of pieces: their states are the same boxes."""
-    optimizer, weight, bias = stepped(OPTIMIZERS["adamw"])
-    names = [["weight"], ["bias"]]
-    expected = optimizer_state(optimizer, {weight: whole("weight"), bias: whole("bias")}, names)
+    trained, (weight, _) = stepped("adamw")
+    expected = optimizer_state(*trained)
     found = torch.full((3, 4), float("nan"))
     for low, high in ((0, 5), (5, 12)):
-        piece = torch.nn.Parameter(torch.zeros(high - low))
-        nothing = torch.nn.Parameter(torch.zeros(0))
+        piece, nothing = (torch.nn.Parameter(torch.zeros(n)) for n in (high - low, 0))
         mine = OPTIMIZERS["adamw"]([{"params": [piece]}, {"params": [nothing]}])
         part = Part("weight", lambda tensor, low=low: Sharded.elements(tensor, (3, 4), low))
-        parts = {piece: part}
-        target = optimizer_state_for(mine, parts, names, meta(expected))
+        own = mine, {piece: part}, NAMES
+        target = optimizer_state_for(*own, meta(expected))
         for box in target["state"]["weight"]["exp_avg"].boxes:
-            place = tuple(
-                slice(a, a + n) for a, n in zip(box.offsets, box.tensor.shape, strict=True)
-            )
-            box.tensor.copy_(expected["state"]["weight"]["exp_avg"][place])
-        load_optimizer_state(mine, parts, names, target)
+            box.tensor.copy_(place(expected["state"]["weight"]["exp_avg"], box))
+        load_optimizer_state(*own, target)
         assert mine.state[piece]["exp_avg"].shape == piece.shape
         assert nothing not in mine.state
-        state = optimizer_state(mine, parts, names)
-        assert [group["params"] for group in state["param_groups"]] == names
+        state = optimizer_state(*own)
+        assert [group["params"] for group in state["param_groups"]] == NAMES
         for box in state["state"]["weight"]["exp_avg"].boxes:
-            place = tuple(
-                slice(a, a + n) for a, n in zip(box.offsets, box.tensor.shape, strict=True)
-            )
-            found[place] = box.tensor
-    assert torch.equal(found, optimizer.state[weight]["exp_avg"])
+            place(found, box).copy_(box.tensor)
+    assert torch.equal(found, trained[0].state[weight]["exp_avg"])
 
 
-def test_what_the_optimizer_has_is_written_into():
-    optimizer, weight, bias = stepped(OPTIMIZERS["sgd"])
-    parts = {weight: whole("weight"), bias: whole("bias")}
-    state = optimizer_state(optimizer, parts, [["weight"], ["bias"]])
-    buffer = optimizer.state[weight]["momentum_buffer"]
-    state["state"] = {"weight": {"momentum_buffer": torch.ones(3, 4)}}
-    load_optimizer_state(optimizer, parts, [["weight"], ["bias"]], state)
-    assert optimizer.state[weight]["momentum_buffer"] is buffer
-    assert buffer.eq(1).all()
-    assert bias not in optimizer.state  # of which nothing was saved
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([["weight", "bias"]], "has 1 groups of [2] parameters, and this one 2 of [1, 1]"),
-        ([["weight"], ["scale"]], "in group 1 it has ['scale'], which are not here, and lacks"),
-        ([["weight"], ["bias"], []], "the same names in another order or other groups"),
-    ],
-)
-def test_another_optimizer_is_refused(names, message):
-    optimizer, weight, bias = stepped(OPTIMIZERS["sgd"])
-    parts = {weight: whole("weight"), bias: whole("bias")}
-    state = {"state": {}, "param_groups": [{"params": group, "lr": 5.0} for group in names]}
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        load_optimizer_state(optimizer, parts, [["weight"], ["bias"]], state)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert weight in optimizer.state
+def place(tensor, box):
+    """The elements of a full tensor that a box has."""
+    ends = zip(box.offsets, box.tensor.shape, strict=True)
+    return tensor[tuple(slice(first, first + size) for first, size in ends)]
 
 
 def with_piece(value):
@@ -138,61 +100,56 @@ def with_piece(value):
     piece = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([piece], lr=0.1, momentum=0.9)
     parts = {piece: Part("weight", lambda tensor: Sharded.elements(tensor, (8,), 4))}
-    state = {
-        "state": {"weight": {"momentum_buffer": value}},
-        "param_groups": [{**optimizer.param_groups[0], "params": ["weight"]}],
-    }
-    return optimizer, parts, [["weight"]], state
+    group = {**optimizer.param_groups[0], "params": ["weight"]}
+    state = {"state": {"weight": {"momentum_buffer": value}}, "param_groups": [group]}
+    return (optimizer, parts, [["weight"]]), state
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (
-            Sharded.elements(torch.ones(4), (8,), 0),
-            "is Sharded(shape=(8,), dtype=torch.float32, box",
-        ),
-        (
-            Sharded.elements(torch.ones(4), (9,), 4),
-            "is Sharded(shape=(9,), dtype=torch.float32, box",
-        ),
-        (
-            Sharded((8,), [Box((4,), torch.ones(4))]),
-            "and here it is Sharded(shape=(8,), dtype=torch.",
-        ),
-        (torch.ones(8), "is a tensor of shape (8,), and here it is Sharded(shape=(8,), "),
-        (torch.ones(4), "is a tensor of shape (4,), and here it is Sharded(shape=(8,), "),
-    ],
-)
-def test_states_of_other_parts_are_refused(value, said):
-    optimizer, *rest = with_piece(value)
+def with_whole(names=NAMES, **states):
+    """A state of whole parameters in other groups or with other tensors, and what is to load it."""
+    own, _ = stepped("sgd")
+    groups = zip(optimizer_state(*own)["param_groups"] * 2, names, strict=False)
+    groups = [{**group, "params": params} for group, params in groups]
+    state = {name: {"momentum_buffer": value} for name, value in states.items()}
+    return own, {"state": state, "param_groups": groups}
+
+
+HERE = "and here it is Sharded(shape=(8,), "
+REFUSED = [
+    (with_piece(Sharded.elements(torch.ones(4), (8,), 0)), "is Sharded(shape=(8,), dtype=torch"),
+    (with_piece(Sharded.elements(torch.ones(4), (9,), 4)), "is Sharded(shape=(9,), dtype=torch"),
+    (with_piece(Sharded((8,), [Box((4,), torch.ones(4))])), HERE),
+    (with_piece(torch.ones(8)), f"is a tensor of shape (8,), {HERE}"),
+    (with_piece(torch.ones(4)), f"is a tensor of shape (4,), {HERE}"),
+    (with_whole([["weight", "bias"]]), "has 1 groups of [2] parameters, and this one 2 of [1, 1]"),
+    (with_whole([["weight"], ["scale"]]), "it has ['scale'], which are not here, and lacks ['bi"),
+    (with_whole([["weight"], ["bias"], []]), "has 3 groups of [1, 1, 0] parameters"),
+    (with_whole(weight=torch.ones(4, 3)), "momentum_buffer of parameter 'weight' is a tensor of"),
+    (with_whole(others=torch.ones(2)), "the state holds a part of parameter 'others', of which"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_states_of_other_optimizers_or_parts_are_refused(given, said):
+    own, state = given
+    before = dict(own[0].state)
     with pytest.raises(ArgumentError, match=re.escape(said)):
-        load_optimizer_state(optimizer, *rest)
-    assert not optimizer.state
+        load_optimizer_state(*own, state)
+    assert own[0].state == before
+    assert own[0].param_groups[0]["lr"] == 0.1
 
 
-def test_states_of_the_same_part_or_of_other_shapes_are_loaded():
+def test_states_that_are_loaded():
+    """Of the same part or of other shapes; what the optimizer has is written into."""
     for value in (Sharded.elements(torch.ones(4), (8,), 4), torch.ones(3)):
-        optimizer, *rest = with_piece(value)
-        load_optimizer_state(optimizer, *rest)
-        (state,) = optimizer.state.values()
-        assert state["momentum_buffer"].eq(1).all()
-
-
-def test_states_of_other_shapes_than_the_optimizer_has_are_refused():
-    optimizer, weight, bias = stepped(OPTIMIZERS["sgd"])
-    parts = {weight: whole("weight"), bias: whole("bias")}
-    names = [["weight"], ["bias"]]
-    state = optimizer_state(optimizer, parts, names)
-    state["state"]["weight"]["momentum_buffer"] = torch.ones(4, 3)
-    said = (
-        "momentum_buffer of parameter 'weight' is a tensor of shape (4, 3), and here it is a tensor"
-    )
-    with pytest.raises(ArgumentError, match=re.escape(said)):
-        load_optimizer_state(optimizer, parts, names, state)
-    del state["state"]["weight"]
-    state["state"]["others"] = {"momentum_buffer": torch.ones(2)}
-    with pytest.raises(
-        ArgumentError, match="the state holds a part of parameter 'others', of which"
-    ):
-        load_optimizer_state(optimizer, parts, names, state)
+        own, state = with_piece(value)
+        load_optimizer_state(*own, state)
+        (found,) = own[0].state.values()
+        assert found["momentum_buffer"].eq(1).all()
+    own, state = with_whole(weight=torch.ones(3, 4))
+    weight, bias = own[1]
+    buffer = own[0].state[weight]["momentum_buffer"]
+    load_optimizer_state(*own, state)
+    assert own[0].state[weight]["momentum_buffer"] is buffer
+    assert buffer.eq(1).all()
+    assert bias not in own[0].state  # of which nothing was saved

@@ -10,21 +10,10 @@ from varcomm import GroupError
 from varcomm.simulate import MACHINES, Machine
 from varcomm.transport.simulated import Transfer
 
-M = Machine(
-    name="round",
-    ranks_per_node=2,
-    flops=1e9,
-    memory_bandwidth=1e8,
-    launch=1e-3,
-    memory=1e9,
-    latency_within=1e-6,
-    latency_between=1e-5,
-    bandwidth_within=1e9,
-    bandwidth_between=1e8,
-    gap=1e-7,
-    call=1e-4,
-    source="none",
-)
+RATES = {"flops": 1e9, "memory_bandwidth": 1e8, "launch": 1e-3, "memory": 1e9}
+LINKS = {"bandwidth_within": 1e9, "bandwidth_between": 1e8, "gap": 1e-7, "call": 1e-4}
+LATENCIES = {"latency_within": 1e-6, "latency_between": 1e-5}
+M = Machine(name="round", ranks_per_node=2, source="none", **RATES, **LINKS, **LATENCIES)
 
 
 def test_roofline():
@@ -40,38 +29,37 @@ def test_roofline():
     assert many.tolist() == pytest.approx([2.5, 2.5])
 
 
+SHARDS = [0] + [1000] * 7
 ONE_NODE, FOUR_NODES = 1e-4 + 1e-6, 1e-4 + 1e-6 + 2 * 1e-5
+# schedule, rank, bytes sent to and received from each rank, seconds
 TRANSFERS = {
     # rank 0 sends 3000 B within its node, and 1000 and 2000 B beyond; it receives 5000 B from 3
     "exchange": (
-        ("neighbours", 0, [0, 3000, 1000, 2000], [0, 0, 0, 5000]),
+        *("neighbours", 0, [0, 3000, 1000, 2000], [0, 0, 0, 5000]),
         1e-4 + max(1e-6 + 3000 / 1e9, 1e-5 + 1e-7 + 5000 / 1e8),
     ),
-    "one node": (("all", 1, [4000, 0], [100, 0]), ONE_NODE + 4000 / 1e9),
-    "no message": (("one", 0, [0, 0], [0, 0]), 1e-4),
-    "one rank": (("all", 0, [0], [0]), 0.0),
+    "one node": ("all", 1, [4000, 0], [100, 0], ONE_NODE + 4000 / 1e9),
+    "no message": ("one", 0, [0, 0], [0, 0], 1e-4),
+    "one rank": ("all", 0, [0], [0], 0.0),
     # 8 ranks on 4 nodes; 6 of the 7 shards come from other nodes over two links
-    "even all-gather": (
-        ("all_gather", 0, [0] + [1000] * 7, [0] + [1000] * 7),
-        FOUR_NODES + 6000 / (2 * 1e8),
-    ),
+    "even all-gather": ("all_gather", 0, SHARDS, SHARDS, FOUR_NODES + 6000 / (2 * 1e8)),
     # the last shard has another size, so each shard is a broadcast
     "uneven all-gather": (
-        ("all_gather", 0, [0] + [1000] * 7, [0] + [1000] * 6 + [500]),
+        *("all_gather", 0, SHARDS, [*SHARDS[:-1], 500]),
         FOUR_NODES + 7 * 1e-7 + 5500 / (2 * 1e8),
     ),
-    "all-gather of a node": (("all_gather", 1, [4000, 0], [4000, 0]), ONE_NODE + 4000 / 1e9),
+    "all-gather of a node": ("all_gather", 1, [4000, 0], [4000, 0], ONE_NODE + 4000 / 1e9),
     "broadcast, root": (
-        ("broadcast", 1, [6000, 0, 6000, 6000], [0] * 4),
+        *("broadcast", 1, [6000, 0, 6000, 6000], [0] * 4),
         ONE_NODE + 1e-5 + 6000 / (2 * 1e8),
     ),
-    "broadcast": (("broadcast", 3, [0] * 4, [0, 6000, 0, 0]), ONE_NODE + 1e-5 + 6000 / (2 * 1e8)),
+    "broadcast": ("broadcast", 3, [0] * 4, [0, 6000, 0, 0], ONE_NODE + 1e-5 + 6000 / (2 * 1e8)),
 }
 
 
 @pytest.mark.parametrize("name", TRANSFERS)
 def test_calls(name):
-    (schedule, rank, send, recv), expected = TRANSFERS[name]
+    schedule, rank, send, recv, expected = TRANSFERS[name]
     call = Transfer(schedule, rank, tuple(range(len(send))), tuple(send), tuple(recv))
     assert M.transfer(call) == pytest.approx(expected)
 
@@ -92,8 +80,8 @@ def test_work_of_a_rank():
     # weight and input existed; a product and the full tensor are made
     assert work.memory == 4 * (64 * 32 + 10 * 64) + 4 * (10 * 32 + 4 * 10 * 32)
     seconds, ((name, call),) = M.seconds(work), work.transfers
-    assert seconds.communication == {name: pytest.approx(M.transfer(call))}
     assert name == "all_gather_v"
+    assert seconds.communication == {name: pytest.approx(M.transfer(call))}
     assert seconds.total == pytest.approx(seconds.compute + M.transfer(call))
 
 
@@ -112,8 +100,7 @@ def test_memory_views_and_picked_rows():
         added = vc.simulate.count(lambda: x.add_(1))
     assert views.kernels <= 1  # reshape copies a tensor that is not contiguous
     assert picked.other_bytes == 2 * 4 * 4 + 2 * 4 * 4 + 2 * 8
-    assert added.other_bytes == 2 * 4000 * 4
-    assert added.memory == 4000 * 4
+    assert (added.other_bytes, added.memory) == (2 * 4000 * 4, 4000 * 4)
 
 
 def test_known_machines():

@@ -1,5 +1,8 @@
-"""Predictions of ranks that were not simulated, against their own simulation."""
+"""Predictions of ranks that were not simulated, against their own simulation; refused calls."""
 
+from functools import cache
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -7,10 +10,12 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import HeteroConv, SAGEConv
 
 import varcomm as vc
-from tests.graph.graphs import grid
+from tests.graph.graphs import grid, wild
+from tests.simulate.test_partition import papers
+from varcomm import ArgumentError, DisagreementError, GroupError, simulate
 from varcomm.models import MeshGraphNet
 
-H100 = vc.simulate.MACHINES["h100-ndr"]
+H100 = simulate.MACHINES["h100-ndr"]
 
 
 def prepare(graph):
@@ -30,20 +35,21 @@ def prepare(graph):
     return step
 
 
-@pytest.fixture(scope="module")
-def parts():
-    return vc.simulate.partition(grid(14, 15), 12, "rcb")
+@cache
+def parts_of_grid():
+    return simulate.partition(grid(14, 15), 12, "rcb")
 
 
-@pytest.fixture(scope="module")
-def found(parts):
-    return vc.simulate.step(prepare, parts)
+@cache
+def step_of_grid():
+    return simulate.step(prepare, parts_of_grid())
 
 
-def test_other_ranks_are_predicted(parts, found):
+def test_other_ranks_are_predicted():
+    found = step_of_grid()
     others = [rank for rank in range(12) if rank not in found.works]
     assert others
-    for rank, work in vc.simulate.step(prepare, parts, others[:2]).works.items():
+    for rank, work in simulate.step(prepare, parts_of_grid(), others[:2]).works.items():
         assert float(found.sent[rank]) == work.calls.total.sent
         assert float(found.messages[rank]) == work.calls.total.messages_sent
         for name, bound in (("flops", 1e-9), ("matmul_bytes", 1e-9), ("other_bytes", 1e-3)):
@@ -53,7 +59,8 @@ def test_other_ranks_are_predicted(parts, found):
         assert float(found.times(H100).total[rank]) == pytest.approx(seconds.total, rel=1e-3)
 
 
-def test_simulated_ranks_are_exact(found):
+def test_simulated_ranks_are_exact():
+    found = step_of_grid()
     for rank, work in found.works.items():
         assert float(found.sent[rank]) == work.calls.total.sent
         assert float(found.counts["flops"][rank]) == work.flops
@@ -62,63 +69,35 @@ def test_simulated_ranks_are_exact(found):
     names = {"exchange", "exchange_adjoint", "replicated_sum", "all_reduce"}
     assert set(times.communication) == names
     assert times.step == float(times.total.max())
-
-
-def test_table(found):
     lines = str(found).splitlines()
     assert lines[0].split() == ["12", "ranks,", "a", "step", "least", "mean", "most"]
     assert [line.split("  ")[0] for line in lines[1:4]] == ["nodes", "edges", "halo rows"]
 
 
-def test_a_sample_tells_of_larger_graphs():
-    sample = vc.simulate.sample(prepare, grid(9, 10), [1, 4], "rcb")
-    large = vc.simulate.partition(grid(20, 21), 4, "rcb")
+def test_a_sample_predicts_larger_graphs():
+    sample = simulate.sample(prepare, grid(9, 10), [1, 4], "rcb")
+    large = simulate.partition(grid(20, 21), 4, "rcb")
     step = sample.step(large.without_graph())
-    for rank, work in vc.simulate.step(prepare, large, [0, 2]).works.items():
+    for rank, work in simulate.step(prepare, large, [0, 2]).works.items():
         assert float(step.sent[rank]) == work.calls.total.sent
         assert float(step.counts["flops"][rank]) == pytest.approx(work.flops, rel=1e-6)
         assert float(step.counts["other_bytes"][rank]) == pytest.approx(work.other_bytes, rel=0.02)
-    one = vc.simulate.partition(grid(20, 21), 1)
-    scaling = vc.simulate.scaling(sample, [one, large], H100)
+    one = simulate.partition(grid(20, 21), 1)
+    scaling = simulate.scaling(sample, [one, large], H100)
     assert scaling.efficiency[0] == 1
     first, second = scaling.points
     assert first.sent == first.halo_seconds == first.sum_seconds == 0
     assert second.seconds == pytest.approx(step.times(H100).step)
-    assert second.halo_seconds > 0
-    assert second.sum_seconds > 0
+    assert min(second.halo_seconds, second.sum_seconds) > 0
     rows = str(scaling).splitlines()
     assert len(rows) == 3
     assert rows[2].split()[:2] == ["4", "420"]
 
 
-def test_types_of_edges_have_halos_of_their_own():
-    from tests.simulate.test_partition import papers
-
-    parts = vc.simulate.partition(papers(), 3, "random")
-
-    def exchange(graph):
-        plans = [graph[key].plan for key in graph.edge_types]
-
-        def step():
-            for width, plan in enumerate(plans, 1):
-                plan(torch.ones(plan.num_rows, width))
-
-        return step
-
-    found = vc.simulate.step(exchange, parts, [0])
-    for rank, work in vc.simulate.step(exchange, parts).works.items():
-        assert float(found.sent[rank]) == work.calls.total.sent
-
-
-def one_way():
-    """Return a graph of 12 ranks: two swap rows, and of the others each second only sends."""
-    ranks, each = 12, 10
-    edges = [(i, each + i) for i in range(each)] + [(each + i, i) for i in range(each)]
-    edges += [(a * each + i, (a + 1) * each + i) for a in range(2, ranks, 2) for i in range(3)]
-    edge_index = torch.tensor(edges).T
-    return vc.simulate.partition(
-        Data(x=torch.ones(ranks * each, 4), edge_index=edge_index), ranks, "block"
-    )
+def exchange(graph):
+    """Prepare a step that exchanges the halos of all types of edges, in rows of its own width."""
+    plans = [graph[key].plan for key in graph.edge_types]
+    return lambda: [plan(torch.ones(plan.num_rows, w)) for w, plan in enumerate(plans, 1)]
 
 
 def prepare_layer(graph):
@@ -132,23 +111,6 @@ def prepare_layer(graph):
     return step
 
 
-@pytest.mark.parametrize("ranks", [None, [0, 2], [3]])
-def test_halos_that_go_one_way(ranks):
-    found = vc.simulate.step(prepare_layer, one_way(), ranks)
-    right = vc.simulate.step(prepare_layer, one_way(), range(12))
-    assert found.sent.tolist() == right.sent.tolist()
-    assert found.messages.tolist() == right.messages.tolist()
-
-
-def both_types():
-    """Return a graph whose two types of edges have the same halo on rank 0 and on no other."""
-    data = HeteroData()
-    data["a"].x, data["b"].x = torch.ones(6, 4), torch.ones(6, 4)
-    data["a", "to", "b"].edge_index = torch.tensor([[0, 2, 4], [2, 4, 2]])
-    data["b", "to", "a"].edge_index = torch.tensor([[0, 2, 3, 4, 5], [2, 4, 4, 2, 2]])
-    return vc.simulate.partition(data, 3, "block")
-
-
 def prepare_types(graph):
     convs = {key: SAGEConv((4, 4), 4) for key in graph.edge_types}
     model = vc.graph.distribute(HeteroConv(convs), graph)
@@ -160,3 +122,99 @@ def prepare_types(graph):
         vc.data_parallel.sum_gradients(model)
 
     return step
+
+
+def one_way():
+    """Return a graph of 12 ranks: two swap rows, and of the others each second only sends."""
+    ranks, each = 12, 10
+    edges = [(i, each + i) for i in range(each)] + [(each + i, i) for i in range(each)]
+    edges += [(a * each + i, (a + 1) * each + i) for a in range(2, ranks, 2) for i in range(3)]
+    data = Data(x=torch.ones(ranks * each, 4), edge_index=torch.tensor(edges).T)
+    return simulate.partition(data, ranks, "block")
+
+
+def both_types():
+    """Return a graph whose two types of edges have the same halo on rank 0 and on no other."""
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.ones(6, 4), torch.ones(6, 4)
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 2, 4], [2, 4, 2]])
+    data["b", "to", "a"].edge_index = torch.tensor([[0, 2, 3, 4, 5], [2, 4, 4, 2, 2]])
+    return simulate.partition(data, 3, "block")
+
+
+def swapping_pairs():
+    """Return a graph of 3 ranks: rank 0 has no halo, and the others swap rows."""
+    edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 0, 4, 5, 2, 3]])
+    return simulate.partition(Data(x=torch.ones(6, 4), edge_index=edge_index), 3, "block")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "parts", "ranks"),
+    [
+        (prepare_layer, one_way, None),
+        (prepare_layer, one_way, [0, 2]),
+        (prepare_layer, one_way, [3]),
+        (prepare_layer, swapping_pairs, [1]),
+        (prepare_types, both_types, [1]),
+        (exchange, lambda: simulate.partition(papers(), 3, "random"), [0]),
+    ],
+)
+def test_a_few_ranks_determine_all_messages(prepare, parts, ranks):
+    found = simulate.step(prepare, parts(), ranks)
+    right = simulate.step(prepare, parts(), range(found.parts.size))
+    assert found.sent.tolist() == right.sent.tolist()
+    assert found.messages.tolist() == right.messages.tolist()
+
+
+def parts(size=2):
+    return simulate.partition(wild(), size, "block")
+
+
+def inside(size, fn):
+    with simulate.world(size):
+        return fn()
+
+
+def uneven(graph):
+    return lambda: [vc.all_reduce(torch.ones(1)) for _ in range(graph.group.rank)]
+
+
+def sample(data, sizes):
+    return simulate.sample(prepare_layer, data, sizes, "block")
+
+
+APART = Data(x=torch.ones(4, 4), edge_index=torch.tensor([[0, 1], [1, 0]]))
+SMALL = Data(x=torch.ones(90, 4), edge_index=grid(9, 10).edge_index)
+
+# call, error, and a part of its message
+REFUSED = [
+    (lambda: parts(0), ArgumentError, "size"),
+    (lambda: simulate.partition(wild(), 2, torch.arange(24) % 4), ArgumentError, "ranks 0...3"),
+    (lambda: inside(0, list), ArgumentError, "size"),
+    (lambda: inside(2, lambda: inside(2, list)), GroupError, "initialised"),
+    (lambda: inside(3, parts().part), ArgumentError, "2 ranks"),
+    (lambda: inside(2, lambda: vc.graph.partition(wild())), GroupError, "partition"),
+    (lambda: simulate.measure(1), ArgumentError, "ranks"),
+    (lambda: simulate.step(prepare_layer, parts(), []), ArgumentError, "ranks"),
+    (lambda: simulate.step(prepare_layer, parts(), [2]), ArgumentError, "ranks"),
+    (lambda: simulate.step(uneven, parts(3)), DisagreementError, "same calls"),
+    (lambda: simulate.step(prepare_layer, swapping_pairs(), [0]), ArgumentError, "halo: 1."),
+    (lambda: simulate.step(prepare_types, both_types(), [0]), ArgumentError, "[1, 2]"),
+    (lambda: sample(SMALL, []), ArgumentError, "sizes"),
+    (lambda: sample(APART, [2]), ArgumentError, "halos"),
+    (lambda: sample(SMALL, [2]).step(parts(3)), ArgumentError, "3"),
+    (lambda: parts().plot("none/a.png"), ArgumentError, "folder"),
+    (lambda: parts().plot("a.png", node_type="sea"), ArgumentError, "node_type"),
+    (lambda: simulate.ocean(np.ones((2, 4))), ArgumentError, "is_sea"),
+    (lambda: simulate.ocean(np.full((2, 2), True)), ArgumentError, "columns"),
+    (lambda: simulate.read_sea(__file__), ArgumentError, "netCDF"),
+    (lambda: simulate.read_sea("none.cdf"), ArgumentError, "none.cdf"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)))
+def test_refused(row):
+    call, kind, named = REFUSED[row]
+    with pytest.raises(kind) as raised:
+        call()
+    assert named in str(raised.value)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import mse_loss
 from torch_geometric.nn import GATConv
 
@@ -9,12 +10,15 @@ import varcomm as vc
 from tests.graph.graphs import wild
 from tests.worlds import WORLDS
 from varcomm.models import MeshGraphNet
-from varcomm.transport.group import resolve
 
 
-def primitives(rank):
-    size = resolve(None).size
+def calls_of_primitives(rank):
+    size = dist.get_world_size()
     sizes = [3 * (other % 2) + other for other in range(size)]
+    counts = [[(2 * i + j) % 3 for j in range(size)] for i in range(size)]
+    send, recv = counts[rank], [counts[other][rank] for other in range(size)]
+    rows = [[(i + 2 * j) % 4 * (i != j) for j in range(size)] for i in range(size)]
+    plan = vc.ExchangePlan.from_indices([torch.arange(count) for count in rows[rank]], 3, rows)
     with vc.trace() as calls:
         x = torch.ones(sizes[rank], 2, requires_grad=True)
         vc.all_gather_v(x, sizes).sum().backward()
@@ -26,22 +30,19 @@ def primitives(rank):
         vc.all_reduce(torch.ones(9001)).sum()
         vc.all_reduce(torch.ones(3).bfloat16())
         vc.reduce_scatter_v(torch.ones(sum(sizes), 2), sizes, async_op=True).wait()
-        counts = [[(2 * i + j) % 3 for j in range(size)] for i in range(size)]
-        send, recv = counts[rank], [counts[other][rank] for other in range(size)]
         vc.all_to_all_v(torch.ones(sum(send)), send, recv)
+        nodes = torch.ones(3, 4, requires_grad=True)
+        plan(nodes).sum().backward()
+        plan.start(nodes.detach(), dim=0).wait()
     return calls
 
 
-def plans(rank):
-    size = resolve(None).size
-    counts = [[(i + 2 * j) % 4 * (i != j) for j in range(size)] for i in range(size)]
-    indices = [torch.arange(count) for count in counts[rank]]
-    plan = vc.ExchangePlan.from_indices(indices, 3, counts)
-    with vc.trace() as calls:
-        x = torch.ones(3, 4, requires_grad=True)
-        plan(x).sum().backward()
-        plan.start(x.detach(), dim=0).wait()
-    return calls
+@pytest.mark.parametrize("size", WORLDS[1:])
+def test_calls_are_those_of_real_ranks(worlds, size):
+    real = worlds.run(size, calls_of_primitives)
+    for rank in range(size):
+        with vc.simulate.world(size, rank):
+            assert calls_of_primitives(rank) == real[rank]
 
 
 def whole_graph():
@@ -56,8 +57,7 @@ def trained(graph, kind):
         model = MeshGraphNet(8, 3, 2, hidden_channels=16, num_blocks=2)
         features = (graph.x, graph.edge_index, graph.edge_attr)
     else:
-        model = GATConv(8, 2)
-        features = (graph.x, graph.edge_index)
+        model, features = GATConv(8, 2), (graph.x, graph.edge_index)
     model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -76,15 +76,6 @@ def trained(graph, kind):
 
 def training(rank, kind):
     return trained(vc.graph.partition(whole_graph(), method="rcb"), kind)
-
-
-@pytest.mark.parametrize("fn", [primitives, plans])
-@pytest.mark.parametrize("size", WORLDS[1:])
-def test_calls_are_those_of_real_ranks(worlds, fn, size):
-    real = worlds.run(size, fn)
-    for rank in range(size):
-        with vc.simulate.world(size, rank):
-            assert fn(rank) == real[rank]
 
 
 @pytest.mark.parametrize("kind", ["mesh graph net", "gat"])

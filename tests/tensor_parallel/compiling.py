@@ -9,12 +9,6 @@ from torch.utils import _pytree as pytree
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def drawn(seed, *shape, dtype=torch.float64):
-    """The same on all ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def leaf(x, dtype=torch.float64):
     return x.detach().to(dtype, copy=True).requires_grad_()
 

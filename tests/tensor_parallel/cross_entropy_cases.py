@@ -1,37 +1,36 @@
-"""Logits, targets and weights of small vocabularies, and what torch makes of them."""
+"""Logits, targets and weights of small vocabularies, and torch's loss of the whole logits."""
 
 import torch
 import torch.nn.functional as F
 
-from varcomm import ShardSizes
+from tests.tensor_parallel.twins import REPLICATED, Sharded, drawn
+from varcomm.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
 
-CLASSES = 11
+CLASSES, WIDTH = 11, 4
 
 # how the 11 classes are split, by the number of ranks
 SPLITS = {
-    1: {"whole": [11]},
-    2: {"off by one": [6, 5], "one empty": [0, 11], "uneven": [8, 3]},
-    3: {"uneven": [2, 8, 1], "one empty": [5, 0, 6], "all on one": [0, 11, 0]},
-    4: {"balanced": list(ShardSizes.balanced(11, 4)), "empty": [0, 7, 0, 4]},
-    5: {"balanced": list(ShardSizes.balanced(11, 5)), "all on one": [0, 0, 0, 11, 0]},
+    1: [[11]],
+    2: [[6, 5], [0, 11], [8, 3]],
+    3: [[2, 8, 1], [5, 0, 6], [0, 11, 0]],
+    4: [[3, 3, 3, 2], [0, 7, 0, 4]],
+    5: [[3, 2, 2, 2, 2], [0, 0, 0, 11, 0]],
 }
 
-
-def drawn(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+# rows of hidden, of 5 in all, on each rank
+ROWS = {1: [5], 2: [5, 0], 3: [1, 0, 4], 4: [2, 1, 1, 1], 5: [1, 0, 2, 2, 0]}
 
 
 def targets(*shape, classes=CLASSES, seed=0, ignored=0.3, ignore_index=-100):
-    """Draw targets, some of them ignored, and each rank's first and last class among them."""
+    """Draw targets, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randint(classes, shape, generator=generator)
     skip = torch.rand(shape, generator=generator) < ignored
     return target.masked_fill(skip, ignore_index)
 
 
-def class_weights(classes=CLASSES, seed=7):
-    return drawn(classes, seed=seed).abs() + 0.1
+def class_weights(classes=CLASSES):
+    return drawn(7, classes).abs() + 0.1
 
 
 def reference(
@@ -45,19 +44,12 @@ def reference(
     smooth_over="all",
 ):
     """The loss of whole logits, by torch, or from its log-softmax where torch has no option."""
-    counted = target != ignore_index
+    counted, classes = target != ignore_index, logits.shape[-1]
     if smooth_over == "all":
-        flat = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]),
-            target.reshape(-1),
-            weight,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
-        loss = flat.view(target.shape)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        flat = logits.reshape(-1, classes), target.reshape(-1), weight
+        loss = F.cross_entropy(*flat, reduction="none", **options).view(target.shape)
     else:
-        classes = logits.shape[-1]
         of_class = F.one_hot(target.masked_fill(~counted, 0), classes).to(logits.dtype)
         q = of_class * (1 - label_smoothing) + (1 - of_class) * label_smoothing / (classes - 1)
         q = q if weight is None else q * weight
@@ -68,6 +60,34 @@ def reference(
         return loss
     if reduction == "sum":
         return loss.sum()
-    if weight is None:
-        return loss.sum() / counted.sum()
-    return loss.sum() / weight[target[counted]].sum()
+    return loss.sum() / (counted.sum() if weight is None else weight[target[counted]].sum())
+
+
+def of_logits(sizes, target, group=None, **options):
+    """The loss of logits for :func:`~tests.tensor_parallel.twins.compare`."""
+    return (
+        lambda x: vocab_parallel_cross_entropy(x, target, sizes, group=group, **options),
+        lambda x: reference(x, target, **options),
+        [(4 * drawn(0, *target.shape, sum(sizes)), Sharded(-1, sizes))],
+        REPLICATED,
+    )
+
+
+def of_hidden(sizes, target, rows=None, chunk_rows=None, weight=None, **options):
+    """The loss of hidden states, a head and its bias, in the same form."""
+    classes, hidden = sum(sizes), drawn(0, *target.shape, WIDTH)
+
+    def fn(x, head, bias):
+        more = {"bias": bias, "sequence_sizes": rows, "chunk_rows": chunk_rows}
+        return linear_cross_entropy(x, head, target, sizes, class_weight=weight, **more, **options)
+
+    return (
+        fn,
+        lambda *x: reference(F.linear(*x), target, weight=weight, **options),
+        [
+            (hidden, REPLICATED if rows is None else Sharded(0, rows)),
+            (drawn(1, classes, WIDTH), Sharded(0, sizes)),
+            (drawn(2, classes), Sharded(0, sizes)),
+        ],
+        REPLICATED,
+    )

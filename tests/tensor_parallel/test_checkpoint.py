@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import varcomm
+from tests.tensor_parallel.twins import drawn
 from varcomm import ArgumentError, ShardSizes
 from varcomm.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -18,13 +19,7 @@ from varcomm.tensor_parallel import (
 from varcomm.tensor_parallel.checkpoint import checkpoint
 from varcomm.tensor_parallel.random import RandomStreams
 
-DOUBLE = torch.float64
 HIDDEN = 7
-
-
-def randn(*shape, seed=6):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=DOUBLE, generator=generator)
 
 
 def splits(ranks):
@@ -37,42 +32,33 @@ def splits(ranks):
 class Layer:
     """Two products whose hidden dimension is sharded, with dropout of both kinds."""
 
-    def __init__(self, sizes, group=None, seed=1):
-        self.group, self.rank = group, dist.get_rank(group)
-        first, second = randn(HIDDEN, 3, seed=seed), randn(3, HIDDEN, seed=seed + 1)
-        self.first = first.split(list(sizes))[self.rank].clone().requires_grad_()
-        self.second = second.split(list(sizes), 1)[self.rank].clone().requires_grad_()
-        self.streams = RandomStreams(7, group)
-        self.runs = 0
+    def __init__(self, sizes):
+        rank = dist.get_rank()
+        self.first = drawn(1, HIDDEN, 3).split(list(sizes))[rank].clone().requires_grad_()
+        self.second = drawn(2, 3, HIDDEN).split(list(sizes), 1)[rank].clone().requires_grad_()
+        self.streams, self.runs = RandomStreams(7), 0
 
-    def __call__(self, x, scale=1.0):
+    def __call__(self, x):
         self.runs += 1
-        hidden = F.linear(copy_to_tensor_model_parallel_region(x, group=self.group), self.first)
+        hidden = F.linear(copy_to_tensor_model_parallel_region(x), self.first)
         with self.streams.fork("sharded"):
-            hidden = F.dropout(hidden.sin() * scale, 0.3)
-        y = reduce_from_tensor_model_parallel_region(
-            F.linear(hidden, self.second), group=self.group
-        )
+            hidden = F.dropout(hidden.sin(), 0.3)
+        y = reduce_from_tensor_model_parallel_region(F.linear(hidden, self.second))
         with self.streams.fork("replicated"):
             return x + F.dropout(y.exp(), 0.3)
 
 
-def plain(function, *args, **options):
-    return function(*args, **options)
+def plain(function, *args):
+    return function(*args)
 
 
-def distributed(group):
-    def apply(function, *args, **options):
-        return checkpoint(
-            function, *args, distribute_saved_activations=True, group=group, **options
-        )
-
-    return apply
+def distributed(function, *args):
+    return checkpoint(function, *args, distribute_saved_activations=True)
 
 
 def derivatives(layer, forward, *more):
     """First derivatives twice from one graph, and second derivatives."""
-    x = randn(4, 3).requires_grad_()
+    x = drawn(6, 4, 3).requires_grad_()
     y = forward(x)
     leaves = [x, layer.first, layer.second, *more]
     loss = (y**2).sum()
@@ -84,15 +70,15 @@ def derivatives(layer, forward, *more):
     return [y.detach(), *once, *(g.detach() for g in again), *twice]
 
 
-def compared(rank, sizes, how, depth, group=None):
-    apply = distributed(group) if how == "distributed" else checkpoint
-    if how == "nested":
-        inner = distributed(group)
+WAYS = {
+    "whole": checkpoint,
+    "distributed": distributed,
+    "nested": lambda function, x: checkpoint(lambda x: distributed(function, x), x),
+}
 
-        def apply(function, x):
-            return checkpoint(lambda x: inner(function, x), x)
 
-    layer, twin = Layer(sizes, group), Layer(sizes, group)
+def compared(rank, sizes, how, depth):
+    layer, twin = Layer(sizes), Layer(sizes)
 
     def repeated(apply, layer, x):
         for _ in range(depth):
@@ -100,7 +86,7 @@ def compared(rank, sizes, how, depth, group=None):
         return x
 
     expected = derivatives(twin, partial(repeated, plain, twin))
-    found = derivatives(layer, partial(repeated, apply, layer))
+    found = derivatives(layer, partial(repeated, WAYS[how], layer))
     states = [each.streams.state_dict() for each in (twin, layer)]
     same_state = all(torch.equal(*(state[name]["cpu"] for state in states)) for name in states[0])
     return all(map(torch.equal, found, expected)), same_state, layer.runs > depth
@@ -123,7 +109,7 @@ def test_all_is_as_without_a_checkpoint(worlds, ranks, split, how):
     assert answers == [(True, True, True)] * ranks
 
 
-def freed(rank, options):
+def freed(rank):
     """Where the input of a layer is after the forward, and what backward exchanges for it."""
     weight = torch.ones(1000, requires_grad=True)
 
@@ -133,7 +119,7 @@ def freed(rank, options):
     with varcomm.trace() as forward:
         x = torch.ones(1000, requires_grad=True) * 2
         memory = StorageWeakRef(x.untyped_storage())
-        y = checkpoint(layer, x, **options)
+        y = distributed(layer, x)
         del x
     gone = memory.expired()
     with varcomm.trace() as backward:
@@ -144,20 +130,20 @@ def freed(rank, options):
 
 def test_what_is_distributed_is_not_kept(worlds):
     """1000 floats on 3 ranks are 334 + 333 + 333."""
-    answers = worlds.run(3, freed, {"distribute_saved_activations": True})
+    answers = worlds.run(3, freed)
     received = [4 * 666, 4 * 667, 4 * 667]
     assert answers == [(True, [], [("all_gather_v", n)], True) for n in received]
 
 
 LAYOUTS = {
-    "scalar": lambda: randn(1)[0],
-    "empty": lambda: randn(3, 0, 2),
-    "few": lambda: randn(1),
-    "turned": lambda: randn(5, 3, 2).permute(2, 0, 1),
-    "stepped": lambda: randn(6, 4)[::2, 1:],
-    "expanded": lambda: randn(3, 1).expand(3, 4),
-    "image": lambda: randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
-    "conjugate": lambda: torch.complex(randn(5), randn(5, seed=7)).conj(),
+    "scalar": lambda: drawn(6, 1)[0],
+    "empty": lambda: drawn(6, 3, 0, 2),
+    "few": lambda: drawn(6, 1),
+    "turned": lambda: drawn(6, 5, 3, 2).permute(2, 0, 1),
+    "stepped": lambda: drawn(6, 6, 4)[::2, 1:],
+    "expanded": lambda: drawn(6, 3, 1).expand(3, 4),
+    "image": lambda: drawn(6, 2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "conjugate": lambda: torch.complex(drawn(6, 5), drawn(7, 5)).conj(),
 }
 
 
@@ -171,7 +157,7 @@ def layouts(rank):
             return x * x.detach().abs().exp()
 
         x = whole().requires_grad_()
-        y = checkpoint(function, x, distribute_saved_activations=True)
+        y = distributed(function, x)
         (gradient,) = torch.autograd.grad(y.abs().sum(), x)
         (expected,) = torch.autograd.grad((x * x.detach().abs().exp()).abs().sum(), x)
         first, second = seen
@@ -208,8 +194,8 @@ def test_all_ranks_run_the_function_to_its_end(worlds):
 
 def forward_over_reverse(rank):
     tangents = []
-    for apply in (plain, checkpoint, distributed(None)):
-        x = randn(5).requires_grad_()
+    for apply in (plain, checkpoint, distributed):
+        x = drawn(6, 5).requires_grad_()
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             (gradient,) = torch.autograd.grad(apply(lambda x: x.sin() * x, dual).sum(), dual)

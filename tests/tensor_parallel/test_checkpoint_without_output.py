@@ -5,17 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import varcomm
-from tests.tensor_parallel.test_checkpoint import Layer, derivatives, randn, splits
+from tests.tensor_parallel.test_checkpoint import Layer, derivatives, splits
+from tests.tensor_parallel.twins import drawn, traced
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
 
-DOUBLE = torch.float64
 
-
-def weights(*shape):
-    return randn(*shape, seed=3).requires_grad_()
+def leaf(seed, *shape):
+    return drawn(seed, *shape).requires_grad_()
 
 
 class Before(Layer):
@@ -23,7 +21,7 @@ class Before(Layer):
 
     def __init__(self, sizes):
         super().__init__(sizes)
-        self.last = randn(3, 3, seed=8).requires_grad_()
+        self.last = drawn(8, 3, 3).requires_grad_()
 
     def used(self, x, y):
         return x + F.linear(y, self.last).sin() * y
@@ -82,7 +80,7 @@ def without_its_gradient(x, apply, w):
 )
 def test_uses_of_outputs(forward, expected):
     """Values and gradients with a block are those without, and the function runs twice."""
-    w, runs = weights(5, 5), []
+    w, runs = leaf(3, 5, 5), []
 
     def counted(function, x):
         return keep.checkpoint(lambda x: runs.append(1) or function(x), x)
@@ -90,7 +88,7 @@ def test_uses_of_outputs(forward, expected):
     def pulled(y, x):
         return [y.detach(), *torch.autograd.grad(y.sin().sum(), [x, w])]
 
-    x = randn(4, 5).requires_grad_()
+    x = leaf(6, 4, 5)
     plain = pulled(forward(x, lambda function, x: function(x), w), x)
     with CheckpointWithoutOutput() as keep:
         y = forward(x, counted, w)
@@ -111,7 +109,7 @@ def memory(rank):
         runs.append(1)
         return x.exp()
 
-    weight, x = weights(5, 5), randn(4, 5).requires_grad_()
+    weight, x = leaf(3, 5, 5), leaf(6, 4, 5)
     gone = []
     for keep in (CheckpointWithoutOutput(), None):
         with keep or torch.enable_grad():
@@ -146,7 +144,7 @@ def test_other_tensors_go_to_the_hooks_around():
         packed.append(tuple(x.shape))
         return x.clone()
 
-    x, weight = randn(4, 5).requires_grad_(), weights(5, 3)
+    x, weight = leaf(6, 4, 5), leaf(3, 5, 3)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         with CheckpointWithoutOutput() as keep:
             y = (keep.checkpoint(torch.exp, x) @ weight).tanh()
@@ -159,7 +157,7 @@ def test_other_tensors_go_to_the_hooks_around():
 
 @pytest.mark.parametrize("before", [torch.clone, torch.sigmoid])
 def test_a_change_in_place_of_what_is_kept_is_still_an_error(before):
-    x, weight = randn(4, 5).requires_grad_(), weights(4, 5)
+    x, weight = leaf(6, 4, 5), leaf(3, 4, 5)
     with CheckpointWithoutOutput() as keep:
         kept = before(x)
         y = keep.checkpoint(torch.exp, x) * weight * kept
@@ -170,27 +168,24 @@ def test_a_change_in_place_of_what_is_kept_is_still_an_error(before):
 
 def test_what_does_not_require_a_gradient():
     """Its output is computed again for the gradient of the weight."""
-    weight, runs = weights(5, 5), []
+    weight, runs = leaf(3, 5, 5), []
     with CheckpointWithoutOutput() as keep:
-        y = keep.checkpoint(lambda x: runs.append(1) or x.exp(), randn(4, 5))
+        y = keep.checkpoint(lambda x: runs.append(1) or x.exp(), drawn(6, 4, 5))
         z = y @ weight
     assert not y.requires_grad
     (gradient,) = torch.autograd.grad(z.sum(), weight)
-    assert torch.equal(gradient, randn(4, 5).exp().t() @ torch.ones(4, 5, dtype=DOUBLE))
+    assert torch.equal(gradient, drawn(6, 4, 5).exp().t() @ torch.ones(4, 5, dtype=torch.float64))
     assert len(runs) == 2
 
 
 def traffic(rank):
     layer = Before([2, 5, 0])
-    with varcomm.trace() as forward:
-        y = layer.freed(randn(2, 3).requires_grad_())
-    with varcomm.trace() as backward:
-        y.sum().backward()
-    return [call.name for call in forward], [call.name for call in backward]
+    found = traced(lambda: layer.freed(leaf(6, 2, 3)))
+    return [[call.name for call in calls] for calls in found]
 
 
 def test_traffic_is_that_of_one_more_run(worlds):
-    expected = ["replicated_sum"], ["replicated_sum", "replicated_sum"]
+    expected = [["replicated_sum"], ["replicated_sum", "replicated_sum"]]
     assert worlds.run(3, traffic) == [expected] * 3
 
 
@@ -201,7 +196,7 @@ def test_another_output_when_it_is_run_again_is_refused():
         runs.append(1)
         return x.exp() if len(runs) == 1 else x.exp().t().contiguous().t()
 
-    x, weight = randn(4, 5).requires_grad_(), weights(5, 5)
+    x, weight = leaf(6, 4, 5), leaf(3, 5, 5)
     with CheckpointWithoutOutput() as keep:
         y = keep.checkpoint(function, x) @ weight
     with pytest.raises(ArgumentError, match="when it was run again"):

@@ -8,7 +8,8 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 import varcomm
-from tests.tensor_parallel.compiling import Compiled, drawn, leaf, pulled
+from tests.tensor_parallel.compiling import Compiled, leaf, pulled
+from tests.tensor_parallel.twins import drawn
 from varcomm import ArgumentError, DisagreementError
 from varcomm import tensor_parallel as tp
 from varcomm.tensor_parallel import (

@@ -1,76 +1,68 @@
-"""What the loss needs beside its input and its gradient, and what it sends."""
+"""Memory that losses need at their peak and keep, and the messages they send."""
 
 import pytest
 import torch
+from torch.autograd.profiler import profile
 
 import varcomm
-from tests.tensor_parallel.cross_entropy_cases import class_weights, drawn, targets
-from tests.tensor_parallel.peak_memory import peak_of
-from varcomm.tensor_parallel import reduce_from_tensor_model_parallel_region
-from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.tensor_parallel.cross_entropy_cases import class_weights, targets
+from tests.tensor_parallel.twins import drawn, traced
+from varcomm.tensor_parallel import (
+    linear_cross_entropy,
+    reduce_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 
-TOKENS, CLASSES = 512, 40_000
+TOKENS, CLASSES, WIDTH = 512, 40_000, 64
 
 # of a chunk, as fp32: what is computed on it exists twice at a time
 CHUNK = 4 * 2**19
-CHUNKS = 2 * CHUNK
 
-# bytes: some ids, and some numbers of each rank
-A_TOKEN = 200
+# some ids and some numbers of each rank per token, in bytes
+FEW = 200 * TOKENS
 
 
-def needed(rank, sizes, dtype, options):
-    """Bytes at the peak of forward, of backward beside the gradient, and of the logits."""
+def peak_of(fn):
+    """Return the most bytes of torch's CPU allocator in use during a call, and its result.
+
+    Each allocation and each release is an event of the profiler, also inside kernels.
+    """
+    with profile(use_device=None, profile_memory=True) as profiled:
+        result = fn()
+    events = profiled.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = live = 0
+    for _, change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak, result
+
+
+def of_logits(rank, dtype, options):
+    sizes = [15_000, 25_000]
     logits = torch.randn(TOKENS, sizes[rank], dtype=dtype).requires_grad_()
-    target = targets(TOKENS, classes=sum(sizes))
-
-    def loss():
-        return vocab_parallel_cross_entropy(logits, target, sizes, reduction="sum", **options)
-
-    forward, value = peak_of(loss)
-    backward, _ = peak_of(value.backward)
-    return forward, backward - logits.nbytes, logits.nbytes
+    target, options = targets(TOKENS, classes=CLASSES), {"reduction": "sum", **options}
+    forward, loss = peak_of(lambda: vocab_parallel_cross_entropy(logits, target, sizes, **options))
+    backward, _ = peak_of(loss.backward)
+    return forward, backward - logits.nbytes
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "weight": class_weights(CLASSES)}]
-)
-def test_beside_logits_and_their_gradient_a_few_numbers_a_token(worlds, dtype, options):
-    weights = 2 * 4 * CLASSES if options else 0  # as fp32, which is once for all tokens
-    for forward, backward, logits in worlds.run(2, needed, [15_000, 25_000], dtype, options):
-        assert forward <= CHUNKS + A_TOKEN * TOKENS + weights
-        assert backward <= CHUNKS + A_TOKEN * TOKENS + weights
-        assert logits >= 15_000 * TOKENS * dtype.itemsize
+def test_beside_logits_and_their_gradient_a_few_numbers_a_token(worlds, dtype):
+    rich = {"label_smoothing": 0.1, "z_loss": 0.1, "weight": class_weights(CLASSES)}
+    for options in ({}, rich):
+        weights = 2 * 4 * CLASSES if options else 0  # as fp32, which is once for all tokens
+        for peaks in worlds.run(2, of_logits, dtype, options):
+            assert max(peaks) <= 2 * CHUNK + FEW + weights
 
 
-def kept_between(rank):
-    """What lives after forward."""
+def twice(rank):
+    """The gradient of a gradient: beside it, and beside the gradient."""
     logits = torch.randn(TOKENS, 20_000).requires_grad_()
-    target = targets(TOKENS, classes=40_000)
-    with torch.autograd.graph.saved_tensors_hooks(kept_nothing_large, lambda x: x):
-        loss = vocab_parallel_cross_entropy(logits, target, [20_000, 20_000])
-    loss.sum().backward()
-    return True
-
-
-def kept_nothing_large(x):
-    """Logits themselves are kept; nothing else of their size."""
-    assert x.is_leaf or x.numel() <= 8 * TOKENS, tuple(x.shape)
-    return x
-
-
-def test_forward_keeps_nothing_of_the_size_of_the_logits(worlds):
-    assert worlds.run(2, kept_between) == [True] * 2
-
-
-def needed_twice(rank):
-    """The gradient of a gradient: beside it, and what it is of."""
-    logits = torch.randn(TOKENS, 20_000).requires_grad_()
-    target = targets(TOKENS, classes=40_000)
-    loss = vocab_parallel_cross_entropy(logits, target, [20_000, 20_000], reduction="sum")
+    target = targets(TOKENS, classes=CLASSES)
+    loss = vocab_parallel_cross_entropy(logits, target, [20_000] * 2, reduction="sum")
     direction = torch.randn_like(logits)
     first, (gradient,) = peak_of(lambda: torch.autograd.grad(loss, logits, create_graph=True))
     second, _ = peak_of(lambda: torch.autograd.grad(gradient, logits, direction))
@@ -79,34 +71,92 @@ def needed_twice(rank):
 
 def test_second_derivatives_need_no_more(worlds):
     """Two gradients: of the logits directly, and through their statistics, that are added."""
-    for first, second in worlds.run(2, needed_twice):
-        assert first <= CHUNKS + A_TOKEN * TOKENS
-        assert second <= CHUNKS + A_TOKEN * TOKENS
+    for peaks in worlds.run(2, twice):
+        assert max(peaks) <= 2 * CHUNK + FEW
 
 
-def sent(rank, ranks, dtype):
-    sizes = list(varcomm.ShardSizes.balanced(23, ranks))
-    logits = drawn(6, 23, dtype=dtype).split(sizes, -1)[rank].clone().requires_grad_()
-    target = targets(6, classes=23)
+def of_hidden(rank):
+    hidden = torch.randn(2 * TOKENS, WIDTH).requires_grad_()
+    head = torch.randn(30_000, WIDTH).requires_grad_()
+    target, sizes = targets(2 * TOKENS, classes=60_000), [30_000] * 2
+    forward, loss = peak_of(
+        lambda: linear_cross_entropy(hidden, head, target, sizes, reduction="sum")
+    )
+    backward, _ = peak_of(loss.backward)
+    return forward, backward - head.nbytes, hidden.nbytes
+
+
+def test_logits_of_hidden_states_never_exist(worlds):
+    """Of logits of 123 MB, a chunk of 2 MB and its temporaries; the head's gradient once.
+
+    When the gradients of hidden states are summed there is the rank's own, both, and the sum.
+    """
+    for forward, backward, hidden in worlds.run(2, of_hidden):
+        assert forward <= 2 * CHUNK + 2 * FEW
+        assert backward <= max(3 * CHUNK, 3 * hidden) + hidden + 2 * FEW
+
+
+def kept(rank):
+    """Backward keeps the inputs, and nothing else of the size of logits or hidden states."""
+    logits, hidden, head = (
+        torch.randn(*shape, requires_grad=True) for shape in ((64, 3000), (64, 8), (3000, 8))
+    )
+    own = {x.data_ptr() for x in (logits, hidden, head)}
+
+    def pack(x):
+        assert x.data_ptr() in own or x.numel() <= 6 * 64, tuple(x.shape)
+        return x
+
+    target, sizes = targets(64, classes=6000), [3000, 3000]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = vocab_parallel_cross_entropy(logits, target, sizes).sum()
+        loss = loss + linear_cross_entropy(hidden, head, target, sizes).sum()
+    loss.backward()
+    return True
+
+
+def test_what_is_kept_for_backward(worlds):
+    assert worlds.run(2, kept) == [True] * 2
+
+
+def sent(rank, dtype):
+    sizes = [8, 8, 7]
+    logits = drawn(0, 6, 23, dtype=dtype).split(sizes, -1)[rank].clone().requires_grad_()
     options = {"label_smoothing": 0.1, "weight": class_weights(23), "z_loss": 0.1}
     with varcomm.trace() as forward:
-        loss = vocab_parallel_cross_entropy(logits, target, sizes, **options)
+        loss = vocab_parallel_cross_entropy(logits, targets(6, classes=23), sizes, **options)
     with varcomm.trace() as backward:
         loss.sum().backward(retain_graph=True)
     (first,) = torch.autograd.grad(loss.sum(), logits, create_graph=True)
     penalty = reduce_from_tensor_model_parallel_region((first**2).sum())
     with varcomm.trace() as second:
         torch.autograd.grad(penalty, logits)
-    return forward, backward, second
+    return [[(call.name, call.sent) for call in calls] for calls in (forward, backward, second)]
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(3, torch.float64), (3, torch.bfloat16)])
-def test_one_collective_in_forward_and_none_in_backward(worlds, ranks, dtype):
-    """Three numbers a token go to every other rank."""
-    width = max(4, dtype.itemsize)
-    for forward, backward, second in worlds.run(ranks, sent, ranks, dtype):
-        (call,) = forward
-        assert call.name == "replicated_gather"
-        assert call.sent == call.received == 3 * 6 * width * (ranks - 1)
-        assert backward == []
-        assert [other.name for other in second] == ["replicated_gather"]
+def test_one_collective_in_forward_and_none_in_backward(worlds):
+    """Three numbers per token go to every other rank."""
+    for dtype in (torch.float64, torch.bfloat16):
+        told = [("replicated_gather", 3 * 6 * max(4, dtype.itemsize) * 2)]
+        assert [answer[:2] for answer in worlds.run(3, sent, dtype)] == [[told, []]] * 3
+        (second,) = worlds.run(3, sent, dtype)[0][2]
+        assert second[0] == "replicated_gather"
+
+
+def sent_from_hidden(rank, sequence):
+    rows = [1, 0, 4]
+    hidden = drawn(0, 5, 3).split(rows)[rank] if sequence else drawn(0, 5, 3)
+    inputs = [hidden.clone().requires_grad_(), drawn(1, [2, 5, 4][rank], 3).requires_grad_()]
+    options = {"sequence_sizes": rows if sequence else None}
+    found = traced(lambda: linear_cross_entropy(*inputs, targets(5), [2, 5, 4], **options))
+    return [[(call.name, call.received) for call in calls] for calls in found]
+
+
+def test_what_travels_of_hidden_states(worlds):
+    """Three numbers per token, and hidden's gradient; hidden itself if each rank has a part."""
+    told, width = ("replicated_gather", 3 * 5 * 8 * 2), 3 * 8
+    expected = [[told], [("replicated_sum", 2 * 5 * width)]]
+    assert worlds.run(3, sent_from_hidden, False) == [expected] * 3
+    for rows, found in zip((1, 0, 4), worlds.run(3, sent_from_hidden, True), strict=True):
+        gathered, scattered = (5 - rows) * width, 2 * rows * width
+        assert found == [[("all_gather_v", gathered), told], [("reduce_scatter_v", scattered)]]

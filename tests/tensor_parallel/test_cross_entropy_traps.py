@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tensor_parallel.cross_entropy_cases import drawn, reference
+from tests.tensor_parallel.cross_entropy_cases import reference
+from tests.tensor_parallel.twins import drawn
 from varcomm.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 
@@ -52,7 +53,7 @@ def test_log_of_softmax(worlds):
 @pytest.mark.parametrize("offset", [1e4, -3e5])
 def test_large_logits_that_are_nearly_equal(worlds, offset):
     """In fp32 a log-sum-exp near 1e4 is known to 1e-3 only; the loss must not be."""
-    whole = (offset + drawn(20, 9)).float()
+    whole = (offset + drawn(0, 20, 9)).float()
     target = torch.arange(20) % 9
     want = F.cross_entropy(whole.double(), target, reduction="none", label_smoothing=0.1)
     answers = worlds.run(3, call, whole, target, [4, 0, 5], {"label_smoothing": 0.1})
@@ -65,7 +66,7 @@ def test_large_logits_that_are_nearly_equal(worlds, offset):
 
 
 def after_tanh(rank):
-    z = drawn(4, 3 + rank).requires_grad_()
+    z = drawn(0, 4, 3 + rank).requires_grad_()
     logits = torch.tanh(z)  # which keeps its result for backward
     before = logits.detach().clone()
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([0, 3, 6, 2]), [3, 4])
@@ -78,7 +79,7 @@ def after_tanh(rank):
 
 def test_logits_overwritten_in_place(worlds):
     """tanh before the loss works, logits are untouched, and a second backward gives the same."""
-    whole = torch.cat([drawn(4, 3), drawn(4, 4)], -1).requires_grad_()
+    whole = torch.cat([drawn(0, 4, 3), drawn(0, 4, 4)], -1).requires_grad_()
     F.cross_entropy(whole.tanh(), torch.tensor([0, 3, 6, 2]), reduction="sum").backward()
     answers = worlds.run(2, after_tanh)
     for untouched, version, same, _ in answers:

@@ -1,5 +1,7 @@
 """Embeddings with a sharded table against torch's on one process: values and derivatives."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -12,18 +14,15 @@ from tests.tensor_parallel.embeddings import (
     H,
     V,
     derivatives,
-    draw,
     drawn_ids,
     on_one_process,
     own_rows,
 )
+from tests.tensor_parallel.twins import drawn
 from tests.worlds import WORLDS
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
-from varcomm.tensor_parallel.embedding import (
-    feature_parallel_embedding,
-    vocab_parallel_embedding,
-)
+from varcomm.tensor_parallel.embedding import feature_parallel_embedding, vocab_parallel_embedding
 from varcomm.testing import gradcheck, gradgradcheck
 
 METHODS = ("auto", "masked", "indexed")
@@ -38,84 +37,66 @@ def loss_of(rows, first=0):
     return ((rows + steps / 7) ** 3 * torch.linspace(1, 2, H, dtype=rows.dtype)).sum()
 
 
-def call(layout, method, ids, weight, sizes, parts, rank, padding, group=None):
+def call(layout, method, ids, weight, pattern, rank, padding):
     """Return the rows, and the first of the sequence among them."""
-    if layout == "replicated":
-        rows = vocab_parallel_embedding(ids, weight, sizes, padding, None, method, group=group)
-        return rows, 0
-    first = ShardSizes(parts).offsets[rank]
-    if layout == "part":
-        rows = vocab_parallel_embedding(ids, weight, sizes, padding, parts, method, group=group)
-        return rows, first
-    own = ids[first : first + parts[rank]]
-    return (
-        vocab_parallel_embedding(own, weight, sizes, padding, parts, method, True, group),
-        first,
-    )
-
-
-def compare(failures, words, layout, method, pattern, padding, rank, group=None, shape=(2,)):
     sizes, parts = pattern
-    whole, ids = draw(V, H, seed=1), drawn_ids(sum(parts), *shape, seed=len(parts))
-    weight = own_rows(whole, sizes, rank).requires_grad_()
-    rows, first = call(layout, method, ids.int(), weight, sizes, parts, rank, padding, group)
-    got = (rows.detach(), *derivatives(loss_of(rows, first), weight))
+    if layout == "replicated":
+        return vocab_parallel_embedding(ids, weight, sizes, padding, None, method), 0
+    mine = ShardSizes(parts).range(rank)
+    own = ids if layout == "part" else ids[mine.start : mine.stop]
+    options = {"method": method, "input_is_parallel": layout == "parallel"}
+    return vocab_parallel_embedding(own, weight, sizes, padding, parts, **options), mine.start
 
+
+def compare(failures, layout, method, pattern, padding, rank, shape=(2,)):
+    sizes, parts = pattern
+    whole, ids = drawn(1, V, H), drawn_ids(sum(parts), *shape, seed=len(parts))
+    weight = own_rows(whole, sizes, rank).requires_grad_()
+    rows, first = call(layout, method, ids.int(), weight, pattern, rank, padding)
+    got = derivatives(loss_of(rows, first), weight)
     whole.requires_grad_()
     want = on_one_process(ids, whole, padding)
     wanted = [own_rows(d, sizes, rank) for d in derivatives(loss_of(want), whole)]
-    with failures.named(*words, layout, method, padding):
-        assert torch.equal(got[0], want[first : first + len(rows)])
-        for mine, theirs in zip(got[1:], wanted, strict=True):
+    with failures.named(pattern, layout, method, padding, shape):
+        assert torch.equal(rows, want[first : first + len(rows)])
+        for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def compare_all(rank, ranks, layout):
+def compare_all(rank, ranks):
     failures = Failures()
-    for name, pattern in PATTERNS[ranks].items():
-        for method in METHODS:
-            for padding in (None, PAD, PAD - V):
-                compare(failures, (name,), layout, method, pattern, padding, rank)
-        compare(failures, (name, "one dimension"), layout, "auto", pattern, PAD, rank, shape=())
-        compare(failures, (name, "none"), layout, "auto", pattern, PAD, rank, shape=(0, 2))
+    for pattern, layout in product(PATTERNS[ranks], LAYOUTS):
+        for method, padding in product(METHODS, (None, PAD, PAD - V)):
+            compare(failures, layout, method, pattern, padding, rank)
+        for shape in ((), (0, 2)):
+            compare(failures, layout, "auto", pattern, PAD, rank, shape)
     return failures
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", WORLDS[:3])
-def test_values_and_derivatives(worlds, ranks, layout):
-    assert_none(worlds.run(ranks, compare_all, ranks, layout))
+def test_values_and_derivatives(worlds, ranks):
+    assert_none(worlds.run(ranks, compare_all, ranks))
 
 
 def finite_differences(rank, ranks):
-    sizes, parts = PATTERNS[ranks]["empty" if ranks == 3 else "uneven"]
-    ids = drawn_ids(sum(parts), seed=3)
-    weight = own_rows(draw(V, 2, seed=2), sizes, rank)
-    columns = ShardSizes.balanced(4, ranks)
+    sizes, parts = PATTERNS[ranks][0]
+    ids, mine = drawn_ids(sum(parts), seed=3), ShardSizes(parts).range(rank)
+    weight, columns = own_rows(drawn(2, V, 2), sizes, rank), ShardSizes.balanced(4, ranks)
 
-    def on_all(method):
-        def fn(weight):
-            rows = vocab_parallel_embedding(ids, weight, sizes, method=method)
-            # the replicated result is one value: who tests it counts it once
-            return scatter_to_sequence_parallel_region(rows, parts)
+    def lookup(method, parts, own=False):
+        given = ids[mine.start : mine.stop] if own else ids
+        return lambda w: vocab_parallel_embedding(given, w, sizes, None, parts, method, own)
 
-        return fn
+    def once(fn):  # a replicated result is one value, which the ranks count once
+        return lambda w: scatter_to_sequence_parallel_region(fn(w), parts)
 
-    def on_parts(method):
-        return lambda w: vocab_parallel_embedding(ids, w, sizes, None, parts, method)
-
-    own = ids[ShardSizes(parts).offsets[rank] :][: parts[rank]]
-    fns = [on_all("masked"), on_all("indexed"), on_parts("masked"), on_parts("indexed")]
-    fns.append(lambda w: vocab_parallel_embedding(own, w, sizes, input_is_parallel=True))
-    for fn in fns:
-        gradcheck(fn, weight, fast_mode=True)
-        gradgradcheck(lambda w, fn=fn: fn(w) ** 3, weight, fast_mode=True)
-
-    def by_features(weight):
-        rows = feature_parallel_embedding(ids, weight, columns)
-        return scatter_to_sequence_parallel_region(rows, parts) ** 3
-
-    gradgradcheck(by_features, draw(V, columns[rank], seed=rank), fast_mode=True)
+    for method in ("masked", "indexed"):
+        for fn in (once(lookup(method, None)), lookup(method, parts), lookup(method, parts, True)):
+            gradcheck(fn, weight, fast_mode=True)
+            gradgradcheck(lambda w, fn=fn: fn(w) ** 3, weight, fast_mode=True)
+    by_features = once(lambda w: feature_parallel_embedding(ids, w, columns))
+    own = drawn(rank, V, columns[rank])
+    gradgradcheck(lambda w: by_features(w) ** 3, own, fast_mode=True)
     return True
 
 
@@ -124,30 +105,23 @@ def test_adjoints_and_forward_mode(worlds, ranks):
     assert worlds.run(ranks, finite_differences, ranks) == [True] * ranks
 
 
-def constant_row(rank):
-    """The padding's row is a constant in forward mode as well: its tangent goes nowhere."""
-    return [
-        tangent_of(rank, layout, method) for layout in LAYOUTS for method in ("masked", "indexed")
-    ]
-
-
 def tangent_of(rank, layout, method):
-    sizes, parts = PATTERNS[2]["uneven"]
+    sizes, parts = PATTERNS[2][0]
     ids = drawn_ids(6, 2, seed=4)
-    weight, tangent = (own_rows(draw(V, H, seed=s), sizes, rank) for s in (1, 2))
+    weight, tangent = (own_rows(drawn(s, V, H), sizes, rank) for s in (1, 2))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(weight, tangent)
-        rows, first = call(layout, method, ids, dual, sizes, parts, rank, PAD)
+        rows, first = call(layout, method, ids, dual, (sizes, parts), rank, PAD)
         value, moving = forward_ad.unpack_dual(rows)
-    kept = F.embedding(ids, draw(V, H, seed=2)) * (ids != PAD).unsqueeze(-1)
+    kept = F.embedding(ids, drawn(2, V, H)) * (ids != PAD).unsqueeze(-1)
     at = slice(first, first + len(rows))
-    return torch.equal(moving, kept[at]), torch.equal(
-        value, F.embedding(ids, draw(V, H, seed=1))[at]
-    )
+    return torch.equal(moving, kept[at]), torch.equal(value, F.embedding(ids, drawn(1, V, H))[at])
 
 
 def test_tangent_of_the_padding(worlds):
-    assert worlds.run(2, constant_row) == [[(True, True)] * 6] * 2
+    """The padding's row is a constant in forward mode as well."""
+    for layout, method in product(LAYOUTS, ("masked", "indexed")):
+        assert worlds.run(2, tangent_of, layout, method) == [(True, True)] * 2
 
 
 def features(rank, ranks):
@@ -155,7 +129,7 @@ def features(rank, ranks):
     for sizes in [ShardSizes.balanced(5, ranks), [0] * (ranks - 1) + [5]]:
         for padding in (None, PAD):
             for ids in (drawn_ids(4, 2), drawn_ids(3), torch.tensor(PAD), drawn_ids(0, 3)):
-                whole = draw(V, 5, seed=1).requires_grad_()
+                whole = drawn(1, V, 5).requires_grad_()
                 scale = torch.linspace(1, 2, 5, dtype=torch.float64)
                 want = on_one_process(ids, whole, padding)
                 wanted = derivatives((want**3 * scale).sum(), whole)

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids
+from tests.tensor_parallel.embeddings import H, V, drawn_ids
+from tests.tensor_parallel.twins import drawn
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 
@@ -51,20 +52,18 @@ def in_use(rank):
     whole = torch.nn.Embedding(V, H, 4, dtype=torch.float64)
     ids = drawn_ids(6, 2)
     want, state = whole(ids), torch.get_rng_state()
+    by_ids, by_columns = (kind.from_embedding for kind in LAYERS)
     layers = {
-        "by ids": VocabParallelEmbedding.from_embedding(whole, [2, 0, 9]),
-        "masked": VocabParallelEmbedding.from_embedding(whole, method="masked"),
-        "parts": VocabParallelEmbedding.from_embedding(whole, sequence_sizes=[1, 2, 3]),
-        "own": VocabParallelEmbedding.from_embedding(whole, input_is_parallel=True),
-        "columns": FeatureParallelEmbedding.from_embedding(whole),
-        "own columns": FeatureParallelEmbedding.from_embedding(whole, [0, 1, 2], False),
+        "by ids": by_ids(whole, [2, 0, 9]),
+        "masked": by_ids(whole, method="masked"),
+        "parts": by_ids(whole, sequence_sizes=[1, 2, 3]),
+        "own": by_ids(whole, input_is_parallel=True),
+        "columns": by_columns(whole),
+        "own columns": by_columns(whole, [0, 1, 2], gather_output=False),
     }
     parts = ids.split([1, 2, 3])
-    wanted = {
-        "parts": want.split([1, 2, 3])[rank],
-        "own": want.split([1, 2, 3])[rank],
-        "own columns": want.split([0, 1, 2], -1)[rank],
-    }
+    part, columns = want.split([1, 2, 3])[rank], want.split([0, 1, 2], -1)[rank]
+    wanted = {"parts": part, "own": part, "own columns": columns}
     right = {
         name: torch.equal(layer(parts[rank] if name == "own" else ids), wanted.get(name, want))
         and torch.equal(layer.to_embedding().weight, whole.weight)
@@ -80,27 +79,21 @@ def in_use(rank):
 
 
 def test_from_embedding_and_back(worlds):
-    columns = [(V, 1)] * 3
-    shapes = {
-        "by ids": [(2, H), (0, H), (9, H)],
-        "masked": [(4, H), (4, H), (3, H)],
-        "parts": [(4, H), (4, H), (3, H)],
-        "own": [(4, H), (4, H), (3, H)],
-        "columns": columns,
-        "own columns": [(V, 0), (V, 1), (V, 2)],
-    }
+    shapes = {key: [(4, H), (4, H), (3, H)] for key in ("masked", "parts", "own")}
+    shapes |= {"by ids": [(2, H), (0, H), (9, H)]}
+    shapes |= {"columns": [(V, 1)] * 3, "own columns": [(V, 0), (V, 1), (V, 2)]}
     for rank, (right, got) in enumerate(worlds.run(3, in_use)):
         assert set(right.values()) == {True}, right
         assert got == {name: shape[rank] for name, shape in shapes.items()}
 
 
 def trained(rank, frozen):
-    whole = torch.nn.Embedding.from_pretrained(draw(V, H), freeze=frozen).eval()
+    whole = torch.nn.Embedding.from_pretrained(drawn(0, V, H), freeze=frozen).eval()
     layer = VocabParallelEmbedding.from_embedding(whole)
     back = layer.to_embedding()
     flags = [layer.weight.requires_grad, back.weight.requires_grad, layer.training, back.training]
     layer.weight.data += 1
-    return flags, torch.equal(whole.weight, draw(V, H))
+    return flags, torch.equal(whole.weight, drawn(0, V, H))
 
 
 def test_flags_and_memory_of_its_own(worlds):

@@ -1,15 +1,16 @@
 """What embeddings send, which method is taken, and that sums are the same at every run."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import varcomm
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.embeddings import H, V, draw, drawn_ids, own_rows
+from tests.tensor_parallel.embeddings import H, V, drawn_ids, own_rows
+from tests.tensor_parallel.twins import drawn, traced
 from varcomm import ShardSizes
-from varcomm.tensor_parallel.embedding import (
-    vocab_parallel_embedding,
-)
+from varcomm.tensor_parallel import vocab_parallel_embedding
 
 ROW = 8 * H
 
@@ -27,20 +28,11 @@ def needs(ids, sizes, parts):
     ]
 
 
-def traced(rank, fn, weight):
-    """Bytes of a forward and of a backward."""
-    with varcomm.trace() as forward:
-        rows = fn(weight.requires_grad_())
-    with varcomm.trace() as backward:
-        rows.backward(torch.ones_like(rows))
-    return forward, backward
-
-
 SIZES, PARTS = ([4, 0, 7], [2, 1, 3])
 
 
 def indexed_to_parts(rank, input_is_parallel):
-    ids, weight = drawn_ids(6, 5, seed=9), own_rows(draw(V, H), SIZES, rank)
+    ids, weight = drawn_ids(6, 5, seed=9), own_rows(drawn(0, V, H), SIZES, rank)
     given = ids.split(PARTS)[rank] if input_is_parallel else ids
 
     def fn(weight):
@@ -48,7 +40,7 @@ def indexed_to_parts(rank, input_is_parallel):
             given, weight, SIZES, None, PARTS, input_is_parallel=input_is_parallel
         )
 
-    forward, backward = traced(rank, fn, weight)
+    forward, backward = traced(partial(fn, weight.requires_grad_()))
     of_ids = [call for call in forward if call.name != "exchange"]
     rows = [call for call in forward if call.name == "exchange"]
     return bytes_of(rows), bytes_of(backward), bytes_of(of_ids)
@@ -72,7 +64,7 @@ def test_indexed_to_parts_is_the_bound(worlds, input_is_parallel):
 
 
 def each_method(rank):
-    ids, weight = drawn_ids(6, 500, seed=9), own_rows(draw(V, H), SIZES, rank)
+    ids, weight = drawn_ids(6, 500, seed=9), own_rows(drawn(0, V, H), SIZES, rank)
     answers = {}
     for method in ("masked", "indexed"):
         for parts in (None, PARTS):
@@ -80,7 +72,7 @@ def each_method(rank):
             def fn(w, method=method, parts=parts):
                 return vocab_parallel_embedding(ids, w, SIZES, None, parts, method)
 
-            forward, backward = traced(rank, fn, weight)
+            forward, backward = traced(partial(fn, weight.requires_grad_()))
             answers[method, parts is None] = bytes_of(forward), bytes_of(backward)
     return answers
 
@@ -113,7 +105,7 @@ def choices(rank):
                 sizes = ShardSizes(tokens * part for part in parts)
                 ids = torch.randperm(sizes.total, generator=torch.Generator().manual_seed(high))
                 ids = ids[:tokens].sort().values % high
-                weight = own_rows(draw(sizes.total, 5), sizes, rank)
+                weight = own_rows(drawn(0, sizes.total, 5), sizes, rank)
                 costs = [busiest(ids, weight, sizes, m) for m in ("auto", "masked", "indexed")]
                 taken.add((tokens, costs[0][1]))
                 with failures.named(tokens, high, sizes):

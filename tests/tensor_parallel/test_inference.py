@@ -1,5 +1,6 @@
 """Fused paths of inference against the layers one after the other: bits, memory, what travels."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,10 +14,7 @@ from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.twins import SPLITS, drawn, split
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.tensor_parallel import (
-    column_parallel_linear,
-    row_parallel_linear,
-)
+from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 from varcomm.tensor_parallel.inference import Buffers, norm_column_linear, row_linear_norm
 
 WIDTH, OUT = 12, 5
@@ -38,58 +36,49 @@ def norms(width, dtype):
     return found
 
 
-def plain_row(x, weight, bias, residual, norm, rows, gather, group=None):
-    """What `row_linear_norm` fuses."""
-    y = row_parallel_linear(x, weight, bias, sequence_sizes=rows, group=group)
-    total = residual + y
+def plain_row(x, weight, bias, residual, norm, rows, gather):
+    """The separate steps that `row_linear_norm` fuses."""
+    total = residual + row_parallel_linear(x, weight, bias, sequence_sizes=rows)
     normed = norm(total)
-    return (varcomm.all_gather_v(normed, rows, group=group) if gather else normed), total
+    return (varcomm.all_gather_v(normed, rows) if gather else normed), total
 
 
-def compared(rank, ranks, pattern, group=None):
+@torch.inference_mode()
+def compared(rank, pattern):
     """Every way of calling, once with new memory and once with one that all calls share."""
-    failures, shared = Failures(), Buffers()
+    failures, shared, ranks = Failures(), Buffers(), torch.distributed.get_world_size()
     sizes, rows = split(pattern, ranks), split("uneven", ranks)
     if pattern == "uneven":  # the sequence has empty parts where the features have none
         rows = split("one empty", ranks)
     for dtype, inner in zip(DTYPES, ((2,), (), ()), strict=True):
         x = drawn(1, sum(rows), *inner, WIDTH, dtype=dtype)
         own = x.split(list(rows))[rank]
-        whole, bias = drawn(2, sum(sizes), WIDTH, dtype=dtype), drawn(3, sum(sizes), dtype=dtype)
-        weight, of_rank = whole.split(list(sizes))[rank], bias.split(list(sizes))[rank]
-        columns = drawn(4, sum(rows), *inner, sum(sizes), dtype=dtype)
-        across, added = drawn(5, WIDTH, sum(sizes), dtype=dtype), drawn(6, WIDTH, dtype=dtype)
-        part, of_part = columns.split(list(sizes), -1)[rank], across.split(list(sizes), 1)[rank]
-        for name, norm in norms(WIDTH, dtype).items():
-            for b, s in product((of_rank, None), (None, rows)):
-                given = x if s is None else own
-                want = column_parallel_linear(norm(given), weight, b, sequence_sizes=s, group=group)
-                for buffers in (None, shared):
-                    options = {"sequence_sizes": s, "buffers": buffers, "group": group}
-                    got = norm_column_linear(given, norm, weight, b, **options)
-                    with failures.named("column", name, dtype, s is None, b is None):
-                        assert torch.equal(got, want), (got, want)
+        weight = drawn(2, sum(sizes), WIDTH, dtype=dtype).split(list(sizes))[rank]
+        bias = drawn(3, sum(sizes), dtype=dtype).split(list(sizes))[rank]
+        part = drawn(4, sum(rows), *inner, sum(sizes), dtype=dtype).split(list(sizes), -1)[rank]
+        across = drawn(5, WIDTH, sum(sizes), dtype=dtype).split(list(sizes), 1)[rank]
+        added = drawn(6, WIDTH, dtype=dtype)
+        for (name, norm), buffers in product(norms(WIDTH, dtype).items(), (None, shared)):
+            for b, s in product((bias, None), (None, rows)):
+                given, options = x if s is None else own, {"sequence_sizes": s}
+                want = column_parallel_linear(norm(given), weight, b, **options)
+                got = norm_column_linear(given, norm, weight, b, buffers=buffers, **options)
+                with failures.named("column", name, dtype, s is None, b is None):
+                    assert torch.equal(got, want), (got, want)
             for b, gather in ((added, True), (None, True), (added, False)):
-                operands = (part, of_part, b, own.clone(), norm)
-                want = plain_row(*operands, rows, gather, group)
-                for buffers in (None, shared):
-                    options = {"sequence_sizes": rows, "gather": gather, "group": group}
-                    got = row_linear_norm(*operands, buffers=buffers, **options)
-                    with failures.named("row", name, dtype, gather, b is None):
-                        assert torch.equal(got[0], want[0]), (got[0], want[0])
-                        assert torch.equal(got[1], want[1]), (got[1], want[1])
-                        assert torch.equal(operands[3], own)
+                operands, residual = (part, across, b), own.clone()
+                want = plain_row(*operands, residual, norm, rows, gather)
+                options = {"sequence_sizes": rows, "gather": gather, "buffers": buffers}
+                got = row_linear_norm(*operands, residual, norm, **options)
+                with failures.named("row", name, dtype, gather, b is None):
+                    assert all(map(torch.equal, got, want)), (got, want)
+                    assert torch.equal(residual, own)
     return failures
-
-
-@torch.inference_mode()
-def all_ways(rank, pattern):
-    return compared(rank, torch.distributed.get_world_size(), pattern)
 
 
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_equal_bit_for_bit(worlds, pattern, ranks):
-    assert_none(worlds.run(ranks, all_ways, pattern))
+    assert_none(worlds.run(ranks, compared, pattern))
 
 
 # Rows that take several pieces, of which the last is shorter.
@@ -103,18 +92,12 @@ def long_rows(rank, dtype):
     weight = drawn(3 + rank, 3, WIDE, dtype=dtype)
     columns = drawn(6 + rank, sum(rows), 3, dtype=dtype)
     with torch.inference_mode():
-        alike = [
-            (
-                norm_column_linear(x, norm, weight, sequence_sizes=rows),
-                column_parallel_linear(norm(x), weight, sequence_sizes=rows),
-            ),
-            *zip(
-                row_linear_norm(columns, weight.T, None, residual, norm, sequence_sizes=rows),
-                plain_row(columns, weight.T, None, residual, norm, rows, True),
-                strict=True,
-            ),
-        ]
-    return all(torch.equal(a, b) for a, b in alike)
+        options = {"sequence_sizes": rows}
+        column = norm_column_linear(x, norm, weight, **options)
+        row = row_linear_norm(columns, weight.T, None, residual, norm, **options)
+        want = plain_row(columns, weight.T, None, residual, norm, rows, True)
+        expected = column_parallel_linear(norm(x), weight, **options), *want
+    return all(map(torch.equal, (column, *row), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,23 +124,18 @@ def allocated(rank, dtype):
     bias, told = torch.ones(width, dtype=dtype), {}
     for name, norm in (("layer", nn.LayerNorm(width, dtype=dtype)), ("rms", nn.RMSNorm(width))):
         norm = norm.to(dtype)
+        rest, parts = (columns, weight, bias, residual, norm), {"sequence_sizes": rows}
         calls = {
-            "column": lambda b, n=norm: norm_column_linear(columns, n, weight, bias, buffers=b),
-            "column of a sequence": lambda b, n=norm: norm_column_linear(
-                x, n, weight, bias, sequence_sizes=rows, buffers=b
-            ),
-            "row": lambda b, n=norm: row_linear_norm(
-                columns, weight, bias, residual, n, sequence_sizes=rows, buffers=b
-            ),
-            "row, not gathered": lambda b, n=norm: row_linear_norm(
-                columns, weight, bias, residual, n, sequence_sizes=rows, gather=False, buffers=b
-            ),
+            "column": partial(norm_column_linear, columns, norm, weight, bias),
+            "column of a sequence": partial(norm_column_linear, x, norm, weight, bias, **parts),
+            "row": partial(row_linear_norm, *rest, **parts),
+            "row, not gathered": partial(row_linear_norm, *rest, **parts, gather=False),
         }
         for what, call in calls.items():
             buffers = Buffers()
             with torch.inference_mode():
-                counts = [allocations(lambda c=call, b=buffers: c(b)) for _ in range(3)]
-                alone = allocations(lambda c=call: c(None))
+                counts = [allocations(partial(call, buffers=buffers)) for _ in range(3)]
+                alone = allocations(call)
             large = sum(n for n in alone if n > total // 16 * width * 4)
             told[name, what] = [max(sizes) for sizes in counts], max(alone), large
     return told, workspace(columns, weight, bias)
@@ -255,15 +233,12 @@ def travelled(rank, ranks):
     norm, weight = nn.RMSNorm(width), torch.ones(3, width)
     x, columns = torch.ones(rows[rank], width), torch.ones(sum(rows), 3)
     with torch.inference_mode():
+        rest, parts = (columns, weight.T, None, x, norm), {"sequence_sizes": rows}
         for name, call in {
-            "column": lambda: norm_column_linear(x, norm, weight),
-            "column of a sequence": lambda: norm_column_linear(
-                x, norm, weight, sequence_sizes=rows
-            ),
-            "row": lambda: row_linear_norm(columns, weight.T, None, x, norm, sequence_sizes=rows),
-            "row, not gathered": lambda: row_linear_norm(
-                columns, weight.T, None, x, norm, sequence_sizes=rows, gather=False
-            ),
+            "column": partial(norm_column_linear, x, norm, weight),
+            "column of a sequence": partial(norm_column_linear, x, norm, weight, **parts),
+            "row": partial(row_linear_norm, *rest, **parts),
+            "row, not gathered": partial(row_linear_norm, *rest, **parts, gather=False),
         }.items():
             with varcomm.trace() as calls:
                 call()

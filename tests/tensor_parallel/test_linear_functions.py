@@ -1,5 +1,7 @@
 """Column- and row-parallel products against one process: values, derivatives, what travels."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -9,10 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.test_linear_modules import cases
-from tests.tensor_parallel.twins import (
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import drawn, split, traced
 from varcomm import ArgumentError
 from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 
@@ -45,7 +44,7 @@ def test_inputs_of_any_rank(worlds):
 def forward_mode(rank, pattern):
     """The tangent of an output is the derivative along the tangents of all inputs."""
     failures = Failures()
-    for name, (fn, inputs, output) in cases(3, pattern).items():
+    for name, (fn, _, inputs, output) in cases(3, pattern).items():
         tangents = [drawn(30 + i, *x.shape) for i, (x, _) in enumerate(inputs)]
         for which in (slice(None), slice(0, 1), slice(1, 2), slice(2, 3)):
             chosen = [t if i in range(3)[which] else 0 * t for i, t in enumerate(tangents)]
@@ -81,25 +80,16 @@ def sent(rank, ranks):
     part = torch.ones(sequence[rank], IN, requires_grad=True)
     columns = torch.ones(length, sizes[rank], requires_grad=True)
     bias = torch.ones(OUT, requires_grad=True)
+    column = partial(column_parallel_linear, sequence_sizes=sequence)
     ways = {
-        "column": lambda: column_parallel_linear(part, weight, sequence_sizes=sequence),
-        "column, kept": lambda: column_parallel_linear(
-            part, weight, sequence_sizes=sequence, save="gathered"
-        ),
-        "column, frozen": lambda: column_parallel_linear(
-            part, weight.detach(), sequence_sizes=sequence
-        ),
-        "column, no gradient of the input": lambda: column_parallel_linear(
-            part.detach(), weight, sequence_sizes=sequence, save="gathered"
-        ),
+        "column": lambda: column(part, weight),
+        "column, kept": lambda: column(part, weight, save="gathered"),
+        "column, frozen": lambda: column(part, weight.detach()),
+        "column, no gradient of the input": lambda: column(part.detach(), weight, save="gathered"),
         "row": lambda: row_parallel_linear(columns, across, bias, sequence_sizes=sequence),
     }
     for name, way in ways.items():
-        with varcomm.trace() as forward:
-            y = way()
-        with varcomm.trace() as backward:
-            y.sum().backward()
-        told[name] = [sum(call.received for call in calls) // 4 for calls in (forward, backward)]
+        told[name] = [sum(call.received for call in calls) // 4 for calls in traced(way)]
     return told
 
 
@@ -123,12 +113,11 @@ def saved(rank):
     sequence, kept = [2, 2], {}
     x, weight = torch.ones(2, IN, requires_grad=True), torch.ones(3, IN, requires_grad=True)
     frozen = weight.detach()
+    column = partial(column_parallel_linear, sequence_sizes=sequence)
     calls = {
-        "input": lambda: column_parallel_linear(x, weight, sequence_sizes=sequence),
-        "gathered": lambda: column_parallel_linear(
-            x, weight, sequence_sizes=sequence, save="gathered"
-        ),
-        "frozen": lambda: column_parallel_linear(x, frozen, sequence_sizes=sequence),
+        "input": lambda: column(x, weight),
+        "gathered": lambda: column(x, weight, save="gathered"),
+        "frozen": lambda: column(x, frozen),
         "frozen row": lambda: row_parallel_linear(torch.ones(4, 3, requires_grad=True), frozen.T),
     }
     for name, call in calls.items():

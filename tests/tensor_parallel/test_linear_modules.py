@@ -8,26 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 from torch.nn import functional
 
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.twins import (
-    REPLICATED,
-    SPLITS,
-    Sharded,
-    compare,
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare_all, drawn, split
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, GroupError
-from varcomm.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    shard_spec,
-)
+from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear, shard_spec
 from varcomm.transport.group import resolve
 
 IN, OUT = 4, 5
@@ -58,130 +46,65 @@ def bound_to(layer, *names, call=None):
     return fn
 
 
-def cases(ranks, pattern, group=None):
-    """Layers of all options, the wholes that they take, and how the output is sharded."""
+def cases(ranks, pattern):
+    """Return layers with all options: function, twin, inputs with their shards, and output."""
     sizes, others = split(pattern, ranks), split("uneven", ranks)
     sequence = split("one empty" if pattern == "uneven" else "uneven", ranks)
     blocks = (sizes, others, sizes[::-1])
     width, fused, length = sum(sizes), sum(sum(block) for block in blocks), sum(sequence)
-    both, alone, how = ("weight", "bias"), ("weight",), {"group": group, "dtype": DOUBLE}
     part, parts = Sharded(0, sequence), {"sequence_sizes": sequence}
-    whole, of_parts = (drawn(1, 2, 3, IN), REPLICATED), (drawn(1, length, IN), part)
-    first, last = Sharded(0, sizes), Sharded(2, sizes)
-    weight, bias = (drawn(2, width, IN), first), (drawn(3, width), first)
-    across, added = (drawn(2, OUT, width), Sharded(1, sizes)), (drawn(3, OUT), REPLICATED)
-    wide, of_rank = (drawn(4, length, 2, width), REPLICATED), (drawn(4, length, 2, width), last)
-    rows = InBlocks(0, blocks=blocks)
+    later = {"call": parts, "sequence_sizes": [1] * ranks}  # replaced at the call
+    first, last, kept = Sharded(0, sizes), Sharded(2, sizes), Sharded(1, sizes)
+    x, of_part = (drawn(1, 2, 3, IN), REPLICATED), (drawn(1, length, IN), part)
+    own = [(drawn(2, width, IN), first), (drawn(3, width), first)]
+    rows, columns, lasts = (InBlocks(dim, blocks=blocks) for dim in (0, 1, 2))
     of_blocks = [(drawn(5, fused, IN), rows), (drawn(6, fused), rows)]
-    columns = [(drawn(5, OUT, fused), InBlocks(1, blocks=blocks)), added]
-    stacked = drawn(7, 2, 3, fused)
+    across, added = (drawn(2, OUT, width), Sharded(1, sizes)), (drawn(3, OUT), REPLICATED)
+    wide, stacked = drawn(4, length, 2, width), drawn(7, 2, 3, fused)
+    of_rank, everything, whole = (wide, last), (wide, REPLICATED), REPLICATED
+    down, of_columns = [across, added], [(drawn(5, OUT, fused), columns), added]
+    found = {}
 
-    def column(*names, call=None, n=width, sizes=sizes, **options):
-        layer = ColumnParallelLinear(IN, n, "bias" in names, sizes, **how, **options)
-        return bound_to(layer, *names, call=call)
+    def layer(name, kind, inputs, output, call=None, sizes=sizes, **options):
+        shape = inputs[1][0].shape[::-1]
+        names = ("weight", "bias")[: len(inputs) - 1]
+        made = kind(*shape, "bias" in names, sizes, dtype=DOUBLE, **options)
+        found[name] = bound_to(made, *names, call=call), functional.linear, inputs, output
 
-    def row(*names, call=None, n=width, sizes=sizes, **options):
-        layer = RowParallelLinear(n, OUT, "bias" in names, sizes, **how, **options)
-        return bound_to(layer, *names, call=call)
-
-    parallel, kept = [whole, weight, bias], Sharded(1, sizes)
-    return {
-        "column": (column(*both), parallel, last),
-        "column, no bias": (column(*alone), parallel[:2], last),
-        "column, gathered": (column(*both, gather_output=True), parallel, REPLICATED),
-        "column, gathered at call time": (
-            column(*both, call={"gather_output": True}),
-            parallel,
-            REPLICATED,
-        ),
-        "column, bias added outside": (column(*both, skip_bias_add=True), parallel, last),
-        "column of a sequence": (column(*both, **parts), [of_parts, weight, bias], kept),
-        "column of a sequence, kept": (
-            column(*both, save="gathered", **parts),
-            [of_parts, weight, bias],
-            kept,
-        ),
-        "column of a sequence given at call time": (
-            column(*both, sequence_sizes=[1] * ranks, call=parts),
-            [of_parts, weight, bias],
-            kept,
-        ),
-        "column of blocks": (
-            column(*both, n=fused, sizes=blocks),
-            [whole, *of_blocks],
-            InBlocks(2, blocks=blocks),
-        ),
-        "column of blocks, gathered": (
-            column(*both, n=fused, sizes=blocks, gather_output=True),
-            [whole, *of_blocks],
-            REPLICATED,
-        ),
-        "column of blocks, bias added outside, gathered": (
-            column(*both, n=fused, sizes=blocks, gather_output=True, skip_bias_add=True),
-            [whole, *of_blocks],
-            REPLICATED,
-        ),
-        "row": (row(*both), [of_rank, across, added], REPLICATED),
-        "row, no bias": (row(*alone), [of_rank, across], REPLICATED),
-        "row, given all": (
-            row(*both, input_is_parallel=False),
-            [wide, across, added],
-            REPLICATED,
-        ),
-        "row, bias added outside": (
-            row(*both, skip_bias_add=True),
-            [of_rank, across, added],
-            REPLICATED,
-        ),
-        "row to a sequence": (row(*both, **parts), [of_rank, across, added], part),
-        "row to a sequence given at call time": (
-            row(*both, sequence_sizes=[1] * ranks, call=parts),
-            [of_rank, across, added],
-            part,
-        ),
-        "row to a sequence, bias added outside": (
-            row(*both, skip_bias_add=True, **parts),
-            [of_rank, across, added],
-            part,
-        ),
-        "row of blocks": (
-            row(*both, n=fused, sizes=blocks),
-            [(stacked, InBlocks(2, blocks=blocks)), *columns],
-            REPLICATED,
-        ),
-        "row of blocks, given all": (
-            row(*both, n=fused, sizes=blocks, input_is_parallel=False),
-            [(stacked, REPLICATED), *columns],
-            REPLICATED,
-        ),
-    }
+    column, row = KINDS
+    fuse = {"sizes": blocks}
+    given = {"input_is_parallel": False}
+    outside, gathered = {"skip_bias_add": True}, {"gather_output": True}
+    layer("column", column, [x, *own], last)
+    layer("column, no bias", column, [x, own[0]], last)
+    layer("column, gathered", column, [x, *own], whole, **gathered)
+    layer("column, gathered at call time", column, [x, *own], whole, call=gathered)
+    layer("column, bias outside", column, [x, *own], last, **outside)
+    layer("column of a sequence", column, [of_part, *own], kept, **parts)
+    layer("column, kept", column, [of_part, *own], kept, save="gathered", **parts)
+    layer("column of a sequence at call time", column, [of_part, *own], kept, **later)
+    layer("column of blocks", column, [x, *of_blocks], lasts, **fuse)
+    layer("blocks, gathered", column, [x, *of_blocks], whole, **fuse, **gathered)
+    layer("blocks, all outside", column, [x, *of_blocks], whole, **fuse, **gathered, **outside)
+    layer("row", row, [of_rank, *down], whole)
+    layer("row, no bias", row, [of_rank, across], whole)
+    layer("row, given all", row, [everything, *down], whole, **given)
+    layer("row, bias outside", row, [of_rank, *down], whole, **outside)
+    layer("row to a sequence", row, [of_rank, *down], part, **parts)
+    layer("row to a sequence at call time", row, [of_rank, *down], part, **later)
+    layer("row to a sequence, outside", row, [of_rank, *down], part, **outside, **parts)
+    layer("row of blocks", row, [(stacked, lasts), *of_columns], whole, **fuse)
+    layer("blocks, given all", row, [(stacked, REPLICATED), *of_columns], whole, **fuse, **given)
+    return found
 
 
 def run(rank, pattern):
-    failures = []
-    for name, (fn, inputs, output) in cases(dist.get_world_size(), pattern).items():
-        found = compare(fn, functional.linear, inputs, output)
-        failures += [f"{name}: {text}" for text in found]
-    return failures
+    return compare_all(cases(dist.get_world_size(), pattern))
 
 
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_values_and_derivatives(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, run, pattern))
-
-
-def in_groups(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    failures = []
-    for name, (fn, inputs, output) in cases(2, "uneven", mesh["tensor"]).items():
-        found = compare(fn, functional.linear, inputs, output, group=mesh["tensor"])
-        failures += [f"{name}: {text}" for text in found]
-    return failures
-
-
-@pytest.mark.slow
-def test_one_dimension_of_a_mesh(worlds):
-    assert_none(worlds.run(4, in_groups))
 
 
 SIZES = {

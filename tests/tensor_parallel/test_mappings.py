@@ -2,145 +2,72 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-import varcomm
 import varcomm.tensor_parallel as tp
 from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import (
     REPLICATED,
     SPLITS,
     Sharded,
-    compare,
+    compare_all,
     drawn,
     split,
+    traced,
 )
-from varcomm.transport.group import resolve
 
 
 # A partial value is a shard of a stack along a new dimension, over which the twin sums.
-def cases(ranks, pattern, group=None):
+def cases(ranks, pattern):
     sizes, others = split(pattern, ranks), split("uneven", ranks)
     ones = Sharded(0, (1,) * ranks)
     stack = drawn(2, ranks, sum(sizes), sum(others))
-    first, last = Sharded(0, sizes), Sharded(1, others)
+    first, last, same = Sharded(0, sizes), Sharded(1, others), REPLICATED
     whole = drawn(3, sum(sizes), sum(others))
-    rank = resolve(group).rank
     scale = torch.arange(1.0, ranks + 1, dtype=torch.float64)
+    mine, each = scale[torch.distributed.get_rank()], scale.view(-1, 1, 1)
+
+    def plain(mapping, before, after, *args):
+        return lambda x: mapping(x, *args), lambda x: x * 1, [(whole, before)], after
+
+    def used(mapping, before, *args):
+        """Each rank uses the result in its own way."""
+        return lambda x: mine * mapping(x, *args)[None], lambda x: each * x, [(whole, before)], ones
+
+    def summed(mapping, after, *args):
+        return lambda x: mapping(x[0], *args), lambda x: x.sum(0), [(stack, ones)], after
+
+    gather, parts = tp.gather_from_tensor_model_parallel_region, ([*sizes], [*others])
+    in_sequence = tp.gather_from_sequence_parallel_region
+    to_parts = tp.reduce_scatter_to_sequence_parallel_region
+    to_columns = tp.reduce_scatter_last_dim_to_tensor_parallel_region
+    use = tp.all_gather_last_dim_from_tensor_parallel_region
     return {
-        "copy": (
-            lambda x: scale[rank] * tp.copy_to_tensor_model_parallel_region(x, group=group)[None],
-            lambda x: scale.view(-1, 1, 1) * x,
-            [(whole, REPLICATED)],
-            ones,
-        ),
-        "reduce": (
-            lambda x: tp.reduce_from_tensor_model_parallel_region(x[0], group=group),
-            lambda x: x.sum(0),
-            [(stack, ones)],
-            REPLICATED,
-        ),
-        "scatter": (
-            lambda x: tp.scatter_to_tensor_model_parallel_region(x, others, group=group),
-            lambda x: x * 1,
-            [(whole, REPLICATED)],
-            last,
-        ),
-        "gather": (
-            lambda x: tp.gather_from_tensor_model_parallel_region(x, others, group=group),
-            lambda x: x * 1,
-            [(whole, last)],
-            REPLICATED,
-        ),
-        "gather, asked": (
-            lambda x: tp.gather_from_tensor_model_parallel_region(x, dim=0, group=group),
-            lambda x: x * 1,
-            [(whole, first)],
-            REPLICATED,
-        ),
-        "scatter sequence": (
-            lambda x: tp.scatter_to_sequence_parallel_region(x, sizes, group=group),
-            lambda x: x * 1,
-            [(whole, REPLICATED)],
-            first,
-        ),
-        "gather sequence, alike": (
-            lambda x: tp.gather_from_sequence_parallel_region(x, False, sizes, group=group),
-            lambda x: x * 1,
-            [(whole, first)],
-            REPLICATED,
-        ),
-        "gather sequence": (
-            lambda x: (
-                scale[rank]
-                * tp.gather_from_sequence_parallel_region(x, True, sizes, group=group)[None]
-            ),
-            lambda x: scale.view(-1, 1, 1) * x,
-            [(whole, first)],
-            ones,
-        ),
-        "reduce-scatter sequence": (
-            lambda x: tp.reduce_scatter_to_sequence_parallel_region(x[0], sizes, group=group),
-            lambda x: x.sum(0),
-            [(stack, ones)],
-            first,
-        ),
-        "gather last": (
-            lambda x: (
-                scale[rank]
-                * tp.all_gather_last_dim_from_tensor_parallel_region(x, others, group=group)[None]
-            ),
-            lambda x: scale.view(-1, 1, 1) * x,
-            [(whole, last)],
-            ones,
-        ),
-        "reduce-scatter last": (
-            lambda x: tp.reduce_scatter_last_dim_to_tensor_parallel_region(
-                x[0], others, group=group
-            ),
-            lambda x: x.sum(0),
-            [(stack, ones)],
-            last,
-        ),
-        "sequence to hidden": (
-            lambda x: tp.all_to_all_sp2hp(x, sizes, others, group),
-            lambda x: x * 1,
-            [(whole, first)],
-            last,
-        ),
-        "hidden to sequence": (
-            lambda x: tp.all_to_all_hp2sp(x, sizes, others, group),
-            lambda x: x * 1,
-            [(whole, last)],
-            first,
-        ),
+        "copy": used(tp.copy_to_tensor_model_parallel_region, same),
+        "reduce": summed(tp.reduce_from_tensor_model_parallel_region, same),
+        "scatter": plain(tp.scatter_to_tensor_model_parallel_region, same, last, others),
+        "gather": plain(gather, last, same, others),
+        "gather rows": plain(gather, first, same, sizes, 0),
+        "scatter sequence": plain(tp.scatter_to_sequence_parallel_region, same, first, sizes),
+        "gather sequence, identical": plain(in_sequence, first, same, False, sizes),
+        "gather sequence": used(in_sequence, first, True, sizes),
+        "reduce-scatter sequence": summed(to_parts, first, sizes),
+        "gather last": used(use, last, others),
+        "reduce-scatter last": summed(to_columns, last, others),
+        "sequence to hidden": plain(tp.all_to_all_sp2hp, first, last, *parts),
+        "hidden to sequence": plain(tp.all_to_all_hp2sp, last, first, *parts),
     }
 
 
 def run(rank, pattern):
     ranks = torch.distributed.get_world_size()
-    failures = []
-    for name, case in cases(ranks, pattern).items():
-        failures += [f"{name}: {text}" for text in compare(*case)]
-    return failures
+    asked = tp.gather_from_tensor_model_parallel_region(torch.ones(rank + 1))
+    assert len(asked) == ranks * (ranks + 1) // 2
+    return compare_all(cases(ranks, pattern))
 
 
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_values_and_derivatives(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, run, pattern))
-
-
-def in_mesh(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    failures = []
-    for name, case in cases(2, "uneven", mesh["tensor"]).items():
-        failures += [f"{name}: {text}" for text in compare(*case, group=mesh["tensor"])]
-    return failures
-
-
-@pytest.mark.slow
-def test_one_dimension_of_a_mesh(worlds):
-    assert_none(worlds.run(4, in_mesh))
 
 
 def communicated(rank):
@@ -156,11 +83,7 @@ def communicated(rank):
         "gather sequence": lambda: tp.gather_from_sequence_parallel_region(shard, sizes=sizes),
     }
     for name, call in calls.items():
-        with varcomm.trace() as forward:
-            y = call()
-        with varcomm.trace() as backward:
-            y.sum().backward()
-        told[name] = [sum(c.sent for c in forward), sum(c.sent for c in backward)]
+        told[name] = [sum(c.sent for c in calls) for calls in traced(call)]
     return told
 
 
@@ -173,11 +96,7 @@ def test_bytes(worlds):
         "gather": [12, 0],
         "gather sequence": [12, 4],
     }
-    assert second == first | {
-        "scatter": [0, 4],
-        "gather": [4, 0],
-        "gather sequence": [4, 12],
-    }
+    assert second == first | {"scatter": [0, 4], "gather": [4, 0], "gather sequence": [4, 12]}
 
 
 def in_place_around(rank):

@@ -47,12 +47,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-PLAN = {
-    "embedding": "embedding",
-    "blocks.*.up": "column",
-    "blocks.*.down": "row",
-    "head": "column",
-}
+PLAN = {"embedding": "embedding", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
 
 
 def made(tied):

@@ -9,14 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.ops.comparing import Failures, assert_none
-from tests.tensor_parallel.twins import (
-    REPLICATED,
-    SPLITS,
-    Sharded,
-    compare,
-    drawn,
-    split,
-)
+from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare, drawn, split
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.parallelize import sequence_parallel
 

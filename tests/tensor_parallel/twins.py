@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import varcomm
 from tests.ops.comparing import Failures
 from varcomm import ShardSizes
 from varcomm.tensor_parallel import reduce_from_tensor_model_parallel_region
@@ -41,7 +42,7 @@ def split(pattern, ranks, unit=1):
 
 def drawn(seed, *shape, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -102,3 +103,17 @@ def compare(fn, twin, inputs, output, group=None, bound=BOUND, second=True):
             with failures.named("second derivative", i):
                 torch.testing.assert_close(of_seconds[i], layout.cut(seconds[i], rank), **bound)
     return failures
+
+
+def traced(call):
+    """Return the calls of a forward, and those of the backward of its sum."""
+    with varcomm.trace() as forward:
+        y = call()
+    with varcomm.trace() as backward:
+        y.sum().backward()
+    return forward, backward
+
+
+def compare_all(cases, **options):
+    """Return the differences of cases, each by its name: function, twin, inputs and output."""
+    return [f"{n}: {text}" for n, case in cases.items() for text in compare(*case, **options)]

@@ -18,45 +18,35 @@ def gathered(x):
     return torch.cat(shards)
 
 
-class ForgetsTheSum(torch.autograd.Function):
-    """An all-gather whose backward keeps the own slice and drops those of other ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.rows = len(x)
-        return gathered(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.narrow(0, ctx.rows * dist.get_rank(), ctx.rows)
+def planted(forward, backward):
+    """Make a function of one tensor, with a derivative of its own."""
+    methods = {
+        "forward": staticmethod(lambda ctx, x: forward(x)),
+        "backward": staticmethod(lambda ctx, gradient: backward(gradient)),
+    }
+    return type("Planted", (torch.autograd.Function,), methods)
 
 
-class Divides(torch.autograd.Function):
-    """An all-reduce whose backward takes the mean for the sum."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return summed(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient) / dist.get_world_size()
+def on_rank_1(wrong, right):
+    return wrong if dist.get_rank() == 1 else right
 
 
-class RawBackward(torch.autograd.Function):
-    """An all-reduce whose backward is right, but communicates behind autograd's back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return summed(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient + (summed(gradient) - gradient.detach())
+# an all-gather of two rows per rank whose backward keeps the own slice and drops the others'
+ForgetsTheSum = planted(gathered, lambda gradient: gradient.narrow(0, 2 * dist.get_rank(), 2))
+# an all-reduce whose backward is the mean in place of the sum
+Divides = planted(summed, lambda gradient: summed(gradient) / dist.get_world_size())
+# an all-reduce whose backward is right, but communicates without autograd
+RawBackward = planted(summed, lambda g: g + (summed(g) - g.detach()))
+# three times the input, backward four times on rank 1: linear, so for the dot test
+WrongScale = planted(lambda x: 3 * x, lambda gradient: on_rank_1(4, 3) * gradient)
+# wrong by one part in ten thousand
+Slightly = planted(lambda x: 2 * x, lambda gradient: 2.0002 * gradient)
+# a complex factor, and the factor itself as its adjoint
+ForgetsToConjugate = planted(lambda x: x * (1 + 2j), lambda gradient: gradient * (1 + 2j))
 
 
 class WrongOnOneRank(torch.autograd.Function):
-    """A square whose derivative is wrong, on rank 1 alone, by what `spoil` adds."""
+    """A square whose derivative is wrong on rank 1 alone, by `spoil`."""
 
     @staticmethod
     def forward(ctx, x, spoil):
@@ -68,7 +58,7 @@ class WrongOnOneRank(torch.autograd.Function):
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         right = 2 * x * gradient
-        return (right + ctx.spoil if dist.get_rank() == 1 else right), None
+        return on_rank_1(right + ctx.spoil, right), None
 
 
 class WrongTangent(torch.autograd.Function):
@@ -92,30 +82,6 @@ class WrongTangent(torch.autograd.Function):
     def jvp(ctx, tangent):
         (x,) = ctx.saved_tensors
         return 3 * x * tangent
-
-
-class WrongScale(torch.autograd.Function):
-    """Three times the input, backward four times: linear, so for the dot test; on rank 1 alone."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return (4 if dist.get_rank() == 1 else 3) * gradient
-
-
-class ForgetsToConjugate(torch.autograd.Function):
-    """A complex factor, and the factor itself as its adjoint."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * (1 + 2j)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * (1 + 2j)
 
 
 class ShiftWithAdjointTangent(torch.autograd.Function):

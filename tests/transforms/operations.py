@@ -28,22 +28,12 @@ DIRECTION = torch.tensor([0.2, 1.0, -0.4], dtype=torch.float64)
 
 @dataclass
 class Operation:
-    """One operation on this rank.
+    """One operation on this rank: `call`, ``x -> y``, and its `reference` in one process.
 
-    Attributes
-    ----------
-    rank : int
-    call : callable
-        What this rank calls, ``x -> y``.
-    inputs : list of list of tensor
-        Three inputs of each rank; where it has none, one that is not read.
-    reference : callable
-        From the inputs of all ranks to the outputs of all, in one process.
-    losses : {"own", "alike", "one"}
-        Each rank has a loss of its own; or all compute the same one of a replicated result, from
-        inputs that are replicated as well, or from each rank's own.
-    module : torch.nn.Module, optional
-        What `call` calls, if it is one.
+    `inputs` are three inputs of each rank; a rank without an input has one that is not read. The
+    `reference` maps the inputs of all ranks to the outputs of all. Losses are "own", one per rank;
+    or all ranks compute the same one of a replicated result, from replicated inputs ("alike") or
+    from each rank's own ("one").
     """
 
     rank: int

@@ -38,26 +38,19 @@ TRANSFORMS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp}
 NESTINGS = [words for depth in (1, 2, 3) for words in product(TRANSFORMS, repeat=depth)]
 
 
-class Twin:
-    """What ranks do, in one process: each has its function of the inputs of all."""
+def twin(functions, word):
+    """Differentiate the ranks' functions of all inputs in one process, as `word` does on ranks."""
+    if word == "jvp":
+        return [by_jvp(f, 0) for f in functions]
 
-    def __init__(self, functions):
-        self.functions = functions
+    def total(*xs):
+        ys = [f(*xs) for f in functions]
+        if word == "grad":
+            return sum(y.sum() for y in ys)
+        weights = [torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in ys]
+        return sum((w * y).sum() for w, y in zip(weights, ys, strict=True))
 
-    def then(self, word):
-        """Differentiate; a gradient is that of the sum over ranks, with own cotangents."""
-        fs = self.functions
-        if word == "jvp":
-            return Twin([by_jvp(f, 0) for f in fs])
-
-        def total(*xs):
-            ys = [f(*xs) for f in fs]
-            if word == "grad":
-                return sum(y.sum() for y in ys)
-            weights = [torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in ys]
-            return sum((w * y).sum() for w, y in zip(weights, ys, strict=True))
-
-        return Twin([grad(total, argnums=rank) for rank in range(len(fs))])
+    return [grad(total, argnums=rank) for rank in range(len(functions))]
 
 
 def loss_of(y, rank):
@@ -72,15 +65,12 @@ def check_nestings(rank, async_op):
         y = varcomm.all_gather_v(x, SIZES, async_op=async_op)
         return loss_of(y.wait() if async_op else y, rank)
 
-    def twin(rank):
-        return lambda *xs: loss_of(torch.cat(xs), rank)
-
     for words in NESTINGS:
-        f, one = loss, Twin([twin(0), twin(1)])
+        f, one = loss, [lambda *xs, r=r: loss_of(torch.cat(xs), r) for r in (0, 1)]
         for word in reversed(words):
-            f, one = TRANSFORMS[word](f, 0), one.then(word)
+            f, one = TRANSFORMS[word](f, 0), twin(one, word)
         parts = X.split(SIZES)
-        got, want = f(parts[rank]), one.functions[rank](*parts)
+        got, want = f(parts[rank]), one[rank](*parts)
         with failures.named("(".join(words)):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     return failures

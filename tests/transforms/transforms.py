@@ -6,6 +6,7 @@ together.
 
 import copy
 import warnings
+from functools import partial
 
 import torch
 from torch import nn
@@ -119,14 +120,9 @@ def check_checkpoint(op, reentrant):
     close(theta.grad, one_gradient(op, op.thetas))
 
 
-@transform("`torch.utils.checkpoint`, `use_reentrant=False`")
-def check_checkpoint_anew(op):
-    check_checkpoint(op, False)
-
-
-@transform("`torch.utils.checkpoint`, `use_reentrant=True`")
-def check_checkpoint_reentrant(op):
-    check_checkpoint(op, True)
+for reentrant in (False, True):
+    title = f"`torch.utils.checkpoint`, `use_reentrant={reentrant}`"
+    TRANSFORMS[title] = partial(check_checkpoint, reentrant=reentrant)
 
 
 @transform("`torch.autocast`")
@@ -184,14 +180,10 @@ def check_fake(op, mode):
         assert ours.numel() == 0 or ours.stride() == theirs.stride()
 
 
-@transform("`FakeTensorMode()`")
-def check_all_fake(op):
-    check_fake(op, FakeTensorMode())
-
-
-@transform("`FakeTensorMode(allow_non_fake_inputs=True)`")
-def check_some_fake(op):
-    check_fake(op, FakeTensorMode(allow_non_fake_inputs=True))
+TRANSFORMS["`FakeTensorMode()`"] = lambda op: check_fake(op, FakeTensorMode())
+TRANSFORMS["`FakeTensorMode(allow_non_fake_inputs=True)`"] = lambda op: check_fake(
+    op, FakeTensorMode(allow_non_fake_inputs=True)
+)
 
 
 def fakes(module, mode):
@@ -233,11 +225,6 @@ def check_export(op, strict):
     close(got, op.one_y([DIRECTION] * len(op.thetas))[op.rank])
 
 
-@transform("`torch.export` on one rank, `strict=False`")
-def check_export_of_values(op):
-    check_export(op, False)
-
-
-@transform("`torch.export` on one rank, `strict=True`")
-def check_export_of_code(op):
-    check_export(op, True)
+for strict in (False, True):
+    title = f"`torch.export` on one rank, `strict={strict}`"
+    TRANSFORMS[title] = partial(check_export, strict=strict)

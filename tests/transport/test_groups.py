@@ -1,4 +1,7 @@
-"""What may be given as ``group``, and that ranks are always those of the group."""
+"""Groups: which are accepted, and that ranks are always those of the group."""
+
+import gc
+import threading
 
 import pytest
 import torch
@@ -6,150 +9,189 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none, error_beyond_bound, twin_gradients
-from tests.ops.primitives import PATTERNS, PRIMITIVES, case, random
+from tests.ops.comparing import Failures, assert_none
+from tests.ops.primitives import PATTERNS, PRIMITIVES, case
+from tests.transport.twin import compare
 from varcomm import GroupError
+from varcomm.transport.agreement import share
+from varcomm.transport.auxiliary_group import aside, free_lanes, take_lane, weakly
 from varcomm.transport.group import resolve
 
 
 def check_all_primitives(failures, group, words):
-    """Compare every primitive within a group with one process, in value and gradient."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for name in PRIMITIVES:
         for pattern in PATTERNS:
-            c = case(name, pattern, ranks, 1)
-            op = c.bind(group)
-            inputs = [x if x is None else x.requires_grad_() for x in c.draw(torch.float64)]
-            x = inputs[rank]
-            if x is None:
-                x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-            generator = torch.Generator().manual_seed(7)
-            weights = [random(y.shape, y.dtype, generator) for y in c.reference(inputs)]
-            want = twin_gradients(c, inputs, weights)[rank]
-            y = op(x)
-            (got,) = torch.autograd.grad(y, x, weights[rank])
-            with failures.named(*words, name, pattern):
-                with torch.no_grad():
-                    assert not error_beyond_bound(c, inputs, rank, y)
-                torch.testing.assert_close(got, torch.zeros_like(x) if want is None else want)
+            c = case(name, pattern, dist.get_world_size(group), 1)
+            compare(failures, c, torch.float64, (*words, name, pattern), group)
 
 
 # without rank 0 of the world; group rank 1 is another rank of the world in each
 SUBGROUPS = {3: ((1, 2),), 5: ((2, 3), (3, 4), (1, 2, 4))}
 
 
-def check_subgroups(rank):
+def check_groups(rank):
     failures = Failures()
-    for members in SUBGROUPS[dist.get_world_size()]:
+    world = dist.get_world_size()
+    for members in SUBGROUPS[world]:
         group = dist.new_group(members)
         if rank in members:
             check_all_primitives(failures, group, members)
-            assert resolve(group).rank == dist.get_rank(group)
-            assert resolve(group).size == len(members)
+            found = resolve(group)
+            assert (found.rank, found.size) == (dist.get_rank(group), len(members))
+    if world == 3:
+        group = dist.new_group([2, 0, 1], sort_ranks=False)
+        check_all_primitives(failures, group, ())
+        own, sizes = torch.tensor([rank]), [1, 1, 1]
+        with failures.named("order"):
+            assert varcomm.all_gather_v(own, sizes, group=group).tolist() == [2, 0, 1]
+            last = varcomm.gather_v(own, sizes, dst=2, group=group)
+            assert last.tolist() == ([2, 0, 1] if rank == 1 else [])
     return failures
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_subgroups_without_rank_0(worlds, world):
-    assert_none(worlds.run(world, check_subgroups))
-
-
-def check_order(rank):
-    """The first rank of this group is rank 2 of the world."""
-    group = dist.new_group([2, 0, 1], sort_ranks=False)
-    failures = Failures()
-    check_all_primitives(failures, group, ())
-    whole = varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=group)
-    last = varcomm.gather_v(torch.tensor([rank]), [1, 1, 1], dst=2, group=group)
-    with failures.named("order"):
-        assert whole.tolist() == [2, 0, 1]
-        assert last.tolist() == ([2, 0, 1] if rank == 1 else [])
-    return failures
-
-
-def test_group_in_another_order_than_the_world(worlds):
-    assert_none(worlds.run(3, check_order))
+def test_subgroups_and_another_order(worlds, world):
+    assert_none(worlds.run(world, check_groups))
 
 
 def in_meshes(rank):
     line = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
     grid = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
     shard = torch.full((rank + 1,), rank)
-    answers = [
-        varcomm.all_gather_v(shard, [1, 2, 3], group=group).tolist()
-        for group in (line, line["dp"], grid["tp"], None, dist.group.WORLD)
-    ]
-    alone = varcomm.all_gather_v(shard, [rank + 1], group=grid["dp"]).tolist()
-    with pytest.raises(
-        GroupError,
-        match=r"group must be one dimension of a DeviceMesh; got a mesh of 2 dimensions "
-        r"\('dp', 'tp'\). Pick one: mesh\['dp'\]",
-    ):
-        varcomm.all_reduce(shard, group=grid)
-    with pytest.raises(GroupError, match="2 dimensions without names"):
-        varcomm.all_reduce(shard, group=init_device_mesh("cpu", (1, 3)))
-    return answers, alone, varcomm.all_reduce(torch.tensor(1)).item()
-
-
-def test_meshes(worlds):
-    for rank, (answers, alone, total) in enumerate(worlds.run(3, in_meshes)):
-        assert answers == [[0, 1, 1, 2, 2, 2]] * 5
-        assert alone == [rank] * (rank + 1)
-        assert total == 3
-
-
-def in_another_order(rank):
-    """Torch makes the groups of a mesh in ascending order, whatever the order in the mesh."""
-    mesh = DeviceMesh("cpu", [0, 2, 1])
-    for _ in range(2):
-        with pytest.raises(  # on rank 0 too, which is at the same place in both
-            GroupError,
-            match=r"ranks \[0, 2, 1\] .* in the order \[0, 1, 2\].* "
-            r"torch.distributed.new_group\(\[0, 2, 1\], sort_ranks=False\)",
-        ):
-            varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=mesh)
+    for group in (line, line["dp"], grid["tp"], None, dist.group.WORLD):
+        gathered = varcomm.all_gather_v(shard, [1, 2, 3], group=group)
+        assert gathered.tolist() == [0, 1, 1, 2, 2, 2]
+    alone = varcomm.all_gather_v(shard, [rank + 1], group=grid["dp"])
+    assert alone.tolist() == [rank] * (rank + 1)
+    # torch makes the groups of a mesh in ascending order, whatever the order in the mesh
     kept = DeviceMesh.from_group(dist.new_group([0, 2, 1], sort_ranks=False), "cpu")
-    assert kept == mesh  # to torch, which compares the names of ranks and not the groups
-    return varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=kept).tolist()
+    turned = varcomm.all_gather_v(torch.tensor([rank]), [1, 1, 1], group=kept)
+    assert turned.tolist() == [0, 2, 1]
 
 
-def test_mesh_in_another_order_than_its_group(worlds):
-    assert worlds.run(3, in_another_order) == [[0, 2, 1]] * 3
+def refused(rank):
+    part, two = dist.new_group([1, 2]), DeviceMesh("cpu", [1, 2])
+    turned, one = DeviceMesh("cpu", [0, 2, 1]), torch.tensor(1)
+    named = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+    order = r"ranks \[0, 2, 1\] .* in the order \[0, 1, 2\].*new_group\(\[0, 2, 1\], sort_ranks=F"
+    refusals = [
+        (named, r"got a mesh of 2 dimensions \('dp', 'tp'\). Pick one: mesh\['dp'\]"),
+        (init_device_mesh("cpu", (1, 3)), "2 dimensions without names"),
+        *[(turned, order)] * 2,  # on rank 0 too, which is at the same place in both
+        *((group, f"of type {type(group).__name__}") for group in ([0, 1], "world", 0)),
+    ]
+    outside = [(part, "not in this group"), (two, "not in the mesh")]
+    for group, message in refusals + (outside if rank == 0 else []):
+        with pytest.raises(GroupError, match=message):
+            varcomm.all_reduce(one, group=group)
+    if rank:
+        assert [varcomm.all_reduce(one, group=group).item() for group, _ in outside] == [2, 2]
+    assert varcomm.all_reduce(one).item() == 3
 
 
-def not_a_member(rank):
-    group = dist.new_group([1, 2])
-    mesh = DeviceMesh("cpu", [1, 2])
-    for given, message in (
-        (group, "rank 0 of the world is not in this group. Only its members may call"),
-        (mesh, "rank 0 of the world is not in the mesh"),
-    ):
-        if rank == 0:
-            with pytest.raises(GroupError, match=message):
-                varcomm.all_reduce(torch.tensor(1), group=given)
-        else:
-            assert varcomm.all_reduce(torch.tensor(1), group=given).item() == 2
-    return varcomm.all_reduce(torch.tensor(1)).item()
-
-
-def test_rank_that_is_not_a_member(worlds):
-    assert worlds.run(3, not_a_member) == [3, 3, 3]
-
-
-def of_wrong_type(rank):
-    for group in ([0, 1], "world", 0):
-        with pytest.raises(GroupError, match=f"group must be .* of type {type(group).__name__}"):
-            varcomm.all_reduce(torch.tensor(1), group=group)
-    return varcomm.all_reduce(torch.tensor(1)).item()
-
-
-def test_wrong_type(worlds):
-    assert worlds.run(3, of_wrong_type) == [3, 3, 3]
-
-
-def test_not_initialised():
+def test_meshes_and_refusals(worlds):
+    worlds.run(3, in_meshes)
+    worlds.run(3, refused)
     assert not dist.is_initialized()  # the tests run outside the ranks
-    with pytest.raises(GroupError, match=r"not initialised. Call varcomm.init\(\) first"):
-        varcomm.all_reduce(torch.tensor(1))
-    with pytest.raises(GroupError, match="not initialised"):
-        varcomm.ShardSizes.from_local(3)
+    for call in (
+        lambda: varcomm.all_reduce(torch.ones(1)),
+        lambda: varcomm.ShardSizes.from_local(3),
+    ):
+        with pytest.raises(GroupError, match=r"not initialised. Call varcomm.init\(\) first"):
+            call()
+
+
+def gone(rank):
+    group = dist.new_group([0, 1, 2])
+    found, known = weakly(resolve(group)), resolve(group)
+    assert found() is known
+    varcomm.all_reduce(torch.ones(1), group=group)
+    dist.barrier(group)  # a rank may still be connecting, and would fail because this one left
+    dist.destroy_process_group(group)
+    with pytest.raises(GroupError, match="no longer"):
+        found()
+    with pytest.raises(GroupError, match="no longer"):
+        varcomm.all_reduce(torch.ones(1), group=group)
+    del group, known
+    gc.collect()
+    resolve(dist.new_group([0, 1, 2]))  # forgets the other
+    gc.collect()
+    with pytest.raises(GroupError, match="destroyed"):
+        found()
+
+
+def test_a_group_that_has_been_destroyed(worlds):
+    worlds.run(3, gone)
+
+
+# Auxiliary groups.
+
+
+def offers(group):
+    found = [None] * group.size
+    dist.all_gather_object(found, free_lanes(group), group.process_group)
+    return found
+
+
+def used_again(rank):
+    world = resolve(None)
+    first, second = (take_lane(world, offers(world)) for _ in range(2))
+    lane = first.group()
+    assert (lane.rank, lane.size, lane.process_group is world.process_group) == (rank, 3, False)
+    assert varcomm.all_reduce(torch.tensor([rank]), group=lane.process_group).item() == 3
+    first.give_back()
+    if rank == 1:
+        second.give_back()  # not so on others
+    third = take_lane(world, offers(world))
+    second.give_back()
+    third.under_way = True
+    third.give_back()  # its last calls are in flight
+    fourth = take_lane(world, offers(world))
+    fourth.give_back()
+    assert third is first
+    assert fourth is second
+    assert first.number != second.number
+
+
+def in_parts(rank):
+    """Ranks are in different numbers of groups; each lane is made by its members alone."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1])]
+    found = []
+    for place in (0, 1, 0, 2):
+        if groups[place] == dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        group = resolve(groups[place])
+        lane = take_lane(group, offers(group))
+        made = lane.group()
+        assert (made.ranks, made.rank, made.timeout()) == (group.ranks, group.rank, group.timeout())
+        total = varcomm.all_reduce(torch.tensor([10**rank]), group=made.process_group)
+        found.append((lane.number, total.item()))
+        if place == 0:
+            lane.give_back()
+    if rank < 2:
+        assert share("test", lambda: rank, aside(resolve(groups[2]))) == [0, 1]
+    return found
+
+
+def beside(rank):
+    """A thread shares on the second group while this one sums on the first."""
+    other, found = aside(resolve(None)), []
+    thread = threading.Thread(
+        target=lambda: [found.append(share("test", lambda: rank, other)) for _ in range(20)]
+    )
+    thread.start()
+    totals = [varcomm.all_reduce(torch.full((3,), float(rank))).tolist() for _ in range(20)]
+    thread.join()
+    assert found == [[0, 1, 2]] * 20
+    assert totals == [[3.0] * 3] * 20
+    assert aside(resolve(None)) is other
+
+
+def test_auxiliary_groups(worlds):
+    worlds.run(3, used_again)
+    worlds.run(3, beside)
+    alone = worlds.run(1, lambda rank: take_lane(resolve(None), [free_lanes(resolve(None))]))
+    assert alone == [None]
+    # lanes of the same ranks are numbered together, and used again for another group of them
+    first, last = (0, 11), (0, 110)
+    assert worlds.run(3, in_parts) == [[first] * 3, [first, last, first, first], [last]]

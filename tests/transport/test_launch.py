@@ -53,28 +53,31 @@ def test_results(ranks):
         assert world == (World(rank, 2, rank, torch.device("cpu")), 2, threads)
         assert product.requires_grad
         assert product.tolist() == [rank] * 3
+    for timeout in (60, np.float32(60), timedelta(minutes=1), float("inf"), timedelta.max):
+        assert ranks.run(rank_and_argument, 0, timeout=timeout) == [(0, 0), (1, 0)]
+        assert 60 <= Ranks(np.int64(2), timeout).timeout <= 24 * 86_400
 
 
-def test_ranks_are_kept_and_a_run_costs_little(ranks):
-    pids = pids_of(ranks)
+def test_ranks_are_kept_and_serve_threads_in_turn(ranks):
+    def slow(rank, name):
+        time.sleep(0.1)
+        return name, rank
+
+    pids, results = pids_of(ranks), {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: ranks.run(slow, n)}))
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [(n, 0), (n, 1)] for n in range(3)}
     start = time.perf_counter()
     for _ in range(20):
         ranks.run(rank_and_argument, None)
     assert time.perf_counter() - start < 20 * 0.1
     assert pids_of(ranks) == pids
-
-
-def test_script_without_guard(tmp_path):
-    code = """
-from varcomm import launch
-class Point:
-    def __init__(self, rank): self.rank = rank
-def make(rank): return Point(rank)
-print([type(point) is Point for point in launch(make, 2)], __name__)
-"""
-    with script(tmp_path, code) as parent:
-        out, err = parent.communicate(timeout=60)
-    assert (out, err) == ("[True, True] __main__\n", "")
 
 
 class Unreadable:
@@ -88,26 +91,23 @@ class Unreadable:
 
 
 REFUSALS = [
-    (lambda: launch(rank_and_argument, 0), ArgumentError, "world_size"),
-    (lambda: launch(rank_and_argument, 2.0), ArgumentError, "world_size"),
-    (lambda: launch(rank_and_argument, True), ArgumentError, "world_size"),
-    (lambda: launch(rank_and_argument, 2, timeout=0), ArgumentError, "timeout"),
-    (lambda: launch(rank_and_argument, 2, timeout=float("nan")), ArgumentError, "timeout"),
-    (lambda: launch(rank_and_argument, 2, timeout="60"), ArgumentError, "timeout"),
-    (lambda: launch(rank_and_argument, 2, timeout=timedelta(0)), ArgumentError, "timeout"),
-    (lambda: launch(rank_and_argument, 2, backend="cpu:mpi"), ArgumentError, "backend"),
-    (lambda: launch(3, 2), ArgumentError, "fn must be callable"),
-    (lambda: launch(rank_and_argument, 2, (i for i in ())), ArgumentError, "cannot be pickled"),
+    (lambda: launch(rank_and_argument, 0), "world_size"),
+    (lambda: launch(rank_and_argument, 2.0), "world_size"),
+    (lambda: launch(rank_and_argument, True), "world_size"),
+    (lambda: launch(rank_and_argument, 2, timeout=0), "timeout"),
+    (lambda: launch(rank_and_argument, 2, timeout=float("nan")), "timeout"),
+    (lambda: launch(rank_and_argument, 2, timeout="60"), "timeout"),
+    (lambda: launch(rank_and_argument, 2, timeout=timedelta(0)), "timeout"),
+    (lambda: launch(rank_and_argument, 2, backend="cpu:mpi"), "backend"),
+    (lambda: launch(3, 2), "fn must be callable"),
+    (lambda: launch(rank_and_argument, 2, (i for i in ())), "cannot be pickled"),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "word"), REFUSALS)
-def test_refusals(call, kind, word):
-    with pytest.raises(kind, match=word):
-        call()
-
-
-def test_results_that_cannot_travel(ranks):
+def test_refusals(ranks):
+    for call, word in REFUSALS:
+        with pytest.raises(ArgumentError, match=word):
+            call()
     for fn, word in (
         (lambda rank: (i for i in range(rank)), "its result, of type generator, cannot be pickled"),
         (lambda rank: Unreadable(), "what rank 0 returned cannot be unpickled.*not here"),
@@ -130,73 +130,83 @@ def test_without_cloudpickle_functions_go_by_name(ranks, monkeypatch):
         ranks.run(lambda rank: rank)
     # in the ranks `__main__` is another module, where its names mean nothing
     monkeypatch.setattr(Callable, "__module__", "__main__")
-    for fn, args in (
-        (Callable(), ()),
-        (partial(Callable()), ()),
-        (os.path.join, ([{"deep": Callable()}],)),
-    ):
+    deep = os.path.join, [{"deep": Callable()}]
+    for fn, *args in ((Callable(),), (partial(Callable()),), deep):
         with pytest.raises(MissingPackageError, match="Callable is defined in __main__"):
             ranks.run(fn, *args)
 
 
-def test_timeout_is_a_number_or_a_timedelta(ranks):
-    for timeout in (60, np.float32(60), timedelta(minutes=1), float("inf"), timedelta.max):
-        assert ranks.run(rank_and_argument, 0, timeout=timeout) == [(0, 0), (1, 0)]
-        assert 60 <= Ranks(np.int64(2), timeout).timeout <= 24 * 86_400
+class Odd(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, one, two):
+        super().__init__("odd")
 
 
-def test_failing_rank_has_its_traceback_shown_and_all_end(ranks):
-    pids = pids_of(ranks)
+def raises(rank):
+    if rank == 1:
+        raise KeyError("boom")
+    dist.barrier()
 
-    def fail_on_one(rank):
-        if rank == 1:
-            raise KeyError("boom")
+
+def raises_on_both(rank):
+    time.sleep(0.1 * (1 - rank))
+    raise Odd(1, 2)
+
+
+def dies(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def exits(rank):
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def starts_and_fails(rank):
+    child = subprocess.Popen(["sleep", "60"])
+    raise ValueError(f"<{child.pid}>")
+
+
+def waits_for_no_rank(rank):
+    subprocess.Popen(["sleep", "60"])
+    if rank == 0:
         dist.barrier()
 
-    with pytest.raises(
-        LaunchError, match=r"(?s)rank 1 of 2 failed.*in fail_on_one.*'boom'"
-    ) as info:
-        ranks.run(fail_on_one)
-    assert isinstance(info.value.__cause__, KeyError)
-    assert all_end(pids)
-    assert not set(pids_of(ranks)) & set(pids), "the pool is as good as new"
 
-    class Odd(Exception):
-        def __init__(self, one, two):
-            super().__init__("odd")
-
-    def fail(rank):
-        time.sleep(0.1 * (1 - rank))
-        raise Odd(1, 2)
-
-    with pytest.raises(
-        LaunchError, match=r"(?s)rank 1 of 2 failed \(then rank 0 failed\).*odd"
-    ) as e:
-        ranks.run(fail)
-    assert e.value.__cause__ is None, "which cannot be pickled"
+FAILURES = [
+    (raises, "rank 1 of 2 failed.*in raises.*'boom'", KeyError),
+    (raises_on_both, r"rank 1 of 2 failed \(then rank 0 failed\).*odd", type(None)),
+    (dies, "rank 1 of 2 failed.*signal SIGKILL ended it before it gave a result", type(None)),
+    (exits, "rank 1 of 2 failed.*it exited with code 3 before it gave a result", type(None)),
+    (starts_and_fails, "<", ValueError),
+    (
+        waits_for_no_rank,
+        r"rank 0 of 2 not finished within 0\.5 s.*rank 0: .*barr.*in wa",
+        type(None),
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("end", "message"),
+    ("fn", "message", "cause"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 2 failed.*signal SIGKILL ended"),
-        pytest.param(
-            lambda: os._exit(3),
-            "rank 1 of 2 failed.*it exited with code 3 before it gave a result",
-            marks=pytest.mark.slow,
-        ),
+        row if row[0] is not exits else pytest.param(*row, marks=pytest.mark.slow)
+        for row in FAILURES
     ],
 )
-def test_dead_rank_is_named_and_all_end(ranks, end, message):
+def test_a_failed_rank_is_named_and_all_end(ranks, fn, message, cause):
+    ranks.run(rank_and_argument, 0)  # imports this module
     pids = pids_of(ranks)
-
-    def die(rank):
-        if rank == 1:
-            end()
-        dist.barrier()
-
-    with pytest.raises(LaunchError, match=message):
-        ranks.run(die)
+    with pytest.raises(LaunchError, match=f"(?s){message}") as info:
+        ranks.run(fn, timeout=0.5 if fn is waits_for_no_rank else None)
+    assert isinstance(info.value.__cause__, cause)
+    assert fn is not waits_for_no_rank or "rank 1:" not in str(info.value)
+    if cause is ValueError:
+        pids.append(int(str(info.value.__cause__).strip("<>")))
     assert all_end(pids)
 
 
@@ -206,31 +216,6 @@ def test_rank_that_dies_while_idle_is_replaced(ranks):
     os.kill(pids[0], signal.SIGKILL)
     assert all_end(pids[:1])
     assert not set(pids_of(ranks)) & set(pids)
-
-
-def test_timeout_names_the_late_ranks_and_their_stacks(ranks):
-    pids = pids_of(ranks)
-
-    def wait_for_no_rank(rank):
-        subprocess.Popen(["sleep", "60"])
-        if rank == 0:
-            dist.barrier()
-
-    message = r"(?s)rank 0 of 2 not finished within 0\.5 s.*rank 0: .*barrier.*in wait_for_no_rank"
-    with pytest.raises(LaunchError, match=message) as info:
-        ranks.run(wait_for_no_rank, timeout=0.5)
-    assert "rank 1:" not in str(info.value)
-    assert all_end(pids)
-
-
-def test_what_a_rank_started_ends_with_it(ranks):
-    def start_and_fail(rank):
-        child = subprocess.Popen(["sleep", "60"])
-        raise ValueError(f"<{child.pid}>")
-
-    with pytest.raises(LaunchError) as info:
-        ranks.run(start_and_fail)
-    assert all_end([int(str(info.value.__cause__).strip("<>"))])
 
 
 def test_close_lets_exit_handlers_run_and_removes_everything(tmp_path, monkeypatch):
@@ -266,8 +251,7 @@ def stay(rank, parent):
     time.sleep(60)
 launch(stay, 2, os.getpid())
 """
-    parent = script(tmp_path, code, start_new_session=True)
-    with parent:
+    with script(tmp_path, code, start_new_session=True) as parent:
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(death)
         assert all_end(pids)
@@ -298,25 +282,15 @@ time.sleep(60)
             os.kill(child, signal.SIGKILL)
 
 
-def test_threads_wait_for_each_other(ranks):
-    def slow(rank, name):
-        time.sleep(0.1)
-        return name, rank
-
-    results = {}
-    threads = [
-        threading.Thread(target=lambda n=n: results.update({n: ranks.run(slow, n)}))
-        for n in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {n: [(n, 0), (n, 1)] for n in range(3)}
-
-
+WITHOUT_GUARD = """
+from varcomm import launch
+class Point:
+    def __init__(self, rank): self.rank = rank
+def make(rank): return Point(rank)
+print([type(point) is Point for point in launch(make, 2)], __name__)
+"""
 FORK = """
-import os, sys, time
+import os, sys
 from varcomm import Ranks
 def pid(rank): return os.getpid()
 with Ranks(2) as pool:
@@ -328,25 +302,27 @@ with Ranks(2) as pool:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(code, pool.run(pid) == pids)
 """
+FORKED = [
+    "pass",  # leaves the block, which closes the pool
+    "os.closerange(1, 3); del pool; import gc; gc.collect()",
+    "assert not set(pool.run(pid)) & set(pids)",  # has ranks of its own
+]
+SCRIPTS = [
+    (WITHOUT_GUARD, "[True, True] __main__\n"),
+    *(pytest.param(FORK.format(act=act), "0 True\n", marks=pytest.mark.slow) for act in FORKED),
+]
+
+
+@pytest.mark.parametrize(("code", "printed"), SCRIPTS)
+def test_scripts(tmp_path, code, printed):
+    """A script needs no guard; a forked child leaves the ranks alone."""
+    with script(tmp_path, code) as parent:
+        assert parent.communicate(timeout=60) == (printed, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "act",
-    [
-        "pass",  # leaves the block, which closes the pool
-        "os.closerange(1, 3); del pool; import gc; gc.collect()",
-        "assert not set(pool.run(pid)) & set(pids)",  # has ranks of its own
-    ],
-)
-def test_forked_child_leaves_the_ranks_alone(tmp_path, act):
-    with script(tmp_path, FORK.format(act=act)) as parent:
-        out, err = parent.communicate(timeout=60)
-    assert (out, err) == ("0 True\n", "")
-
-
-@pytest.mark.slow
-def test_script_that_its_ranks_import_does_not_launch_without_end(tmp_path):
+def test_ranks_of_ranks(worlds, tmp_path):
+    """A script that its ranks import does not launch without end; their functions may launch."""
     code = """
 import varcomm
 def import_script(rank):
@@ -357,9 +333,6 @@ varcomm.launch(import_script, 2, timeout=60)
         assert parent.wait(60) == 1
         assert "imports module 'script', which launches ranks" in parent.stderr.read()
 
-
-@pytest.mark.slow
-def test_function_of_a_rank_launches_ranks(worlds):
     def nested(rank):
         # run as an example of a docstring is: in a module that no rank imports
         exec("import varcomm; answer = varcomm.launch(lambda rank: rank, 2)", scope := {})

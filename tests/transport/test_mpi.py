@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none
-from tests.ops.primitives import PATTERNS, PRIMITIVES, case
 from tests.transport.processes import all_end, script
-from tests.worlds import WORLDS
 from varcomm.errors import CommunicationError, LaunchError
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import resolve
@@ -33,14 +30,14 @@ def stamp(sender, receiver, n):
 
 
 def moved(rank, unit):
+    """Check the bytes of each call of the engine; waiting twice changes nothing."""
     group = resolve(None)
-    size, right = group.size, []
-    engine = engine_for(group, CPU)
+    size, engine = group.size, engine_for(group, CPU)
+    assert type(engine).__name__ == "MPIEngine"
 
     def wait(works):
-        for work in works:
+        for work in [*works, *works]:
             work.wait()
-            work.wait()  # which changes nothing
 
     for counts in ([unit * r for r in range(size)], [unit] * size, [0] * size, [1] + [0] * size):
         counts = counts[:size]
@@ -50,7 +47,7 @@ def moved(rank, unit):
             own = stamp(rank, 0, counts[rank])
             own = out.split(counts)[rank].copy_(own) if in_place else own
             wait(engine.all_gather(group, out, own, counts))
-            right.append(torch.equal(out, want))
+            assert torch.equal(out, want)
     table = [[unit * ((r + 2 * s) % 3) for s in range(size)] for r in range(size)]
     send, recv = table[rank], [row[rank] for row in table]
     data = torch.cat([stamp(rank, s, n) for s, n in enumerate(send)])
@@ -61,15 +58,10 @@ def moved(rank, unit):
         while peers == "one" and not all(work.is_completed() for work in works):
             pass
         wait(works)
-        right.append(torch.equal(out, want))
+        assert torch.equal(out, want)
     x = stamp(rank, 3, unit)
     wait(engine.broadcast(group, x, size - 1))
-    right.append(torch.equal(x, stamp(size - 1, 3, unit)))
-    small = torch.zeros(3 * size, dtype=torch.uint8)
-    limit = timedelta(seconds=60)
-    engine.all_gather_metadata(group, small, stamp(rank, 1, 3), [3] * size, limit)
-    right.append(torch.equal(small, torch.cat([stamp(r, 1, 3) for r in range(size)])))
-    return right, type(engine).__name__
+    assert torch.equal(x, stamp(size - 1, 3, unit))
 
 
 def many(rank):
@@ -106,36 +98,15 @@ def test_groups_and_dropped_calls(mpi_worlds):
     same = (3, 3, [0, 1, 2], [[1.0, 1.0]])
     assert (first, second, third) == ((2, *same), (None, *same), (2, *same))
     assert mpi_worlds.run(3, dropped) == [[3, 3]] * 3
-    right, engine = mpi_worlds.run(3, moved, 1000)[0]
-    assert all(right)
-    assert engine == "MPIEngine"
+    mpi_worlds.run(3, moved, 1000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit", [0, 1, 1000, LARGE])
-@pytest.mark.parametrize("world", [*WORLDS, pytest.param(10, marks=pytest.mark.slow)])
-def test_bytes_arrive(mpi_worlds, world, unit):
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 10])
+def test_bytes_arrive(mpi_worlds, world):
     """Ten ranks gather few bytes by MPI's own call."""
-    assert all(all(right) for right, _ in mpi_worlds.run(world, moved, unit))
-
-
-def values(rank, name):
-    failures = Failures()
-    for pattern in PATTERNS:
-        c = case(name, pattern, 3, 1)
-        inputs = [x if x is None else x.requires_grad_() for x in c.draw(torch.float64)]
-        x = c.input(rank, torch.float64).requires_grad_()
-        y = c.bind()(x)
-        with failures.named(pattern):
-            torch.testing.assert_close(y, c.reference(inputs)[rank])
-            torch.autograd.grad(y, x, torch.ones_like(y))
-    return failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_values(mpi_worlds, name):
-    assert_none(mpi_worlds.run(3, values, name))
+    for unit in (0, 1, 1000, LARGE):
+        mpi_worlds.run(world, moved, unit)
 
 
 def late(rank, made):
@@ -153,14 +124,6 @@ def late(rank, made):
     return str(caught.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [False, True])
-def test_timeout(made):
-    with varcomm.Ranks(3, backend="mpi") as ranks:
-        for message in ranks.run(late, made)[::2]:
-            assert "It has failed on 2 of 3: 0, 2; rank 1 not come to it" in message
-
-
 def absent(rank):
     if rank == 1:
         return None
@@ -170,7 +133,11 @@ def absent(rank):
 
 
 @pytest.mark.slow
-def test_absent_rank_in_debug():
+def test_ranks_that_do_not_come():
+    with varcomm.Ranks(3, backend="mpi") as ranks:
+        for made in (False, True):
+            for message in ranks.run(late, made)[::2]:
+                assert "It has failed on 2 of 3: 0, 2; rank 1 not come to it" in message
     with varcomm.Ranks(3, backend="mpi") as ranks:
         assert "rank 1 has not come" in ranks.run(absent)[0]
 
@@ -256,8 +223,7 @@ def test_two_jobs_of_mpiexec_at_once(start):
 def test_ends_of_mpiexec(start):
     before = left_in_shared_memory()
     failed = start(
-        [*MPIEXEC, "2"],
-        TOTAL + "if world.rank == 1: raise ValueError('boom')\ndist.barrier()",
+        [*MPIEXEC, "2"], TOTAL + "if world.rank == 1: raise ValueError('boom')\ndist.barrier()"
     )
     assert failed.returncode != 0
     assert "ValueError: boom" in failed.stderr

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import varcomm
-from tests.ops.comparing import Failures, assert_none, error_beyond_bound, twin_gradients
-from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, random, setting
+from tests.ops.comparing import Failures, assert_none
+from tests.ops.primitives import PATTERNS, PRIMITIVES, Setting, case, setting
+from tests.transport.twin import compare
 from varcomm.testing import dot_test
 
 GPUS = torch.cuda.device_count()
@@ -22,40 +23,22 @@ def ranks():
         yield pool
 
 
-def compare(failures, rank, c, dtype, words):
-    device = torch.device("cuda", rank)
-    inputs = [x if x is None else x.requires_grad_() for x in c.draw(dtype)]
-    x = c.input(rank, dtype).to(device).requires_grad_()
-    generator = torch.Generator().manual_seed(7)
-    weights = [random(y.shape, dtype, generator) for y in c.reference(inputs)]
-    y = c.bind()(x)
-    (got,) = torch.autograd.grad(y, x, weights[rank].to(device))
-    with failures.named(*words, dtype):
-        assert y.device == got.device == device
-        with torch.no_grad():
-            wrong = error_beyond_bound(c, inputs, rank, y.cpu())
-        assert not wrong, wrong
-        want = twin_gradients(c, inputs, weights)[rank]
-        torch.testing.assert_close(got.cpu(), torch.zeros_like(x.cpu()) if want is None else want)
-
-
-def check_on_gpu(rank, name):
-    failures = Failures()
-    for pattern in PATTERNS:
-        for dim in (0, 1):
-            for dtype in DTYPES:
-                c = case(name, pattern, GPUS, dim)
-                compare(failures, rank, c, dtype, (pattern, dim))
-    return failures
-
-
 # the others of the table are bound to indices on the CPU: see below
 ON_GPU = [name for name in PRIMITIVES if "ind" not in name and "needed" not in name]
 
 
-@pytest.mark.parametrize("name", ON_GPU)
-def test_values_and_gradients(ranks, name):
-    assert_none(ranks.run(check_on_gpu, name))
+def check_on_gpu(rank):
+    failures, device = Failures(), torch.device("cuda", rank)
+    for name in ON_GPU:
+        for pattern in PATTERNS:
+            for dim in (0, 1):
+                for dtype in DTYPES:
+                    c = case(name, pattern, GPUS, dim)
+                    compare(failures, c, dtype, (name, pattern, dim), device=device)
+    for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
+        c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
+        compare(failures, c, torch.float32, ("large", name), device=device)
+    return failures
 
 
 def check_plan(rank):
@@ -84,22 +67,6 @@ def check_plan(rank):
     return failures
 
 
-def test_plans(ranks):
-    assert_none(ranks.run(check_plan))
-
-
-def check_large(rank):
-    failures = Failures()
-    for name in ("all_reduce", "reduce", "broadcast", "all_gather_v"):
-        c = PRIMITIVES[name](Setting((50_001, *[7] * (GPUS - 1)), 0, (3,)))
-        compare(failures, rank, c, torch.float32, (name,))
-    return failures
-
-
-def test_large(ranks):
-    assert_none(ranks.run(check_large))
-
-
 def check_asynchronous(rank):
     x = torch.full((rank + 1, 1000), float(rank), device=torch.device("cuda", rank))
     sizes = list(range(1, GPUS + 1))
@@ -108,6 +75,8 @@ def check_asynchronous(rank):
     return handle.wait()[:, 0].tolist(), other.item()
 
 
-def test_asynchronous(ranks):
+def test_values_and_gradients(ranks):
+    assert_none(ranks.run(check_on_gpu))
+    assert_none(ranks.run(check_plan))
     whole = [float(rank) for rank in range(GPUS) for _ in range(rank + 1)]
     assert ranks.run(check_asynchronous) == [(whole, float(GPUS))] * GPUS

@@ -12,21 +12,18 @@ from varcomm.transport.group import resolve
 from varcomm.transport.simulated import alone, transfers
 
 
-def test_what_arrives_is_zeros_but_for_what_a_rank_keeps():
+def test_received_data_are_zeros_except_the_ranks_own():
     with alone(3, 1):
-        gathered = varcomm.all_gather_v(torch.ones(2), [1, 2, 3])
-        swapped = varcomm.all_to_all_v(torch.arange(1.0, 7), [1, 2, 3], [4, 2, 1])
-        from_root = varcomm.broadcast(torch.ones(2), src=0)
-        at_root = varcomm.broadcast(torch.ones(2), src=1)
+        results = [
+            varcomm.all_gather_v(torch.ones(2), [1, 2, 3]),
+            varcomm.all_to_all_v(torch.arange(1.0, 7), [1, 2, 3], [4, 2, 1]),
+            varcomm.broadcast(torch.ones(2), src=0),
+            varcomm.broadcast(torch.ones(2), src=1),
+        ]
         total = varcomm.all_reduce(torch.full((9000,), 2.0))
-    assert gathered.tolist() == [0, 1, 1, 0, 0, 0]
-    assert swapped.tolist() == [0, 0, 0, 0, 2, 3, 0]
-    assert from_root.tolist() == [0, 0]
-    assert at_root.tolist() == [1, 1]
+    wanted = [0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 2, 3, 0], [0, 0], [1, 1]
+    assert [result.tolist() for result in results] == [*wanted]
     assert total.tolist() == [0] * 3000 + [2] * 3000 + [0] * 3000
-
-
-def test_derivatives_run():
     with alone(4, 2):
         x = torch.ones(3, requires_grad=True)
         varcomm.all_gather_v(x, [3] * 4).square().sum().backward()
@@ -34,23 +31,6 @@ def test_derivatives_run():
             handle = varcomm.reduce_scatter_v(torch.ones(8), [2] * 4, async_op=True)
         assert handle.wait().tolist() == [1, 1]
     assert x.grad.tolist() == [2, 2, 2]
-
-
-def test_every_rank_says_what_this_one_says():
-    with alone(5, 3):
-        group = resolve(None)
-        assert share("test", lambda: {"a": [7]}, group) == [{"a": [7]}] * 5
-        with varcomm.debug():
-            compare(group, {"operation": "test", "send": [1] * 5, "recv": [2] * 5})
-        with pytest.raises(DisagreementError, match="test: refused on rank 0 of 5"):
-            agree("test", _refuse, group)
-
-
-def _refuse():
-    raise DisagreementError("no")
-
-
-def test_data_of_the_first_rank_are_those_given_here():
     for rank in (0, 1):
         with alone(2, rank):
             data = {"x": torch.ones(2, 3)}
@@ -58,24 +38,43 @@ def test_data_of_the_first_rank_are_those_given_here():
         assert got.shape == (2, 3)
 
 
+def refuse():
+    raise DisagreementError("no")
+
+
+def test_every_rank_repeats_the_metadata_of_this_one():
+    with alone(5, 3):
+        group = resolve(None)
+        assert share("test", lambda: {"a": [7]}, group) == [{"a": [7]}] * 5
+        with varcomm.debug():
+            compare(group, {"operation": "test", "send": [1] * 5, "recv": [2] * 5})
+        with pytest.raises(DisagreementError, match="test: refused on rank 0 of 5"):
+            agree("test", refuse, group)
+    with alone(3, 0):
+        indices = [torch.tensor([], dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1])]
+        sizes = [[0, 2, 1], [3, 0, 0], [1, 0, 0]]
+        plan = varcomm.ExchangePlan.from_indices(indices, 2, sizes)
+        assert plan.recv_counts == (0, 3, 1)
+        assert plan(torch.ones(2, 5)).shape == (4, 5)
+        assert plan.nbytes(torch.ones(2, 5)) == 60
+
+
 def test_groups_within_can_be_made():
     with alone(4, 2):
         group = resolve(None)
-        lane = take_lane(group, [free_lanes(group)] * 4)
-        assert lane.group().size == 4
+        assert take_lane(group, [free_lanes(group)] * 4).group().size == 4
         assert aside(group).size == 4
         part = resolve(dist.new_group([0, 2]))
         assert take_lane(part, [free_lanes(part)] * 2).group().rank == 1
         assert varcomm.all_gather_v(torch.ones(1), [1, 1], group=part.process_group).sum() == 1
 
 
-def test_transfers_are_told_by_schedule():
+def test_transfers():
     with alone(3, 0), transfers() as found:
         varcomm.all_gather_v(torch.ones(2), [2, 2, 1])
         varcomm.broadcast(torch.ones(4), src=1)
         varcomm.gather_v(torch.ones(2), [2, 2, 1], dst=1)
-    varcomm_calls = [(one.schedule, one.send, one.recv) for one in found]
-    assert varcomm_calls == [
+    assert [(one.schedule, one.send, one.recv) for one in found] == [
         ("all_gather", (0, 8, 8), (0, 8, 4)),
         ("broadcast", (0, 0, 0), (0, 16, 0)),
         ("one", (0, 8, 0), (0, 0, 0)),
@@ -83,37 +82,17 @@ def test_transfers_are_told_by_schedule():
     assert found[0].ranks == (0, 1, 2)
 
 
-def test_nothing_is_left():
-    for size in (1, 4):
-        with alone(size, 0):
-            assert dist.get_world_size() == size
-        assert not dist.is_initialized()
+def test_ends_and_refusals():
     with pytest.raises(RuntimeError, match="inside"), alone(2, 0):
         raise RuntimeError("inside")
-    assert not dist.is_initialized()
-
-
-def test_refusals():
-    with (
-        pytest.raises(ArgumentError, match="size must be an integer of at least 1; got 0"),
-        alone(0, 0),
-    ):
-        pass
-    with pytest.raises(ArgumentError, match="rank"), alone(2, 2):
-        pass
-    with alone(2, 0):
-        with pytest.raises(GroupError, match="initialised already, as rank 0 of 2"), alone(3, 0):
+    for (size, rank), named in (((0, 0), "size .* 0"), ((2, 2), "rank .* 2")):
+        with pytest.raises(ArgumentError, match=named), alone(size, rank):
             pass
-        assert dist.get_world_size() == 2
-
-
-def test_a_plan_needs_to_know_the_others():
+        assert not dist.is_initialized()
     with alone(3, 0):
-        with pytest.raises(GroupError, match="no other rank says which rows it needs"):
+        with pytest.raises(GroupError, match="initialised already, as rank 0 of 3"), alone(2, 0):
+            pass
+        with pytest.raises(GroupError, match="no other rank"):
             varcomm.ExchangePlan.from_needed(torch.tensor([2]), [2, 2, 2])
-        indices = [torch.tensor([], dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1])]
-        sizes = [[0, 2, 1], [3, 0, 0], [1, 0, 0]]
-        plan = varcomm.ExchangePlan.from_indices(indices, 2, sizes)
-        assert plan.recv_counts == (0, 3, 1)
-        assert plan(torch.ones(2, 5)).shape == (4, 5)
-        assert plan.nbytes(torch.ones(2, 5)) == 60
+        assert dist.get_world_size() == 3
+    assert not dist.is_initialized()

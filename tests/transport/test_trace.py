@@ -12,12 +12,12 @@ from varcomm import Call, Traffic
 SIZES = [2, 1, 0]
 
 
-def seen(call):
-    return call.name, call.sent, call.received
+def seen(calls):
+    return [(call.name, call.sent, call.received) for call in calls]
 
 
 def nested(rank):
-    """The outer list has the calls of the inner one, before it, and after it."""
+    """The outer trace contains the calls of the inner ones."""
     x = torch.ones(SIZES[rank])
     with varcomm.trace() as outer:
         varcomm.all_gather_v(x, SIZES)
@@ -29,20 +29,19 @@ def nested(rank):
             varcomm.gather_v(x, SIZES)
             raise KeyError
     varcomm.all_reduce(torch.ones(1))
-    return [[seen(call) for call in calls] for calls in (outer, empty, inner, failed)]
-
-
-def test_nested(worlds):
-    first, second, third = worlds.run(3, nested)
     reduced = ("all_reduce", 48, 48)
-    gathered = [("all_gather_v", 16, 4), ("all_gather_v", 8, 8), ("all_gather_v", 0, 12)]
-    sent = [("gather_v", 0, 4), ("gather_v", 4, 0), ("gather_v", 0, 0)]
-    for rank, found in enumerate((first, second, third)):
-        assert found == [[gathered[rank], reduced, sent[rank]], [], [reduced], [sent[rank]]]
+    gathered = [("all_gather_v", 16, 4), ("all_gather_v", 8, 8), ("all_gather_v", 0, 12)][rank]
+    sent = [("gather_v", 0, 4), ("gather_v", 4, 0), ("gather_v", 0, 0)][rank]
+    assert [*map(seen, (outer, empty, inner, failed))] == [
+        [gathered, reduced, sent],
+        [],
+        [reduced],
+        [sent],
+    ]
 
 
 def of_adjoints(rank):
-    """Also the calls of a backward in another thread."""
+    """A backward has the name of the adjoint, in another thread too."""
     x = torch.ones(SIZES[rank], dtype=torch.float64, requires_grad=True)
     y = varcomm.all_reduce(torch.ones(1, requires_grad=True))
     cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -55,19 +54,18 @@ def of_adjoints(rank):
         thread.join()
     events = [event.key for event in profiler.key_averages()]
     assert {"varcomm::all_gather_v", "varcomm::reduce_scatter_v"} <= {*events}
-    return [seen(call) for call in calls]
-
-
-def test_backward_is_under_the_name_of_the_adjoint(worlds):
-    first, second, third = worlds.run(3, of_adjoints)
     names = ["all_gather_v", "reduce_scatter_v", "broadcast", "reduce", "gather_v", "scatter_v"]
-    for found in (first, second, third):
-        assert [name for name, *_ in found] == [*names, "all_reduce"]
-        assert found[-1] == ("all_reduce", 8, 8)
-    pairs = [(32, 8), (16, 0), (16, 0)], [(16, 16), (0, 8), (0, 16)]  # an adjoint swaps its pair
-    for found, expected in zip((first, second), pairs, strict=True):
-        calls = [call[1:] for call in found[:-1]]
-        assert calls == [c for sent, got in expected for c in ((sent, got), (got, sent))]
+    assert [call.name for call in calls] == [*names, "all_reduce"]
+    assert seen(calls)[-1] == ("all_reduce", 8, 8)
+    if rank < 2:  # an adjoint swaps its pair
+        pairs = [[(32, 8), (16, 0), (16, 0)], [(16, 16), (0, 8), (0, 16)]][rank]
+        expected = [pair for sent, got in pairs for pair in ((sent, got), (got, sent))]
+        assert [call[1:] for call in seen(calls)[:-1]] == expected
+
+
+def test_calls(worlds):
+    worlds.run(3, nested)
+    worlds.run(3, of_adjoints)
 
 
 def among_some(rank):
@@ -89,15 +87,13 @@ def among_some(rank):
 
 def test_sums_by_operation_and_by_peer_of_the_world(worlds):
     (first, _), (second, alone), (third, _) = worlds.run(3, among_some)
-    assert first.calls[:2] == [
-        Call("all_gather_v", {2: 8}, {2: 4}),
-        Call("all_gather_v", {2: 4}, {}),
-    ]
+    gathered = [Call("all_gather_v", {2: 8}, {2: 4}), Call("all_gather_v", {2: 4}, {})]
+    assert first.calls[:2] == gathered
     assert first.by_operation() == {
         "all_gather_v": Traffic(2, 2, 1, 12, 4),
         "scatter_v": Traffic(1, 1, 0, 24, 0),
     }
-    assert first.by_peer() == {2: Traffic(3, 3, 1, 36, 4)}
+    assert first.by_peer() == {2: first.total}
     assert first.total == Traffic(3, 3, 1, 36, 4)
     assert second.by_operation() == {"scatter_v": Traffic(1)}
     assert second.by_peer() == {}

@@ -1,7 +1,7 @@
 """Checkpoints that any number of ranks can load, and that a crash leaves whole."""
 
-from varcomm.checkpoint.annotations import PerRank, Rows
 from varcomm.checkpoint.load import export, load, read
+from varcomm.checkpoint.parts import PerRank, Rows
 from varcomm.checkpoint.save import PendingSave, save
 
 __all__ = ["PendingSave", "PerRank", "Rows", "export", "load", "read", "save"]

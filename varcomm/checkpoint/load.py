@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
+from operator import or_
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from varcomm.checkpoint.annotations import PerRank, Rows
-from varcomm.checkpoint.flatten import checked_key, checked_rows, checked_state, is_bare
-from varcomm.checkpoint.paths import Keys, joined, nested, prefix_hint
-from varcomm.checkpoint.ranks import Ranks, alone
-from varcomm.checkpoint.reader import Checkpoint
+from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
+from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_block
 from varcomm.checkpoint.save import finish_pending
-from varcomm.checkpoint.shards import RowFetch, check_target, wrapped
-from varcomm.checkpoint.stateful import Early, Holder, holder_of, modules_in
+from varcomm.checkpoint.state import EARLY, LATE, Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.sharding.files import write_tensors
+from varcomm.sharding.optimizer_state import prefix_hint
 from varcomm.transport.group import GroupLike
 
 __all__ = ["export", "load", "read"]
 
 _WHAT = "checkpoint.load"
 _ABSENT = object()
-_FEW = 5
-
-_Put: TypeAlias = Callable[[], None]
 
 
 def load(
@@ -71,8 +66,6 @@ def load(
         On every rank, if ranks find different checkpoints.
     CommunicationError
         If a rank has exited or takes longer than the timeout of the group.
-    VarcommError
-        The error of an earlier asynchronous save on which `wait` was not called.
 
     Notes
     -----
@@ -105,39 +98,39 @@ def load(
         finish_pending()
         if not isinstance(state, torch.nn.Module):
             checked_state(state)
-        opened = Checkpoint.open(Path(folder))
+        opened = Checkpoint(Path(folder))
         opened.verify(ranks.rank, ranks.size)
         return opened
 
-    def run(puts: Sequence[_Put]) -> None:
-        for put in puts:
-            put()
-
-    def read_early() -> None:
-        found.read(targets.early)
-        run(targets.early_puts)
-
-    found, digests = ranks.agree_and_share(_WHAT, find, lambda one: one.digest)
+    found, digests = ranks.agree(_WHAT, find, lambda one: one.digest)
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise DisagreementError(
             f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
         )
-    targets, fits = ranks.agree_and_share(
-        _WHAT, lambda: _Targets(state, found, ranks.rank), lambda one: one.fit()
-    )
+    targets, fits = ranks.agree(_WHAT, lambda: _Targets(state, found, ranks.rank), _Targets.fit)
     alone(_WHAT, lambda: _check_fit(found, fits))  # the same on all ranks
-    fetches = {key: RowFetch(rows, ranks) for key, rows in sorted(targets.rows.items())}
+    blocks = [(key, *row_block(rows, ranks)) for key, rows in sorted(targets.rows.items())]
+
+    def read_early() -> None:
+        targets.read(EARLY)
+        targets.put(EARLY)
+
+    def read_late() -> None:
+        targets.read(LATE)
+        for key, block, _ in blocks:
+            found.read(key, [block])
+
     ranks.agree(_WHAT, read_early)
-    blocks = {key: fetch.target for key, fetch in fetches.items()}
-    ranks.agree(_WHAT, lambda: found.read({**targets.tensors, **blocks}))
-    for fetch in fetches.values():
-        fetch.finish()
-    ranks.agree(_WHAT, lambda: run(targets.puts))
-    found.close()
+    ranks.agree(_WHAT, read_late)
+    for *_, send in blocks:
+        send()
+    ranks.agree(_WHAT, lambda: targets.put(LATE))
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a whole checkpoint on the CPU; no communication.
+
+    ArgumentError if there is no checkpoint, or if a file is missing, cut or altered.
 
     Parameters
     ----------
@@ -150,13 +143,6 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         The saved state, nested as it was: modules and other objects as dicts, sharded tensors and
         rows as full tensors, :class:`PerRank` as a dict with the ranks as texts. Of files of other
         tools, tensors by name.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no checkpoint, or if a file is missing, cut or altered.
-    VarcommError
-        The error of an earlier asynchronous save on which `wait` was not called.
 
     Examples
     --------
@@ -172,7 +158,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     def full() -> dict[str, Any]:
         found, tensors = _read_all(folder, "")
         flat = {**found.values, **tensors}
-        return nested({path: flat[key] for key, path in found.paths.items()})
+        state: dict[str, Any] = nested({path: flat[key] for key, path in found.paths.items()})
+        return state
 
     return alone("checkpoint.read", full)
 
@@ -181,6 +168,9 @@ def export(
     folder: str | os.PathLike[str], file: str | os.PathLike[str], name: str | None = None
 ) -> None:
     """Write the tensors of a checkpoint as one safetensors file; no communication.
+
+    Full tensors are held in memory. ArgumentError if the checkpoint cannot be read, has no tensors
+    of this name, or has complex ones, which other tools cannot read; or if writing fails.
 
     Parameters
     ----------
@@ -191,16 +181,6 @@ def export(
     name : str, optional
         Write only the tensors below this name of the state, such as ``"model"``, without it in
         their names. None writes all tensors, with dotted names.
-
-    Raises
-    ------
-    ArgumentError
-        If the checkpoint cannot be read, has no tensors of this name, or the file cannot be
-        written.
-
-    Notes
-    -----
-    Full tensors are held in memory. Complex tensors are refused: other tools cannot read them.
 
     Examples
     --------
@@ -236,178 +216,117 @@ def _read_all(
     folder: str | os.PathLike[str], start: str
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
     finish_pending()
-    found = Checkpoint.open(Path(folder))
+    found = Checkpoint(Path(folder))
     found.verify()
-    tensors = {
-        key: saved.like("cpu") for key, saved in found.tensors.items() if key.startswith(start)
-    }
-    found.read(tensors)
-    found.close()
+    tensors = {key: t.empty("cpu") for key, t in found.tensors.items() if key.startswith(start)}
+    for key, tensor in tensors.items():
+        found.read(key, boxes_of(key, tensor))
     return found, tensors
 
 
-@dataclass
-class _Fit:
-    """How well a state and a checkpoint match on one rank; bits stand for sorted keys."""
-
-    within: int  # keys that belong to names of the state
-    asked: int  # keys that are loaded
-    missing: list[str]
-    differing: list[str]
-    rows: list[str]
-
-
-def _check_fit(found: Checkpoint, told: Sequence[tuple[Any, ...]]) -> None:
+def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
-    fits = [_Fit(*one) for one in told]
-    for rank, fit in enumerate(fits):
-        if fit.rows != fits[0].rows:
+    within, asked, missing, differing, rows = zip(*fits, strict=True)
+    for rank, own in enumerate(rows):
+        if own != rows[0]:
             raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {fits[0].rows}, rank {rank} has {fit.rows}. "
-                "Give the same Rows on all ranks, without ids if a rank has none."
+                f"ranks disagree on Rows: rank 0 has {rows[0]}, rank {rank} has {own}. Give the "
+                "same Rows on all ranks, without ids if a rank has none."
             )
-    missing = list(dict.fromkeys(key for fit in fits for key in fit.missing))
-    differing = list(dict.fromkeys(text for fit in fits for text in fit.differing))
-    left = 0
-    for fit in fits:
-        left |= fit.within
-    for fit in fits:
-        left &= ~fit.asked
+    left = reduce(or_, within) & ~reduce(or_, asked)
     unexpected = [key for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
-    parts = [
-        f"{len(items)} {what}: {', '.join(items[:_FEW])}{', ...' if len(items) > _FEW else ''}"
-        for what, items in (
-            ("keys are missing in the checkpoint", list(map(repr, missing))),
-            ("of its keys are not in the state", list(map(repr, unexpected))),
-            ("have another shape or dtype", differing),
-        )
-        if items
-    ]
-    if parts:
+    lacking = list(dict.fromkeys(chain.from_iterable(missing)))
+    parts = {
+        "keys are missing in the checkpoint": [*map(repr, lacking)],
+        "of its keys are not in the state": [*map(repr, unexpected)],
+        "have another shape or dtype": [*dict.fromkeys(chain.from_iterable(differing))],
+    }
+    reasons = [f"{len(items)} {what}: {few(items)}" for what, items in parts.items() if items]
+    if reasons:
         raise ArgumentError(
-            f"the checkpoint {found.folder} does not match the state. {'; '.join(parts)}. Nothing "
-            f"has been loaded.{prefix_hint(missing, unexpected)}"
+            f"the checkpoint {found.folder} does not match the state. {'; '.join(reasons)}. "
+            f"Nothing has been loaded.{prefix_hint(lacking, unexpected)}"
         )
 
 
-@dataclass
-class _Targets:
-    """The tensors that this rank reads, and the calls that put values in their places.
+class _Targets(Walk):
+    """The tensors that this rank reads, and the calls that put values in their places, by phase."""
 
-    The `early` tensors are new, for objects that may refuse them; `early_puts` are called after
-    these have been read, and `puts` at the end.
-    """
-
-    state: Any
-    found: Checkpoint
-    rank: int
-    early: dict[str, torch.Tensor] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    early_puts: list[_Put] = field(default_factory=list)
-    puts: list[_Put] = field(default_factory=list)
-    rows: dict[str, Rows] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._modules = modules_in(self.state)
-        if isinstance(self.state, torch.nn.Module):
-            self._into(self.state, (), lambda value: None)
-            return
-        for name, value in self.state.items():
-            self._into(value, (name,), partial(self.state.__setitem__, name))
+    def __init__(self, state: Any, found: Checkpoint, rank: int) -> None:
+        super().__init__(state, rank)
+        self.found = found
+        self.tensors: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+        self.puts: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
+        self.rows: dict[str, Rows] = {}
+        self.missing: list[str] = []
+        self.differing: list[str] = []
+        self.asked: set[str] = set()
+        paths = [()] if isinstance(state, torch.nn.Module) else [(name,) for name in state]
+        self.within = {key for path in paths for key in found.below(path)}
+        for leaf in self.leaves(Leaf(state)):
+            self._add(leaf.key, leaf)
 
     def fit(self) -> tuple[Any, ...]:
-        """Return a _Fit as a tuple, for other ranks."""
-        keys = sorted(self.found.paths)
-        if isinstance(self.state, torch.nn.Module):
-            within = set(keys)
-        else:
-            within = {key for name in self.state for key in self.found.keys_below(name)}
+        """Return how well the state matches, for all ranks; bits stand for sorted keys."""
+        bits = {key: 1 << bit for bit, key in enumerate(sorted(self.found.paths))}
+        within, asked = (sum(bits[key] for key in some) for some in (self.within, self.asked))
+        return within, asked, self.missing, self.differing, sorted(self.rows)
 
-        def bits(some: set[str]) -> int:
-            return sum(1 << bit for bit, key in enumerate(keys) if key in some)
+    def read(self, phase: int) -> None:
+        """Overwrite the tensors of a phase."""
+        for key, tensor in self.tensors[phase].items():
+            self.found.read(key, boxes_of(key, tensor))
 
-        return bits(within), bits(self.asked), self.missing, self.differing, sorted(self.rows)
+    def put(self, phase: int) -> None:
+        """Put the values of a phase in their places."""
+        for put in self.puts[phase]:
+            put()
 
-    def _into(
-        self, value: Any, path: Keys, put: Callable[[Any], None], early: bool = False
-    ) -> None:
-        """Find the saved value for `value`; `put` takes a replacement."""
-        key = joined(path)
-        if isinstance(value, PerRank):
-            self._per_rank(value, path, early)
-        elif isinstance(value, Early):
-            self._into(value.value, path, partial(setattr, value, "value"), True)
-        elif isinstance(value, Rows):
-            rows = checked_rows(key, value)
-            check_target(key, rows.tensor)
-            if self._matches(path, (rows.total, *rows.tensor.shape[1:]), rows.tensor.dtype):
-                self.rows[key] = rows
-        elif isinstance(value, torch.Tensor):
-            target = wrapped(value)
-            check_target(key, target)
-            if self._matches(path, tuple(target.shape), target.dtype):
-                (self.early if early else self.tensors)[key] = target
-        elif holder := holder_of(value, self._modules):
-            self._holder(holder, path)
-        elif isinstance(value, dict) and not (value and _is_one_value(value)):
-            if self.found.at(path, _ABSENT) == {}:  # an empty dict has a key
-                self.asked.add(key)
-            for name, inner in value.items():
-                put_inner = partial(value.__setitem__, name)
-                self._into(inner, (*path, checked_key(name)), put_inner, early)
-        elif isinstance(value, list) and not is_bare(value):
-            for number, inner in enumerate(value):
-                self._into(inner, (*path, (number,)), partial(value.__setitem__, number), early)
-        else:
-            self._plain(path, put, early)
-
-    def _per_rank(self, value: PerRank, path: Keys, early: bool) -> None:
-        saved = self.found.at(path)
-        mine = (*path, str(self.rank))
-        if not isinstance(saved, Mapping) or not all(str(name).isdecimal() for name in saved):
-            self.missing.append(joined(mine))
-            return
-        self._ask_below(path)
-        if str(self.rank) in saved:
-            self._into(value.value, mine, partial(setattr, value, "value"), early)
-
-    def _holder(self, holder: Holder, path: Keys) -> None:
+    def opens(self, holder: Holder, path: Keys) -> bool:
         saved = self.found.at(path, _ABSENT)
-        if saved is _ABSENT:
-            if holder.tree() not in ({}, []):
-                self.missing.append(joined(path))
-            return
-        try:
-            box = [holder.targets(saved)]
-        except ArgumentError as error:
-            raise ArgumentError(f"{joined(path)!r}: {error}") from error
-        self._into(box[0], path, partial(box.__setitem__, 0))
-
-        def give(early: bool) -> None:
-            try:
-                holder.take(box[0], early)
-            except Exception as error:
-                raise ArgumentError(f"{joined(path)!r} refuses its saved state: {error}") from error
-
-        self.early_puts.append(partial(give, True))
-        self.puts.append(partial(give, False))
-
-    def _plain(self, path: Keys, put: Callable[[Any], None], early: bool) -> None:
-        saved = self.found.at(path, _ABSENT)
-        self._ask_below(path)
-        if saved is _ABSENT:
+        if saved is not _ABSENT:
+            holder.content = holder.targets(saved)
+        elif holder.tree() not in ({}, []):
             self.missing.append(joined(path))
-        elif not is_bare(saved):
-            self.differing.append(f"{joined(path)!r} is saved as tensors and is a plain value here")
-        else:
-            (self.early_puts if early else self.puts).append(partial(put, saved))
+        return saved is not _ABSENT
 
-    def _matches(self, path: Keys, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        key = joined(path)
-        if not self.found.has(path):
+    def enters(self, path: Keys) -> bool:
+        saved = self.found.at(path)
+        if not isinstance(saved, Mapping) or not all(str(name).isdecimal() for name in saved):
+            self.missing.append(joined((*path, str(self.rank))))
+            return False
+        self.asked |= self.found.below(path)
+        return str(self.rank) in saved
+
+    def _add(self, key: str, leaf: Leaf) -> None:
+        value, path = leaf.value, leaf.path
+        if isinstance(value, Holder):
+            for each in (EARLY, LATE):
+                self.puts[each].append(partial(_take, key, value, each))
+        elif isinstance(value, Rows):
+            _check_target(key, value.tensor)
+            shape = (value.total, *value.tensor.shape[1:])
+            if self._matches(key, shape, value.tensor.dtype):
+                self.rows[key] = value
+        elif isinstance(value, torch.Tensor):
+            _check_target(key, value)
+            if self._matches(key, tuple(value.shape), value.dtype):
+                self.tensors[leaf.phase][key] = value
+        elif isinstance(value, dict) and not value:
+            if self.found.at(path) == {}:  # an empty dict has a key
+                self.asked.add(key)
+        else:
+            saved = self.found.at(path, _ABSENT)
+            self.asked |= self.found.below(path)
+            if saved is _ABSENT:
+                self.missing.append(key)
+            elif not is_bare(saved):
+                self.differing.append(f"{key!r} is saved as tensors and is a plain value here")
+            else:
+                self.puts[leaf.phase].append(partial(leaf.put, saved))
+
+    def _matches(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        if key not in self.found.paths:
             self.missing.append(key)
             return False
         self.asked.add(key)
@@ -418,10 +337,23 @@ class _Targets:
         self.differing.append(f"{key!r} is saved as {was} and is {shape}, {dtype} here")
         return False
 
-    def _ask_below(self, path: Keys) -> None:
-        length = len(path)
-        self.asked.update(key for key, other in self.found.paths.items() if other[:length] == path)
+
+def _take(key: str, holder: Holder, phase: int) -> None:
+    try:
+        holder.take(phase)
+    except Exception as error:
+        raise ArgumentError(f"{key!r} refuses its saved state: {error}") from error
 
 
-def _is_one_value(value: dict[Any, Any]) -> bool:
-    return is_bare(value) and not all(isinstance(name, str) for name in value)
+def _check_target(key: str, tensor: torch.Tensor) -> None:
+    """Raise ArgumentError if a tensor cannot be loaded into."""
+    if tensor.is_meta:
+        raise ArgumentError(f"{key!r} is on the meta device. Call to_empty(device=...) first.")
+    for box in boxes_of(key, tensor):
+        places, reason = zip(box.tensor.shape, box.tensor.stride(), strict=True), ""
+        if box.tensor.is_inference() and not torch.is_inference_mode_enabled():
+            reason = "was made in inference mode and can be overwritten only there"
+        if any(n > 1 and step == 0 for n, step in places):
+            reason = "is an expanded tensor, whose elements share memory"
+        if reason:
+            raise ArgumentError(f"{key!r} {reason}. Load into its clone().")

@@ -7,28 +7,36 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import torch
 
-from varcomm.checkpoint.annotations import Rows
-from varcomm.checkpoint.flatten import Leaf, flatten
-from varcomm.checkpoint.paths import Keys
-from varcomm.checkpoint.ranks import Ranks, alone
-from varcomm.checkpoint.reader import KIND, part_name
-from varcomm.checkpoint.shards import block_of, boxes_of, is_whole, sorted_rows
+from varcomm.checkpoint.index import KIND, encode, part_name
+from varcomm.checkpoint.parts import (
+    Ranks,
+    Rows,
+    alone,
+    boxes_of,
+    few,
+    is_whole,
+    shown,
+    sorted_rows,
+)
+from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops.checks import checked_flag
 from varcomm.ops.digest import digest
 from varcomm.sharding.files import FolderSave, check_cover, new_token
+from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import on_all_ranks
 from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import GroupLike
+from varcomm.transport.serialization import dtype_of
 
 __all__ = ["PendingSave", "finish_pending", "save"]
 
@@ -43,20 +51,6 @@ _FIX = (
 )
 
 
-@overload
-def save(
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    async_: Literal[False] = False,
-    group: GroupLike = None,
-) -> None: ...
-@overload
-def save(
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    async_: Literal[True],
-    group: GroupLike = None,
-) -> PendingSave: ...
 def save(
     state: dict[str, Any],
     folder: str | os.PathLike[str],
@@ -87,14 +81,15 @@ def save(
     folder : str or path
         The same on all ranks; made if it does not exist. Other files in it stay.
     async_ : bool
-        Return after all tensors have been copied to CPU memory, and write in a thread.
+        Copy all tensors to CPU memory, return a :class:`PendingSave`, and write in a thread. The
+        next `save`, :func:`load` or :func:`read` waits for it and raises its error.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
     Returns
     -------
     None or PendingSave
-        With `async_`, a handle. The next `save`, :func:`load` or :func:`read` waits for it.
+        A handle, with `async_`.
 
     Raises
     ------
@@ -104,10 +99,7 @@ def save(
     DisagreementError
         On every rank, if values that must be identical differ; it names keys and ranks.
     CommunicationError
-        If a rank has exited, or writes for longer than the timeout of the group. The folder has
-        the earlier checkpoint or the new one, whole.
-    VarcommError
-        The error of an earlier asynchronous save on which `wait` was not called.
+        If a rank has exited, or writes for longer than the timeout of the group.
 
     Notes
     -----
@@ -125,52 +117,63 @@ def save(
     >>> from varcomm.checkpoint import load, save
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> state = {"model": model, "optimizer": optimizer, "step": 7}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save({"model": model, "optimizer": optimizer, "step": 7}, folder)
-    ...     state = {"model": model, "optimizer": optimizer, "step": 0}
+    ...     save(state, folder)
+    ...     state["step"] = 0
     ...     load(state, folder)
     >>> state["step"]
     7
     """
-    ranks = Ranks.of(group)
+    ranks, token = Ranks.of(group), new_token()
 
-    def collect() -> tuple[dict[str, Leaf], Path]:
+    def collect() -> tuple[Path, _State]:
         finish_pending()
         checked_flag(async_, "async_", "")
-        target = _checked_folder(folder)
-        return flatten(state, ranks.rank), target
+        return _checked_folder(folder), _State(state, ranks.rank)
 
-    flat, target, token, shared = _share(collect, folder, async_, ranks)
-    plan = alone(_WHAT, lambda: _Plan(shared))  # the same on all ranks
-    tensors = {k: leaf.value for k, leaf in flat.items() if isinstance(leaf.value, torch.Tensor)}
-    _check_copies(tensors, plan, ranks)
-    rows = {key: leaf.value for key, leaf in flat.items() if isinstance(leaf.value, Rows)}
-    for key in sorted(rows):
-        tensors[key] = sorted_rows(_WHAT, key, rows[key], ranks)
-    contents = plan.contents(tensors, ranks.rank)
-    task = FolderSave(target, KIND, token)
+    def brief(found: tuple[Path, _State]) -> tuple[Any, ...]:
+        call = {"folder": str(Path(folder)), "async_": async_}
+        return token, call, found[1].digest(), found[1].per_rank, found[1].boxes
+
+    (target, own), told = ranks.agree(_WHAT, collect, brief)
+    tokens, calls, digests, per_rank, boxes = zip(*told, strict=True)
+    for word, first in calls[0].items():
+        for rank, call in enumerate(calls):
+            if call[word] != first:
+                both = f"rank 0 has {first}, rank {rank} has {call[word]}"
+                raise DisagreementError(f"{_WHAT}: ranks disagree on {word}: {both}.")
+    commons = [own.common] * ranks.size
+    if len(set(digests)) > 1:  # mostly ranks have the same keys
+        _, commons = ranks.agree(_WHAT, lambda: own.common)
+    entries = [common | more for common, more in zip(commons, per_rank, strict=True)]
+    plan = alone(_WHAT, lambda: _Plan(entries, boxes))  # the same on all ranks
+    _check_copies(own.values, plan, ranks)
+    rows = sorted(key for key, value in own.values.items() if isinstance(value, Rows))
+    sent = {key: sorted_rows(_WHAT, key, own.values[key], ranks) for key in rows}
+    contents = plan.contents(own.values | sent, ranks.rank)
+    task = FolderSave(target, KIND, tokens[0])
+    what = f"{_WHAT} to {Path(folder)}"
     if not async_:
-        _write(f"{_WHAT} to {Path(folder)}", task, plan, contents, ranks)
+        _write(what, task, plan, contents, ranks)
         return None
-    staged = ranks.agree(_WHAT, lambda: _staged(contents))
+    staged, _ = ranks.agree(_WHAT, lambda: _staged(contents), lambda _: None)
     others = ranks if ranks.group is None else Ranks(aside(ranks.group))
-    what = f"{_WHAT} to {Path(folder)} with async_=True"
-    return PendingSave(lambda: _write(what, task, plan, staged, others))
+    return PendingSave(lambda: _write(f"{what} with async_=True", task, plan, staged, others))
 
 
 class PendingSave:
     """An asynchronous save, returned by :func:`save` with ``async_=True``.
 
-    The save finishes without further calls, on all ranks or on none; an interpreter that exits
-    waits for it. An error is logged at once by the logger ``"varcomm"``.
+    It finishes without further calls, on all ranks or on none; an interpreter that exits waits for
+    it. An error is logged at once by the logger ``"varcomm"``.
 
     Examples
     --------
     >>> import tempfile, torch
     >>> from varcomm.checkpoint import read, save
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pending = save({"x": torch.ones(2)}, folder, async_=True)
-    ...     pending.wait()
+    ...     save({"x": torch.ones(2)}, folder, async_=True).wait()
     ...     read(folder)
     {'x': tensor([1., 1.])}
     """
@@ -199,13 +202,8 @@ class PendingSave:
     def wait(self) -> None:
         """Return when the checkpoint is complete on all ranks; no communication.
 
-        Raises
-        ------
-        VarcommError
-            The same on every rank, if the checkpoint could not be written; it names the folder,
-            which has the earlier checkpoint.
-        CommunicationError
-            If ranks could not agree: one has exited or was too slow, or the group was destroyed.
+        VarcommError on every rank if it could not be written; it names the folder, which has the
+        earlier checkpoint. CommunicationError if ranks could not agree.
         """
         self._thread.join()
         if PendingSave._latest is self:
@@ -220,111 +218,78 @@ def finish_pending() -> None:
         PendingSave._latest.wait()
 
 
-class _Entry(NamedTuple):
-    """One key of the state, as ranks describe it to each other."""
-
-    path: Keys
-    kind: Literal["value", "whole", "parts", "rows"]
-    dtype: torch.dtype | None  # None for a plain value
-    shape: tuple[int, ...]
-    value: str  # JSON
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> _Entry:
-        """Return the description of a leaf."""
-        path, value, _ = leaf
-        if isinstance(value, str):
-            return cls(path, "value", None, (), value)
-        if isinstance(value, Rows):
-            shape = (value.total, *value.tensor.shape[1:])
-            return cls(path, "rows", value.tensor.dtype, shape, "")
-        kind: Literal["whole", "parts"] = "whole" if is_whole(value) else "parts"
-        return cls(path, kind, value.dtype, tuple(value.shape), "")
-
-    def __str__(self) -> str:
-        if self.dtype is None:
-            short = self.value if len(self.value) < 50 else f"{self.value[:50]}..."
-            return "an empty container" if self.is_empty else f"a plain value {short}"
-        part = "parts of " if self.kind == "parts" else ""
-        return f"{part}a tensor of shape {self.shape}, {self.dtype}"
-
-    @property
-    def is_empty(self) -> bool:
-        return self.value in ("{}", "[]")
-
-    def agrees(self, other: _Entry) -> bool:
-        """Return whether two ranks have the same, dicts in any order."""
-        if self[:-1] != other[:-1] or self.value == other.value:
-            return self == other
-        return _in_order(self.value) == _in_order(other.value)
-
-
-def _in_order(text: str) -> str:
-    return json.dumps(json.loads(text), sort_keys=True) if text else ""
-
+# One key of the state as the index has it, and what a rank has of it: its "kind" is "value",
+# "whole", "parts" or "rows".
+_Entry: TypeAlias = dict[str, Any]
 
 # Key, offsets and sizes of a box: the unit that one rank writes.
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-class _Shared(NamedTuple):
-    """The description of one rank's state that all ranks get."""
+class _State:
+    """The state of this rank: its tensors, and what ranks tell each other of them."""
 
-    entries: dict[str, _Entry]
-    boxes: list[_Piece]
+    def __init__(self, state: Any, rank: int) -> None:
+        self.values: dict[str, Any] = {}  # tensors and Rows
+        self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
+        self.per_rank: dict[str, _Entry] = {}
+        self.boxes: list[_Piece] = []
+        for leaf in Walk(checked_state(state), rank).leaves(Leaf(state)):
+            if isinstance(leaf.value, Holder):
+                continue  # after its leaves
+            if other := self.common.get(leaf.key) or self.per_rank.get(leaf.key):
+                both = f"{other['path']} and {leaf.path}"
+                raise ArgumentError(f"{both} would both be saved as {leaf.key!r}. Rename one.")
+            entries = self.per_rank if leaf.own else self.common
+            entries[leaf.key] = {"path": leaf.path, **self._entry(leaf.key, leaf)}
 
+    def digest(self) -> int:
+        """Return a digest of the common entries."""
+        return crc32(_in_order(self.common).encode())
 
-def _share(
-    collect: Callable[[], tuple[dict[str, Leaf], Path]],
-    folder: str | os.PathLike[str],
-    async_: bool,
-    ranks: Ranks,
-) -> tuple[dict[str, Leaf], Path, str, list[_Shared]]:
-    """Collect the state of this rank and share its description; collective.
-
-    Mostly ranks have the same keys, and share only a digest of them.
-    """
-    token = new_token()
-    common: dict[str, _Entry] = {}
-
-    def gather() -> tuple[dict[str, Leaf], Path]:
-        flat, target = collect()
-        common.update((key, _Entry.of(leaf)) for key, leaf in flat.items() if _is_common(leaf))
-        return flat, target
-
-    def brief(gathered: tuple[dict[str, Leaf], Path]) -> tuple[Any, ...]:
-        flat, _ = gathered
-        rest = {key: _Entry.of(leaf) for key, leaf in flat.items() if not _is_common(leaf)}
-        boxes = [
-            (key, box.offsets, tuple(box.tensor.shape))
-            for key, (_, value, _) in flat.items()
-            if isinstance(value, torch.Tensor) and not is_whole(value)
-            for box in boxes_of(key, value)
-        ]
-        call = {"folder": str(Path(folder)), "async_": async_}
-        return token, call, crc32(repr(sorted(common.items())).encode()), rest, boxes
-
-    (flat, target), given = ranks.agree_and_share(_WHAT, gather, brief)
-    tokens, calls, digests, rests, boxes = zip(*given, strict=True)
-    for word, first in calls[0].items():
-        if others := [rank for rank, call in enumerate(calls) if call[word] != first]:
-            raise DisagreementError(
-                f"{_WHAT}: ranks disagree on {word}: rank 0 has {first}, rank {others[0]} has "
-                f"{calls[others[0]][word]}."
-            )
-    commons = [common] * ranks.size
-    if len(set(digests)) > 1:
-        commons = ranks.share(_WHAT, lambda: common)
-    shared = []
-    for every, rest, own in zip(commons, rests, boxes, strict=True):
-        # NamedTuples arrive as tuples
-        entries = {key: _Entry(*entry) for key, entry in {**every, **rest}.items()}
-        shared.append(_Shared(entries, own))
-    return flat, target, tokens[0], shared
+    def _entry(self, key: str, leaf: Leaf) -> _Entry:
+        value = leaf.value
+        if not isinstance(value, torch.Tensor | Rows):
+            return {"kind": "value", "value": _as_json(key, value)}
+        self.values[key] = value
+        if isinstance(value, Rows):
+            kind, tensor, shape = "rows", value.tensor, (value.total, *value.tensor.shape[1:])
+        else:
+            _check_saved(key, value, leaf.own)
+            kind, tensor, shape = "whole", value, tuple(value.shape)
+        if kind == "whole" and not is_whole(tensor):
+            kind, found = "parts", boxes_of(key, tensor)
+            self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
+        return {"kind": kind, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
 
-def _is_common(leaf: Leaf) -> bool:
-    return not leaf.own and not isinstance(leaf.value, Rows)
+def _in_order(content: Any) -> str:
+    return json.dumps(content, sort_keys=True)
+
+
+def _check_saved(key: str, tensor: torch.Tensor, own: bool) -> None:
+    """Raise ArgumentError if a tensor cannot be saved."""
+    ragged, whole = tensor.is_nested, is_whole(tensor)
+    if ragged or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ArgumentError(f"{key!r} must be a dense tensor with values; got {shown(tensor)}.")
+    if whole and type(tensor) is not torch.Tensor:
+        name = type(tensor).__name__
+        raise ArgumentError(f"{key!r} is a {name}, not loaded as such. Save a plain tensor.")
+    if own and not whole:
+        raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
+
+
+def _as_json(key: str, value: Any) -> Any:
+    try:
+        content = encode(value)
+        json.dumps(content)
+        return content
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+        raise ArgumentError(
+            f"{key!r} has type {kind} and cannot be saved ({error}). Save tensors, texts, numbers "
+            "of Python's own types, and lists and dicts of them."
+        ) from error
 
 
 class _Plan:
@@ -333,32 +298,29 @@ class _Plan:
     `holders` has the ranks with a copy of each box.
     """
 
-    def __init__(self, shared: Sequence[_Shared]) -> None:
-        self.entries = _merged(shared)
+    def __init__(self, entries: Sequence[Mapping[str, _Entry]], boxes: Sequence[Any]) -> None:
+        self.entries = _merged(entries)
         self.holders: dict[_Piece, list[int]] = {}
-        for rank, one in enumerate(shared):
-            for piece in _pieces(one, rank, len(shared)):
+        for rank, own in enumerate(entries):
+            for piece in (*boxes[rank], *_full_pieces(own, rank, len(boxes))):
                 self.holders.setdefault(piece, []).append(rank)
-        boxes: dict[str, list[Any]] = {key: [] for key in self.entries}
+        by_key: dict[str, list[Any]] = {key: [] for key in self.entries}
         for key, *box in self.holders:
-            boxes[key].append(box)
+            by_key[key].append(box)
         for key, entry in self.entries.items():
-            if entry.dtype is not None:
-                check_cover(key, entry.shape, boxes[key])
-        self.pieces: list[list[_Piece]] = [[] for _ in shared]
-        load = [0] * len(shared)
+            if "shape" in entry:
+                check_cover(key, entry["shape"], by_key[key])
+        self.pieces: list[list[_Piece]] = [[] for _ in boxes]
+        load = [0] * len(boxes)
         # boxes of few ranks first; replicated ones then even out the load
         for piece, able in sorted(self.holders.items(), key=lambda item: (len(item[1]), item[0])):
             writer = min(able, key=load.__getitem__)
             self.pieces[writer].append(piece)
-            dtype = self.entries[piece[0]].dtype
-            load[writer] += (dtype.itemsize if dtype else 1) * prod(piece[2])
-        for rank, pieces in enumerate(self.pieces):
-            name, times = Counter(map(self._name, pieces)).most_common(1)[0] if pieces else ("", 1)
-            if times > 1:
-                raise ArgumentError(
-                    f"rank {rank} would save two tensors as {name!r}. Rename one of them."
-                )
+            load[writer] += dtype_of(self.entries[piece[0]]["dtype"]).itemsize * prod(piece[2])
+        for pieces in self.pieces:
+            for name, times in Counter(map(self._name, pieces)).items():
+                if times > 1:
+                    raise ArgumentError(f"two tensors would be saved as {name!r}. Rename one.")
 
     def contents(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
         """Return the boxes that a rank writes by their names in its file."""
@@ -366,126 +328,113 @@ class _Plan:
 
     def _name(self, piece: _Piece) -> str:
         key, offsets, sizes = piece
-        return part_name(key, self.entries[key].shape, offsets, sizes)
+        return part_name(key, self.entries[key]["shape"], offsets, sizes)
 
     def index(self) -> dict[str, Any]:
         """Return the content of the index."""
-        boxes: dict[str, list[Any]] = {}
+        entries = {key: dict(entry) for key, entry in self.entries.items()}
+        for entry in entries.values():
+            if entry.pop("kind") != "value":
+                entry["boxes"] = []
         for rank, pieces in enumerate(self.pieces):
-            for key, offsets, sizes in pieces:
-                boxes.setdefault(key, []).append([rank, offsets, sizes])
-        entries: dict[str, Any] = {}
-        for key, entry in self.entries.items():
-            if entry.dtype is None:
-                entries[key] = {"path": entry.path, "value": json.loads(entry.value)}
-            else:
-                dtype = str(entry.dtype).removeprefix("torch.")
-                found = {"dtype": dtype, "shape": entry.shape, "boxes": boxes.get(key, [])}
-                entries[key] = {"path": entry.path, **found}
+            for key, *box in pieces:
+                entries[key]["boxes"].append([rank, *box])
         return {"entries": entries}
 
 
-def _merged(shared: Sequence[_Shared]) -> dict[str, _Entry]:
+def _merged(given: Sequence[Mapping[str, _Entry]]) -> dict[str, _Entry]:
     """Return the entries of all ranks, which must not contradict each other."""
-    rows = [{k: e for k, e in one.entries.items() if e.kind == "rows"} for one in shared]
-    for rank, found in enumerate(rows):
-        if found != rows[0]:
-            raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {_listed(rows[0])}; rank {rank} has "
-                f"{_listed(found)}. Give the same Rows on all ranks, without ids if a rank has "
-                "none."
-            )
+    rows = [{k: e for k, e in entries.items() if e["kind"] == "rows"} for entries in given]
     first: dict[str, tuple[int, _Entry]] = {}
-    for rank, one in enumerate(shared):
-        for key, entry in one.entries.items():
-            other, known = first.setdefault(key, (rank, entry))
-            if not known.agrees(entry):
-                raise DisagreementError(
-                    f"ranks disagree on {key!r}: on rank {other} it is {known}, and on rank {rank} "
-                    f"{entry}. {_FIX}"
-                )
-    entries = {key: entry for key, (_, entry) in first.items()}
-    inner = {entry.path[:depth] for entry in entries.values() for depth in range(len(entry.path))}
-    for key, entry in entries.items():
-        if entry.path in inner and not entry.is_empty:
+    for rank, entries in enumerate(given):
+        if rows[rank] != rows[0]:
+            here, there = (", ".join(map(repr, found)) or "none" for found in (rows[0], rows[rank]))
             raise DisagreementError(
-                f"{key!r} is {entry} on rank {first[key][0]}, and a container on another. {_FIX}"
+                f"ranks disagree on Rows: rank 0 has {here}; rank {rank} has {there}, or another "
+                "dtype or total. Give the same Rows on all ranks, without ids if a rank has none."
+            )
+        for key, entry in entries.items():
+            other, known = first.setdefault(key, (rank, entry))
+            if known is not entry and _in_order(known) != _in_order(entry):
+                raise DisagreementError(
+                    f"ranks disagree on {key!r}: on rank {other} it is {_shown(known)}, and on "
+                    f"rank {rank} {_shown(entry)}. {_FIX}"
+                )
+    paths = [entry["path"] for _, entry in first.values()]
+    inner = {path[:depth] for path in paths for depth in range(len(path))}
+    for key, (rank, entry) in first.items():
+        if entry["path"] in inner and not _is_empty(entry):
+            raise DisagreementError(
+                f"{key!r} is {_shown(entry)} on rank {rank}, and a container on another. {_FIX}"
             )
     # a container that is empty on one rank may have entries on others
-    return {key: entry for key, entry in entries.items() if entry.path not in inner}
+    return {key: entry for key, (_, entry) in first.items() if entry["path"] not in inner}
 
 
-def _listed(rows: Mapping[str, _Entry]) -> str:
-    return ", ".join(f"{key!r}: {entry}" for key, entry in sorted(rows.items())) or "none"
+def _is_empty(entry: _Entry) -> bool:
+    return entry.get("value") in ({}, [])
 
 
-def _pieces(one: _Shared, rank: int, ranks: int) -> list[_Piece]:
-    """Return the boxes that a rank can write, empty ones left out."""
-    found = list(one.boxes)
-    for key, entry in one.entries.items():
-        if entry.kind == "whole":
-            found.append((key, (0,) * len(entry.shape), entry.shape))
-        elif entry.kind == "rows":
-            block = block_of(entry.shape[0], rank, ranks)
-            rest = entry.shape[1:]
-            found.append((key, (block.start, *(0,) * len(rest)), (len(block), *rest)))
-    return [piece for piece in found if prod(piece[2])]
+def _shown(entry: _Entry) -> str:
+    if "value" not in entry:
+        part = "parts of " if entry["kind"] == "parts" else ""
+        return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}"
+    text = json.dumps(entry["value"])
+    return "an empty container" if _is_empty(entry) else f"a plain value {text[:50]}"
+
+
+def _full_pieces(entries: Mapping[str, _Entry], rank: int, ranks: int) -> Iterator[_Piece]:
+    """Yield what a rank can write of tensors that are whole, or whole on all ranks together."""
+    for key, entry in entries.items():
+        shape: tuple[int, ...] = entry.get("shape", (0,))
+        zeros = (0,) * len(shape)
+        if entry["kind"] == "whole" and prod(shape):
+            yield key, zeros, shape
+        elif entry["kind"] == "rows" and prod(shape):
+            rows = ShardSizes.balanced(shape[0], ranks).range(rank)
+            if rows:
+                yield key, (rows.start, *zeros[1:]), (len(rows), *shape[1:])
 
 
 def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
-    key, offsets, sizes = piece
-    return next(
-        box.tensor
-        for box in boxes_of(key, tensors[key])
-        if (box.offsets, tuple(box.tensor.shape)) == (offsets, sizes)
-    )
+    key, *place = piece
+    found = boxes_of(key, tensors[key])
+    return next(box.tensor for box in found if [box.offsets, tuple(box.tensor.shape)] == place)
 
 
 def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks) -> None:
     """Raise on every rank if copies of a box differ between ranks; collective."""
-    several = sorted(piece for piece, able in plan.holders.items() if len(able) > 1)
+    several = sorted(item for item in plan.holders.items() if len(item[1]) > 1)
     if not several:
         return  # on all ranks
-    own = {
-        piece: crc32(repr(digest(_box(tensors, piece))).encode())
-        for piece in several
-        if ranks.rank in plan.holders[piece]
-    }
-    everywhere = [piece for piece in several if len(plan.holders[piece]) == ranks.size]
-    summary = crc32(repr([own[piece] for piece in everywhere]).encode())
-    rest = {piece: crc for piece, crc in own.items() if len(plan.holders[piece]) < ranks.size}
-    given = ranks.share(_WHAT, lambda: (summary, rest))
-    compared = [parts for _, parts in given]
-    if any(other != given[0][0] for other, _ in given):
-        compared = ranks.share(_WHAT, lambda: own)
-    first: dict[_Piece, int] = {}
+    own = [
+        crc32(repr(digest(_box(tensors, piece))).encode()) if ranks.rank in able else 0
+        for piece, able in several
+    ]
+    _, told = ranks.agree(_WHAT, lambda: own)
     keys: dict[str, int] = {}
     others = set()
-    for rank, parts in enumerate(compared):
-        for piece, crc in parts.items():
-            if first.setdefault(piece, crc) != crc:
-                keys[piece[0]] = plan.holders[piece][0]
-                others.add(rank)
+    for place, ((key, *_), able) in enumerate(several):
+        differing = [rank for rank in able if told[rank][place] != told[able[0]][place]]
+        if differing:
+            keys[key] = able[0]
+            others.update(differing)
     if keys:
-        named = ", ".join(map(repr, list(keys)[:5])) + (", ..." if len(keys) > 5 else "")
         raise DisagreementError(
             f"{_WHAT}: {len(keys)} tensors differ between rank {min(keys.values())} and ranks "
-            f"{sorted(others)}: {named}. {_FIX}"
+            f"{sorted(others)}: {few([*map(repr, keys)])}. {_FIX}"
         )
 
 
 def _checked_folder(folder: str | os.PathLike[str]) -> Path:
     """Return where to write, wherever the process goes meanwhile, if that seems possible."""
     if not isinstance(folder, str | os.PathLike):
-        raise ArgumentError(
-            f"folder must be a path; got {type(folder).__name__}. The order is save(state, folder)."
-        )
+        kind = type(folder).__name__
+        raise ArgumentError(f"folder must be a path; got {kind}. Call save(state, folder).")
     target = Path(folder).absolute()
     nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
-    if not nearest.exists():
-        raise ArgumentError(f"{nearest} is a symbolic link to {os.readlink(nearest)}, not there.")
     if not nearest.is_dir():
-        raise ArgumentError(f"{nearest} is a file; a checkpoint needs a folder.")
+        raise ArgumentError(f"{nearest} is a file, or a link to nothing; give a folder.")
     effective = os.access in os.supports_effective_ids
     if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
         raise ArgumentError(f"{target} cannot be written to: there is no permission in {nearest}.")
@@ -516,7 +465,7 @@ def _write(
             task.commit(plan.index(), digests)
 
     try:
-        digests = ranks.share(what, lambda: task.write(ranks.rank, contents))
+        _, digests = ranks.agree(what, lambda: task.write(ranks.rank, contents))
         ranks.agree(what, finish)
     except Exception as error:
         # if a rank has exited, another one may be about to commit, and the files must stay

@@ -13,14 +13,8 @@ from typing import TypeVar
 import torch
 
 __all__ = [
-    "comma_separated",
-    "float_dtype",
-    "nbytes",
-    "one_of",
-    "positive",
-    "progress",
-    "seconds",
-    "skew",
+    *("check_writable", "comma_separated", "float_dtype", "nbytes", "number_of", "one_of"),
+    *("positive", "progress", "seconds", "skew"),
 ]
 
 T = TypeVar("T")
@@ -35,27 +29,18 @@ def comma_separated(read: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 def one_of(names: Sequence[str], noun: str) -> Callable[[str], str]:
     """Return a type that accepts some names."""
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}; use {', '.join(names)}")
-        return text
-
-    return read
+    return lambda text: _checked(text, text in names, f"is not {noun}; use {', '.join(names)}")
 
 
 def positive(text: str) -> int:
     """Read a positive integer."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
+    return int(_checked(text, text.isdecimal() and int(text), "is not a positive integer"))
 
 
 def seconds(text: str) -> float:
     """Read a positive, finite number of seconds."""
-    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text) or not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return float(text)
+    is_number = re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text) and 0 < float(text) < float("inf")
+    return float(_checked(text, is_number, "is not a positive number of seconds"))
 
 
 def nbytes(text: str) -> int:
@@ -64,31 +49,35 @@ def nbytes(text: str) -> int:
     >>> nbytes("768"), nbytes("16K"), nbytes("1M")
     (768, 16384, 1048576)
     """
-    found = re.fullmatch(r"(\d{1,30})([KMG]?)", text.strip().upper())
-    if found is None or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; use 768, 16K or 1M")
-    number = int(found[1]) * _UNITS[found[2]]
+    found = re.fullmatch(r"0*([1-9]\d{0,29})([KMG]?)", text.strip().upper())
+    _checked(text, found, "is not a number of bytes; use 768, 16K or 1M")
+    number = int(found[1]) * _UNITS[found[2]] if found else 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if number > memory:
-        raise argparse.ArgumentTypeError(f"{text!r} exceeds the memory, {memory / 2**30:.3g}G")
+    _checked(text, number <= memory, f"exceeds the memory, {memory / 2**30:.3g}G")
     return number
 
 
 def skew(text: str) -> str:
     """Read how shards differ: ``even``, ``empty`` or weights."""
-    if text in ("even", "empty") or (re.fullmatch(r"\d+(:\d+)+", text) and text.strip("0:")):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a skew; use even, empty (the first rank has no rows), or weights that "
-        "ranks use in turn, such as 1:8"
+    is_weights = re.fullmatch(r"\d+(:\d+)+", text) and text.strip("0:")
+    return _checked(
+        text,
+        text in ("even", "empty") or is_weights,
+        "is not a skew; use even, empty (the first rank has no rows), or weights that ranks use in "
+        "turn, such as 1:8",
     )
 
 
 def float_dtype(text: str) -> str:
     """Read the name of a floating dtype of torch."""
     dtype = getattr(torch, text, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype to measure; use float32, ...")
+    is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    return _checked(text, is_wide, "is not a dtype to measure; use float32, ...")
+
+
+def _checked(text: str, is_right: object, words: str) -> str:
+    if not is_right:
+        raise argparse.ArgumentTypeError(f"{text!r} {words}")
     return text
 
 
@@ -101,6 +90,15 @@ def check_writable(path: Path, parser: argparse.ArgumentParser) -> None:
         parser.error(f"{path} cannot be written: {error.strerror}")
     if is_new:
         path.unlink()
+
+
+def number_of(count: int, noun: str) -> str:
+    """Return a count with its noun in the right number.
+
+    >>> number_of(1, "rank"), number_of(2000, "rank")
+    ('1 rank', '2,000 ranks')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def progress(words: str) -> None:

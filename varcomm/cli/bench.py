@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,8 @@ from varcomm.cli.workload import OPERATIONS, Case, workload
 from varcomm.simulate.table import line
 from varcomm.transport import environment
 
-__all__ = ["DESCRIPTION", "HELP", "add_arguments", "cases", "in_turns", "run", "summary"]
+__all__ = ["DESCRIPTION", "add_arguments", "cases", "in_turns", "run", "summary"]
 
-HELP = "measure each primitive and a plan on an engine"
 DESCRIPTION = """\
 Measure the primitives and an ExchangePlan ("halo": columns of a grid) on an
 engine, forward and backward. A time is that of the slowest rank, from the input
@@ -46,9 +45,6 @@ to a new output: the median over repetitions.
 example:
   %(prog)s --world 2 --sizes 1M,16M --skews even,1:8
 """
-
-T = TypeVar("T")
-Runner = Callable[..., Any]
 
 _LIMIT = 600.0  # seconds for one case
 _SAMPLE = 2e-3  # seconds per sample; ranks leave a barrier tens of microseconds apart
@@ -74,15 +70,14 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=("gloo", "nccl", "mpi"), default="gloo", help="default: gloo")
     started = "numbers of ranks to start here (default: 2,3); omit it under torchrun or mpiexec"
     add("--world", type=several(arguments.positive), metavar="N,...", help=started)
-    sizes = "bytes, with K, M or G (default: 768,16K,64K,1M,16M)"
-    default: Any = [768, 2**14, 2**16, 2**20, 2**24]
-    add("--sizes", type=several(arguments.nbytes), default=default, metavar="B,...", help=sizes)
-    skews = "even, empty (the first rank has no rows), or weights that ranks use in turn "
-    skews, default = skews + "(default: even,1:2,1:8,empty)", ["even", "1:2", "1:8", "empty"]
-    add("--skews", type=several(arguments.skew), default=default, metavar="S,...", help=skews)
-    dtypes, default = "names of torch (default: float32,bfloat16)", ["float32", "bfloat16"]
-    dtype = several(arguments.float_dtype)
-    add("--dtypes", type=dtype, default=default, metavar="D,...", help=dtypes)
+    skews = "even, empty (the first rank has no rows), or weights that ranks use in turn"
+    for name, read, letter, default, words in (
+        ("--sizes", arguments.nbytes, "B", "768,16K,64K,1M,16M", "bytes, with K, M or G"),
+        ("--skews", arguments.skew, "S", "even,1:2,1:8,empty", skews),
+        ("--dtypes", arguments.float_dtype, "D", "float32,bfloat16", "names of torch"),
+    ):
+        words = f"{words} (default: {default})"
+        add(name, type=several(read), default=default, metavar=f"{letter},...", help=words)
     duration = "time for a case, of 15 to 200 repetitions (default: 0.5)"
     add("--seconds", type=arguments.seconds, default=0.5, help=duration)
     add("--repeat", type=arguments.positive, metavar="N", help="exact number of repetitions")
@@ -120,7 +115,7 @@ def cases(
     options: argparse.Namespace,
     parser: argparse.ArgumentParser,
     operations: Sequence[tuple[str, str]],
-) -> Iterator[tuple[Case, Runner]]:
+) -> Iterator[tuple[Case, Callable[..., Any]]]:
     """Yield each case of (suite, operation) pairs beside a function that runs another on its ranks.
 
     The ranks are those of the job if a launcher started this process; else they are started here.
@@ -133,14 +128,13 @@ def cases(
     choices = ((False, True), options.dtypes, options.sizes, options.skews)
     for size in [joined.size] if joined else options.world or [2, 3]:
         with nullcontext() if joined else vc.Ranks(size, _LIMIT, backend=options.engine) as pool:
-            for (suite, name), *rest in product(operations, *choices):
-                backward, dtype, nbytes, skew = rest
+
+            def on_ranks(fn: Callable[..., Any], *args: Any, pool: vc.Ranks | None = pool) -> Any:
+                return pool.run(fn, *args)[0] if pool else fn(dist.get_rank(), *args)
+
+            for (suite, name), backward, dtype, nbytes, skew in product(operations, *choices):
                 case = Case(name, backward, size, options.engine, dtype, nbytes, skew, suite)
-                yield case, partial(_on_ranks, pool)
-
-
-def _on_ranks(pool: vc.Ranks | None, fn: Callable[..., T], *args: Any) -> T:
-    return pool.run(fn, *args)[0] if pool else fn(dist.get_rank(), *args)
+                yield case, on_ranks
 
 
 def measure(rank: int, case: Case, seconds: float, repetitions: int | None) -> dict[str, Any]:
@@ -224,14 +218,14 @@ def in_turns(
 
 def _sample(run: Callable[[], object], calls: int, device: torch.device | str) -> float:
     dist.barrier()
-    wait: Callable[[], None] = (
-        torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
-    )
-    wait()
+    is_cuda = torch.device(device).type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         run()
-    wait()
+    if is_cuda:
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) / calls
 
 

@@ -7,11 +7,12 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ from varcomm.cli import arguments
 from varcomm.errors import LaunchError
 from varcomm.testing import dot_test
 
-__all__ = ["CHECKS", "DESCRIPTION", "HELP", "Engine", "add_arguments", "engines", "run", "tried"]
+__all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "run", "tried"]
 
-HELP = "test each engine and print a report for an issue"
 DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
 engine on 2 ranks of this machine: each primitive must move the right rows, and
@@ -65,15 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Collect, test, and print."""
-    variables = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
-    }
     found: dict[str, Any] = {
-        **{"versions": versions(), "machine": machine(), "gpus": gpus()},
-        **{"interfaces": interfaces(), "environment": variables},
+        "versions": versions(),
+        "machine": machine(),
+        "gpus": gpus(),
+        "interfaces": interfaces(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
     }
-    results = [tried(engine, options.timeout, arguments.progress) for engine in engines()]
-    arguments.progress("")
+    results = [tried(engine, options.timeout) for engine in engines()]
     ok = all(engine.state != "fails" for engine in results)
     if options.json:
         listed = [{**vars(engine), "state": engine.state} for engine in results]
@@ -87,16 +86,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 class Engine:
     """An engine on a kind of device, and the results of its test.
 
-    Attributes
-    ----------
-    backend, device : str
-        Names in torch.distributed and torch.
-    ranks : int
-        Ranks of the test; 0 if the engine is not installed.
-    passed : dict of str to bool
-        By check; empty if the ranks did not start.
-    reasons : dict of str to str
-        Failures by check, or under ``"start"``; under ``"absent"``, how to install the engine.
+    `ranks` is 0 if the engine is not installed. `passed` has the results by check; it is empty if
+    the ranks did not start. `reasons` has failures by check, or under ``"start"``; under
+    ``"absent"``, how to install the engine.
     """
 
     backend: str
@@ -126,19 +118,19 @@ def engines() -> Iterator[Engine]:
     yield Engine("gloo", "cpu", 2)
     if gpus:
         yield Engine("gloo", "cuda", 2)
-    if not gpus:
-        yield Engine("nccl", "cuda", 0, reasons={"absent": "no GPU that torch can use"})
-    elif not dist.is_nccl_available():
-        yield Engine("nccl", "cuda", 0, reasons={"absent": "this torch is built without NCCL"})
-    else:
-        yield Engine("nccl", "cuda", min(2, gpus))  # NCCL needs a GPU for each rank
-    if importlib.util.find_spec("mpi4py") is None:
-        yield Engine("mpi", "cpu", 0, reasons={"absent": 'pip install "varcomm[mpi]"'})
-    else:
-        yield Engine("mpi", "cpu", 2)
+    absent = "" if gpus else "no GPU that torch can use"
+    if gpus and not dist.is_nccl_available():
+        absent = "this torch is built without NCCL"
+    yield _installed(Engine("nccl", "cuda", min(2, gpus)), absent)  # a GPU for each rank
+    has_mpi = importlib.util.find_spec("mpi4py") is not None
+    yield _installed(Engine("mpi", "cpu", 2), "" if has_mpi else 'pip install "varcomm[mpi]"')
 
 
-def tried(engine: Engine, limit: float, progress: Callable[[str], None]) -> Engine:
+def _installed(engine: Engine, absent: str) -> Engine:
+    return replace(engine, ranks=0, reasons={"absent": absent}) if absent else engine
+
+
+def tried(engine: Engine, limit: float) -> Engine:
     """Start ranks, run each check on them, and return the engine with its results.
 
     A check that ends the ranks is the last one.
@@ -150,44 +142,41 @@ def tried(engine: Engine, limit: float, progress: Callable[[str], None]) -> Engi
     name = "start"
     with vc.Ranks(engine.ranks, limit, backend=engine.backend) as ranks:
         try:
-            progress(f"{engine.name}: {name}")
-            ranks.run(_nothing)
-            for name in CHECKS:
-                progress(f"{engine.name}: {name}")
+            for name in ("start", *CHECKS):
+                arguments.progress(f"{engine.name}: {name}")
                 wrong = ranks.run(check, name, engine.ranks, engine.device)[0]
                 passed[name] = wrong is None
                 if wrong is not None:
                     reasons[name] = wrong
         except LaunchError as error:
             cause = error.__cause__
-            text = str(error).splitlines()[0]
-            reasons[name] = f"{type(cause).__name__}: {cause}" if cause else text
-            reasons[name] = " ".join(reasons[name].split())
-            if name != "start":
-                passed[name] = False
-    return Engine(engine.backend, engine.device, engine.ranks, passed, reasons)
-
-
-def _nothing(rank: int) -> None: ...
+            text = f"{type(cause).__name__}: {cause}" if cause else str(error).splitlines()[0]
+            reasons[name] = " ".join(text.split())
+            passed[name] = False
+    passed.pop("start", None)
+    arguments.progress("")
+    return replace(engine, passed=passed, reasons=reasons)
 
 
 def check(rank: int, name: str, ranks: int, device: str) -> str | None:
-    """Run a check and return its failure, or None; collective, the same on all ranks."""
+    """Run a check, or nothing, and return its failure, or None; the same on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     sizes = vc.ShardSizes([1 if other % 2 else 3 for other in range(ranks)])
     try:
-        CHECKS[name](rank, sizes, torch.device(device))
+        if name in CHECKS:
+            CHECKS[name](rank, sizes, torch.device(device))
     except AssertionError as error:
         return str(error)
     return None
 
 
 Check = Callable[[int, vc.ShardSizes, torch.device], None]
-Apply = Callable[[int, vc.ShardSizes, torch.Tensor], torch.Tensor]
 
 
-def _adjoint(apply: Apply, has_all_rows: bool = False) -> Check:
+def _adjoint(
+    apply: Callable[[int, vc.ShardSizes, torch.Tensor], torch.Tensor], has_all_rows: bool = False
+) -> Check:
     """Return the dot test of a primitive on this rank's rows, or on all rows."""
 
     def test(rank: int, sizes: vc.ShardSizes, device: torch.device) -> None:
@@ -245,26 +234,26 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             install = f'not installed: pip install "varcomm[{extra}]"'
             found[name] = install if extra else "of a folder, not installed"
-    found["torch"] = torch.__version__
-    return found
+    return found | {"torch": torch.__version__}
 
 
 def machine() -> dict[str, str]:
     """Return cores and memory."""
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    models = re.findall(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    name = models[0] if models else platform.processor() or platform.machine()
     found = {"cores": f"{usable} of {cores}, {name}"}
-    with suppress(ValueError, OSError, AttributeError):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        found["memory"] = f"{memory / 2**30:.1f} GiB"
-        rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(rows["MemAvailable"].split()[0]) / 2**20
-        found["memory"] += f", {free:.1f} GiB of it available"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found["memory"] = f"{memory / 2**30:.1f} GiB"
+    if free := re.search(r"MemAvailable:\s*(\d+)", _read("/proc/meminfo")):
+        found["memory"] += f", {int(free[1]) / 2**20:.1f} GiB of it available"
     return found
+
+
+def _read(path: str) -> str:
+    """Return the text of a file, or nothing if this system does not have it."""
+    return Path(path).read_text() if Path(path).exists() else ""
 
 
 def gpus() -> list[str]:
@@ -285,11 +274,10 @@ def interfaces() -> dict[str, list[str]]:
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
             found[name].append(socket.inet_ntoa(answer[20:24]))
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            address, *_, name = line.split()
-            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-            found.setdefault(name, []).append(text)
+    for line in _read("/proc/net/if_inet6").splitlines():
+        address, *_, name = line.split()
+        text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+        found.setdefault(name, []).append(text)
     return found
 
 
@@ -309,10 +297,8 @@ def _page(found: Mapping[str, Any], results: Sequence[Engine]) -> Iterator[str]:
     if started:
         yield ""
         verdicts = {True: "pass", False: "**fail**", None: "not tried"}
-        yield from _table(
-            ["dot test on all ranks", *(engine.name for engine in started)],
-            ([name, *(verdicts[engine.passed.get(name)] for engine in started)] for name in CHECKS),
-        )
+        listed = [[name, *(verdicts[e.passed.get(name)] for e in started)] for name in CHECKS]
+        yield from _table(["dot test on all ranks", *(engine.name for engine in started)], listed)
     for engine in results:
         if engine.state == "fails":
             for name, reason in engine.reasons.items():

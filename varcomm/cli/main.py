@@ -7,22 +7,22 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from varcomm.cli import bench, doctor, inspect, partition, simulate
 from varcomm.errors import VarcommError
 
 __all__ = ["main"]
 
-# Each module has HELP (one line), DESCRIPTION, add_arguments(parser), and run(options, parser),
-# which returns the exit status.
+# The module of a command is imported when it runs. Each has DESCRIPTION, add_arguments(parser), and
+# run(options, parser), which returns the exit status.
 _COMMANDS = {
-    "doctor": doctor,
-    "partition": partition,
-    "inspect": inspect,
-    "simulate": simulate,
-    "bench": bench,
+    "doctor": "test each engine and print a report for an issue",
+    "partition": "cut a graph or mesh into parts for ranks to load",
+    "inspect": "check a saved partition or checkpoint, and list its content",
+    "simulate": "predict a training step on many ranks",
+    "bench": "measure each primitive and a plan on an engine",
 }
 _DESCRIPTION = "Check an installation, and prepare and plan runs on many ranks."
 _EPILOG = """\
@@ -40,37 +40,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments : sequence of str, optional
         Arguments after ``varcomm``; None reads the command line.
     """
-    formatter = argparse.RawDescriptionHelpFormatter
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    raw = argparse.RawDescriptionHelpFormatter
     prog = "varcomm" if Path(sys.argv[0]).stem == "varcomm" else "python -m varcomm"
     parser = argparse.ArgumentParser(
-        prog=prog, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
+        prog=prog, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw
     )
     parser.add_argument("-V", "--version", action="version", version=version("varcomm"))
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
-    parsers = {}
-    for name, module in _COMMANDS.items():
-        parsers[name] = commands.add_parser(
-            name, help=module.HELP, description=module.DESCRIPTION, formatter_class=formatter
-        )
-        module.add_arguments(parsers[name])
-    options = parser.parse_args(arguments)
-    prog = parsers[options.command].prog
+    parsers = {
+        name: commands.add_parser(name, help=words, formatter_class=raw)
+        for name, words in _COMMANDS.items()
+    }
+    own = parsers.get(given[0]) if given else None
+    if own is None:
+        parser.parse_args(given)  # prints help, or raises SystemExit
+        parser.error("a command must come first")
+    command = import_module(f"varcomm.cli.{given[0]}")
+    own.description = command.DESCRIPTION
+    command.add_arguments(own)
+    options = parser.parse_args(given)
     try:
-        status: int = _COMMANDS[options.command].run(options, parsers[options.command])
+        status: int = command.run(options, own)
         if sys.stdout is not None:  # None if the caller closed it
             sys.stdout.flush()
-    except VarcommError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+        print(f"{own.prog}: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:
+    except (VarcommError, OSError) as error:
         if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
-            print(f"{prog}: {error}", file=sys.stderr)
-        _drop_output()
+            print(f"{own.prog}: {error}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _drop_output()
         return 1
     return status
 

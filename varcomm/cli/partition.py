@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from varcomm.cli import arguments
+from varcomm.cli.arguments import positive, progress
 from varcomm.errors import ArgumentError
 
-__all__ = ["DESCRIPTION", "HELP", "METHODS", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "METHODS", "add_arguments", "run"]
 
 _MOST = 1_000_000  # parts; memory grows with them
 
-HELP = "cut a graph or mesh into parts for ranks to load"
 DESCRIPTION = """\
 Cut a graph into parts in one process, report their quality, and write them into
 a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
@@ -61,48 +57,35 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from varcomm.graph.files.plot import check_target, places
     from varcomm.graph.files.saved import check_place
 
-    if options.plot is not None:
-        check_target(options.plot)
-    if options.out is not None:
-        check_place(options.out)
+    out, picture = options.out, options.plot
+    if picture is not None:
+        check_target(picture)
+    if out is not None:
+        check_place(out)
     data = read_graph(options.file)
-    if options.plot is not None:
+    if picture is not None:
         places(data.pos, None)
     try:
         parts = simulate.partition(data, options.parts, options.method)
     except ArgumentError as error:
         raise ArgumentError(f"{options.file}: {error}") from error
-    report = parts.report()
-    if options.out is not None:
-        with _bar(options.parts) as progress:
-            parts.save(options.out, progress)
-    if options.plot is not None:
-        parts.plot(options.plot)
+    if out is not None:
+        parts.save(out, lambda rank: progress(f"writing parts: {rank + 1} of {options.parts}"))
+        progress("")
+    if picture is not None:
+        parts.plot(picture)
     if options.json:
-        print(json.dumps(report.to_dict(), indent=1))
+        print(json.dumps(parts.report().to_dict(), indent=1))
         return 0
-    print(report)
-    if options.out is not None:
-        print(f"parts: {options.out}")
-    if options.plot is not None:
-        print(f"picture: {options.plot}")
+    print(parts.report())
+    if out is not None:
+        print(f"parts: {out}")
+    if picture is not None:
+        print(f"picture: {picture}")
     return 0
 
 
-@contextmanager
-def _bar(parts: int) -> Iterator[Callable[[int], object] | None]:
-    """Yield a function that counts written parts on a terminal, if tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
-    off = not sys.stderr.isatty()
-    with tqdm(total=parts, desc="writing parts", unit="part", leave=False, disable=off) as bar:
-        yield lambda rank: bar.update()
-
-
 def _parts(text: str) -> int:
-    if (number := arguments.positive(text)) > _MOST:
+    if (number := positive(text)) > _MOST:
         raise argparse.ArgumentTypeError(f"{text} exceeds {_MOST:,} parts")
     return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from itertools import count, takewhile
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from varcomm.cli.arguments import progress
+from varcomm import simulate
+from varcomm.cli.arguments import comma_separated, number_of, positive, progress
 from varcomm.cli.partition import METHODS
 
-__all__ = ["DESCRIPTION", "HELP", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
 
-HELP = "predict a training step on many ranks"
 DESCRIPTION = """\
 Cut a graph for each number of ranks, run a training step of MeshGraphNet as a
 few of these ranks on a small piece of the graph, and predict the step on all
@@ -48,51 +49,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     graph = parser.add_mutually_exclusive_group()
     graph.add_argument("--mesh", type=Path, help="a mesh in any format that meshio reads")
     graph.add_argument("--relief", type=Path, help="etopo5.cdf, etopo20.cdf or etopo60.cdf, or .xz")
-    graph.add_argument("--grid", default="180x360", help="rows x columns; default 180x360")
-    ranks = ",".join(str(2**place) for place in range(13))
-    add("--ranks", default=ranks, help="ascending, separated by commas; default: 1,2,4,... to 4096")
-    add("--machine", default="h100-ndr", help="a name that --machines lists; default h100-ndr")
+    graph.add_argument(
+        "--grid", type=_grid, default="180x360", help="rows x columns; default 180x360"
+    )
+    ranks = "ascending, separated by commas; default: 1,2,4,... to 4096"
+    default = [2**place for place in range(13)]
+    add("--ranks", type=comma_separated(positive), default=default, help=ranks)
+    machines, named = list(simulate.MACHINES), "a name that --machines lists; default h100-ndr"
+    add("--machine", choices=machines, default="h100-ndr", metavar="MACHINE", help=named)
     add("--machines", action="store_true", help="list machines and the sources of their numbers")
-    add("--width", type=int, default=128, help="features of nodes and edges; default 128")
-    add("--blocks", type=int, default=8, help="layers that exchange halos; default 8")
+    add("--width", type=positive, default=128, help="features of nodes and edges; default 128")
+    add("--blocks", type=positive, default=8, help="layers that exchange halos; default 8")
     method = f"how to cut the graph: {', '.join(METHODS)}; default hilbert"
     add("--method", choices=METHODS, default="hilbert", metavar="METHOD", help=method)
     add("--weak", action="store_true", help="also let the grid grow with the ranks; not for meshes")
     add("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg or .pdf")
 
 
+def _grid(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text)
+    if found is None or int(found[1]) < 1 or int(found[2]) < 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: give rows x columns, as 180x360")
+    return int(found[1]), int(found[2])
+
+
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Cut, simulate, and print the predictions."""
-    from varcomm import simulate
-    from varcomm.simulate.picture import draw, figure_types
-
     if options.machines:
         for machine in simulate.MACHINES.values():
             print(f"{machine.name}: {machine.source}\n")
         return 0
-    sizes, chain = _checked(options, parser, list(simulate.MACHINES))
-    if options.plot is not None:
-        figure_types(options.plot)
+    from varcomm.graph.files.plot import check_target
+    from varcomm.simulate.picture import draw
+
+    sizes, plot, method = options.ranks, options.plot, options.method
+    chain = _checked(options, parser)
+    if plot is not None:
+        check_target(plot)
     machine = simulate.MACHINES[options.machine]
-    make, cells, name = _graph(options, parser)
-    data = make()
-    blocks = "1 block" if options.blocks == 1 else f"{options.blocks} blocks"
+    data, cells, name = _graph(options)
+    blocks = number_of(options.blocks, "block")
     model = f"MeshGraphNet of width {options.width} with {blocks}"
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
     counts = []
     for size in sizes:
         progress(f"cutting for {size} ranks")
-        counts.append(simulate.partition(data, size, options.method).without_graph())
-    piece = _piece(data, options.method)
+        counts.append(simulate.partition(data, size, method).without_graph())
+    piece = _piece(data, method)
     del data
     progress("running steps")
-    sample = simulate.sample(_prepare(options.width, options.blocks), piece, sizes, options.method)
+    sample = simulate.sample(_prepare(options.width, options.blocks), piece, sizes, method)
     progress("")
     scalings = [simulate.scaling(sample, counts, machine)]
     print(scalings[0])
     notes = [f"strong: {name}, {scalings[0].points[0].nodes:,} nodes"]
     if options.weak:
-        grown = _grown(cells, [each for each in counts if each.size in chain], options.method)
+        grown = _grown(cells, [each for each in counts if each.size in chain], method)
         scalings.append(simulate.scaling(sample, grown, machine, weak=True))
         print(f"\n{scalings[1]}")
         first, middle = scalings[1].points[0], grown[len(grown) // 2].size
@@ -100,28 +112,18 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         notes.append(f"weak: {each:,.0f} nodes per rank; finer grids, this one on {middle} ranks")
     errors = ", ".join(f"{name} {error:.1e}" for name, error in sample.fit.error.items())
     print(f"\nerrors of the linear fit: {errors}. {machine.source}")
-    if options.plot is not None:
+    if plot is not None:
         title = f"A training step of {model} on {machine.name}, predicted from peak rates"
-        draw(scalings, options.plot, title, notes)
-        print(f"picture: {options.plot}")
+        draw(scalings, plot, title, notes)
+        print(f"picture: {plot}")
     return 0
 
 
-def _checked(
-    options: argparse.Namespace, parser: argparse.ArgumentParser, machines: Sequence[str]
-) -> tuple[list[int], list[int]]:
-    """Return the numbers of ranks, and those of weak scaling; refuse wrong options."""
-    if options.machine not in machines:
-        parser.error(f"--machine {options.machine}: choose one of {', '.join(machines)}")
-    try:
-        sizes = [int(part) for part in options.ranks.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1 or sorted(set(sizes)) != sizes:
-        parser.error(f"--ranks {options.ranks}: give ascending positive integers and commas")
-    for name in ("width", "blocks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be positive")
+def _checked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[int]:
+    """Return the numbers of ranks of weak scaling; refuse options that do not go together."""
+    sizes = options.ranks
+    if sorted(set(sizes)) != sizes:
+        parser.error("--ranks: give ascending positive integers and commas")
     if options.weak and options.mesh is not None:
         parser.error("--weak coarsens a grid; a mesh cannot be coarsened")
     chains = [
@@ -133,28 +135,22 @@ def _checked(
         parser.error("--weak needs numbers of ranks that are 4 times each other: 1,4,16,64")
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
         parser.error(f"--plot {options.plot}: there is no folder {options.plot.parent}")
-    return sizes, chain
+    return chain
 
 
-def _graph(
-    options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[Callable[[], Any], Any, str]:
-    """Return a function that makes the graph, the sea cells if it is a grid, and its name."""
-    from varcomm import simulate
-
+def _graph(options: argparse.Namespace) -> tuple[Any, Any, str]:
+    """Return the graph, its sea cells if it is a grid, and its name."""
     if options.mesh is not None:
         from varcomm.graph import read_mesh
 
-        return lambda: read_mesh(options.mesh, dtype=torch.float32).data, None, options.mesh.name
+        return read_mesh(options.mesh, dtype=torch.float32).data, None, options.mesh.name
     if options.relief is not None:
         cells = simulate.read_sea(options.relief)
         name = f"the ocean at 1/{cells.shape[1] / 360:g} degree"
     else:
-        rows, _, columns = options.grid.partition("x")
-        if not (rows.isdecimal() and columns.isdecimal() and int(rows) > 0 and int(columns) > 2):
-            parser.error(f"--grid {options.grid}: give rows x columns, as 180x360")
-        cells, name = np.ones((int(rows), int(columns)), dtype=bool), f"a grid of {options.grid}"
-    return lambda: simulate.ocean(cells), cells, name
+        cells = np.ones(options.grid, dtype=bool)
+        name = "a grid of {}x{}".format(*options.grid)
+    return simulate.ocean(cells), cells, name
 
 
 def _piece(data: Any, method: str) -> Any:
@@ -199,8 +195,6 @@ def _grown(cells: Any, counts: Sequence[Any], method: str) -> list[Any]:
     Each number of ranks is 4 times the number before, and the middle one has the given grid. Below,
     the grid is coarser and cut again; above, the parts are taken to be finer.
     """
-    from varcomm import simulate
-
     middle, grown = len(counts) // 2, []
     for place, each in enumerate(counts):
         if place < middle:

@@ -85,16 +85,15 @@ class Workload:
         """Return varcomm's call for an operation, and the number of rows of this rank's input."""
         sizes, rank, send, recv = self.sizes, self.rank, self.send, self.recv
         mine, total = sizes[rank], sum(sizes)
-        if operation == "all_gather_v":
-            return partial(vc.all_gather_v, sizes=sizes), mine
-        if operation == "reduce_scatter_v":
-            return partial(vc.reduce_scatter_v, sizes=sizes), total
-        if operation == "all_to_all_v":
-            return partial(vc.all_to_all_v, send_sizes=send, recv_sizes=recv), sum(send)
-        if operation == "gather_v":
-            return partial(vc.gather_v, sizes=sizes, dst=ROOT), mine
-        if operation == "scatter_v":
-            return partial(vc.scatter_v, sizes=sizes, src=ROOT), total if rank == ROOT else 0
+        calls: dict[str, tuple[Call, int]] = {
+            "all_gather_v": (partial(vc.all_gather_v, sizes=sizes), mine),
+            "reduce_scatter_v": (partial(vc.reduce_scatter_v, sizes=sizes), total),
+            "all_to_all_v": (partial(vc.all_to_all_v, send_sizes=send, recv_sizes=recv), sum(send)),
+            "gather_v": (partial(vc.gather_v, sizes=sizes, dst=ROOT), mine),
+            "scatter_v": (partial(vc.scatter_v, sizes=sizes, src=ROOT), total * (rank == ROOT)),
+        }
+        if operation in calls:
+            return calls[operation]
         indices = self.indices(rank)
         if operation == "indexed_all_to_all_v":
             return partial(vc.indexed_all_to_all_v, indices=indices, sizes=self.matrix), mine

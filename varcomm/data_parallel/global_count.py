@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from varcomm.data_parallel.bucket_sum import BucketSum
 from varcomm.errors import ArgumentError
+from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.sizes import exact_int
 from varcomm.transport.engine import is_simulated
 from varcomm.transport.group import Group
 
-__all__ = ["CountSum", "GlobalCount", "Reduce", "checked_total", "described"]
+__all__ = ["GlobalCount", "Reduce", "described", "summed_rows", "total_rows"]
 
 
 class GlobalCount:
@@ -24,13 +25,12 @@ class GlobalCount:
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. Counts add up as gradients do: a sum over ranks divides by all rows since the last sum.
-    ``ShardedGradients.zero_grad()`` drops the counts of gradients that it drops. Models whose
-    gradients are summed by different calls need a count each. A copy of a count starts at 0.
+    row. A sum over ranks divides by all rows since the last sum. ``ShardedGradients.zero_grad()``
+    drops the counts of gradients that it drops. Models whose gradients are summed by different
+    calls need a count each. A copy of a count starts at 0.
 
-    Communication: 16 bytes per rank beside the gradients.
-
-    In one process: the loss divided by the number of its rows.
+    Communication: 16 bytes from each rank to every other. In one process: the loss divided by the
+    number of its rows.
 
     Examples
     --------
@@ -56,10 +56,7 @@ class GlobalCount:
     def add(self, rows: int) -> None:
         """Add the rows of this rank's part of the loss; 0 if it has none.
 
-        Raises
-        ------
-        ArgumentError
-            If `rows` is not an integer, or negative.
+        Raises ArgumentError if `rows` is not an integer, or negative.
         """
         number = exact_int(rows)
         if number is None or number < 0:
@@ -93,44 +90,17 @@ def described(reduce: object, where: str = "") -> str:
     return repr(reduce)
 
 
-class CountSum:
-    """Sum of a :class:`GlobalCount` over ranks; it resets the count.
+def total_rows(counts: Sequence[Sequence[int]], where: str) -> int:
+    """Return the rows of all ranks, of which `counts` has :meth:`GlobalCount.local`.
 
-    It communicates at once, or in :meth:`wait` if `begin` is False.
+    Raises ArgumentError if a rank has not called ``add``, or if all counts are 0.
     """
-
-    def __init__(self, count: GlobalCount, group: Group, begin: bool = True) -> None:
-        self._group, self._local = group, count.local()
-        count.reset()
-        self._sum = self._begun() if begin else None
-
-    def _begun(self) -> BucketSum:
-        return BucketSum(torch.tensor(self._local, device=self._group.device()), self._group)
-
-    def wait(self, where: str) -> int:
-        """Return the total, or raise ArgumentError on every rank, as :func:`checked_total`."""
-        total = self._sum or self._begun()
-        total.begin_second_round()
-        rows, added = total.wait().tolist()
-        ranks = self._group.size
-        if is_simulated(self._group):  # ranks have equal rows there
-            rows, added = (number * ranks for number in self._local)
-        return checked_total(rows, added, ranks, where)
-
-
-def checked_total(rows: int, added: int, ranks: int, where: str) -> int:
-    """Return the rows of all ranks.
-
-    Raises
-    ------
-    ArgumentError
-        On every rank, if only `added` ranks have called ``add``, or if all counts are 0.
-    """
-    if added < ranks:
+    rows, added = map(sum, zip(*counts, strict=True))
+    if added < len(counts):
         raise ArgumentError(
-            f"{where}on {ranks - added} of {ranks} ranks GlobalCount.add was not called for the "
-            "gradients that are to be divided. Call count.add(rows) on every rank for each "
-            "backward(), with 0 if a rank has no rows."
+            f"{where}on {len(counts) - added} of {len(counts)} ranks GlobalCount.add was not "
+            "called for the gradients that are to be divided. Call count.add(rows) on every rank "
+            "for each backward(), with 0 if a rank has no rows."
         )
     if not rows:
         raise ArgumentError(
@@ -138,3 +108,13 @@ def checked_total(rows: int, added: int, ranks: int, where: str) -> int:
             "out this sum on all ranks."
         )
     return rows
+
+
+def summed_rows(count: GlobalCount, group: Group, name: str) -> int:
+    """Return the rows of all ranks, and reset the count; collective, errors as above."""
+    own = torch.tensor(count.local(), device=group.device())
+    count.reset()
+    every = all_gather_v(own, [2] * group.size, group=group.process_group).view(-1, 2)
+    if is_simulated(group):  # all ranks have as many rows there
+        every[:] = own
+    return total_rows(every.tolist(), f"{name} on {group.label}: ")

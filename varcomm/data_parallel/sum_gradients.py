@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from varcomm.data_parallel.bucket_sum import BucketSum
-from varcomm.data_parallel.buckets import BUCKET_BYTES, cut, gradient_dtype
-from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
-from varcomm.data_parallel.owner import is_owned
+from varcomm.data_parallel.buckets import (
+    BUCKET_BYTES,
+    BucketSum,
+    cut,
+    gradient_dtype,
+    is_owned,
+)
+from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, summed_rows
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
@@ -38,8 +42,8 @@ def sum_gradients(
     Parameters
     ----------
     parameters : Module or iterable of Parameter
-        The same on every rank, in the same order. Those with ``requires_grad=False`` are left
-        alone. A parameter without ``grad`` on this rank counts as zeros, and gets the sum.
+        The same on every rank, in the same order; frozen ones are left alone. A parameter without
+        ``grad`` on this rank counts as zeros, and gets the sum.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     reduce : "sum", "mean" or GlobalCount
@@ -53,18 +57,17 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse or of another dtype than its parameter's gradients, if `parameters`
-        is a tensor or belongs to a ``ShardedGradients``, or if another argument is wrong. On every
-        rank, if a rank has counted nothing, or all have counted 0.
+        If a gradient is sparse or of another dtype than its parameter's gradients, if a parameter
+        belongs to a ``ShardedGradients``, or if another argument is wrong. On every rank, if a rank
+        has counted nothing, or all have counted 0.
     DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if the ranks have other parameters, other
-        values of parameters, or other arguments.
+        Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 
     Notes
     -----
     Communication: per bucket, ``2 (P - 1) / P`` of its bytes, and one number per parameter; up to
-    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds 16 bytes to each peer. Sums
-    are in rank order, and the same on all ranks bit for bit, so replicated parameters stay equal.
+    16 KiB, ``P - 1`` times its bytes in one round. A GlobalCount adds 16 bytes. Sums are
+    in rank order, and the same on all ranks bit for bit, so replicated parameters stay equal.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 
@@ -93,66 +96,59 @@ def sum_gradients(
         compare(ranks, {**call, "values of parameters": values})
     divisor = ranks.size if reduce == "mean" else 1
     if isinstance(reduce, GlobalCount):
-        divisor = CountSum(reduce, ranks).wait(where)
+        divisor = summed_rows(reduce, ranks, "sum_gradients")
     # autograd may have made views of one tensor the gradients of two parameters
-    places = Counter(p.grad.data_ptr() for p in set(trained) if p.grad is not None)
+    places = Counter(p.grad.data_ptr() for p in trained if p.grad is not None)
     shared = {place for place, number in places.items() if number > 1}
+    before: tuple[list[torch.nn.Parameter], BucketSum] | None = None
     with torch.no_grad():
-        before: tuple[list[torch.nn.Parameter], BucketSum] | None = None
-        for members in cut(trained, range(len(trained)), size):
+        for members in [*cut(dict(enumerate(trained)), range(len(trained)), size), []]:
             bucket = [trained[index] for index in members]
-            begun = BucketSum(_flat(bucket), ranks, use_fp32)
+            begun = (bucket, BucketSum(_flat(bucket), ranks, use_fp32)) if bucket else None
             if before is not None:  # while the next one travels
                 _deliver(*before, divisor, shared)
-            before = bucket, begun
-        if before is not None:
-            _deliver(*before, divisor, shared)
+            before = begun
 
 
 def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch.nn.Parameter]:
+    wanted = "parameters must be a Module or an iterable of Parameter; "
     if isinstance(parameters, torch.Tensor):  # an iterable of its rows, which have no gradient
-        raise ArgumentError(
-            f"{where}parameters must be a Module or an iterable of Parameter; got a tensor. Put it "
-            "into a list."
-        )
+        raise ArgumentError(f"{where}{wanted}got a tensor. Put it into a list.")
     given = list(parameters)
     for value in given:
         if not isinstance(value, torch.Tensor) or not value.is_leaf:
             computed = isinstance(value, torch.Tensor)
+            kind = "computed tensor" if computed else type(value).__name__
             raise ArgumentError(
-                f"{where}parameters must be a Module or an iterable of Parameter; it holds a "
-                f"{'computed tensor' if computed else type(value).__name__}. Pass the model, or "
-                "model.parameters()."
+                f"{where}{wanted}it holds a {kind}. Pass the model, or model.parameters()."
             )
     # tied parameters are listed twice, and summed once
     trained = list({id(each): each for each in given if each.requires_grad}.values())
     for number, parameter in enumerate(trained):
+        gradient, dtype, wrong = parameter.grad, gradient_dtype(parameter), ""
         what = f"parameter {number}, of shape {tuple(parameter.shape)},"
         if is_owned(parameter):
-            raise ArgumentError(
-                f"{where}{what} belongs to a ShardedGradients, which sums its gradients. Use one "
-                "of the two, or call its close() first."
+            wrong = (
+                f"{what} belongs to a ShardedGradients, which sums its gradients. Use one of the "
+                "two, or call its close() first."
             )
-        if parameter.grad is None:
-            continue
-        if parameter.grad.layout != torch.strided:
-            raise ArgumentError(
-                f"{where}the gradient of {what} is sparse. Use sparse=False, or densify it."
+        elif gradient is not None and gradient.layout != torch.strided:
+            wrong = f"the gradient of {what} is sparse. Use sparse=False, or densify it."
+        elif gradient is not None and gradient.dtype != dtype:
+            wrong = (
+                f"the gradient of {what} is of {gradient.dtype}, and not of {dtype}. Set its "
+                "grad_dtype before backward."
             )
-        if parameter.grad.dtype != gradient_dtype(parameter):
-            raise ArgumentError(
-                f"{where}the gradient of {what} is of {parameter.grad.dtype}, and not of "
-                f"{gradient_dtype(parameter)}. Set its grad_dtype before backward."
-            )
+        if wrong:
+            raise ArgumentError(where + wrong)
     return trained
 
 
 def _flat(bucket: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     """Return all gradients in a row, and a flag per parameter: 1 if this rank has used it."""
+    dtype = gradient_dtype(bucket[0])
     parts = [
-        torch.zeros_like(p, dtype=gradient_dtype(p)).reshape(-1)
-        if p.grad is None
-        else p.grad.reshape(-1)
+        p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.reshape(-1)
         for p in bucket
     ]
     flags = torch.tensor([p.grad is not None for p in bucket], dtype=parts[0].dtype)

@@ -4,14 +4,14 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from varcomm.data_parallel.bucket_sum import BucketSum
-from varcomm.data_parallel.global_count import CountSum, GlobalCount, Reduce, described
+from varcomm.data_parallel.buckets import BucketSum
+from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, summed_rows
 from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
@@ -34,8 +34,8 @@ def sum_hook(
     Parameters
     ----------
     state : ProcessGroup, DeviceMesh or None, or a pair of that and "sum", "mean" or a GlobalCount
-        The ranks of the ``DistributedDataParallel``; None is the whole world. The group must be the
-        one that was given there, which hooks cannot check.
+        The group that was given to the ``DistributedDataParallel``, which hooks cannot check; None
+        is the whole world.
     bucket : torch.distributed.GradBucket
         Passed by ``DistributedDataParallel``.
 
@@ -49,8 +49,7 @@ def sum_hook(
     ArgumentError
         In backward, if a parameter has a gradient that was summed before and is not zero, if
         `state` is something else, if a rank has counted nothing or all have counted 0, or if two
-        ``DistributedDataParallel`` share a count. ``DistributedDataParallel`` cannot be used after
-        an error in backward.
+        modules share a count. A ``DistributedDataParallel`` cannot be used after such an error.
 
     Notes
     -----
@@ -66,7 +65,6 @@ def sum_hook(
 
     Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second round
     begins with the last bucket. Floats narrower than 4 bytes travel narrow and are summed in fp32.
-    Sums are in rank order, the same on all ranks bit for bit.
 
     In one process: nothing: backward from the sum of the losses of all ranks.
 
@@ -97,101 +95,80 @@ def sum_hook(
     with checking("sum_hook", ranks) as where:
         described(reduce, where)
         if bucket.index() == 0:
-            sums.begin(bucket.parameters()[0], reduce, ranks, where)
+            sums.begin(bucket.parameters()[0], reduce, where)
     for parameter in bucket.parameters():
         sums.watch(parameter, ranks)
     values = bucket.buffer()
     on: list[int | str | torch.device] = [values.device] if values.is_cuda else []
-    job = _Job(values, ranks, reduce, torch.futures.Future(devices=on))
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
     # comparing blocks, and ranks may be at other places of their backward
-    if not debugging():
-        job.start()
-    sums.jobs.append(job)
+    begun = None if debugging() else BucketSum(values, ranks)
+    sums.jobs.append((reduce, lambda: begun or BucketSum(values, ranks), future))
     if bucket.is_last():
-        sums.finish(where)
-    return job.future
+        sums.finish(reduce, ranks)
+    return future
 
 
-@dataclass
-class _Job:
-    values: torch.Tensor
-    group: Group
-    reduce: Reduce
-    future: torch.futures.Future[torch.Tensor]
-    total: BucketSum | None = None
-
-    @torch.no_grad()
-    def start(self) -> BucketSum:
-        if self.total is None:
-            self.total = BucketSum(self.values, self.group)
-        return self.total
-
-
-@dataclass
 class _Sums:
-    """Sums over one group in the backward that runs, and the parameters that were summed."""
+    """Sums over one group in the backward that runs, and the parameters that were summed.
 
-    jobs: list[_Job] = field(default_factory=list)
-    counts: dict[GlobalCount, CountSum] = field(default_factory=dict)
-    firsts: list[torch.Tensor] = field(default_factory=list)
-    watched: dict[int, "_Watch"] = field(default_factory=dict)
+    Modules in one backward have a GlobalCount each, which names the buckets of one module.
+    """
 
-    def begin(self, first: torch.Tensor, reduce: Reduce, group: Group, where: str) -> None:
-        """Begin the sums of one DistributedDataParallel."""
-        if any(other is first for other in self.firsts):
-            self.clear()  # an earlier backward has failed
-        self.firsts.append(first)
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Reduce, Callable[[], BucketSum], torch.futures.Future[Any]]] = []
+        self._begun: list[tuple[torch.Tensor, Reduce]] = []
+        self._watched: dict[int, _Watch] = {}
+
+    def begin(self, first: torch.Tensor, reduce: Reduce, where: str) -> None:
+        """Begin the sums of one DistributedDataParallel, which has `first` in its first bucket."""
+        if any(other is first for other, _ in self._begun):
+            self.jobs, self._begun = [], []  # an earlier backward has failed
+        if isinstance(reduce, GlobalCount) and any(other is reduce for _, other in self._begun):
+            raise ArgumentError(
+                f"{where}two DistributedDataParallel in one backward have the same GlobalCount, "
+                "of which the first has taken the rows. Give each its own."
+            )
+        self._begun.append((first, reduce))
+
+    def finish(self, reduce: Reduce, group: Group) -> None:
+        """Complete the sums that have begun with `reduce`."""
+        jobs = [job for job in self.jobs if job[0] == reduce]
+        self.jobs = [job for job in self.jobs if job[0] != reduce]
+        self._begun = [one for one in self._begun if one[1] != reduce]
+        sums = [(begun(), future) for _, begun, future in jobs]
+        divisor = group.size if reduce == "mean" else 1
         if isinstance(reduce, GlobalCount):
-            if reduce in self.counts:
-                raise ArgumentError(
-                    f"{where}two DistributedDataParallel in one backward have the same "
-                    "GlobalCount, of which the first has taken the rows. Give each its own."
-                )
-            self.counts[reduce] = CountSum(reduce, group, not debugging())
-
-    @torch.no_grad()
-    def finish(self, where: str) -> None:
-        """Complete all sums that have begun."""
-        try:
-            totals = {count: total.wait(where) for count, total in self.counts.items()}
-            begun = [job.start() for job in self.jobs]
-            for job, total in zip(self.jobs, begun, strict=True):
-                divisor = job.group.size if job.reduce == "mean" else 1
-                if isinstance(job.reduce, GlobalCount):
-                    divisor = totals[job.reduce]
-                total.begin_second_round(divisor)
-            for job, total in zip(self.jobs, begun, strict=True):
-                job.future.set_result(total.wait())
-        finally:
-            self.clear()
-
-    def clear(self) -> None:
-        self.jobs, self.counts, self.firsts = [], {}, []
+            divisor = summed_rows(reduce, group, "sum_hook")
+        for total, _ in sums:
+            total.begin_second_round(divisor)
+        for total, future in sums:
+            future.set_result(total.wait())
 
     def watch(self, parameter: torch.Tensor, group: Group) -> None:
         """Note that a gradient is summed now, and refuse to sum it again."""
-        watch = self.watched.get(id(parameter))
+        watch = self._watched.get(id(parameter))
         if watch is None or watch.parameter() is not parameter:
-            watch = self.watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(group))
-            parameter.register_hook(partial(_check_fresh, watch))
+            watch = self._watched[id(parameter)] = _Watch(weakref.ref(parameter), weakly(group))
+            parameter.register_hook(watch)
         watch.summed = True
 
 
 @dataclass
 class _Watch:
+    """Hook that raises if backward is about to add to a gradient that has been summed."""
+
     parameter: weakref.ref[torch.Tensor]
     group: Callable[[], Group]
     summed: bool = False
 
-
-def _check_fresh(watch: _Watch, _: torch.Tensor) -> None:
-    """Raise if backward is about to add to a gradient that has been summed."""
-    parameter, summed = watch.parameter(), watch.summed
-    watch.summed = False
-    if summed and parameter is not None and parameter.grad is not None and parameter.grad.any():
-        with checking("sum_hook", watch.group()) as where:
-            raise ArgumentError(
-                f"{where}the gradient of a parameter of shape {tuple(parameter.shape)} has been "
-                "summed over ranks, and this backward would sum it again. Call zero_grad() before; "
-                "run all micro-batches but the last in ddp.no_sync()."
-            )
+    def __call__(self, _: torch.Tensor) -> None:
+        parameter, summed = self.parameter(), self.summed
+        self.summed = False
+        if summed and parameter is not None and parameter.grad is not None and parameter.grad.any():
+            with checking("sum_hook", self.group()) as where:
+                raise ArgumentError(
+                    f"{where}the gradient of a parameter of shape {tuple(parameter.shape)} has "
+                    "been summed over ranks, and this backward would sum it again. Call "
+                    "zero_grad() before; run all micro-batches but the last in ddp.no_sync()."
+                )

@@ -16,10 +16,9 @@ from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.compilation import counts_in, extent_of
-from varcomm.ops.gather_v import gather_v
+from varcomm.ops.gather_v import gather_v, scatter_v
 from varcomm.ops.operator import checking
 from varcomm.ops.packing import taken
-from varcomm.ops.scatter_v import scatter_v
 from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group

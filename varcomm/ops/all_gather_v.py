@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_shard
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import Operator, checking, known, torch_operator
+from varcomm.ops.operator import Operator, TensorOrHandle, call, checking, torch_operator
 from varcomm.ops.reduction import sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -35,12 +34,9 @@ class _Sharded(Operator):
         return [rows * row for rows in self.sizes]
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
-        return {
-            "dim": self.dim,
-            "sizes": list(self.sizes),
-            "shape of a row": packing.rest(x.shape, self.dim),
-            "use_fp32": self.use_fp32,
-        }
+        split = {"dim": self.dim, "sizes": list(self.sizes)}
+        row = packing.rest(x.shape, self.dim)
+        return {**split, "shape of a row": row, "use_fp32": self.use_fp32}
 
 
 @torch_operator
@@ -51,9 +47,10 @@ class AllGatherV(_Sharded):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send the shard as it lies in memory; for dim != 0, copy once on arrival."""
-        counts = self._counts(x)
-        works, values = packing.all_gather(self.name, self.group, packing.flat(x), counts)
         shape, into = packing.like(x.shape, self.dim, sum(self.sizes)), packing.memory_format(x)
+        room = x.new_empty(shape) if self.dim == 0 else None
+        packed = packing.flat(x) if room is None else packing.plain(x)
+        works, values = packing.all_gather(self.name, self.group, packed, self._counts(x), room)
         return Pending(works, lambda: packing.unpack(values, shape, self.sizes, self.dim, into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,17 +69,14 @@ class ReduceScatterV(_Sharded):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send each rank its rows in the narrow dtype; the receiver sums them."""
-        send, mine = self._counts(x), self.sizes[self.group.rank]
-        shape, into = packing.like(x.shape, self.dim, mine), packing.memory_format(x)
-        recv = [send[self.group.rank]] * self.group.size
-        packed = packing.pack(x, self.sizes, self.dim)
+        send, rank, ranks = self._counts(x), self.group.rank, self.group.size
+        shape, into = packing.like(x.shape, self.dim, self.sizes[rank]), packing.memory_format(x)
+        packed, recv = packing.pack(x, self.sizes, self.dim), [send[rank]] * ranks
         works, values = packing.exchange(self.name, self.group, packed, send, recv)
-
-        def finish() -> torch.Tensor:
-            total = sum_in_rank_order(values.view(self.group.size, *shape), self.use_fp32)
-            return total.contiguous(memory_format=into)
-
-        return Pending(works, finish)
+        parts = values.view(ranks, *shape)
+        return Pending(
+            works, lambda: sum_in_rank_order(parts, self.use_fp32).contiguous(memory_format=into)
+        )
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return packing.new(x, packing.like(x.shape, self.dim, self.sizes[self.group.rank]))
@@ -92,26 +86,6 @@ class ReduceScatterV(_Sharded):
         return AllGatherV(self.group, self.sizes, self.dim, self.use_fp32)
 
 
-@overload
-def all_gather_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def all_gather_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def all_gather_v(
     tensor: torch.Tensor,
     sizes: Sequence[int],
@@ -120,7 +94,7 @@ def all_gather_v(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
+) -> TensorOrHandle:
     """Concatenate the uneven shards of all ranks, on every rank.
 
     Parameters
@@ -147,17 +121,15 @@ def all_gather_v(
 
     Raises
     ------
-    ArgumentError
-        Before any communication, if `sizes`, `dim` and `tensor` do not fit on this rank.
-    GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+    ArgumentError, GroupError
+        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
 
-    Communication: each rank sends its shard to every other, ``P - 1`` times its bytes, and receives
-    every other shard once; nothing is padded. No copy for ``dim=0``, one on arrival for others.
+    Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
+    for others once on arrival.
 
     In one process: ``torch.cat(shards, dim)``.
 
@@ -172,9 +144,7 @@ def all_gather_v(
     >>> varcomm.launch(fn, 2)
     [([0.0, 1.0, 1.0], [2.0]), ([0.0, 1.0, 1.0], [2.0, 2.0])]
     """
-    ranks = resolve(group)
-    operator = known(_operator, ranks, tensor, sizes, dim, use_fp32, async_op)
-    return run(operator, tensor, async_op)
+    return call(_operator, resolve(group), tensor, sizes, dim, use_fp32, async_op)
 
 
 def _operator(

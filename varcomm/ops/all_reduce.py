@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import torch
 
 from varcomm.ops import packing
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import Operator, checking, torch_operator
+from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
 from varcomm.ops.reduction import checked_summable, pieces, sum_in_rank_order
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["AllReduce", "all_reduce"]
+__all__ = ["AllReduce", "all_reduce", "start_sum"]
+
+
+def start_sum(
+    name: str,
+    group: Group,
+    x: torch.Tensor,
+    use_fp32: bool,
+    one_round: bool,
+    root: int | None = None,
+    elsewhere: Sequence[int] = (),
+) -> Pending:
+    """Start to sum over ranks, on every rank or at `root`; others then get zeros of `elsewhere`."""
+    values, ranks, into = packing.flat(x), group.size, packing.memory_format(x)
+    counts = pieces(x, group, one_round)
+    if counts is None:
+        works, got = packing.all_gather(name, group, values, [x.numel()] * ranks, root=root)
+    else:
+        works, got = packing.exchange(name, group, values, counts, [counts[group.rank]] * ranks)
+
+    def finish() -> torch.Tensor:
+        total = sum_in_rank_order(got.view(ranks, -1), use_fp32) if len(got) else got
+        if counts is not None:
+            works, whole = packing.all_gather(name, group, total, counts, root=root)
+            total = Pending(works, lambda: whole).wait()
+        if root not in (None, group.rank):
+            return x.new_zeros(elsewhere)
+        return total.view(x.shape).contiguous(memory_format=into)
+
+    return Pending(works, finish)
 
 
 @torch_operator
@@ -28,24 +57,7 @@ class AllReduce(Operator):
     one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
-        values, ranks, into = packing.flat(x), self.group.size, packing.memory_format(x)
-        counts = pieces(x, self.group, self.one_round)
-        if counts is None:
-            works, wholes = packing.all_gather(self.name, self.group, values, [x.numel()] * ranks)
-            parts = wholes.view(ranks, *x.shape)
-            return Pending(
-                works,
-                lambda: sum_in_rank_order(parts, self.use_fp32).contiguous(memory_format=into),
-            )
-        mine = counts[self.group.rank]
-        works, got = packing.exchange(self.name, self.group, values, counts, [mine] * ranks)
-
-        def finish() -> torch.Tensor:
-            piece = sum_in_rank_order(got.view(ranks, mine), self.use_fp32)
-            works, total = packing.all_gather(self.name, self.group, piece, counts)
-            return Pending(works, lambda: total.view(x.shape).contiguous(memory_format=into)).wait()
-
-        return Pending(works, finish)
+        return start_sum(self.name, self.group, x, self.use_fp32, self.one_round)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return packing.new(x, x.shape)
@@ -63,29 +75,13 @@ class AllReduce(Operator):
         return {"shape": list(x.shape), **how}
 
 
-@overload
-def all_reduce(
-    tensor: torch.Tensor,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def all_reduce(
-    tensor: torch.Tensor,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def all_reduce(
     tensor: torch.Tensor,
     use_fp32: bool = True,
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
+) -> TensorOrHandle:
     """Sum tensors of all ranks, on every rank.
 
     Parameters
@@ -107,20 +103,17 @@ def all_reduce(
 
     Raises
     ------
-    ArgumentError
-        Before any communication, if `tensor` cannot be summed.
-    GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+    ArgumentError, GroupError
+        On this rank, before any communication.
 
     Notes
     -----
-    Adjoint: :func:`all_reduce` itself. The gradients of all ranks are summed, since each rank's
-    result depends on every rank's input: a loss that all ranks compute alike from the result counts
-    once a rank.
+    Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result
+    counts once per rank.
 
-    Communication: each rank sums a piece of ``1 / P`` and sends it to the others, so that each
-    sends and receives ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with
-    `async_op`, each sums all, in a single round: ``P - 1`` times.
+    Communication: each rank sums a piece of ``1 / P`` and sends it to the others, in all
+    ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each sums all,
+    in a single round: ``P - 1`` times.
 
     In one process: ``sum(tensors)``.
 

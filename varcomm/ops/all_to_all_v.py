@@ -1,33 +1,29 @@
-"""``all_to_all_v``: every rank sends every other some rows. Its adjoint is the way back."""
+"""``all_to_all_v``: every rank sends rows to every other; and ``transpose_v``, along two dims."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import Any, ClassVar, Self
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_whole
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import Operator, checking, torch_operator
+from varcomm.ops.checks import checked_shard, checked_whole
+from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
 from varcomm.sizes import checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["AllToAllV", "all_to_all_v"]
+__all__ = ["AllToAllV", "TransposeV", "all_to_all_v", "transpose_v"]
 
 
 @torch_operator
 @dataclass(frozen=True)
 class AllToAllV(Operator):
-    """Split along one dimension, send block r to rank r, concatenate what comes along another.
-
-    Here the two are the same; ``transpose_v`` is the case where they differ.
-    """
+    """Split along one dimension, send block r to rank r, concatenate along the same or another."""
 
     name: ClassVar[str] = "all_to_all_v"
     group: Group
@@ -37,7 +33,7 @@ class AllToAllV(Operator):
     concat_sizes: tuple[int, ...]
 
     def start(self, x: torch.Tensor) -> Pending:
-        """Send blocks whose rows are along `concat_dim`, so that what comes needs no copy."""
+        """Send blocks whose rows are along `concat_dim`, so that received blocks need no copy."""
         front = x.movedim(self.concat_dim, 0)
         split = self._split_dim_in_front()
         packed = packing.pack(front, self.split_sizes, split)
@@ -75,26 +71,6 @@ class AllToAllV(Operator):
         }
 
 
-@overload
-def all_to_all_v(
-    tensor: torch.Tensor,
-    send_sizes: Sequence[int],
-    recv_sizes: Sequence[int],
-    dim: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def all_to_all_v(
-    tensor: torch.Tensor,
-    send_sizes: Sequence[int],
-    recv_sizes: Sequence[int],
-    dim: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def all_to_all_v(
     tensor: torch.Tensor,
     send_sizes: Sequence[int],
@@ -103,8 +79,8 @@ def all_to_all_v(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
-    """Send a block of rows to each rank, and concatenate the blocks that come.
+) -> TensorOrHandle:
+    """Send a block of rows to each rank, and concatenate the received blocks.
 
     Parameters
     ----------
@@ -112,8 +88,8 @@ def all_to_all_v(
         ``sum(send_sizes)`` rows along `dim`, those for rank 0 first; any dtype. The other
         dimensions are the same on all ranks.
     send_sizes, recv_sizes : sequence of int
-        Rows for, and from, each rank, one int a rank, zeros allowed. What this rank sends to rank r
-        is what r receives from it.
+        Rows for, and from, each rank; zeros allowed. Rank r receives as many rows from this rank as
+        this rank sends to r.
     dim : int
         The dimension that is split and concatenated.
     group : ProcessGroup or DeviceMesh, optional
@@ -129,17 +105,15 @@ def all_to_all_v(
 
     Raises
     ------
-    ArgumentError
-        Before any communication, if sizes, `dim` and `tensor` do not fit on this rank.
-    GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+    ArgumentError, GroupError
+        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
 
-    Communication: each rank sends the bytes of `tensor` but for the block that it keeps; nothing is
-    padded. No copy for ``dim=0``, one on departure for others.
+    Communication: each rank sends the bytes of `tensor` but for the block that it keeps. For
+    ``dim=0`` nothing is copied, for others once on departure.
 
     In one process: rank r has ``torch.cat([blocks[r] for blocks in split], dim)``, where
     ``split[i]`` is ``tensor.split(send_sizes, dim)`` of rank i.
@@ -164,3 +138,98 @@ def all_to_all_v(
                 f"expects {receives[ranks.rank]} from itself (recv_sizes)."
             )
     return run(AllToAllV(ranks, dim, sends, dim, receives), tensor, async_op)
+
+
+@torch_operator
+@dataclass(frozen=True)
+class TransposeV(AllToAllV):
+    """From shards along `concat_dim` to shards along `split_dim`."""
+
+    name: ClassVar[str] = "transpose_v"
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "split_dim": self.split_dim,
+            "split_sizes": list(self.split_sizes),
+            "concat_dim": self.concat_dim,
+            "concat_sizes": list(self.concat_sizes),
+            "other dimensions": [
+                rows for dim, rows in enumerate(x.shape) if dim != self.concat_dim
+            ],
+        }
+
+
+def transpose_v(
+    tensor: torch.Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> TensorOrHandle:
+    """Switch which dimension is sharded: whole along one and sharded along another, or back.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's shard along `concat_dim`, with ``concat_sizes[rank]`` rows there and all
+        ``sum(split_sizes)`` along `split_dim`; any dtype.
+    split_dim : int
+        The dimension that is whole now and sharded in the result.
+    split_sizes : sequence of int
+        Rows of each rank along `split_dim` in the result, zeros allowed.
+    concat_dim : int
+        The dimension that is sharded now and whole in the result.
+    concat_sizes : sequence of int
+        Rows of each rank along `concat_dim` now, zeros allowed.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        ``split_sizes[rank]`` rows along `split_dim` and ``sum(concat_sizes)`` along `concat_dim`;
+        dtype of `tensor`. Contiguous for ``concat_dim=0``, a transposed view of contiguous memory
+        for others; ``channels_last`` is kept.
+
+    Raises
+    ------
+    ArgumentError, GroupError
+        On this rank, before any communication.
+
+    Notes
+    -----
+    Adjoint: :func:`transpose_v` with split and concatenation exchanged, which is also its inverse.
+
+    Communication: each rank sends the bytes of `tensor` but for the block that it keeps. One copy,
+    on departure.
+
+    In one process: rank r has ``whole.split(split_sizes, split_dim)[r]`` where it had
+    ``whole.split(concat_sizes, concat_dim)[r]``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     whole = torch.arange(6).reshape(2, 3)
+    ...     columns = varcomm.shard_v(whole, [1, 2], dim=1)
+    ...     return varcomm.transpose_v(columns, 0, [1, 1], 1, [1, 2])
+    >>> varcomm.launch(fn, 2)
+    [tensor([[0, 1, 2]]), tensor([[3, 4, 5]])]
+    """
+    ranks = resolve(group)
+    with checking("transpose_v", ranks, async_op=async_op) as where:
+        splits, split = checked_whole(tensor, split_sizes, split_dim, ranks, where, "split_sizes")
+        concats, concat = checked_shard(
+            tensor, concat_sizes, concat_dim, ranks, where, "concat_sizes"
+        )
+        if split == concat:
+            raise ArgumentError(
+                f"{where}split_dim={split_dim} and concat_dim={concat_dim} are the same dimension "
+                f"of a tensor of shape {tuple(tensor.shape)}; use all_to_all_v."
+            )
+    return run(TransposeV(ranks, split, splits, concat, concats), tensor, async_op)

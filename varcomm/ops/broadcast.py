@@ -1,31 +1,28 @@
-"""``broadcast``: every rank gets what the root has. Its adjoint is ``reduce``."""
+"""``broadcast``: every rank gets the tensor of the root; and its adjoint ``reduce``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import torch
 
 from varcomm.ops import packing
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import Operator, checking, torch_operator
-from varcomm.ops.reduction import pieces, sum_in_rank_order
+from varcomm.ops.all_reduce import start_sum
+from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
+from varcomm.ops.reduction import checked_summable
 from varcomm.ops.root_input import root_input
 from varcomm.sizes import checked_rank
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["Broadcast", "Reduce", "broadcast"]
+__all__ = ["Broadcast", "Reduce", "broadcast", "reduce"]
 
 
 @dataclass(frozen=True)
 class _Rooted(Operator):
-    """What the pair shares.
-
-    `shape` is that of the tensor, `elsewhere` that of what stands in its place off the root.
-    """
+    """The pair's fields: `shape` is that of the tensor, `elsewhere` of its stand-ins."""
 
     group: Group
     root: int
@@ -71,34 +68,8 @@ class Reduce(_Rooted):
     one_round: bool = False
 
     def start(self, x: torch.Tensor) -> Pending:
-        values, rank, ranks = packing.flat(x), self.group.rank, self.group.size
-        into, at_root = packing.memory_format(x), self.group.rank == self.root
-        counts = pieces(x, self.group, self.one_round)
-        if counts is None:
-            send = [x.numel() * (r == self.root) for r in range(ranks)]
-            recv = [x.numel() * at_root] * ranks
-            works, got = packing.exchange(self.name, self.group, values, send, recv, "one")
-
-            def finish() -> torch.Tensor:
-                if not at_root:
-                    return x.new_zeros(self.elsewhere)
-                total = sum_in_rank_order(got.view(ranks, *self.shape), self.use_fp32)
-                return total.contiguous(memory_format=into)
-
-            return Pending(works, finish)
-        works, got = packing.exchange(self.name, self.group, values, counts, [counts[rank]] * ranks)
-
-        def finish_by_pieces() -> torch.Tensor:
-            piece = sum_in_rank_order(got.view(ranks, counts[rank]), self.use_fp32)
-            send = [counts[rank] * (r == self.root) for r in range(ranks)]
-            recv = [count * at_root for count in counts]
-            works, total = packing.exchange(self.name, self.group, piece, send, recv, "one")
-            Pending(works, lambda: total).wait()
-            if not at_root:
-                return x.new_zeros(self.elsewhere)
-            return total.view(self.shape).contiguous(memory_format=into)
-
-        return Pending(works, finish_by_pieces)
+        how = self.use_fp32, self.one_round, self.root, self.elsewhere
+        return start_sum(self.name, self.group, x, *how)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.rank != self.root:
@@ -117,24 +88,6 @@ class Reduce(_Rooted):
         return Broadcast(self.group, self.root, self.shape, self.elsewhere, self.use_fp32)
 
 
-@overload
-def broadcast(
-    tensor: torch.Tensor | None,
-    src: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def broadcast(
-    tensor: torch.Tensor | None,
-    src: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def broadcast(
     tensor: torch.Tensor | None,
     src: int = 0,
@@ -142,7 +95,7 @@ def broadcast(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
+) -> TensorOrHandle:
     """Copy a tensor that one rank has to all.
 
     Parameters
@@ -171,22 +124,20 @@ def broadcast(
         Before any data moves: on every rank, if `tensor` on `src` is no dense tensor; on this rank,
         if `src` is no rank of the group.
     DisagreementError
-        On every rank, if transforms of ``torch.func`` reach the tensor on `src`, and those that
-        others pass not in the same way.
+        On every rank, if other transforms of ``torch.func`` reach the tensor on `src` than those
+        that others pass.
     GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
 
-    Backward is collective: ``loss.backward()`` enters it on every rank. For
-    ``torch.autograd.grad(loss, inputs)``, which runs only what leads to `inputs`, pass
-    ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient as well.
+    Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
+    `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
 
-    Communication: one message of 1 KiB from `src` to all says what comes, then the tensor follows:
-    each other rank receives its bytes once. They come by a tree where the engine has one, in which
-    some ranks pass on what they have.
+    Communication: `src` describes its tensor to all in 1 KiB; then each other rank receives its
+    bytes once, by a tree if the engine has one.
 
     In one process: ``tensor.clone()``.
 
@@ -201,8 +152,64 @@ def broadcast(
     ranks = resolve(group)
     with checking("broadcast", ranks, use_fp32=use_fp32, async_op=async_op) as where:
         src = checked_rank(src, ranks.size, "src", where)
-    root = root_input("broadcast", tensor, src, ranks)
-    operator = Broadcast(
-        ranks, src, root.shape, elsewhere=(0,), use_fp32=use_fp32, into=root.memory_format
-    )
-    return run(operator, root.tensor, async_op)
+    x, shape, into = root_input("broadcast", tensor, src, ranks)
+    return run(Broadcast(ranks, src, shape, (0,), use_fp32, into), x, async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> TensorOrHandle:
+    """Sum tensors of all ranks on one of them.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The same shape and dtype on all ranks, any but bool. It is not changed.
+    dst : int
+        The rank, within `group`, that gets the sum.
+    use_fp32 : bool
+        Sum floats narrower than 4 bytes in fp32 and round once.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        On `dst` the sum, the same at every run, bit for bit; shape, dtype and memory format of
+        `tensor`. Elsewhere zeros of the same shape, which belong to the graph as well: every rank
+        enters backward.
+
+    Raises
+    ------
+    ArgumentError, GroupError
+        On this rank, before any communication.
+
+    Notes
+    -----
+    Adjoint: :func:`broadcast` from `dst`.
+
+    Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
+    `async_op`, `dst` sums all, in a single round. Each other rank sends the bytes of `tensor` once.
+
+    In one process: ``sum(tensors)``.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> varcomm.launch(lambda rank: varcomm.reduce(torch.tensor([rank, 10]), dst=1), 2)
+    [tensor([0, 0]), tensor([ 1, 20])]
+    """
+    ranks = resolve(group)
+    with checking("reduce", ranks, use_fp32=use_fp32, async_op=async_op) as where:
+        checked_summable(tensor, where, use_fp32)
+        dst = checked_rank(dst, ranks.size, "dst", where)
+    shape = tuple(tensor.shape)
+    operator = Reduce(ranks, dst, shape, elsewhere=shape, use_fp32=use_fp32)
+    return run(operator, tensor, async_op)

@@ -17,13 +17,14 @@ __all__ = ["checked_flag", "checked_shard", "checked_tensor", "checked_whole"]
 
 def checked_flag(value: object, name: str, where: str) -> None:
     """Raise ArgumentError if `value` is not a bool."""
-    if not isinstance(value, bool):
-        hint = ""
-        if isinstance(value, dist.ProcessGroup | DeviceMesh):
-            hint = " Pass a group as group=..."
-        elif isinstance(value, type(dist.ReduceOp.SUM)):
-            hint = " varcomm sums; for others there is torch.distributed.all_reduce."
-        raise ArgumentError(f"{where}{name} must be True or False; got {value!r}.{hint}")
+    if isinstance(value, bool):
+        return
+    hint = ""
+    if isinstance(value, dist.ProcessGroup | DeviceMesh):
+        hint = " Pass a group as group=..."
+    elif isinstance(value, type(dist.ReduceOp.SUM)):
+        hint = " varcomm sums; torch.distributed.all_reduce has other reductions."
+    raise ArgumentError(f"{where}{name} must be True or False; got {value!r}.{hint}")
 
 
 def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
@@ -38,7 +39,7 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
         )
     if str(tensor.dtype) == "torch.float4_e2m1fn_x2":
         raise ArgumentError(
-            f"{where}{name} of {tensor.dtype} holds two values a byte. Pass view(torch.uint8)."
+            f"{where}{name} of {tensor.dtype} has two values per byte. Pass view(torch.uint8)."
         )
     if hasattr(tensor, "to_local"):  # DTensor, which has ranks of its own
         raise ArgumentError(
@@ -50,28 +51,35 @@ def checked_shard(
     x: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str, name: str = "sizes"
 ) -> tuple[tuple[int, ...], int]:
     """Return plain `sizes` and `dim` if `x` has this rank's rows."""
-    checked_tensor(x, where)
-    dim = checked_dim(dim, x.shape, where)
-    sizes = checked_sizes(sizes, name, group.size, where)
-    if x.shape[dim] != sizes[group.rank]:
+    checked, dim = _checked(x, sizes, dim, group, where, name)
+    if x.shape[dim] != checked[group.rank]:
         raise ArgumentError(
-            f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim {dim}, "
-            f"but {name}[{group.rank}] is {sizes[group.rank]} ({name} {list(sizes)}). Pass this "
-            f"rank's own rows, or the sizes of ShardSizes.from_local."
+            f"{where}{_has(x, dim)}, but {name}[{group.rank}] is {checked[group.rank]} "
+            f"({name} {list(checked)}). Pass this rank's own rows, or the sizes of "
+            "ShardSizes.from_local."
         )
-    return sizes, dim
+    return checked, dim
 
 
 def checked_whole(
     x: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str, name: str = "sizes"
 ) -> tuple[tuple[int, ...], int]:
     """Return plain `sizes` and `dim` if `x` has the rows of all ranks."""
+    checked, dim = _checked(x, sizes, dim, group, where, name)
+    if x.shape[dim] != sum(checked):
+        raise ArgumentError(
+            f"{where}{_has(x, dim)}, but {name} sum to {sum(checked)} ({name} {list(checked)})."
+        )
+    return checked, dim
+
+
+def _checked(
+    x: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str, name: str
+) -> tuple[tuple[int, ...], int]:
     checked_tensor(x, where)
     dim = checked_dim(dim, x.shape, where)
-    sizes = checked_sizes(sizes, name, group.size, where)
-    if x.shape[dim] != sum(sizes):
-        raise ArgumentError(
-            f"{where}the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim {dim}, "
-            f"but {name} sum to {sum(sizes)} ({name} {list(sizes)})."
-        )
-    return sizes, dim
+    return checked_sizes(sizes, name, group.size, where), dim
+
+
+def _has(x: torch.Tensor, dim: int) -> str:
+    return f"the tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows along dim {dim}"

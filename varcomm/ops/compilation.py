@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from itertools import count
 from secrets import randbits
-from typing import Generic, ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "extent_of",
     "kept_from_compilation",
     "uncompiled",
+    "varying",
 ]
 
 P = ParamSpec("P")
@@ -37,34 +39,48 @@ def kept_from_compilation(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let torch.compile break its graph at a function; it prints the reason where it may not.
+    """Let torch.compile break its graph at a function, and print the reason if it may not.
 
     This is torch.compiler.disable, which by itself would import the compiler into every program.
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        disabled: list[Callable[P, R]] = []
+        disabled: Any = _Disabled(fn, reason)
 
         @wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if "torch._dynamo" not in sys.modules:
-                return fn(*args, **kwargs)
-            if not disabled:
-                disabled.append(torch.compiler.disable(fn, reason=reason))
-            return disabled[0](*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+                return disabled.fn(*args, **kwargs)  # type: ignore[no-any-return]
+            return fn(*args, **kwargs)
 
-        # the marks of torch.compiler.disable, so that the compiler does not look inside
-        vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
         return call
 
     return decorate
 
 
-class ByNumber(Generic[Known]):
-    """Objects that are alive, by number, so that one graph does for each of them.
+class _Disabled(ModuleType):
+    """A holder of ``torch.compiler.disable(fn)``, made when the compiler reads the attribute.
 
-    A number is a tensor, because torch.compile makes constants of the ints of a module. Another
-    process has other numbers: a graph that was saved here finds nothing there, and nothing wrong.
+    The compiler traces ``__getattr__`` of other objects, but calls that of a module.
+    """
+
+    def __init__(self, fn: Callable[..., Any], reason: str) -> None:
+        super().__init__(fn.__name__)
+        self.made = fn, reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "fn":
+            raise AttributeError(name)
+        fn, reason = self.made
+        self.fn = torch.compiler.disable(fn, reason=reason)
+        return self.fn
+
+
+class ByNumber(Generic[Known]):
+    """Objects that are alive, by number, so that one graph serves each of them.
+
+    A number is a tensor, because torch.compile makes constants of ints. Another process has other
+    numbers.
     """
 
     def __init__(self) -> None:
@@ -95,15 +111,18 @@ _ABOVE = 2
 def extent_of(*counts: int, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor without elements whose shape holds these numbers.
 
-    torch.compile makes constants of ints that a module holds, and compiles again for each other
-    value. The shapes of tensors may change.
+    torch.compile makes constants of ints that a module holds; the shapes of tensors may change.
     """
     shape = (*(count + _ABOVE for count in counts), 0)
     # products of numbers of rows, as strides are, may be larger than any int64
-    extent = torch.empty_strided(shape, [0] * len(shape), device=device)
+    return varying(torch.empty_strided(shape, [0] * len(shape), device=device), *range(len(counts)))
+
+
+def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Let compiled code take a tensor whose sizes along these dimensions vary."""
     # the mark of torch._dynamo.maybe_mark_dynamic, which would import the compiler
-    vars(extent)["_dynamo_weak_dynamic_indices"] = set(range(len(counts)))
-    return extent
+    vars(tensor)["_dynamo_weak_dynamic_indices"] = set(dims)
+    return tensor
 
 
 def counts_in(extent: torch.Tensor) -> tuple[int, ...]:

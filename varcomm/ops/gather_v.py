@@ -1,32 +1,28 @@
-"""``gather_v``: the root gets the rows of all. Its adjoint is ``scatter_v``."""
+"""``gather_v``: the root gets the rows of all; and its adjoint ``scatter_v``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from varcomm.ops import packing
-from varcomm.ops.checks import checked_shard
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import Operator, checking, torch_operator
-from varcomm.sizes import checked_rank
+from varcomm.ops.checks import checked_shard, checked_whole
+from varcomm.ops.operator import Operator, TensorOrHandle, checking, run, torch_operator
+from varcomm.ops.root_input import root_input
+from varcomm.sizes import checked_dim, checked_rank, checked_sizes
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["GatherV", "ScatterV", "gather_v"]
+__all__ = ["GatherV", "ScatterV", "gather_v", "scatter_v"]
 
 
 @dataclass(frozen=True)
 class _Rooted(Operator):
-    """What the pair shares.
-
-    `shape` is that of the whole at the root, `elsewhere` that of the tensor that stands in its
-    place on the other ranks.
-    """
+    """The pair's fields: `shape` is that of the whole at the root, `elsewhere` of its stand-ins."""
 
     group: Group
     sizes: tuple[int, ...]
@@ -34,15 +30,6 @@ class _Rooted(Operator):
     root: int
     shape: tuple[int, ...]
     elsewhere: tuple[int, ...]
-
-    def _counts(self) -> tuple[list[int], list[int]]:
-        """Return elements that each rank has at the root, and those that this rank has there."""
-        row = prod(packing.rest(self.shape, self.dim))
-        at_root, mine = [0] * self.group.size, [0] * self.group.size
-        if self.group.rank == self.root:
-            at_root = [rows * row for rows in self.sizes]
-        mine[self.root] = self.sizes[self.group.rank] * row
-        return at_root, mine
 
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         return {
@@ -61,11 +48,11 @@ class GatherV(_Rooted):
     name = "gather_v"
 
     def start(self, x: torch.Tensor) -> Pending:
-        at_root, mine = self._counts()
-        works, values = packing.exchange(
-            self.name, self.group, packing.flat(x), mine, at_root, "one"
+        row = prod(packing.rest(self.shape, self.dim))
+        counts, into = [rows * row for rows in self.sizes], packing.memory_format(x)
+        works, values = packing.all_gather(
+            self.name, self.group, packing.flat(x), counts, root=self.root
         )
-        into = packing.memory_format(x)
 
         def finish() -> torch.Tensor:
             if self.group.rank != self.root:
@@ -81,8 +68,7 @@ class GatherV(_Rooted):
 
     @property
     def adjoint(self) -> ScatterV:
-        fields = (self.group, self.sizes, self.dim, self.root, self.shape, self.elsewhere)
-        return ScatterV(*fields)
+        return ScatterV(self.group, self.sizes, self.dim, self.root, self.shape, self.elsewhere)
 
 
 @torch_operator
@@ -94,44 +80,25 @@ class ScatterV(_Rooted):
     into: torch.memory_format = torch.contiguous_format
 
     def start(self, x: torch.Tensor) -> Pending:
-        at_root, mine = self._counts()
-        packed = x.new_empty(0)
-        if self.group.rank == self.root:
-            packed = packing.pack(x, self.sizes, self.dim)
-        works, values = packing.exchange(self.name, self.group, packed, at_root, mine, "one")
-        shape = packing.like(self.shape, self.dim, self.sizes[self.group.rank])
+        rank, shape = self.group.rank, self._own_shape()
+        row, at_root = prod(packing.rest(self.shape, self.dim)), rank == self.root
+        packed = packing.pack(x, self.sizes, self.dim) if at_root else x.new_empty(0)
+        send = [rows * row * at_root for rows in self.sizes]
+        recv = [prod(shape) * (other == self.root) for other in range(self.group.size)]
+        works, values = packing.exchange(self.name, self.group, packed, send, recv, "one")
         return Pending(works, lambda: values.view(shape).contiguous(memory_format=self.into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        shape = packing.like(self.shape, self.dim, self.sizes[self.group.rank])
-        return x.new_empty(shape).contiguous(memory_format=self.into)
+        return x.new_empty(self._own_shape()).contiguous(memory_format=self.into)
+
+    def _own_shape(self) -> tuple[int, ...]:
+        return packing.like(self.shape, self.dim, self.sizes[self.group.rank])
 
     @property
     def adjoint(self) -> GatherV:
-        fields = (self.group, self.sizes, self.dim, self.root, self.shape, self.elsewhere)
-        return GatherV(*fields)
+        return GatherV(self.group, self.sizes, self.dim, self.root, self.shape, self.elsewhere)
 
 
-@overload
-def gather_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    dst: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def gather_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    dst: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def gather_v(
     tensor: torch.Tensor,
     sizes: Sequence[int],
@@ -140,7 +107,7 @@ def gather_v(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
+) -> TensorOrHandle:
     """Concatenate the uneven shards of all ranks on one of them.
 
     Parameters
@@ -153,7 +120,7 @@ def gather_v(
     dim : int
         Sharded dimension.
     dst : int
-        The rank, within `group`, that gets the whole.
+        The rank, within `group`, of the result.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     async_op : bool
@@ -163,22 +130,20 @@ def gather_v(
     -------
     torch.Tensor or Handle
         On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory
-        format of `tensor`. Elsewhere a tensor of zero rows, which belongs to the graph as well:
-        every rank enters backward, for instance through its ``sum()``.
+        format of `tensor`. Elsewhere a tensor of zero rows, which belongs to the graph: every rank
+        enters backward, for instance through its ``sum()``.
 
     Raises
     ------
-    ArgumentError
-        Before any communication, if `sizes`, `dim`, `dst` and `tensor` do not fit on this rank.
-    GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+    ArgumentError, GroupError
+        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`scatter_v` from `dst`.
 
-    Communication: each rank but `dst` sends the bytes of its shard, once; nothing is padded. No
-    copy for ``dim=0``, one on arrival for others.
+    Communication: each rank but `dst` sends its shard. For ``dim=0`` nothing is copied, for others
+    once on arrival.
 
     In one process: ``torch.cat(shards, dim)``.
 
@@ -197,3 +162,83 @@ def gather_v(
     shape = packing.like(tensor.shape, dim, sum(sizes))
     operator = GatherV(ranks, sizes, dim, root, shape, elsewhere=packing.like(shape, dim, 0))
     return run(operator, tensor, async_op)
+
+
+def scatter_v(
+    tensor: torch.Tensor | None,
+    sizes: Sequence[int],
+    dim: int = 0,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> TensorOrHandle:
+    """Split a tensor that one rank has into uneven shards, one for each rank.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor or None
+        On `src`, ``sum(sizes)`` rows along `dim`; any dtype. Elsewhere it is not read and may be
+        None: dtype, shape and ``requires_grad`` come from `src`. One that requires a gradient
+        nevertheless gets zeros.
+    sizes : sequence of int
+        Rows per rank along `dim`; zeros allowed, identical on all ranks.
+    dim : int
+        Sharded dimension.
+    src : int
+        The rank, within `group`, that has the whole.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    async_op : bool
+        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+
+    Returns
+    -------
+    torch.Tensor or Handle
+        ``sizes[rank]`` rows along `dim`; dtype and memory format of the tensor on `src`.
+
+    Raises
+    ------
+    ArgumentError
+        Before any data moves: on every rank, if `tensor` does not match `sizes` and `dim` on `src`;
+        on this rank, if `sizes`, `dim` or `src` are wrong in themselves.
+    DisagreementError
+        On a rank whose `sizes` are not those of `src`.
+        On every rank, if other transforms of ``torch.func`` reach the tensor on `src` than those
+        that others pass.
+    GroupError
+        On this rank, before any communication.
+
+    Notes
+    -----
+    Adjoint: :func:`gather_v` to `src`.
+
+    Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
+    `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
+
+    Communication: `src` describes its tensor to all in 1 KiB, then sends each other rank its shard.
+    For ``dim=0`` nothing is copied, for others once on departure.
+
+    In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     whole = torch.arange(3) if rank == 0 else None
+    ...     return varcomm.scatter_v(whole, [1, 2])
+    >>> varcomm.launch(fn, 2)
+    [tensor([0]), tensor([1, 2])]
+    """
+    ranks = resolve(group)
+    with checking("scatter_v", ranks, async_op=async_op) as where:
+        sizes = checked_sizes(sizes, "sizes", ranks.size, where)
+        src = checked_rank(src, ranks.size, "src", where)
+
+    def check(whole: torch.Tensor) -> None:
+        checked_whole(whole, sizes, dim, ranks, where)
+
+    x, shape, into = root_input("scatter_v", tensor, src, ranks, check, sizes)
+    with checking("scatter_v", ranks):
+        dim = checked_dim(dim, shape, where)
+    return run(ScatterV(ranks, sizes, dim, src, shape, (0,), into), x, async_op)

@@ -1,16 +1,10 @@
 """A collective as a linear operator, and the one rule by which all operators are differentiated.
 
-A primitive is a pair of :class:`Operator` classes, each the other's adjoint. This module derives
-everything else from the pair: derivatives of any order, forward mode, operators of torch.library
-for graphs that are recorded before they run, comparison between ranks, the range in the profiler.
-
-The rule: the derivative of an operator is the operator, and its backward applies the adjoint.
-Beside its result every application returns a *token*, an empty tensor that autograd connects to the
-input. A backward passes the token on to the adjoint that it applies, and forward mode to the
-operator that it applies to a tangent. So a second derivative is recorded on all ranks or on none,
-even if the gradient on one rank depends on nothing, and no rank waits for a peer that has nothing
-to differentiate. The derivative of a token is the token of the applied operator: derivatives of
-any order go through the same calls on all ranks.
+A primitive is a pair of :class:`Operator` classes, each the other's adjoint. The derivative of an
+operator is the operator, and its backward applies the adjoint. Beside its result every application
+returns a *token*, an empty tensor that autograd connects to the input, and that a derivative gets
+as a further input. So a second derivative is recorded on all ranks or on none, even if the gradient
+on one rank depends on nothing, and no rank waits for a peer that has nothing to differentiate.
 """
 
 from __future__ import annotations
@@ -18,12 +12,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,40 +29,36 @@ from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.sizes import ShardSizes
 from varcomm.transport.debug import debugging
-from varcomm.transport.engine import EngineFailure, Pending, engine_for
+from varcomm.transport.engine import EngineFailure, Pending, engine_for, span
 from varcomm.transport.group import Group, named
-from varcomm.transport.trace import span
 
 __all__ = [
+    "Handle",
     "Operator",
+    "TensorOrHandle",
     "apply",
-    "apply_with_token",
     "begin",
-    "checked_gradient",
+    "call",
     "checking",
     "fake_mode",
     "in_forward_mode",
     "in_graph",
     "is_recorded",
     "is_traced",
-    "known",
     "refuse_linearize",
     "refuse_vmap",
-    "started",
+    "run",
+    "start",
     "torch_operator",
 ]
 
 R = TypeVar("R")
 Kind = TypeVar("Kind", bound=type["Operator"])
-Kept = TypeVar("Kept", bound="Operator")
-Tensors = tuple[torch.Tensor, torch.Tensor]
+Tensors = tuple[Tensor, Tensor]
 
 
 class Operator(ABC):
-    """A linear map between the tensors of all ranks before and after a collective.
-
-    Subclasses are frozen dataclasses that hold the group and all that the map depends on.
-    """
+    """A linear map between the tensors of all ranks; its subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
     schema: ClassVar[str]  # of its arguments in a graph
@@ -75,11 +66,11 @@ class Operator(ABC):
     group: Group
 
     @abstractmethod
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Begin to communicate; return this rank's part of the result, once it is waited for."""
 
     @abstractmethod
-    def result(self, x: torch.Tensor) -> torch.Tensor:
+    def result(self, x: Tensor) -> Tensor:
         """Return an uninitialised tensor with the metadata of the result."""
 
     @property
@@ -93,7 +84,7 @@ class Operator(ABC):
         return self
 
     @abstractmethod
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+    def describe(self, x: Tensor) -> dict[str, Any]:
         """Return the mapping that :func:`~varcomm.transport.agreement.compare` compares."""
 
     def arguments(self) -> tuple[Any, ...]:
@@ -107,19 +98,15 @@ class Operator(ABC):
 
 
 def _plain(value: Any) -> Any:
-    # schemas and Dynamo take tuples of no class of their own
+    # schemas and Dynamo accept only plain tuples
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-# --- The checks of a call -------------------------------------------------------------------------
-
-
 class checking:
-    """Surround the checks of a call's arguments; gives how their messages start.
+    """Surround the checks of a call's arguments; returns the beginning of their messages.
 
-    `flags` must be bools, before anything else: torch.distributed has a group or a ReduceOp at some
-    of their positions. Inside :func:`varcomm.debug`, an argument that is wrong on this rank is an
-    error on all.
+    `flags` must be bools. Inside :func:`varcomm.debug` a wrong argument on one rank is an error on
+    all ranks.
     """
 
     def __init__(self, name: str, group: Group, **flags: bool) -> None:
@@ -128,118 +115,110 @@ class checking:
     def __enter__(self) -> str:
         where = f"{self.name} on {self.group.label}: "
         try:
-            if _is_jit_tracing():
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 raise ArgumentError(
-                    f"{where}torch.jit.trace would record what this rank sends as constants. Use "
+                    f"{where}torch.jit.trace would record this rank's messages as constants. Use "
                     "torch.compile, torch.export or make_fx, which record an operator."
                 )
             for flag, value in self.flags.items():
                 checked_flag(value, flag, where)
         except ArgumentError as error:
-            self._tell(error)
+            self.__exit__(None, error, None)
             raise
         return where
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._tell(error)
-
-    def _tell(self, error: BaseException | None) -> None:
-        told = isinstance(error, DisagreementError | CommunicationError)  # all ranks raise these
-        if isinstance(error, Exception) and not told and debugging():
+        agreed = isinstance(error, DisagreementError | CommunicationError)  # all ranks raise these
+        if isinstance(error, Exception) and not agreed and debugging():
             from varcomm.transport.agreement import fail
 
             fail(self.group, self.name, error)
 
 
-def _is_jit_tracing() -> bool:
-    return torch.jit.is_tracing()  # type: ignore[attr-defined, no-any-return, no-untyped-call]
-
-
-def checked_gradient(adjoint: Operator, gradient: torch.Tensor) -> None:
-    """Raise ArgumentError if the gradient that arrives in backward is not dense."""
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-        with checking(adjoint.name, adjoint.group) as where:
-            checked_tensor(gradient, f"{where.removesuffix(': ')}, in backward: ", "gradient")
-
-
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_SIZES = frozenset((ShardSizes, tuple, list))
-_INT = frozenset((int,))
-_PLAIN = frozenset((int, bool))
-_MOST = 64  # operators that a group or plan keeps
-
 _dispatch_mode = torch._C._get_dispatch_mode
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_SIZES = frozenset((ShardSizes, tuple, list))
+_INT = frozenset((int,))
+_MOST = 64  # operators that a group or plan keeps
 
-def known(
-    make: Callable[..., Kept], owner: Any, x: torch.Tensor, sizes: Sequence[int], *rest: Any
-) -> Kept:
-    """Return ``make(owner, x, sizes, *rest)``, kept by the owner for calls with equal arguments.
 
-    `make` checks the arguments, so that a known call needs no checks; the owner is a group or plan.
+def call(
+    make: Callable[..., Operator],
+    owner: Any,
+    x: Tensor,
+    sizes: Sequence[int],
+    dim: int,
+    use_fp32: bool,
+    async_op: bool,
+) -> TensorOrHandle:
+    """Apply ``make(owner, x, sizes, dim, use_fp32, async_op)``, which checks its arguments, to `x`.
+
+    The owner, a group or plan, keeps the operator for calls with equal arguments.
     """
     if (
         torch.compiler.is_compiling()
         or type(x) not in _TENSORS
+        or not (type(dim) is int and type(use_fp32) is bool and type(async_op) is bool)
+        or type(sizes) not in _SIZES
+        or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
         or x.is_nested
         or _dispatch_mode(_PROXY)
     ):
-        return make(owner, x, sizes, *rest)
-    numbers = tuple(sizes) if type(sizes) in _SIZES else (None,)
-    if not (_INT.issuperset(map(type, numbers)) and _PLAIN.issuperset(map(type, rest))):
-        return make(owner, x, sizes, *rest)
-    # torch.jit.trace makes tensors of the numbers in a shape: no key equals another there
-    kept: dict[Any, Kept] = vars(owner).setdefault("operators", {})
-    key = make, numbers, *rest, *map(type, rest), x.shape, x.dtype, x.device, x.layout
+        return run(make(owner, x, sizes, dim, use_fp32, async_op), x, async_op)
+    kept: dict[Any, Operator] = vars(owner).setdefault("operators", {})
+    key = make, tuple(sizes), dim, use_fp32, async_op, x.shape, x.dtype, x.device, x.layout
     operator = kept.get(key)
     if operator is None:
-        operator = make(owner, x, sizes, *rest)
+        operator = make(owner, x, sizes, dim, use_fp32, async_op)
         if len(kept) >= _MOST:
             kept.clear()
         kept[key] = operator
-    return operator
+    if async_op:
+        return start(operator, x)  # type: ignore[return-value]
+    return _apply(operator, x, is_plain=True)[0]  # type: ignore[return-value]
 
 
-# --- The rule -------------------------------------------------------------------------------------
+def run(operator: Operator, x: Tensor, async_op: bool) -> TensorOrHandle:
+    """Apply the operator, or begin to."""
+    return start(operator, x) if async_op else apply(operator, x)  # type: ignore[return-value]
 
 
-def apply(operator: Operator, x: torch.Tensor) -> torch.Tensor:
+def apply(operator: Operator, x: Tensor) -> Tensor:
     """Apply an operator, differentiably."""
     if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         return _recorded(operator, x, None)[0]
-    return _apply(operator, x, (), None)[0]
-
-
-def apply_with_token(
-    operator: Operator, x: torch.Tensor, *tokens: torch.Tensor | None, of: int | None = None
-) -> Tensors:
-    """Apply an operator with the tokens of the call whose derivative this is; return its token.
-
-    In backward `of` is the number of the call that this is the derivative of, if ranks compare
-    calls.
-    """
-    given = tuple(token for token in tokens if token is not None)
-    result, token = _apply(operator, x, given, of)
-    return result, x.new_empty(0, dtype=torch.float32) if token is None else token
+    return _apply(operator, x)[0]
 
 
 def _apply(
-    operator: Operator, x: torch.Tensor, tokens: tuple[torch.Tensor, ...], of: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    recorded = is_recorded(x, *tokens)
+    operator: Operator,
+    x: Tensor,
+    tokens: tuple[Tensor | None, ...] = (),
+    of: int | None = None,
+    is_plain: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result, and the token of a call that can be differentiated.
+
+    A derivative passes the tokens and, if ranks compare calls, the number of its call.
+    """
+    given = [token for token in tokens if token is not None] if tokens else ()
+    recorded = is_recorded(x, given)
     if torch._C._are_functorch_transforms_active():
-        return _apply_in_transforms(x, operator, recorded, of, *tokens)
+        return _apply_in_transforms(x, operator, recorded, of, *given)
     if recorded or forward_ad.unpack_dual(x).tangent is not None:
-        return _Rule.apply(x, operator, recorded, of, *tokens)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rule.apply(x, operator, recorded, of, *given)  # type: ignore[no-any-return, no-untyped-call]
+    if is_plain:  # neither fake nor recorded by a tracer
+        return _started(operator, x, recorded, of).wait().data, None
     return _run(operator, x, recorded, of)[0], None
 
 
-def is_recorded(x: torch.Tensor, *tokens: torch.Tensor | None) -> bool:
+def is_recorded(x: Tensor, tokens: Sequence[Tensor] = ()) -> bool:
     """Return whether the result of a call belongs to the graph."""
     if not torch.is_grad_enabled() or x.requires_grad or not tokens:
         return torch.is_grad_enabled() and x.requires_grad
-    return any(token is not None and token.requires_grad for token in tokens)
+    return any(token.requires_grad for token in tokens)
 
 
 class _Rule(torch.autograd.Function):
@@ -247,83 +226,87 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        operator: Operator,
-        recorded: bool,
-        of: int | None,
-        *tokens: torch.Tensor,
+        ctx: Any, x: Tensor, operator: Operator, recorded: bool, of: int | None, *_: Tensor
     ) -> Tensors:
-        result, number = _run(operator, x, recorded, of)
-        token = x.new_empty(0, dtype=torch.float32)
-        _keep(ctx, operator, token, number)
+        result, ctx.number = _run(operator, x, recorded, of)
+        token = _token(x)
+        _keep(ctx, operator, token)
         return result, token
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, of_token: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         adjoint = ctx.operator.adjoint
-        checked_gradient(adjoint, gradient)
-        result, passed_on = apply_with_token(adjoint, gradient, token, of_token, of=ctx.number)
+        _check_gradient(adjoint, gradient)
+        result, passed_on = _apply(adjoint, gradient, (token, of_token), ctx.number)
         return result, None, None, None, *[passed_on] * (len(ctx.needs_input_grad) - 4)
 
     @staticmethod
-    def jvp(
-        ctx: Any, tangent: torch.Tensor, _: None, __: None, ___: None, *of_tokens: Any
-    ) -> Tensors:
-        (token,) = ctx.saved_tensors
-        return apply_with_token(ctx.operator, tangent, token, *of_tokens)
+    def jvp(ctx: Any, tangent: Tensor, *others: Tensor | None) -> Tensors:
+        result, token = _apply(ctx.operator, tangent, (*ctx.saved_tensors, *others[3:]))
+        return result, _token(tangent) if token is None else token
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor, operator: Operator, *_: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, operator: Operator, *_: Any) -> Any:
         refuse_vmap(f"{operator.name} on {operator.group}: ")
 
 
 class _RuleInTransforms(_Rule):
-    """The same in the form that ``torch.func`` asks for, which costs three times as much."""
+    """The rule in the form that ``torch.func`` requires, which costs three times as much."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: torch.Tensor,
-        operator: Operator,
-        recorded: bool,
-        of: int | None,
-        *tokens: torch.Tensor,
+        x: Tensor, operator: Operator, recorded: bool, of: int | None, *_: Tensor
     ) -> Tensors:
-        return _run(operator, x, recorded, of)[0], x.new_empty(0, dtype=torch.float32)
+        return _run(operator, x, recorded, of)[0], _token(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        _keep(ctx, inputs[1], output[1], None)
+        ctx.number = None
+        _keep(ctx, inputs[1], output[1])
 
 
-@kept_from_compilation
+@kept_from_compilation  # a recorded operator would lose tangents
 def _apply_in_transforms(*inputs: Any) -> Tensors:
-    """Apply, also where transforms of ``torch.func`` are compiled, for which a graph has no rules.
-
-    A recorded operator would lose tangents without an error.
-    """
     return _RuleInTransforms.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _keep(ctx: Any, operator: Operator, token: torch.Tensor, number: int | None) -> None:
-    ctx.operator, ctx.number = operator, number
+def _keep(ctx: Any, operator: Operator, token: Tensor) -> None:
+    ctx.operator = operator
     ctx.save_for_backward(token)
     ctx.save_for_forward(token)
 
 
+def _token(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _check_gradient(adjoint: Operator, gradient: Tensor) -> None:
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        with checking(adjoint.name, adjoint.group) as where:
+            checked_tensor(gradient, f"{where.removesuffix(': ')}, in backward: ", "gradient")
+
+
 def _run(
-    operator: Operator, x: torch.Tensor, recorded: bool, of: int | None
-) -> tuple[torch.Tensor, int | None]:
+    operator: Operator, x: Tensor, recorded: bool, of: int | None
+) -> tuple[Tensor, int | None]:
     """Return the result, and the number of the call if ranks compare calls."""
     if is_traced(x):
         return _recorded(operator, x, None)[0], None
-    pending = started(operator, x, recorded, of)
-    # as a tensor of its own, though its memory may be a view's: the caller may write into it
+    pending = _started(operator, x, recorded, of)
+    # detached from a view's base: the caller may write into the result
     return pending.wait().data, pending.number
 
 
-def started(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None = None) -> Pending:
+def begin(operator: Operator, x: Tensor, recorded: bool) -> Pending:
+    """Start to communicate, for rules of other modules; in a graph, apply at once."""
+    if in_graph(x):
+        result = _recorded(operator, x, None)[0]
+        return Pending([], lambda: result)
+    return _started(operator, x, recorded)
+
+
+def _started(operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> Pending:
     """Start to communicate; inside :func:`varcomm.debug`, after ranks have compared the call."""
     number = _compared(operator, x, recorded, of) if debugging() else None
     failed = partial(_failed, operator, x.dtype, x.shape, time.monotonic())
@@ -336,16 +319,16 @@ def started(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None 
     return pending
 
 
-def _compared(operator: Operator, x: torch.Tensor, recorded: bool, of: int | None) -> int:
+def _compared(operator: Operator, x: Tensor, recorded: bool, of: int | None) -> int:
     from varcomm.transport.agreement import compare  # needed inside debug() only
 
     with checking(operator.name, operator.group):
         engine_for(operator.group, x.device)
-    call = {"operation": operator.name, **operator.describe(x)}
-    more = {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
+    described = {"operation": operator.name, **operator.describe(x)}
+    described |= {"dtype": str(x.dtype), "device": x.device.type, "requires_grad": recorded}
     if of is not None:
-        more["backward of call"] = of
-    return compare(operator.group, call | more)
+        described["backward of call"] = of
+    return compare(operator.group, described)
 
 
 def _failed(
@@ -360,35 +343,180 @@ def _failed(
     return failure(operator.name, operator.group, began, error, details)
 
 
-def begin(operator: Operator, x: torch.Tensor, recorded: bool) -> Pending:
-    """Start to communicate, for rules that are written elsewhere; in a graph, apply at once."""
-    if in_graph(x):
-        result = _recorded(operator, x, None)[0]
-        return Pending([], lambda: result)
-    return started(operator, x, recorded)
+# --- Asynchronous calls have two nodes of autograd. In backward the node of the wait starts the
+# adjoint, and the node of the start waits for it. Derivatives of a backward, transforms of
+# torch.func, forward mode and graphs apply the operator at once.
 
 
-def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
-    """Let torch's own operations within a ``jvp`` be differentiated in forward mode again.
+class Handle:
+    """A collective in flight, or done.
 
-    The ``jvp`` is given the tensors that `ctx` saved, as a second argument. torch turns forward
-    mode off in it: inside ``torch.func.jvp``, for the transforms around that as well. Turned on,
-    saved inputs must not have tangents of their own.
+    Computations between the call with ``async_op=True`` and :meth:`wait` overlap with the messages,
+    and their gradients with those of backward. The tensor that was passed must not be changed
+    meanwhile. All ranks make their calls and waits in the same order. In compiled code the call
+    communicates at once.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     handle = varcomm.all_reduce(torch.tensor([rank, 10]), async_op=True)
+    ...     meanwhile = rank + 1
+    ...     return handle.wait().tolist(), meanwhile
+    >>> varcomm.launch(fn, 2)
+    [([1, 20], 1), ([1, 20], 2)]
     """
 
-    @wraps(jvp)
-    def call(ctx: Any, *tangents: torch.Tensor | None) -> R:
-        saved = ctx.saved_tensors
-        if not torch._C._are_functorch_transforms_active():
-            return jvp(ctx, saved, *tangents)
-        with forward_ad._set_fwd_grad_enabled(True):
-            plain = [None if x is None else forward_ad.unpack_dual(x).primal for x in saved]
-            return jvp(ctx, plain, *tangents)
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
 
-    return call
+    def wait(self) -> Tensor:
+        """Return the result, differentiable and always the same tensor.
+
+        Raises
+        ------
+        ArgumentError
+            If the tensor passed at the start has been changed in place since.
+        DisagreementError
+            Inside :func:`varcomm.debug`, on every rank, if they wait for different calls.
+        """
+        if self._result is None:
+            assert self._finish is not None
+            self._result = self._finish()
+            self._finish = None  # it holds the input and the sent bytes
+        return self._result
+
+    def meanwhile(self, x: Tensor) -> Tensor:
+        """Return `x`, an input of a computation that overlaps with the messages."""
+        return x
+
+    def after(self, x: Tensor) -> None:
+        """Name a result of the computation that overlaps with the messages; does nothing."""
 
 
-# --- What has no rule -----------------------------------------------------------------------------
+if TYPE_CHECKING:
+
+    class TensorOrHandle(Tensor, Handle):
+        """The result of a call: a tensor, or with ``async_op=True`` a Handle."""
+
+        def split(self, *how: Any) -> Any:
+            """Return parts of the tensor, which torch does not type."""
+
+else:
+    TensorOrHandle = Tensor | Handle
+
+
+def start(operator: Operator, x: Tensor) -> Handle:
+    """Begin to communicate; the result belongs to the graph."""
+    operator = operator.in_one_round
+    transformed = torch._C._are_functorch_transforms_active()
+    if in_graph(x) or transformed or forward_ad.unpack_dual(x).tangent is not None:
+        with torch.enable_grad():  # wait() decides whether there is a gradient
+            result = apply(operator, x)
+        return Handle(lambda: result if torch.is_grad_enabled() else result.detach())
+    call = _Call(operator)
+    ticket = _Start.apply(x, call, is_recorded(x))  # type: ignore[no-untyped-call]
+    return Handle(lambda: _Wait.apply(x, ticket, call)[0])  # type: ignore[no-untyped-call]
+
+
+class _InFlight:
+    """An operator that has started on a tensor, which must not change until it is waited for."""
+
+    def __init__(
+        self, operator: Operator, x: Tensor, recorded: bool, of: int | None = None
+    ) -> None:
+        self.operator, self.x, self.version = operator, x, _version(x)
+        self.pending = _started(operator, x, recorded, of)
+
+    def wait(self, changed: str) -> Tensor:
+        """Return the result; raise ArgumentError with `changed` if the tensor has changed."""
+        operator, number = self.operator, self.pending.number
+        error = None
+        if _version(self.x) != self.version:
+            error = ArgumentError(f"{operator.name} on {operator.group}{changed}")
+        if number is not None and debugging():
+            from varcomm.transport.agreement import compare, fail
+
+            what = f"wait for {operator.name}"
+            if error is not None:
+                fail(operator.group, what, error)
+            compare(operator.group, {"operation": what, "which call": number})
+        if error is not None:
+            raise error
+        return self.pending.wait().data
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes in place; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(eq=False)
+class _Call:
+    """An asynchronous call, shared by its two nodes in autograd's graph."""
+
+    operator: Operator
+    # in forward from the start to the wait, in backward from the wait to the start
+    flight: _InFlight | Tensor | None = None
+
+
+class _Start(torch.autograd.Function):
+    """Begin to communicate; in backward, wait for the adjoint. Returns the ticket for the wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, recorded: bool) -> Tensor:
+        ctx.call = call
+        call.flight = _InFlight(call.operator, x, recorded)
+        return _token(x)
+
+    @staticmethod
+    def backward(ctx: Any, of_ticket: Tensor) -> tuple[Tensor | None, None, None]:
+        # tickets lead only from start to wait, so the backward of the wait has just run
+        begun, ctx.call.flight = ctx.call.flight, None
+        if isinstance(begun, _InFlight):
+            begun = begun.wait(
+                ", in backward: the gradient was changed in place between its start, in the "
+                "backward of wait(), and its end, in the backward of async_op=True. Let hooks "
+                "return new tensors."
+            )
+        return begun, None, None
+
+
+class _Wait(torch.autograd.Function):
+    """Wait for the result; in backward, begin the adjoint. Gradients reach `x` by the ticket."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ticket: Tensor, call: _Call) -> Tensors:
+        begun = call.flight
+        assert isinstance(begun, _InFlight)
+        result = begun.wait(
+            ": the tensor was changed in place between async_op=True and wait(). Change a clone, "
+            "or wait first."
+        )
+        call.flight = None  # only now: a refused wait is refused again
+        ctx.call, ctx.number = call, begun.pending.number
+        token = _token(x)
+        ctx.save_for_backward(token)
+        return result, token
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor, of_token: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        (token,) = ctx.saved_tensors
+        adjoint = ctx.call.operator.adjoint
+        _check_gradient(adjoint, gradient)
+        has_start = ctx.needs_input_grad[1]  # not if the call started under no_grad()
+        recorded = is_recorded(gradient, (token, of_token))
+        if has_start and not recorded and not in_graph(gradient):
+            ctx.call.flight = _InFlight(adjoint.in_one_round, gradient, False, ctx.number)
+            return None, token.new_empty(0), None
+        result, _ = _apply(adjoint, gradient, (token, of_token), ctx.number)
+        if not has_start:
+            return result, None, None
+        ctx.call.flight = result
+        return None, token.new_empty(0), None
 
 
 def refuse_vmap(where: str) -> NoReturn:
@@ -402,34 +530,48 @@ def refuse_vmap(where: str) -> NoReturn:
 def refuse_linearize(where: str, writers: str) -> None:
     """Raise ArgumentError if ``torch.func.linearize`` records.
 
-    It computes once all that does not depend on the tangents, also tensors that `writers` write
-    into: the first call of its result would change them for the next.
+    It keeps tensors that do not depend on the tangents, and `writers` write into some of them.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or not _dispatch_mode(_PROXY):
+    if torch.compiler.is_compiling() or not _dispatch_mode(_PROXY):
         return
-    if not torch._C._are_functorch_transforms_active():
+    x = torch.empty(0)
+    has_level = forward_ad.unpack_dual(x).primal is not x  # of forward mode, without torch.func
+    if has_level and not torch._C._are_functorch_transforms_active():
         raise ArgumentError(
             f"{where}torch.func.linearize keeps tensors that {writers} write into, and its result "
             "would be wrong when called twice. Use torch.func.jvp."
         )
 
 
-# --- Graphs: operators of torch.library -----------------------------------------------------------
+def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
+    """Turn forward mode on in a ``jvp``, where torch turns it off, for transforms around it.
 
-# torch.compile, make_fx, torch.export and fake tensors cannot look into a message on a wire. For
-# them each class of operators is one torch operator,
+    The ``jvp`` also gets the tensors that `ctx` saved, without tangents.
+    """
+
+    @wraps(jvp)
+    def differentiated(ctx: Any, *tangents: Tensor | None) -> R:
+        saved = ctx.saved_tensors
+        if not torch._C._are_functorch_transforms_active():
+            return jvp(ctx, saved, *tangents)
+        with forward_ad._set_fwd_grad_enabled(True):
+            plain = [None if x is None else forward_ad.unpack_dual(x).primal for x in saved]
+            return jvp(ctx, plain, *tangents)
+
+    return differentiated
+
+
+# --- Graphs: for torch.compile, make_fx, torch.export and fake tensors each class is one operator
 #
 #     varcomm::NAME(x, token, after, group, rank, ...fields) -> (result, token)
 #
 # Its kernel is `Operator.start`, its fake kernel `Operator.result`, its backward the rule above. It
-# is an effect, so that no compiler drops it or changes its place in a graph: other ranks wait for
-# it. `after` is the token of the call before, in a graph that a compiler lowers: a plain dependency
-# that keeps the order in generated code too. The rank is an argument because graphs of two ranks
-# differ, and with them the keys under which compiled code is cached.
+# is an effect, so that no compiler drops or moves it: other ranks wait for it. `after` is the token
+# of the call before, a dependency that keeps the order in generated code too. The rank is an
+# argument because two ranks may share a cache of compiled code.
 
 _library = torch.library.Library("varcomm", "DEF")
 
-# The types of an operator's fields in a schema.
 _TYPES = {
     "bool": "bool",
     "int": "int",
@@ -438,16 +580,11 @@ _TYPES = {
     "tuple[int, ...]": "SymInt[]",
 }
 
-# Results keep the memory format of their input; a replayed CUDA graph runs no Python, which counts,
-# compares and waits for messages.
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    torch.Tag.needs_exact_strides,
-    torch.Tag.cudagraph_unsafe,
-)
+# results keep the format of their input; a replayed CUDA graph runs no Python
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe
 
 
-def is_traced(x: torch.Tensor | None) -> bool:
+def is_traced(x: Tensor | None) -> bool:
     """Return whether calls on `x` are recorded or pretended; for None, whether they would be."""
     if _dispatch_mode(_PROXY) is not None:
         return True
@@ -461,24 +598,23 @@ def fake_mode() -> object:
     return _dispatch_mode(_FAKE)
 
 
-def in_graph(x: torch.Tensor | None) -> bool:
-    """Return whether a graph is recorded, by torch.compile or as :func:`is_traced` tells."""
+def in_graph(x: Tensor | None) -> bool:
+    """Return whether a graph is recorded, by torch.compile or otherwise (:func:`is_traced`)."""
     return torch.compiler.is_compiling() or is_traced(x)
 
 
-def _recorded(operator: Operator, x: torch.Tensor, token: torch.Tensor | None) -> Tensors:
-    call = getattr(torch.ops.varcomm, operator.name)
-    return call(x, token, None, *_arguments(operator, x))  # type: ignore[no-any-return]
-
-
-def _arguments(operator: Operator, x: torch.Tensor) -> tuple[Any, ...]:
-    """Return the operator as a graph holds it; its tensors are fakes if only `x` is one."""
+def _recorded(operator: Operator, x: Tensor, token: Tensor | None) -> Tensors:
     arguments = operator.arguments()
-    if torch.compiler.is_compiling() or _dispatch_mode(_PROXY) or not isinstance(x, FakeTensor):
-        return arguments  # a recorder makes constants of its own of them
-    convert = x.fake_mode.from_tensor
-    plain = (isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) for a in arguments)
-    return tuple(convert(a) if p else a for a, p in zip(arguments, plain, strict=True))
+    if (
+        isinstance(x, FakeTensor)
+        and not torch.compiler.is_compiling()
+        and not _dispatch_mode(_PROXY)
+    ):
+        # beside a fake `x`, tensors must be fakes; a recorder makes constants of them by itself
+        convert = x.fake_mode.from_tensor
+        real = (isinstance(a, Tensor) and not isinstance(a, FakeTensor) for a in arguments)
+        arguments = tuple(convert(a) if r else a for a, r in zip(arguments, real, strict=True))
+    return getattr(torch.ops.varcomm, operator.name)(x, token, None, *arguments)  # type: ignore[no-any-return]
 
 
 def torch_operator(kind: Kind) -> Kind:
@@ -492,57 +628,50 @@ def torch_operator(kind: Kind) -> Kind:
     _library.define(f"{name}({schema}) -> (Tensor, Tensor)", tags=_TAGS)
     op = getattr(torch.ops.varcomm, name).default
 
-    def run(x: torch.Tensor, token: object, after: object, *arguments: Any) -> Tensors:
-        pending = started(kind.from_arguments(*arguments), x, recorded=False)
-        return pending.wait(), x.new_empty(0, dtype=torch.float32)
+    def kernel(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
+        pending = _started(kind.from_arguments(*arguments), x, recorded=False)
+        return pending.wait(), _token(x)
 
-    def fake(x: torch.Tensor, token: object, after: object, *arguments: Any) -> Tensors:
-        return kind.from_arguments(*arguments).result(x), x.new_empty(0, dtype=torch.float32)
+    def fake(x: Tensor, token: object, after: object, *arguments: Any) -> Tensors:
+        return kind.from_arguments(*arguments).result(x), _token(x)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.operator, ctx.has_token = kind.from_arguments(*inputs[3:]), inputs[1] is not None
         ctx.save_for_backward(output[1])
 
-    def backward(ctx: Any, gradient: torch.Tensor, of_token: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor, of_token: Tensor) -> tuple[Any, ...]:
         (token,) = ctx.saved_tensors
         result, passed_on = _recorded(ctx.operator.adjoint, gradient, token + of_token)
         others = [None] * (len(ctx.needs_input_grad) - 2)
         return result, passed_on if ctx.has_token else None, *others
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(op, fake, lib=_library)
     formula = make_autograd_impl(op, Info(backward, keep))
-    _library.impl(name, _without_tangents(name, formula), "Autograd", with_keyset=True)
-    torch.library._register_effectful_op(op, EffectType.ORDERED)
-    torch.library.register_torch_dispatch(
-        f"varcomm::{name}", FunctionalTensorMode, partial(_in_order, op), lib=_library
-    )
-    return kind
 
-
-def _in_order(
-    op: Any, mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
-) -> Tensors:
-    """Record a call after the one before it, by a dependency that lowering keeps.
-
-    An effect alone keeps its place in the graph that torch 2.13 lowers, not in the generated code.
-    """
-    x, token, _, *others = args
-    last = vars(mode).get("_varcomm_token")
-    result: Tensors = mode.__torch_dispatch__(op, types, (x, token, last, *others), kwargs or {})
-    vars(mode)["_varcomm_token"] = result[1]
-    return result
-
-
-def _without_tangents(name: str, formula: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Return the formula for autograd, refusing the tangents that torch would silently drop."""
-
-    def called(keys: torch._C.DispatchKeySet, x: torch.Tensor, *arguments: Any) -> Tensors:
-        if forward_ad.unpack_dual(x).tangent is not None:
+    def without_tangents(keys: torch._C.DispatchKeySet, x: Tensor, *rest: Any) -> Tensors:
+        if forward_ad.unpack_dual(x).tangent is not None:  # which torch would drop silently
             raise ArgumentError(
                 f"{name}: a recorded operator has no forward mode. Use torch.func.jvp of the "
                 "function before it is compiled, exported or traced."
             )
-        return formula(keys, x, *arguments)
+        return formula(keys, x, *rest)  # type: ignore[no-any-return]
 
-    return called
+    def in_order(
+        mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Tensors:
+        # an effect keeps its place in the graph that torch 2.13 lowers, not in the generated code
+        x, token, _, *others = args
+        last = vars(mode).get("_varcomm_token")
+        result: Tensors = mode.__torch_dispatch__(
+            op, types, (x, token, last, *others), kwargs or {}
+        )
+        vars(mode)["_varcomm_token"] = result[1]
+        return result
+
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, fake, lib=_library)
+    _library.impl(name, without_tangents, "Autograd", with_keyset=True)
+    torch.library._register_effectful_op(op, EffectType.ORDERED)
+    torch.library.register_torch_dispatch(
+        f"varcomm::{name}", FunctionalTensorMode, in_order, lib=_library
+    )
+    return kind

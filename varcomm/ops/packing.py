@@ -1,21 +1,18 @@
 """Tensors as the engines send them: flat, in an order that does not depend on strides.
 
-Rows travel in the logical (row-major) order of their block, whatever their memory format, so that
-ranks with empty or oddly strided shards read the same order. For a dimension that is outermost in
-memory, packing and unpacking are views.
+Rows travel in the logical (row-major) order of their block, whatever their memory format. For a
+dimension that is outermost in memory, packing and unpacking are views.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 
-from varcomm.transport.engine import EngineFailure, Peers, Work, engine_for
+from varcomm.transport.engine import EngineFailure, Peers, Work, engine_for, note
 from varcomm.transport.group import Group
-from varcomm.transport.trace import note
 
 __all__ = [
     "all_gather",
@@ -28,6 +25,7 @@ __all__ = [
     "memory_format",
     "new",
     "pack",
+    "plain",
     "rest",
     "taken",
     "unpack",
@@ -47,19 +45,17 @@ def exchange(
     peers: Peers = "all",
     out: torch.Tensor | None = None,
 ) -> tuple[Works, torch.Tensor]:
-    """Start to send ``send[r]`` of the flat `values` to each rank r; return what will arrive.
+    """Start to send ``send[r]`` of the flat `values` to each rank r; return the received values.
 
-    It arrives in the flat `out`, if there is one. `peers` says who has something for whom.
+    They arrive in the flat `out`, if it is given. `peers` names the pairs of ranks with a message.
     """
     out = values.new_empty(sum(recv)) if out is None else out
     engine = engine_for(group, values.device)
-    if group.size == 1:
-        return _own(name, group, values, out)
-    width = values.element_size()
-    sends, receives = [n * width for n in send], [n * width for n in recv]
-    note(name, group, sends, receives)
-    messages = as_bytes(out), as_bytes(values), receives, sends, peers
-    return _begun(engine.exchange, group, *messages), out
+
+    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
+        return engine.exchange(group, room, data, nbytes[0], nbytes[1], peers)
+
+    return _begun(name, group, values, out, send, recv, begin), out
 
 
 def all_gather(
@@ -68,77 +64,87 @@ def all_gather(
     values: torch.Tensor,
     counts: Sequence[int],
     out: torch.Tensor | None = None,
+    root: int | None = None,
 ) -> tuple[Works, torch.Tensor]:
-    """Start to gather the flat `values` of every rank, ``counts[r]`` of rank r, on every rank.
+    """Start to gather the flat `values`, ``counts[r]`` of rank r, on every rank or at `root`.
 
-    They arrive in the flat `out`, if there is one; `values` may be this rank's place in it.
+    They arrive in the flat `out`, if it is given; `values` may be this rank's place in it.
     """
+    if root is not None:
+        send = [values.numel() if rank == root else 0 for rank in range(group.size)]
+        recv = counts if group.rank == root else [0] * group.size
+        return exchange(name, group, values, send, recv, "one")
     out = values.new_empty(sum(counts)) if out is None else out
-    engine = engine_for(group, values.device)
-    if group.size == 1:
-        return _own(name, group, values, out)
-    width = values.element_size()
-    receives = [n * width for n in counts]
-    note(name, group, [receives[group.rank]] * group.size, receives)
-    return _begun(engine.all_gather, group, as_bytes(out), as_bytes(values), receives), out
+    engine, send = engine_for(group, values.device), [counts[group.rank]] * group.size
+
+    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
+        return engine.all_gather(group, room, data, nbytes[0])
+
+    return _begun(name, group, values, out, send, counts, begin), out
 
 
 def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     """Start to overwrite the flat `values` on every rank by those of `src`."""
-    size = values.numel() * values.element_size()
-    at_src = group.rank == src
-    sends = [size if at_src else 0] * group.size
-    note(name, group, sends, [0 if at_src else size * (r == src) for r in range(group.size)])
-    if size == 0 or group.size == 1:
-        return []
-    return _begun(engine_for(group, values.device).broadcast, group, as_bytes(values), src)
+    count, ranks = values.numel(), range(group.size)
+    send = [count if group.rank == src else 0 for _ in ranks]
+    recv = [count if group.rank != src == rank else 0 for rank in ranks]
+    engine = engine_for(group, values.device)
+
+    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
+        return engine.broadcast(group, data, src) if count else ()
+
+    return _begun(name, group, values, values, send, recv, begin)
 
 
-def _own(
-    name: str, group: Group, values: torch.Tensor, out: torch.Tensor
-) -> tuple[Works, torch.Tensor]:
-    """Copy the values of a rank that has no peers."""
-    note(name, group, (), ())
-    if values.data_ptr() != out.data_ptr():
-        out.copy_(values)
-    return (), out
-
-
-def _begun(start: Callable[..., Works], *arguments: Any) -> Works:
+def _begun(
+    name: str,
+    group: Group,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    send: Sequence[int],
+    recv: Sequence[int],
+    begin: Callable[..., Works],
+) -> Works:
+    """Return ``begin(out, values, recv, send)`` in bytes, as engines count."""
+    if group.size == 1:
+        note(name, group, (), ())
+        if values.data_ptr() != out.data_ptr():
+            out.copy_(values)
+        return ()
+    width = values.element_size()
+    sends, receives = [n * width for n in send], [n * width for n in recv]
+    note(name, group, sends, receives)
     try:
-        return start(*arguments)
+        return begin(as_bytes(out), as_bytes(values), receives, sends)
     except RuntimeError as error:
         raise EngineFailure(str(error)) from error
 
 
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `x` in logical order, as one dimension; a view where that is possible.
-
-    Never of `x` itself if that is to be received into.
-    """
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with its elements in logical order in memory; itself if possible."""
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    return x.contiguous().view(-1)
+    return x.contiguous()
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Return the elements in logical order, as one dimension; a view if possible."""
+    return plain(x).view(-1)
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat values as bytes."""
+    """Return a flat view of contiguous values as bytes."""
     if values.numel() <= 1:  # contiguous at any stride, but seen as bytes only at stride 1
         values = values.as_strided((values.numel(),), (1,))
-    return values.view(torch.uint8)
+    return values.view(-1).view(torch.uint8)
 
 
 def pack(x: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return the blocks of `sizes` rows along `dim`, each in logical order, one after the other.
-
-    A view where `dim` is outermost and `x` contiguous, else one copy.
-    """
-    if dim == 0 or _is_outermost(x.shape, dim):
+    """Return the blocks of `sizes` rows along `dim`, each in logical order, one after the other."""
+    if prod(x.shape[:dim]) == 1:
         return flat(x)
     out = x.new_empty(x.numel())
-    for place, block in zip(
-        _blocks(out, x.shape, sizes, dim), x.split(list(sizes), dim), strict=True
-    ):
+    for place, block in _blocks(out, x, sizes, dim):
         place.copy_(block)
     return out
 
@@ -150,30 +156,33 @@ def unpack(
     dim: int,
     into: torch.memory_format,
 ) -> torch.Tensor:
-    """Undo :func:`pack`: return the tensor of `shape` whose blocks along `dim` are in `values`."""
-    if dim == 0 or _is_outermost(shape, dim):
-        rows = values.view(shape)
+    """Return the tensor of `shape` whose blocks along `dim` are in `values`."""
+    if dim == 0 or prod(shape[:dim]) == 1:
+        rows = values if values.shape == shape else values.view(shape)
         return rows if into == torch.contiguous_format else rows.contiguous(memory_format=into)
     out = torch.empty(shape, dtype=values.dtype, device=values.device, memory_format=into)
-    for block, place in zip(
-        _blocks(values, shape, sizes, dim), out.split(list(sizes), dim), strict=True
-    ):
+    for block, place in _blocks(values, out, sizes, dim):
         place.copy_(block)
     return out
 
 
-def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
-    """Return `x` with its first dimension moved to `dim`.
+def _blocks(
+    values: torch.Tensor, x: torch.Tensor, sizes: Sequence[int], dim: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the blocks of `x` along `dim`, each behind its place among flat values."""
+    blocks = x.split(list(sizes), dim)
+    parts = values.split([block.numel() for block in blocks])
+    return [(part.view(block.shape), block) for part, block in zip(parts, blocks, strict=True)]
 
-    A view, except into the formats of images: strides that are not row-major cost less than a
-    second copy.
-    """
+
+def back(x: torch.Tensor, dim: int, into: torch.memory_format) -> torch.Tensor:
+    """Return `x` with its first dimension moved to `dim`; a view, except into formats of images."""
     moved = x.movedim(0, dim) if dim else x
     return moved if into == torch.contiguous_format else moved.contiguous(memory_format=into)
 
 
 def memory_format(x: torch.Tensor) -> torch.memory_format:
-    """Return which of torch's formats `x` is in, so that the result can be in the same."""
+    """Return the memory format of `x`, which a result keeps."""
     if x.is_contiguous() or x.dim() not in _IMAGES:
         return torch.contiguous_format
     images = _IMAGES[x.dim()]
@@ -186,32 +195,16 @@ def new(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def rest(shape: Sequence[int], dim: int) -> list[int]:
-    """Return `shape` without `dim`: what one row is."""
+    """Return `shape` without `dim`: the shape of a row."""
     return [*shape[:dim], *shape[dim + 1 :]]
 
 
 def taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return some rows, of any dtype."""
-    # index_select is the faster one, but of one dimension it does not take unsigned integers
+    # index_select is faster, but refuses unsigned integers of one dimension
     return rows[index] if rows.dim() == 1 else rows.index_select(0, index)
 
 
 def like(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
-    """Return `shape` with `rows` along `dim`.
-
-    >>> like((4, 3), 1, 7)
-    (4, 7)
-    """
+    """Return `shape` with `rows` along `dim`."""
     return (*shape[:dim], rows, *shape[dim + 1 :])
-
-
-def _is_outermost(shape: Sequence[int], dim: int) -> bool:
-    return prod(shape[:dim]) == 1
-
-
-def _blocks(
-    values: torch.Tensor, shape: Sequence[int], sizes: Sequence[int], dim: int
-) -> list[torch.Tensor]:
-    shapes = [like(shape, dim, rows) for rows in sizes]
-    parts = values.split([prod(block) for block in shapes])
-    return [part.view(block) for part, block in zip(parts, shapes, strict=True)]

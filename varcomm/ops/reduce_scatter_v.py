@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
 
 import torch
 
 from varcomm.ops.all_gather_v import ReduceScatterV
 from varcomm.ops.checks import checked_whole
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import checking, known
+from varcomm.ops.operator import TensorOrHandle, call, checking
 from varcomm.ops.reduction import checked_summable
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["reduce_scatter_v"]
 
 
-@overload
-def reduce_scatter_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def reduce_scatter_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def reduce_scatter_v(
     tensor: torch.Tensor,
     sizes: Sequence[int],
@@ -45,7 +23,7 @@ def reduce_scatter_v(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
+) -> TensorOrHandle:
     """Sum tensors of all ranks, and leave each rank its own uneven shard of the sum.
 
     Parameters
@@ -66,22 +44,20 @@ def reduce_scatter_v(
     Returns
     -------
     torch.Tensor or Handle
-        ``sizes[rank]`` rows along `dim`; dtype and memory format of `tensor`.
+        ``sizes[rank]`` rows along `dim`, the same bit for bit at every run; dtype and memory format
+        of `tensor`.
 
     Raises
     ------
-    ArgumentError
-        Before any communication, if `sizes`, `dim` and `tensor` do not fit on this rank.
-    GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+    ArgumentError, GroupError
+        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`all_gather_v` with the same arguments.
 
-    Communication: each rank sends every other rank its rows, in the dtype of `tensor`: the bytes of
-    `tensor` but for its own rows. It sums what it gets in rank order: the result is the same at
-    every run, bit for bit. No copy for ``dim=0``, one on departure for others.
+    Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums the
+    received rows in rank order. For ``dim=0`` nothing is copied, for others once on departure.
 
     In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 
@@ -93,9 +69,7 @@ def reduce_scatter_v(
     >>> varcomm.launch(fn, 2)
     [tensor([3]), tensor([ 30, 300])]
     """
-    ranks = resolve(group)
-    operator = known(_operator, ranks, tensor, sizes, dim, use_fp32, async_op)
-    return run(operator, tensor, async_op)
+    return call(_operator, resolve(group), tensor, sizes, dim, use_fp32, async_op)
 
 
 def _operator(

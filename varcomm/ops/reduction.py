@@ -23,7 +23,7 @@ __all__ = [
 # Up to here a second round of messages costs more than the bytes that it saves.
 SMALL = 16 * 1024
 
-# Elements that are summed at a time where they are widened: 1 MiB of fp32.
+# Elements that are widened and summed at a time: 1 MiB of fp32 fits the cache.
 _BLOCK = 256 * 1024
 
 _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
@@ -32,14 +32,12 @@ _WITHOUT_SUM = {torch.uint16, torch.uint32, torch.uint64}
 def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
     """Return ``((p0 + p1) + p2) + ...`` as a new tensor of the parts' dtype.
 
-    The order is fixed, so the result is the same bit for bit at every run and wherever the rows are
-    summed. Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
+    Floats narrower than 4 bytes are summed in fp32 and rounded once, if `use_fp32`.
     """
     first, *others = parts
-    rounded = accumulation_dtype(first.dtype, use_fp32) != first.dtype
-    if not rounded or not first.is_cpu or first.numel() <= _BLOCK:
+    narrow = accumulation_dtype(first.dtype, use_fp32) != first.dtype
+    if not narrow or not first.is_cpu or first.numel() <= _BLOCK:
         return accumulated((first, *others), use_fp32).to(first.dtype)
-    # block by block, so that what is wide fits the cache, and there is no wide copy of the whole
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
     split = (part.reshape(-1).split(_BLOCK) for part in (total, first, *others))
     for place, *blocks in zip(*split, strict=True):
@@ -47,10 +45,10 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     return total
 
 
-def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1.0) -> torch.Tensor:
+def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1) -> torch.Tensor:
     """Return that sum before it is rounded to the parts' dtype, as a new tensor.
 
-    Parts are multiplied by `factor` before they are added, where their sum could be too large.
+    Parts are multiplied by `factor` before they are added, so that their sum does not overflow.
 
     >>> accumulated([torch.ones(2).half(), torch.ones(2).half()], True, 0.5)
     tensor([1., 1.])
@@ -61,24 +59,17 @@ def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1
         total = torch.add(first, others.pop(0))
     else:
         total = first.to(dtype, copy=True)
-    if factor != 1:
-        total *= factor
+        if factor != 1:
+            total *= factor
     for part in others:
         # torch promotes all but floats of one byte
         wide = part.to(total.dtype) if part.dtype.itemsize == 1 else part
-        if factor == 1:
-            total += wide
-        else:
-            total.add_(wide, alpha=factor)
+        total.add_(wide, alpha=factor)
     return total
 
 
 def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
-    """Return in what dtype values of `dtype` are summed.
-
-    >>> accumulation_dtype(torch.bfloat16, True), accumulation_dtype(torch.float64, True)
-    (torch.float32, torch.float64)
-    """
+    """Return the dtype in which values of `dtype` are summed."""
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if narrow and use_fp32 else dtype
 
@@ -86,9 +77,8 @@ def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
 def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     """Return the elements of `x` that each rank sums for the others, or None if each sums all.
 
-    Summing by pieces takes two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`;
-    summing all on each rank takes one round and ``P - 1`` times, no more for two ranks. What runs
-    asynchronously has nobody to begin a second round.
+    Pieces take two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`; all on each
+    rank take one round and ``P - 1`` times. An asynchronous call cannot begin a second round.
     """
     if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL:
         return None
@@ -106,4 +96,4 @@ def checked_summable(x: torch.Tensor, where: str, use_fp32: bool = True) -> None
     one_byte = x.dtype.is_floating_point and x.dtype.itemsize == 1
     if x.dtype in _WITHOUT_SUM or (one_byte and not use_fp32):
         hint = "use_fp32=True" if one_byte else "another dtype"
-        raise ArgumentError(f"{where}torch cannot add {x.dtype}. Take {hint}.")
+        raise ArgumentError(f"{where}torch cannot add {x.dtype}. Use {hint}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,36 +13,18 @@ from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import in_graph, refuse_vmap
-from varcomm.transport.agreement import compare, debugging, share
-from varcomm.transport.announce import announce
+from varcomm.transport.agreement import announce, compare, debugging, share
 from varcomm.transport.group import Group
 
-__all__ = ["RootInput", "root_input"]
+__all__ = ["root_input"]
 
 R = TypeVar("R")
+RootInput = tuple[torch.Tensor, tuple[int, ...], torch.memory_format]
 
 _FORMATS = {
     str(memory_format): memory_format
     for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 }
-
-
-@dataclass(frozen=True)
-class RootInput:
-    """The tensor of the root, as every rank describes it.
-
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        At the root its tensor, elsewhere an empty one of shape (0,) in its place.
-    shape : tuple of int
-    memory_format : torch.memory_format
-        Those at the root.
-    """
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    memory_format: torch.memory_format
 
 
 def root_input(
@@ -54,34 +35,46 @@ def root_input(
     check: Callable[[torch.Tensor], object] = lambda tensor: None,
     sizes: Sequence[int] = (),
 ) -> RootInput:
-    """Return the description of the root's tensor; collective.
+    """Return the root's tensor, its shape and its memory format; collective.
 
-    `check` raises ArgumentError at the root if its tensor cannot be used; then all ranks raise.
-    `sizes` must be the same on all ranks, and are compared.
-
-    The root decides dtype, device type and whether the result requires a gradient. A tensor that
-    another rank passes is not read; if it requires a gradient, its gradient is zeros.
+    Other ranks get an empty tensor in its place, with the dtype, device type and ``requires_grad``
+    of the root's. A tensor that they pass is not read; its gradient is zeros. `check` raises
+    ArgumentError at the root if its tensor cannot be used; then all ranks raise. `sizes` must be
+    the same on all ranks.
     """
     where = f"{name} on {group.label}: "
-    if in_graph(tensor):
-        return _in_graph(tensor, src, group, check, where)
-    if debugging():
-        call = {"operation": name, "root": src, "sizes": list(sizes)}
-        _outside_transforms(tensor, where, lambda: compare(group, call))
-    digest = zlib.crc32(repr(list(sizes)).encode())
-    transformed = _agreed_transforms(name, tensor, src, group, where)
 
-    def describe() -> dict[str, Any]:
+    def checked() -> torch.Tensor:
         checked_tensor(tensor, where)
         assert tensor is not None
         check(tensor)
+        return tensor
+
+    if in_graph(tensor):  # the root cannot describe its tensor while a graph is recorded
+        if tensor is None:
+            raise ArgumentError(
+                f"{where}a graph is compiled before rank {src} can tell what it will send. Pass a "
+                "tensor of that shape, dtype and requires_grad on every rank; it is not read."
+            )
+        x = checked()
+        own = x if group.rank == src else _nothing_of(x)
+        return own, tuple(x.shape), packing.memory_format(x)
+
+    digest = zlib.crc32(repr(list(sizes)).encode())
+    if debugging():
+        call = {"operation": name, "root": src, "sizes": list(sizes)}
+        _outside_transforms(tensor, where, lambda: compare(group, call))
+    transformed = _agreed_transforms(name, tensor, src, group, where)
+
+    def describe() -> dict[str, Any]:
+        x = checked()
         return {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "device": tensor.device.type,
-            "shape": list(tensor.shape),
-            "memory_format": str(packing.memory_format(tensor)),
-            "requires_grad": torch.is_grad_enabled() and tensor.requires_grad,
-            "has_tangent": _has_tangent(tensor),
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "device": x.device.type,
+            "shape": list(x.shape),
+            "memory_format": str(packing.memory_format(x)),
+            "requires_grad": torch.is_grad_enabled() and x.requires_grad,
+            "has_tangent": _has_tangent(x),
             "sizes": digest,
         }
 
@@ -93,11 +86,10 @@ def root_input(
     shape, memory_format = tuple(root["shape"]), _FORMATS[root["memory_format"]]
     if group.rank == src:
         assert tensor is not None
-        return RootInput(tensor, shape, memory_format)
-    device = torch.device(root["device"])
+        return tensor, shape, memory_format
+    device, dtype = torch.device(root["device"]), getattr(torch, root["dtype"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    dtype = getattr(torch, root["dtype"])
     empty = torch.empty(0, dtype=dtype, device=device)
     if tensor is not None and (transformed or (root["requires_grad"] and tensor.requires_grad)):
         empty = _nothing_of(tensor).to(device, dtype)
@@ -105,39 +97,18 @@ def root_input(
         empty.requires_grad_()
     if root["has_tangent"] and not _has_tangent(empty):
         empty = forward_ad.make_dual(empty, torch.zeros_like(empty))
-    return RootInput(empty, shape, memory_format)
-
-
-def _in_graph(
-    tensor: torch.Tensor | None,
-    src: int,
-    group: Group,
-    check: Callable[[torch.Tensor], object],
-    where: str,
-) -> RootInput:
-    """Describe this rank's own tensor: the root cannot tell while a graph is recorded."""
-    if tensor is None:
-        raise ArgumentError(
-            f"{where}a graph is compiled before rank {src} can tell what it will send. Pass a "
-            "tensor of that shape, dtype and requires_grad on every rank; it is not read."
-        )
-    checked_tensor(tensor, where)
-    check(tensor)
-    given = RootInput(tensor, tuple(tensor.shape), packing.memory_format(tensor))
-    if group.rank == src:
-        return given
-    return replace(given, tensor=_nothing_of(tensor))
+    return empty, shape, memory_format
 
 
 def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zero elements that belong to the graph of `tensor`, and to what transforms it."""
+    """Return zero elements that belong to the graph of `tensor`, and to its transforms."""
     # by torch's own rules for views, whose gradient is zeros of the full shape
     rows = tensor if tensor.dim() else tensor.unsqueeze(0)
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
 class _Outside(torch.autograd.Function):
-    """Run a job where all transforms of ``torch.func`` have been unwrapped."""
+    """Run a job below all transforms of ``torch.func``."""
 
     @staticmethod
     def forward(x: torch.Tensor, where: str, job: Callable[[], None]) -> torch.Tensor:
@@ -176,7 +147,11 @@ def _agreed_transforms(
     """
     if not torch._C._are_functorch_transforms_active():
         return 0
-    own = _depth(tensor)
+    own, inner = 0, tensor
+    while (
+        inner is not None and (plain := torch.func.debug_unwrap(inner, recurse=False)) is not inner
+    ):
+        own, inner = own + 1, plain
     depths = _outside_transforms(tensor, where, lambda: share(name, lambda: own, group))
     for rank, depth in enumerate(depths):
         if depths[src] and depth != depths[src]:
@@ -187,16 +162,6 @@ def _agreed_transforms(
                 "is not read."
             )
     return depths[src]
-
-
-def _depth(tensor: torch.Tensor | None) -> int:
-    depth = 0
-    while tensor is not None:
-        inner = torch.func.debug_unwrap(tensor, recurse=False)
-        if inner is tensor:
-            break
-        tensor, depth = inner, depth + 1
-    return depth
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
 
 import torch
 
 from varcomm.ops.checks import checked_whole
-from varcomm.ops.handle import Handle
-from varcomm.ops.operator import checking, in_graph
+from varcomm.ops.operator import Handle, TensorOrHandle, checking, in_graph
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["shard_v"]
 
 
-@overload
-def shard_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def shard_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def shard_v(
     tensor: torch.Tensor,
     sizes: Sequence[int],
@@ -41,7 +21,7 @@ def shard_v(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
+) -> TensorOrHandle:
     """Keep this rank's rows of a tensor that every rank has.
 
     Parameters
@@ -65,7 +45,7 @@ def shard_v(
     Raises
     ------
     ArgumentError
-        If `sizes`, `dim` and `tensor` do not fit on this rank.
+        If `sizes`, `dim` and `tensor` do not match on this rank.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if `sizes` or `dim` differ between ranks.
     GroupError
@@ -73,11 +53,9 @@ def shard_v(
 
     Notes
     -----
-    Adjoint: the rows are put back at their place among zeros. That is this rank's part of the
-    gradient; for a tensor that is computed alike on all ranks from replicated parameters, the whole
-    is the sum over ranks.
+    Adjoint: the rows are put back at their place among zeros: this rank's part of the gradient.
 
-    Communication: none, but inside :func:`varcomm.debug`, where ranks compare `sizes` and `dim`.
+    Communication: none, except that ranks compare `sizes` and `dim` inside :func:`varcomm.debug`.
 
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
@@ -97,4 +75,4 @@ def shard_v(
     if debugging() and not in_graph(tensor):
         compare(ranks, {"operation": "shard_v", "dim": dim, "sizes": list(sizes)})
     rows = tensor.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
-    return Handle(lambda: rows) if async_op else rows
+    return Handle(lambda: rows) if async_op else rows  # type: ignore[return-value]

@@ -34,7 +34,7 @@ def checked_index(
         )
     if in_graph(None) and not in_graph(index):
         raise ArgumentError(
-            f"{where}{name} must be a fake tensor, as others are inside of FakeTensorMode. Pass "
+            f"{where}{name} must be a fake tensor, as others are inside FakeTensorMode. Pass "
             "mode.from_tensor(index), or make an ExchangePlan before."
         )
     if not in_graph(index):
@@ -45,7 +45,7 @@ def checked_index(
 def checked_range(
     index: torch.Tensor, num_rows: int, name: str, rows: str, where: str = ""
 ) -> None:
-    """Raise ArgumentError if `index` points outside of the rows."""
+    """Raise ArgumentError if `index` is out of range."""
     if index.numel():
         low, high = torch.stack(index.aminmax()).tolist()
         if low < 0 or high >= num_rows:
@@ -57,14 +57,14 @@ def checked_range(
 def checked_indices(
     indices: Sequence[torch.Tensor], num_rows: int, group: Group, where: str = ""
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the rows for all ranks as one index, and how many are for each."""
+    """Return the rows for all ranks as one index, and the count for each."""
     if isinstance(indices, torch.Tensor) or not isinstance(indices, Sequence):
         raise ArgumentError(
-            f"{where}indices must be a list of tensors, one a rank; got {type(indices).__name__}."
+            f"{where}indices must be a list of tensors, one per rank; got {type(indices).__name__}."
         )
     if len(indices) != group.size:
         raise ArgumentError(
-            f"{where}indices must have one tensor a rank, {group.size}; got {len(indices)}."
+            f"{where}indices must have one tensor per rank, {group.size}; got {len(indices)}."
         )
     checked = [
         checked_index(index, num_rows, f"indices[{rank}]", "own rows", where)
@@ -89,7 +89,7 @@ def checked_count_matrix(
     rows = list(sizes)
     if len(rows) != group.size:
         raise ArgumentError(
-            f"{where}sizes must have one list a rank, {group.size}; got {len(rows)}."
+            f"{where}sizes must have one list per rank, {group.size}; got {len(rows)}."
         )
     matrix = [
         checked_sizes(row, f"sizes[{rank}]", group.size, where) for rank, row in enumerate(rows)

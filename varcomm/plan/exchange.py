@@ -72,6 +72,17 @@ class Routes:
         return self  # copies of graphs communicate by it too
 
 
+class Unchecked(Routes):
+    """The indices and counts of a plan for one call, recorded before the index has values."""
+
+    @property
+    def routes(self) -> Routes:
+        """Itself; ArgumentError if the index is out of range."""
+        with checking("indexed_all_to_all_v", self.group) as where:
+            checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
+        return self
+
+
 @dataclass(frozen=True, eq=False)
 class Numbered:
     """The part of a plan that a graph holds: the numbers of rows, and a number to find the rest.
@@ -90,33 +101,9 @@ class Numbered:
 
     @property
     def routes(self) -> Routes:
-        """The plan.
-
-        Raises
-        ------
-        ArgumentError
-            If it has not been kept.
-        """
-        return _plans.find(
-            self.number, f"exchange on {self.group}: the plan of a traced or compiled graph"
-        )
-
-
-class Unchecked(Routes):
-    """The indices and counts of a plan for one call, recorded before the index has values."""
-
-    @property
-    def routes(self) -> Routes:
-        """Itself, once the index is in range.
-
-        Raises
-        ------
-        ArgumentError
-            If it is not.
-        """
-        with checking("indexed_all_to_all_v", self.group) as where:
-            checked_range(self.send_index, self.num_rows, "indices", "own rows", where)
-        return self
+        """The plan; ArgumentError if no graph or caller has kept it."""
+        what = f"exchange on {self.group}: the plan of a traced or compiled graph"
+        return _plans.find(self.number, what)
 
 
 _plans: ByNumber[Routes] = ByNumber()
@@ -155,6 +142,10 @@ class _Planned(Operator):
         *known, dim, use_fp32 = fields
         return cls(Numbered(named(group, rank), *known), dim, use_fp32)
 
+    @property
+    def adjoint(self) -> _Planned:
+        return _ADJOINTS[type(self)](self.plan, self.dim, self.use_fp32)
+
     def describe(self, x: torch.Tensor) -> dict[str, Any]:
         plan = self.plan.routes
         return {
@@ -166,6 +157,13 @@ class _Planned(Operator):
             "use_fp32": self.use_fp32,
         }
 
+    def _front(self, x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(self.dim, 0) if self.dim else x
+
+    def _like(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        front = x.new_empty(rows, *packing.rest(x.shape, self.dim))
+        return packing.back(front, self.dim, packing.memory_format(x))
+
 
 @torch_operator
 @dataclass(frozen=True)
@@ -176,21 +174,16 @@ class Exchange(_Planned):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Pick the rows to send, which is the one copy; the received rows are the result."""
-        plan = self.plan.routes
-        front = x.movedim(self.dim, 0) if self.dim else x
+        plan, front, into = self.plan.routes, self._front(x), packing.memory_format(x)
         row = front.shape[1:]
         picked = packing.flat(packing.taken(front, plan.send_index))
         send, recv = plan.elements(prod(row))
         works, values = packing.exchange(self.name, plan.group, picked, send, recv, "neighbours")
-        result, into = values.view(plan.num_received, *row), packing.memory_format(x)
-        return Pending(works, lambda: packing.back(result, self.dim, into))
+        received = values.view(plan.num_received, *row)
+        return Pending(works, lambda: packing.back(received, self.dim, into))
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return _result(self, x, self.plan.num_received)
-
-    @property
-    def adjoint(self) -> ExchangeAdjoint:
-        return ExchangeAdjoint(self.plan, self.dim, self.use_fp32)
+        return self._like(x, self.plan.num_received)
 
 
 @torch_operator
@@ -200,32 +193,19 @@ class ExchangeAdjoint(_Planned):
 
     name = "exchange_adjoint"
 
-    def start(self, y: torch.Tensor) -> Pending:
-        plan = self.plan.routes
-        front = y.movedim(self.dim, 0) if self.dim else y
+    def start(self, x: torch.Tensor) -> Pending:
+        plan, front, into = self.plan.routes, self._front(x), packing.memory_format(x)
         row = front.shape[1:]
         recv, send = plan.elements(prod(row))
-        works, values = packing.exchange(
-            self.name, plan.group, packing.flat(front), send, recv, "neighbours"
+        rows = packing.flat(front)
+        works, values = packing.exchange(self.name, plan.group, rows, send, recv, "neighbours")
+        copies = values.view(len(plan.send_index), *row)
+        return Pending(
+            works, lambda: packing.back(plan.row_sum(copies, self.use_fp32), self.dim, into)
         )
-        copies, into = values.view(len(plan.send_index), *row), packing.memory_format(y)
-
-        def finish() -> torch.Tensor:
-            return packing.back(plan.row_sum(copies, self.use_fp32), self.dim, into)
-
-        return Pending(works, finish)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return _result(self, x, self.plan.num_rows)
-
-    @property
-    def adjoint(self) -> Exchange:
-        return Exchange(self.plan, self.dim, self.use_fp32)
-
-
-def _result(operator: _Planned, x: torch.Tensor, rows: int) -> torch.Tensor:
-    front = x.new_empty(rows, *packing.rest(x.shape, operator.dim))
-    return packing.back(front, operator.dim, packing.memory_format(x))
+        return self._like(x, self.plan.num_rows)
 
 
 class _Indexed(_Planned):
@@ -255,10 +235,6 @@ class IndexedAllToAllV(_Indexed, Exchange):
 
     name = "indexed_all_to_all_v"
 
-    @property
-    def adjoint(self) -> IndexedAllToAllVAdjoint:
-        return IndexedAllToAllVAdjoint(self.plan, self.dim, self.use_fp32)
-
 
 @torch_operator
 class IndexedAllToAllVAdjoint(_Indexed, ExchangeAdjoint):
@@ -266,6 +242,9 @@ class IndexedAllToAllVAdjoint(_Indexed, ExchangeAdjoint):
 
     name = "indexed_all_to_all_v_adjoint"
 
-    @property
-    def adjoint(self) -> IndexedAllToAllV:
-        return IndexedAllToAllV(self.plan, self.dim, self.use_fp32)
+
+_PAIRS: list[tuple[type[_Planned], type[_Planned]]] = [
+    (Exchange, ExchangeAdjoint),
+    (IndexedAllToAllV, IndexedAllToAllVAdjoint),
+]
+_ADJOINTS = dict(_PAIRS) | {adjoint: kind for kind, adjoint in _PAIRS}

@@ -15,12 +15,10 @@ from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import counts_in
 from varcomm.ops.digest import digest
-from varcomm.ops.handle import Handle, start
-from varcomm.ops.operator import apply, checking, in_graph, known
+from varcomm.ops.operator import Handle, call, checking, in_graph
 from varcomm.ops.reduction import checked_summable
 from varcomm.plan.checks import checked_count_matrix, checked_index, checked_indices
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
-from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share
 from varcomm.transport.engine import Pending, is_simulated
@@ -48,16 +46,15 @@ class ExchangePlan(Routes):
     num_rows : int
         Rows that this rank owns.
     identity : int
-        A digest of what all ranks made the plan of, the same on all: by it
-        :func:`varcomm.debug` tells plans apart. 0 where it was made without their agreement.
+        A digest of the arguments of all ranks, the same on all: :func:`varcomm.debug` compares it.
+        0 if ranks did not agree on the plan.
 
     Notes
     -----
     Adjoint: :meth:`adjoint`, which sends rows back and sums, at each owner, all copies of a row.
 
     Communication: :meth:`nbytes` from this rank, whenever the plan is called: each row that another
-    rank needs, once for each such rank, in one message to each. Nothing between ranks that have no
-    rows for each other.
+    rank needs, once for each such rank, in one message to each.
 
     In one process: ``torch.cat(shards)[needed]``, of the rows of all ranks; its adjoint is
     ``zeros.index_add(0, needed, tensor)``.
@@ -80,7 +77,8 @@ class ExchangePlan(Routes):
     def __post_init__(self) -> None:
         # a second object for operators and graphs, which must not keep the plan in a cycle
         inner = Routes(*(getattr(self, part.name) for part in fields(Routes)))
-        vars(self).update(_inner=inner, _number=numbered(inner), extent=inner.extent)
+        vars(self).update(_inner=inner, _number=numbered(inner))
+        vars(self).update(extent=inner.extent, row_sum=inner.row_sum)
 
     @property
     def number(self) -> torch.Tensor:
@@ -92,11 +90,6 @@ class ExchangePlan(Routes):
         """The same routes, for operators that are kept."""
         return self._inner  # type: ignore[attr-defined, no-any-return]
 
-    @property
-    def row_sum(self) -> RowSum:
-        """The sum of copies in the adjoint."""
-        return self.inner.row_sum
-
     @classmethod
     def from_indices(
         cls,
@@ -105,9 +98,7 @@ class ExchangePlan(Routes):
         sizes: Sequence[Sequence[int]] | None = None,
         group: GroupLike = None,
     ) -> Self:
-        """Make a plan from the rows that this rank sends to each.
-
-        Collective: all ranks call it, and all raise if one has to.
+        """Make a plan from the rows that this rank sends to each; collective.
 
         Parameters
         ----------
@@ -117,7 +108,7 @@ class ExchangePlan(Routes):
         num_rows : int
             Rows that this rank owns.
         sizes : sequence of sequence of int, optional
-            ``sizes[i][j]``: rows that rank i sends to rank j. Without it the ranks tell each other.
+            ``sizes[i][j]``: rows that rank i sends to rank j. Without it ranks exchange the counts.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
 
@@ -130,7 +121,7 @@ class ExchangePlan(Routes):
         ------
         ArgumentError
             On every rank, if on one of them an index is out of range or of another dtype, or
-            `sizes` do not fit the indices.
+            `sizes` do not match the indices.
         DisagreementError
             On every rank, if one expects other numbers of rows than it will be sent.
 
@@ -169,10 +160,7 @@ class ExchangePlan(Routes):
     def from_needed(
         cls, needed: torch.Tensor, sizes: Sequence[int], group: GroupLike = None
     ) -> Self:
-        """Make a plan from the global rows that this rank needs.
-
-        Owners are found by arithmetic, and only the needed ids travel. Collective: all ranks call
-        it, and all raise if one has to.
+        """Make a plan from the global rows that this rank needs; collective.
 
         Parameters
         ----------
@@ -216,11 +204,11 @@ class ExchangePlan(Routes):
                 )
             return owned, owner
 
-        def tell(own: tuple[ShardSizes, torch.Tensor]) -> tuple[int, int]:
+        def public(own: tuple[ShardSizes, torch.Tensor]) -> tuple[int, int]:
             return crc32(repr(tuple(own[0])).encode()), _digest_of(needed, own[0])
 
-        (owned, owner), told = agree_and_share(what, check, tell, ranks)
-        if others := [rank for rank, (given, _) in enumerate(told) if given != told[0][0]]:
+        (owned, owner), digests = agree_and_share(what, check, public, ranks)
+        if others := [rank for rank, (given, _) in enumerate(digests) if given != digests[0][0]]:
             raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
         recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
@@ -231,11 +219,11 @@ class ExchangePlan(Routes):
                 what, ranks, ids, recv_counts, send_counts, "neighbours"
             )
             send_index = Pending(works, lambda: asked).wait()
-        identity = crc32(repr(told).encode())
+        identity = crc32(repr(digests).encode())
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank], identity)
 
     def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
-        """Send own rows to those who need them, and return the rows that this rank receives.
+        """Send own rows to the ranks that need them, and return the rows that this rank receives.
 
         Parameters
         ----------
@@ -255,23 +243,16 @@ class ExchangePlan(Routes):
         Raises
         ------
         ArgumentError
-            Before any communication, if `tensor` or `dim` do not fit the plan on this rank.
-
-        Notes
-        -----
-        Adjoint: :meth:`adjoint`.
-
-        Communication: :meth:`nbytes` from this rank; only between ranks that have rows for each
-        other. One copy, on departure, which picks the rows.
+            Before any communication, if `tensor` or `dim` do not match the plan on this rank.
         """
-        return apply(known(_forward, self, tensor, (), dim, use_fp32), tensor)
+        return call(_forward, self, tensor, (), dim, use_fp32, False)
 
     def start(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> Handle:
-        """Begin what calling the plan does; :meth:`Handle.wait` gives the received rows."""
-        return start(known(_forward, self, tensor, (), dim, use_fp32), tensor)
+        """Begin a call of the plan; :meth:`Handle.wait` returns the received rows."""
+        return call(_forward, self, tensor, (), dim, use_fp32, True)
 
     def adjoint(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
-        """Send received rows back, and sum at each owner what belongs to the same row.
+        """Send received rows back, and sum at each owner the copies of each row.
 
         Parameters
         ----------
@@ -285,20 +266,15 @@ class ExchangePlan(Routes):
         Returns
         -------
         torch.Tensor
-            `num_rows` rows along `dim`, zeros where nobody had a copy; the same at every run, bit
-            for bit.
+            `num_rows` rows along `dim`, zeros for rows without a copy; the same bit for bit at
+            every run.
 
         Raises
         ------
         ArgumentError
-            Before any communication, if `tensor` or `dim` do not fit the plan on this rank.
-
-        Notes
-        -----
-        Communication: this rank sends the bytes of `tensor`, but for rows that it keeps; what
-        calling the plan receives.
+            Before any communication, if `tensor` or `dim` do not match the plan on this rank.
         """
-        return apply(known(_adjoint, self, tensor, (), dim, use_fp32), tensor)
+        return call(_adjoint, self, tensor, (), dim, use_fp32, False)
 
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
@@ -309,28 +285,22 @@ class ExchangePlan(Routes):
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
-        row = (
-            prod(packing.rest(tensor.shape, checked_dim(dim, tensor.shape))) * tensor.element_size()
-        )
-        return (sum(self.send_counts) - self.send_counts[self.group.rank]) * row
+        row = prod(packing.rest(tensor.shape, checked_dim(dim, tensor.shape)))
+        others = sum(self.send_counts) - self.send_counts[self.group.rank]
+        return others * row * tensor.element_size()
 
     @property
     def neighbours(self) -> tuple[int, ...]:
         """Other ranks with which this one exchanges rows, in one direction at least."""
-        pairs = zip(self.send_counts, self.recv_counts, strict=True)
-        others = [rank for rank, pair in enumerate(pairs) if any(pair)]
-        return tuple(rank for rank in others if rank != self.group.rank)
+        pairs = enumerate(zip(self.send_counts, self.recv_counts, strict=True))
+        return tuple(rank for rank, pair in pairs if any(pair) and rank != self.group.rank)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same plan for tensors on another device."""
         return replace(self, send_index=self.send_index.to(device))
 
     def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the plan itself, which is frozen: copies of a model that holds one share it."""
-        return self
+        return self  # a copy of a model shares its plans
 
     def __reduce__(self) -> str:
         raise GroupError(
@@ -338,7 +308,7 @@ class ExchangePlan(Routes):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :func:`torch.save` can keep of this rank's part, loadable without pickle."""
+        """Return this rank's part for :func:`torch.save`, loadable without pickle."""
         return {
             "rank": self.group.rank,
             "send_index": self.send_index,
@@ -355,11 +325,11 @@ class ExchangePlan(Routes):
         ------
         ArgumentError
             On every rank, if one of them has the state of another rank or of another number of
-            ranks, or its parts do not fit each other.
+            ranks, or its parts do not match each other.
         DisagreementError
             On every rank, if the states are not of one plan.
         """
-        ranks = resolve(group)
+        ranks, what = resolve(group), "ExchangePlan.from_state_dict"
 
         def check() -> tuple[torch.Tensor, ...]:
             expected = {"rank", "send_index", "send_counts", "recv_counts", "num_rows"}
@@ -371,8 +341,7 @@ class ExchangePlan(Routes):
                 )
             return state["send_index"].split(list(state["send_counts"]))  # type: ignore[no-any-return]
 
-        indices = agree("ExchangePlan.from_state_dict", check, ranks)
-        plan = cls.from_indices(indices, state["num_rows"], group=group)
+        plan = cls.from_indices(agree(what, check, ranks), state["num_rows"], group=group)
 
         def compare() -> None:
             if list(plan.recv_counts) != list(state["recv_counts"]):
@@ -381,12 +350,12 @@ class ExchangePlan(Routes):
                     f"{list(plan.recv_counts)}: these are states of different plans."
                 )
 
-        agree("ExchangePlan.from_state_dict", compare, ranks)
+        agree(what, compare, ranks)
         return plan
 
 
 def _forward(
-    plan: ExchangePlan, x: torch.Tensor, _: Sequence[int], dim: int, use_fp32: bool
+    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, __: object
 ) -> Exchange:
     with checking("exchange", plan.group, use_fp32=use_fp32) as where:
         checked_tensor(x, where)
@@ -395,7 +364,7 @@ def _forward(
 
 
 def _adjoint(
-    plan: ExchangePlan, x: torch.Tensor, _: Sequence[int], dim: int, use_fp32: bool
+    plan: ExchangePlan, x: torch.Tensor, _: object, dim: int, use_fp32: bool, __: object
 ) -> ExchangeAdjoint:
     with checking("exchange_adjoint", plan.group, use_fp32=use_fp32) as where:
         checked_summable(x, where, use_fp32)
@@ -421,7 +390,6 @@ def _checked_dim(
 
 
 def _digest_of(index: torch.Tensor, numbers: Iterable[int]) -> int:
-    """Return a digest of what a rank makes its part of a plan of."""
     return crc32(repr((digest(index), list(numbers))).encode())
 
 
@@ -431,12 +399,12 @@ def _is_simulated(group: Group) -> bool:
 
 
 def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
-    """Tell each rank one count, and return what each tells this one; collective."""
+    """Send each rank one count, and return the count from each; collective."""
     if _is_simulated(group):
         raise GroupError(
-            f"on {group}: in a simulated world no other rank says which rows it needs. Take the "
-            "part of a graph that varcomm.simulate.partition gives, with its plan; or tell "
-            "ExchangePlan.from_indices the sizes of all ranks."
+            f"on {group}: in a simulated world no other rank says which rows it needs. Use the "
+            "part of a graph that varcomm.simulate.partition returns, with its plan; or pass the "
+            "sizes of all ranks to ExchangePlan.from_indices."
         )
     ones = [1] * group.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)

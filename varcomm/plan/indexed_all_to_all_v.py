@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.handle import Handle, run
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import TensorOrHandle, checking, run
 from varcomm.plan.checks import checked_count_matrix, checked_indices
 from varcomm.plan.exchange import IndexedAllToAllV, Routes
 from varcomm.sizes import checked_dim
@@ -19,28 +17,6 @@ from varcomm.transport.group import GroupLike, resolve
 __all__ = ["indexed_all_to_all_v"]
 
 
-@overload
-def indexed_all_to_all_v(
-    tensor: torch.Tensor,
-    indices: Sequence[torch.Tensor],
-    sizes: Sequence[Sequence[int]],
-    use_fp32: bool = True,
-    dim: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def indexed_all_to_all_v(
-    tensor: torch.Tensor,
-    indices: Sequence[torch.Tensor],
-    sizes: Sequence[Sequence[int]],
-    use_fp32: bool = True,
-    dim: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
 def indexed_all_to_all_v(
     tensor: torch.Tensor,
     indices: Sequence[torch.Tensor],
@@ -50,8 +26,8 @@ def indexed_all_to_all_v(
     group: GroupLike = None,
     *,
     async_op: bool = False,
-) -> torch.Tensor | Handle:
-    """Send chosen rows to each rank, and concatenate the rows that come.
+) -> TensorOrHandle:
+    """Send chosen rows to each rank, and concatenate the received rows.
 
     For the same indices at every step, an :class:`~varcomm.ExchangePlan` checks them once.
 
@@ -76,22 +52,19 @@ def indexed_all_to_all_v(
     Returns
     -------
     torch.Tensor or Handle
-        The rows that arrived, sender by sender, each in the sender's order; dtype of `tensor`. For
+        The received rows, sender by sender, each in the sender's order; dtype of `tensor`. For
         ``dim != 0`` a transposed view of contiguous memory; ``channels_last`` is kept.
 
     Raises
     ------
-    ArgumentError
-        Before any communication, if `indices`, `sizes`, `dim` and `tensor` do not fit on this rank.
-    GroupError
-        If this rank is not in `group`, or the group has no engine for the tensor's device.
+    ArgumentError, GroupError
+        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
 
-    Communication: each row travels once to each other rank that it is for; nothing is padded. One
-    copy, on departure, which picks the rows.
+    Communication: each row goes once to each other rank that it is for. One copy, on departure.
 
     In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``,
     of the tensor and the indices of each rank.

@@ -1,4 +1,4 @@
-"""Sum rows that belong together, in one order: what an owner does with gradients."""
+"""Sum of rows that belong together, in one order: an owner's sum of gradients."""
 
 from __future__ import annotations
 
@@ -10,34 +10,28 @@ import torch
 
 __all__ = ["RowSum"]
 
-# Elements in a row from which bags are the faster ones, however few rows have a copy.
-_WIDE = 16
-
-# Copies of a row, on average, from which they are so for rows of any width.
-_DENSE = 2
+_WIDE = 16  # elements per row from which bags are faster, however few copies there are
+_DENSE = 2  # copies per row, on average, from which they are faster for any width
 
 
 @dataclass(frozen=True, eq=False)
 class RowSum:
     """The transpose of ``x.index_select(0, index)``, the same at every run bit for bit.
 
-    The copies of a row are added one after the other, as they stand in the index: for a plan, that
-    of rank 0 first. There are two ways to do so, and both give the same bits.
+    The copies of a row are added one after the other, in the order of the index: for a plan, that
+    of rank 0 first. Two ways give the same bits.
 
     *In turn*: ``index_add_``, which on the CPU keeps to the order of the index, and for integers
-    is exact in any order. Nothing is planned.
+    is exact in any order.
 
-    *In bags*: the places of each row's copies are listed once, row by row, and a row is summed
-    where it belongs in one pass, by torch's sum over the bags of an embedding. That writes each
-    row once, sums narrow floats in fp32 registers, and has no atomics on a GPU, where
-    ``index_add_`` adds in whatever order they come.
-
-    Beyond the result, torch allocates two integers a row for bags.
+    *In bags*: the places of each row's copies are listed once, and torch's sum over the bags of an
+    embedding writes each row once. It sums narrow floats in fp32 registers and has no atomics on a
+    GPU, where ``index_add_`` has no fixed order. torch allocates two integers per row for it.
 
     Attributes
     ----------
     index : torch.Tensor
-        To which row each value belongs; int64, shape (m,).
+        The row of each value; int64, shape (m,).
     num_rows : int
         Rows of the result.
 
@@ -70,13 +64,12 @@ class RowSum:
         values : torch.Tensor
             A row for each entry of the index; any dtype that can be summed; shape (m, ...).
         use_fp32 : bool
-            Sum floats narrower than 4 bytes in fp32 and round once; else in their own dtype, where
-            that saves anything: bags on a GPU sum in fp32 anyway.
+            Sum floats narrower than 4 bytes in fp32 and round once. Bags on a GPU always do.
 
         Returns
         -------
         torch.Tensor
-            Zeros where a row has no copy; shape (num_rows, ...), dtype of `values`.
+            Zeros for rows without a copy; shape (num_rows, ...), dtype of `values`.
         """
         if values.is_complex():
             parts = torch.view_as_real(values.resolve_conj())
@@ -86,9 +79,14 @@ class RowSum:
         if values.is_floating_point() and values.itemsize == 1:  # which torch cannot add
             rows = rows.float()
         if self._has_bags(rows, use_fp32):
-            total = self._in_bags(rows)
+            total: torch.Tensor = torch.embedding_bag(
+                rows.contiguous(), *self.bags, mode=0, include_last_offset=True
+            )[0]
         else:
-            total = self._in_turn(rows, use_fp32)
+            # torch sums narrow floats in fp32 by an index of 64 bits, in their dtype by one of 32
+            narrow = rows.is_floating_point() and rows.itemsize < 4
+            index = self.index.to(torch.int32) if narrow and not use_fp32 else self.index
+            total = rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, index, rows)
         return total.view(self.num_rows, *row).to(values.dtype)
 
     def _has_bags(self, rows: torch.Tensor, use_fp32: bool) -> bool:
@@ -96,21 +94,7 @@ class RowSum:
             return False
         if rows.device.type != "cpu":
             return True
-        # There, bags round half a bit of bf16 up, not to even, and those of fp64 are slow.
+        # on the CPU bags round half a bit of bf16 up, not to even, and are slow for fp64
         quick = rows.dtype == torch.float32 or (rows.dtype == torch.float16 and use_fp32)
         dense = len(rows) >= _DENSE * self.num_rows
         return quick and (rows.shape[1] >= _WIDE or dense)
-
-    def _in_bags(self, rows: torch.Tensor) -> torch.Tensor:
-        places, bounds = self.bags
-        total: torch.Tensor = torch.embedding_bag(
-            rows.contiguous(), places, bounds, mode=0, include_last_offset=True
-        )[0]
-        return total
-
-    def _in_turn(self, rows: torch.Tensor, use_fp32: bool) -> torch.Tensor:
-        # With an index of 64 bits into two dimensions torch sums narrow floats in fp32, and rounds
-        # once; with one of 32 bits it adds row by row, in their own dtype.
-        narrow = rows.is_floating_point() and rows.itemsize < 4
-        index = self.index.to(torch.int32) if narrow and not use_fp32 else self.index
-        return rows.new_zeros(self.num_rows, rows.shape[1]).index_add_(0, index, rows)

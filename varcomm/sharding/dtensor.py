@@ -40,14 +40,8 @@ class _ToDTensor(torch.autograd.Function):
 
         ctx.mesh, ctx.placements = mesh, (Shard(dim),)
         ctx.set_materialize_grads(False)  # plain zeros would have the full shape
-        return DTensor.from_local(
-            x.detach(),
-            mesh,
-            ctx.placements,
-            run_check=False,
-            shape=shape,
-            stride=_strides(x, shape),
-        )
+        options: Any = {"run_check": False, "shape": shape, "stride": _strides(x, shape)}
+        return DTensor.from_local(x.detach(), mesh, ctx.placements, **options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -56,33 +50,23 @@ class _ToDTensor(torch.autograd.Function):
             return None, None, None, None
         if gradient.placements != ctx.placements:
             gradient = gradient.redistribute(ctx.mesh, ctx.placements)
-        return _local(gradient), None, None, None
+        return _FromDTensor.apply(gradient), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _FromDTensor(torch.autograd.Function):
     """Unwrap the shard; wrap the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
-        (placement,) = x.placements
-        ctx.mesh, ctx.dim, ctx.shape = x.device_mesh, placement.dim, x.shape  # type: ignore[attr-defined]
-        local = x.to_local()
+    def forward(ctx: Any, x: Any) -> torch.Tensor:
+        ctx.place = x.device_mesh, x.placements[0].dim, x.shape
+        local: Any = x.to_local()
         # the result of a collective of DTensor's may still be in flight
-        waited = local.wait() if hasattr(local, "wait") else local
+        waited: torch.Tensor = local.wait() if hasattr(local, "wait") else local
         return waited.view_as(waited)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> DTensor:
-        (gradient,) = gradients
-        return _wrapped(gradient, ctx.mesh, ctx.dim, ctx.shape)
-
-
-def _wrapped(x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: torch.Size) -> DTensor:
-    return _ToDTensor.apply(x, mesh, dim, shape)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _local(x: DTensor) -> torch.Tensor:
-    return _FromDTensor.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _ToDTensor.apply(*gradients, *ctx.place)  # type: ignore[no-untyped-call]
 
 
 def to_dtensor(
@@ -135,28 +119,36 @@ def to_dtensor(
     ...     sizes = varcomm.ShardSizes.chunked(5, 2)
     ...     own = torch.tensor(sizes.range(rank), dtype=torch.float32, requires_grad=True)
     ...     whole = to_dtensor(own, sizes)
-    ...     loss = (whole * whole).sum().full_tensor()
-    ...     loss.backward()
-    ...     return tuple(whole.shape), loss.item(), own.grad.tolist()
+    ...     (whole * whole).sum().full_tensor().backward()
+    ...     return tuple(whole.shape), own.grad.tolist()
     >>> varcomm.launch(fn, 2)
-    [((5,), 30.0, [0.0, 2.0, 4.0]), ((5,), 30.0, [6.0, 8.0])]
+    [((5,), [0.0, 2.0, 4.0]), ((5,), [6.0, 8.0])]
     """
     ranks = resolve(group)
     with checking("to_dtensor", ranks) as where:
         checked, dim = checked_shard(tensor, sizes, dim, ranks, where)
-        _check_chunks(checked, dim, ranks.size, where)
-        kind = tensor.device.type
+        total, kind = sum(checked), tensor.device.type
+        chunks = ShardSizes.chunked(total, ranks.size)
+        if checked != chunks:
+            raise ArgumentError(
+                f"{where}torch splits {total} rows over {ranks.size} ranks into {list(chunks)}, "
+                f"and a DTensor has no other sizes; got {list(checked)}. Use chunks = "
+                f"ShardSizes.chunked({total}, {ranks.size}) from the start, or move rows on all "
+                "ranks with ExchangePlan.from_needed(torch.tensor(chunks.range(rank), "
+                f"dtype=torch.int64), sizes, group)(tensor, dim={dim})."
+            )
         if isinstance(group, DeviceMesh) and group.device_type != kind:
             raise ArgumentError(
                 f"{where}the tensor is on {tensor.device}, and the mesh is one of "
                 f"{group.device_type!r}, to which torch would copy it. Move the tensor, or make "
                 f"the mesh for {kind!r}."
             )
-    mesh = (
-        group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(ranks.process_group, kind)
-    )
+    mesh = group
+    if not isinstance(mesh, DeviceMesh):
+        mesh = DeviceMesh.from_group(ranks.process_group, kind)
     _compare("to_dtensor", tensor, checked, dim, ranks)
-    return _wrapped(tensor, mesh, dim, torch.Size(packing.like(tensor.shape, dim, sum(checked))))
+    shape = torch.Size(packing.like(tensor.shape, dim, total))
+    return _ToDTensor.apply(tensor, mesh, dim, shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
@@ -208,7 +200,7 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     ranks = resolve(mesh)
     sizes = ShardSizes.chunked(dtensor.shape[dim], ranks.size)
     with checking("from_dtensor", ranks) as where:
-        local = _local(dtensor)
+        local: torch.Tensor = _FromDTensor.apply(dtensor)  # type: ignore[no-untyped-call]
         expected = packing.like(dtensor.shape, dim, sizes[ranks.rank])
         if local.shape != expected:
             raise ArgumentError(
@@ -220,54 +212,36 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     return local, ShardSpec(ranks, dim, (sizes,))
 
 
-def _check_chunks(sizes: Sequence[int], dim: int, ranks: int, where: str) -> None:
-    total = sum(sizes)
-    chunks = ShardSizes.chunked(total, ranks)
-    if tuple(sizes) != chunks:
-        raise ArgumentError(
-            f"{where}torch splits {total} rows over {ranks} ranks into {list(chunks)}, and a "
-            f"DTensor has no other sizes; got {list(sizes)}. Use chunks = ShardSizes.chunked("
-            f"{total}, {ranks}) from the start, or move rows on all ranks with ExchangePlan."
-            "from_needed(torch.tensor(chunks.range(rank), dtype=torch.int64), sizes, group)"
-            f"(tensor, dim={dim})."
-        )
-
-
 def _checked_placement(dtensor: object) -> tuple[DeviceMesh, int]:
     """Return the mesh and the sharded dimension, or raise unless there is one of each."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(dtensor, DTensor):
-        raise ArgumentError(
-            f"from_dtensor: dtensor must be a DTensor; got {type(dtensor).__name__}."
-        )
+        kind = type(dtensor).__name__
+        raise ArgumentError(f"from_dtensor: dtensor must be a DTensor; got {kind}.")
     mesh, placements = dtensor.device_mesh, dtensor.placements
+    placement, reshard = placements[0], "dtensor.redistribute(placements=[Shard(dim)])"
+    if mesh.ndim == 1 and type(placement) is Shard:
+        return mesh, placement.dim
     if mesh.ndim != 1:
-        raise ArgumentError(
-            "from_dtensor: sizes are those of one dimension of a mesh; got placements "
-            f"{placements} on {mesh}. Make activations on one dimension, mesh[name]. Of parameters "
-            "that fully_shard or parallelize_module shards over several dimensions, use "
-            "dtensor.full_tensor()."
+        reason = (
+            f"sizes are those of one dimension of a mesh; got placements {placements} on {mesh}. "
+            "Make activations on one dimension, mesh[name]. Of parameters that fully_shard or "
+            "parallelize_module shards over several dimensions, use dtensor.full_tensor()."
         )
-    (placement,) = placements
-    if placement.is_partial():
-        raise ArgumentError(
-            f"from_dtensor: {placement} is not summed yet. Shard it first, "
-            "dtensor.redistribute(placements=[Shard(dim)]), or into any sizes: "
+    elif placement.is_partial():
+        reason = (
+            f"{placement} is not summed yet. Shard it first, {reshard}, or into any sizes: "
             "varcomm.reduce_scatter_v(dtensor.to_local(), sizes)."
         )
-    if placement.is_replicate():
-        raise ArgumentError(
-            "from_dtensor: a replicated DTensor has no shards. Use "
-            "dtensor.to_local(grad_placements=[Partial()]), whose gradient is summed over ranks; "
-            "to shard it, dtensor.redistribute(placements=[Shard(dim)])."
+    elif placement.is_replicate():
+        reason = (
+            "a replicated DTensor has no shards. Use dtensor.to_local(grad_placements=[Partial()])"
+            f", whose gradient is summed over ranks; to shard it, {reshard}."
         )
-    if type(placement) is not Shard:
-        raise ArgumentError(
-            f"from_dtensor: {placement} has rows in another order than rank by rank. Reorder them "
-            "first: dtensor.redistribute(placements=[Shard(dim)])."
-        )
-    return mesh, placement.dim
+    else:
+        reason = f"{placement} has rows in another order than rank by rank. Use {reshard}."
+    raise ArgumentError(f"from_dtensor: {reason}")
 
 
 def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, group: Group) -> None:

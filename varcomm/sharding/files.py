@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ __all__ = [
     "StoredTensor",
     "TensorFile",
     "check_cover",
-    "check_is_file",
     "is_index",
     "is_save_name",
     "new_token",
     "read_index",
+    "reading",
     "verify_files",
     "write_tensors",
 ]
@@ -53,16 +53,10 @@ def new_token() -> str:
 
 
 class FolderSave:
-    """One save into a folder that may hold an earlier one.
+    """One save into a folder, an absolute path, that may hold an earlier one.
 
-    Parameters
-    ----------
-    folder : Path
-        Absolute path of the folder.
-    kind : str
-        The index is ``<kind>.json``, and files are ``<kind>-<token>/rank-00000.safetensors``.
-    token : str
-        The same on all ranks: one :func:`new_token`.
+    The index is ``<kind>.json``, and files are ``<kind>-<token>/rank-00000.safetensors``, with one
+    :func:`new_token` for all ranks.
     """
 
     def __init__(self, folder: Path, kind: str, token: str) -> None:
@@ -95,24 +89,19 @@ class FolderSave:
                     "must write to one folder: on several machines, use a shared file system."
                 )
             files[name] = {"bytes": path.stat().st_size, "sha256": digest}
-        index = {
-            "format": f"varcomm {self.kind}",
-            "version": _VERSION,
-            "save": self.name,
-            **content,
-            "files": files,
-        }
-        with self._coming.open("x") as file:
-            file.write(json.dumps({**index, "digest": _digest(index)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        head = {"format": f"varcomm {self.kind}", "version": _VERSION, "save": self.name}
+        index = {**head, **content, "files": files}
+        self._coming.write_text(json.dumps({**index, "digest": _digest(index)}) + "\n")
+        _sync(self._coming)
         if files:
             _sync(self.folder / self.name)
         _sync(self.folder)
         os.replace(self._coming, self.index)
         _sync(self.folder)
         _sync(self.folder.parent)
-        self._sweep()
+        for path in self.folder.iterdir():
+            if is_save_name(path.name, self.kind) and path.name != self.name:
+                _remove(path)
 
     def is_committed(self) -> bool:
         """Return whether the index in the folder is that of this save."""
@@ -123,23 +112,18 @@ class FolderSave:
 
     def discard(self) -> None:
         """Remove the files of this save, which has failed on all ranks."""
-        shutil.rmtree(self.folder / self.name, ignore_errors=True)
-        with suppress(OSError):
-            self._coming.unlink()
+        _remove(self.folder / self.name)
+        _remove(self._coming)
 
     def _file(self, rank: int) -> str:
         return f"{self.name}/rank-{rank:05}.safetensors"
 
-    def _sweep(self) -> None:
-        for path in self.folder.iterdir():
-            # files that cannot be removed use space and do no harm; the next save tries again
-            if path.name == self.name or not is_save_name(path.name, self.kind):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with suppress(OSError):
-                    path.unlink()
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder; one that stays uses space, and the next save tries again."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def is_save_name(name: str, kind: str) -> bool:
@@ -153,8 +137,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise ArgumentError(
             "safetensors files cannot hold a tensor named '__metadata__'. Rename it in the state."
         )
-    stored: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
+    stored, storages = {}, set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().resolve_conj().resolve_neg()
         value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
@@ -164,49 +147,46 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         storages.add(place)
     try:
         save_file(stored, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(path)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path.name} cannot be written: {error}") from error
 
 
-def check_is_file(path: Path) -> None:
-    """Raise OSError unless a path leads to a regular file: a pipe or a device may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is not a regular file")
+@contextmanager
+def reading(path: Path, missing: str = "", damaged: str = "is damaged") -> Iterator[None]:
+    """Raise an ArgumentError that names a file if it cannot be read; a pipe may never end."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(f"{path.name} is not a regular file")
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArgumentError(missing or f"{path} is missing. {_AGAIN}") from error
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
+    except Exception as error:  # as many kinds as there are malformed files
+        raise ArgumentError(f"{path} {damaged}: {error}. {_AGAIN}") from error
 
 
 def is_index(path: Path, kind: str) -> bool:
     """Return whether a file begins as an index does; the rest may be damaged."""
     start = json.dumps({"format": f"varcomm {kind}"}).removesuffix("}")
     try:
-        check_is_file(path)
-        with path.open() as file:
+        with reading(path), path.open() as file:
             return file.read(len(start)) == start
-    except (OSError, ValueError):
+    except ArgumentError:
         return False
 
 
 def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     """Return the content of an index and its files.
 
-    Raises
-    ------
-    ArgumentError
-        If there is no index, or if it is damaged, of another version, or names files outside the
-        folder of its save.
+    ArgumentError if there is no index, or if it is damaged, of another version, or names files
+    outside the folder of its save.
     """
     path = folder / f"{kind}.json"
-    try:
-        check_is_file(path)
+    none = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
+    with reading(path, missing=f"{none}: nothing is saved there."):
         content = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        missing = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
-        raise ArgumentError(f"{missing}: nothing is saved there.") from error
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} is damaged: {error}. {_AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != f"varcomm {kind}":
         raise ArgumentError(f"{path} is not the index of a saved {kind}.")
     if content.get("version") != _VERSION:
@@ -216,10 +196,8 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     if content.pop("digest", None) != _digest(content):
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")
     save, files = str(content.pop("save", "")), content.pop("files", None)
-    try:
+    with reading(path):
         found = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{path} is damaged: {error!r} in its files. {_AGAIN}") from error
     for name in found:
         within, _, file = name.partition("/")
         named = re.fullmatch(r"rank-\d{5,}\.safetensors", file)
@@ -232,19 +210,32 @@ def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> N
     """Raise ArgumentError if a file is missing or has changed; hashes every P-th file."""
     for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
         path = folder / name
-        try:
-            check_is_file(path)
+        with reading(path):
             found = path.stat().st_size
-        except FileNotFoundError as error:
-            raise ArgumentError(f"{path} is missing. {_AGAIN}") from error
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
+            is_same = found != size or number % ranks != rank or _sha256(path) == sha256
         if found != size:
             raise ArgumentError(f"{path} has {found} bytes; {size} were written. {_AGAIN}")
-        if number % ranks == rank and _sha256(path) != sha256:
+        if not is_same:
             raise ArgumentError(
                 f"{path} has been altered: its SHA-256 is not that of the written file. {_AGAIN}"
             )
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory; ArgumentError if it is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with reading(path):
+            self._file = safe_open(path, framework="pt", device="cpu")
+            self.names: list[str] = list(self._file.keys())
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor of the file, or raise ArgumentError."""
+        try:
+            return StoredTensor(self.path, name, self._file.get_slice(name))
+        except SafetensorError as error:
+            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
 
 
 class StoredTensor:
@@ -257,19 +248,15 @@ class StoredTensor:
 
     def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise ArgumentError unless the tensor has this dtype and shape."""
-        if dtype.is_complex and not self.dtype.is_complex:
-            stored = (torch.empty(0, dtype=dtype).real.dtype, (*shape, 2))
-        else:
-            stored = (dtype, tuple(shape))
+        pairs = dtype.is_complex and not self.dtype.is_complex
+        stored = (dtype.to_real(), (*shape, 2)) if pairs else (dtype, tuple(shape))
         if (self.dtype, self.shape) != stored:
             raise ArgumentError(
                 f"{self._where} is {self.dtype} of shape {self.shape}; the index has {dtype} of "
                 f"shape {tuple(shape)}."
             )
 
-    def read(
-        self, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> torch.Tensor:
+    def read(self, dtype: torch.dtype, offsets: Sequence[int], sizes: Any) -> torch.Tensor:
         """Return a box; only its part of the file is read."""
         box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         value: torch.Tensor = self._part[box]
@@ -277,39 +264,13 @@ class StoredTensor:
 
     def full(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of the whole tensor, or raise ArgumentError if it has another dtype."""
-        is_pair = dtype.is_complex and not self.dtype.is_complex
-        shape = self.shape[:-1] if is_pair else self.shape
+        pairs = dtype.is_complex and not self.dtype.is_complex
+        shape = self.shape[:-1] if pairs else self.shape
         self.check(dtype, shape)
         return self.read(dtype, (0,) * len(shape), shape).clone()
 
 
-class TensorFile:
-    """A safetensors file, mapped into memory; ArgumentError if it is missing or damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            check_is_file(path)
-            self._file = safe_open(path, framework="pt", device="cpu")
-            self.names: list[str] = list(self._file.keys())
-        except FileNotFoundError as error:
-            raise ArgumentError(f"{path} is missing. {_AGAIN}") from error
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be read: {error}. {_AGAIN}") from error
-        except SafetensorError as error:
-            raise ArgumentError(f"{path} is damaged: {error}. {_AGAIN}") from error
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor of the file, or raise ArgumentError."""
-        try:
-            return StoredTensor(self.path, name, self._file.get_slice(name))
-        except SafetensorError as error:
-            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
-
-
-def check_cover(
-    key: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> None:
+def check_cover(key: str, shape: Sequence[int], boxes: Sequence[Sequence[Sequence[int]]]) -> None:
     """Raise ArgumentError unless boxes, each as offsets and sizes, cover a tensor exactly once."""
     fix = "Boxes of all ranks must cover a tensor, each element once."
     for offsets, sizes in boxes:
@@ -320,9 +281,9 @@ def check_cover(
             f"the boxes of {key!r} have {volume} elements, and the tensor of shape {tuple(shape)} "
             f"has {total}: there are gaps or overlaps. {fix}"
         )
-    filled = [box for box in boxes if prod(box[1])]
-    if not shape or not filled:
+    if not shape:
         return
+    filled = [box for box in boxes if prod(box[1])]
     # along the dimension with most starts few boxes stand side by side
     along = max(range(len(shape)), key=lambda dim: len({offsets[dim] for offsets, _ in filled}))
     filled.sort(key=lambda box: box[0][along])
@@ -330,13 +291,10 @@ def check_cover(
         for others, lengths in filled[number + 1 :]:
             if others[along] >= offsets[along] + sizes[along]:
                 break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(offsets, sizes, others, lengths, strict=True)
-            ):
-                raise ArgumentError(
-                    f"{key!r}: boxes at {tuple(offsets)} and {tuple(others)} overlap. {fix}"
-                )
+            ends = zip(offsets, sizes, others, lengths, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in ends):
+                places = f"{tuple(offsets)} and {tuple(others)}"
+                raise ArgumentError(f"{key!r}: boxes at {places} overlap. {fix}")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -348,8 +306,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NoReturn, Self
 
@@ -49,6 +50,7 @@ class Sharded(torch.Tensor):
     Its ``shape`` is that of the full tensor. It can be saved and loaded, by
     ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. The
     boxes of all ranks cover the full tensor; a box on several ranks is a copy, written once.
+    ArgumentError if a box has other dimensions, reaches beyond the tensor, or has another dtype.
 
     Parameters
     ----------
@@ -60,16 +62,6 @@ class Sharded(torch.Tensor):
         Needed if this rank has no boxes.
     local : torch.Tensor, optional
         The tensor of which the boxes are views.
-
-    Attributes
-    ----------
-    boxes : tuple of Box
-    local : torch.Tensor or None
-
-    Raises
-    ------
-    ArgumentError
-        If a box has other dimensions than the tensor, reaches beyond it, or has another dtype.
 
     Examples
     --------
@@ -116,45 +108,22 @@ class Sharded(torch.Tensor):
     def of(cls, local: torch.Tensor, spec: ShardSpec) -> Self:
         """Wrap this rank's part of a tensor sharded by `spec`; one box per fused block.
 
-        Raises
-        ------
-        ArgumentError
-            If `local` has another number of rows than `spec` gives this rank.
+        ArgumentError if `local` has another number of rows than `spec` gives this rank.
         """
         spec.check_local(local)
-        whole: Place = ((0,) * local.dim(), tuple(local.shape))
-        boxes = _translated(local, whole, spec)
+        boxes = _translated(local, ((0,) * local.dim(), tuple(local.shape)), spec)
         return cls(_global_shape(local.shape, spec), boxes, local.dtype, local)
 
     @classmethod
     def elements(
-        cls,
-        flat: torch.Tensor,
-        shape: Sequence[int],
-        start: int,
-        spec: ShardSpec | None = None,
+        cls, flat: torch.Tensor, shape: Sequence[int], start: int, spec: ShardSpec | None = None
     ) -> Self:
         """Wrap elements ``start, start + 1, ...`` of a tensor in row-major order.
 
-        Parameters
-        ----------
-        flat : torch.Tensor
-            Shape (n,), the elements. The boxes, at most ``2 ndim - 1``, are views of it.
-        shape : sequence of int
-            Shape of the tensor that they are elements of.
-        start : int
-            Their first position.
-        spec : ShardSpec, optional
-            If that tensor is this rank's part of a sharded one, how it is sharded.
+        `flat` has shape (n,), and `shape` is that of the tensor, which with `spec` is this rank's
+        part of a sharded one. The boxes, at most ``2 ndim - 1``, are views of `flat`. ArgumentError
+        if `flat` has several dimensions or ends beyond the tensor.
 
-        Raises
-        ------
-        ArgumentError
-            If `flat` has several dimensions or ends beyond the tensor; if `shape` is not this
-            rank's part of `spec`.
-
-        Examples
-        --------
         >>> piece = Sharded.elements(torch.arange(5), (3, 4), start=3)
         >>> [(box.offsets, box.tensor.tolist()) for box in piece.boxes]
         [((0, 3), [[0]]), ((1, 0), [[1, 2, 3, 4]])]
@@ -167,13 +136,11 @@ class Sharded(torch.Tensor):
                 f"{tuple(shape)}; got shape {tuple(flat.shape)} from element {start!r} on."
             )
         boxes, taken = [], 0
-        for offsets, sizes in _places(tuple(shape), first, first + len(flat)):
+        for place in _places(tuple(shape), first, first + len(flat)):
+            offsets, sizes = place
             part = flat[taken : taken + prod(sizes)].view(sizes)
             taken += prod(sizes)
-            if spec is None:
-                boxes.append(Box(offsets, part))
-            else:
-                boxes += _translated(part, (offsets, sizes), spec)
+            boxes += [Box(offsets, part)] if spec is None else _translated(part, place, spec)
         whole = tuple(shape) if spec is None else _global_shape(shape, spec)
         return cls(whole, boxes, flat.dtype, flat)
 
@@ -183,56 +150,49 @@ class Sharded(torch.Tensor):
         return type(self)(self.shape, boxes, None if boxes else self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a tensor with copies of the boxes."""
-        boxes = [Box(box.offsets, copy.deepcopy(box.tensor, memo)) for box in self.boxes]
-        return type(self)(self.shape, boxes, self.dtype, copy.deepcopy(self.local, memo))
+        copied = self.map(lambda tensor: copy.deepcopy(tensor, memo))
+        copied.local = copy.deepcopy(self.local, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse: a pickle would contain only this rank's part."""
         raise ArgumentError(
-            "a Sharded tensor cannot be pickled, as by torch.save: this rank has only a part of "
-            "it. Save the optimizer or the module with varcomm.checkpoint.save, on all ranks."
+            "a Sharded tensor cannot be pickled, as by torch.save: this rank has only a part. Save "
+            "the optimizer or the module with varcomm.checkpoint.save, on all ranks."
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        """Return shape, dtype and the places of boxes."""
         places = [(box.offsets, tuple(box.tensor.shape)) for box in self.boxes]
         return f"Sharded(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={places})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        """Refuse to compute: no rank has the full tensor."""
         raise ArgumentError(
             f"{func} cannot be applied to a Sharded tensor, which can only be saved and loaded. "
             "Use the tensors of its boxes."
         )
 
+    # the protocol of torch.distributed.checkpoint: boxes to load, boxes to save, and one box
+
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the boxes to load, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape) for box in self.boxes
-        ]
+        return [ChunkStorageMetadata(torch.Size(b.offsets), b.tensor.shape) for b in self.boxes]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        """Return the boxes to save, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties.create_from_tensor(box.tensor), self.shape
-                ),
+        items = []
+        for chunk, box in zip(self.__create_chunk_list__(), self.boxes, strict=True):
+            kind = TensorProperties.create_from_tensor(box.tensor)
+            index, data = (
+                MetadataIndex(fqn, chunk.offsets),
+                TensorWriteData(chunk, kind, self.shape),
             )
-            for chunk, box in zip(self.__create_chunk_list__(), self.boxes, strict=True)
-        ]
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Return the box at an index, for torch.distributed.checkpoint."""
         return next(box.tensor for box in self.boxes if box.offsets == tuple(index.offset))
 
 
@@ -257,51 +217,41 @@ def _global_shape(shape: Sequence[int], spec: ShardSpec) -> tuple[int, ...]:
 
 def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
     """Return a box of this rank's part as boxes of the full tensor, one per fused block."""
-    offsets, sizes = place
-    if len(offsets) <= spec.dim:
+    offsets, dim = place[0], spec.dim
+    if len(offsets) <= dim:
         raise ArgumentError(
-            f"{spec}: a tensor of {len(offsets)} dimensions has no dimension {spec.dim}."
+            f"{spec}: a tensor of {len(offsets)} dimensions has no dimension {dim}."
         )
-    first, stop = offsets[spec.dim], offsets[spec.dim] + sizes[spec.dim]
+    first, stop = offsets[dim], offsets[dim] + place[1][dim]
     boxes, begin = [], 0
     for start, end in spec.ranges(spec.group.rank):
         low, high = max(first, begin), min(stop, begin + end - start)
         if low < high:
-            at = (*offsets[: spec.dim], start + low - begin, *offsets[spec.dim + 1 :])
-            boxes.append(Box(at, part.narrow(spec.dim, low - first, high - low)))
+            at = (*offsets[:dim], start + low - begin, *offsets[dim + 1 :])
+            boxes.append(Box(at, part.narrow(dim, low - first, high - low)))
         begin += end - start
     if stop > begin:
         raise ArgumentError(
-            f"{spec}: this rank's part has {begin} rows along dim {spec.dim}; got {stop}."
+            f"{spec}: this rank's part has {begin} rows along dim {dim}; got {stop}."
         )
     return boxes
 
 
-def _places(shape: tuple[int, ...], start: int, stop: int) -> list[Place]:
-    """Return offsets and sizes of boxes that have the elements ``start ... stop - 1``.
+def _places(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Place]:
+    """Yield offsets and sizes of boxes that have the elements ``start ... stop - 1``.
 
     First the rest of a row, then full rows, then the beginning of a row.
     """
-    if start == stop:
-        return []
-    if not shape:
-        return [((), ())]
-    rest = shape[1:]
-    row = prod(rest)
-    found: list[Place] = []
-
-    def within(number: int, low: int, high: int) -> None:
-        for offsets, sizes in _places(rest, low, high):
-            found.append(((number, *offsets), (1, *sizes)))
-
-    first, last = -(-start // row), stop // row
-    if first > last:  # all within one row
-        within(last, start - last * row, stop - last * row)
-        return found
-    if start < first * row:
-        within(first - 1, start - (first - 1) * row, row)
-    if first < last:
-        found.append(((first, *(0,) * len(rest)), (last - first, *rest)))
-    if last * row < stop:
-        within(last, 0, stop - last * row)
-    return found
+    if start < stop and not shape:
+        yield (), ()
+    if start == stop or not shape:
+        return
+    row = prod(shape[1:])
+    ends = {cut for cut in (-(-start // row) * row, stop // row * row) if start < cut < stop}
+    for low, high in pairwise(sorted({start, *ends, stop})):
+        number, first = divmod(low, row)
+        if first == 0 and high - low >= row:
+            yield (number, *(0,) * (len(shape) - 1)), ((high - low) // row, *shape[1:])
+        else:
+            for offsets, sizes in _places(shape[1:], first, first + high - low):
+                yield (number, *offsets), (1, *sizes)

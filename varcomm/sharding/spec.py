@@ -64,32 +64,14 @@ class ShardSpec:
     ) -> Self:
         """Make a spec from the sizes of one block, or from a list of sizes of several blocks.
 
-        Parameters
-        ----------
-        sizes : sequence of int, or sequence of these
-            Rows per rank along `dim`; zeros allowed, identical on all ranks.
-        dim : int
-            Sharded dimension, not negative.
-        group : ProcessGroup or DeviceMesh, optional
-            Ranks that take part; None is the whole world.
-
-        Raises
-        ------
-        ArgumentError
-            If `sizes` has not one int per rank, or `dim` is negative.
+        `sizes` are rows per rank along `dim`, zeros allowed, identical on all ranks. ArgumentError
+        if a block has not one int per rank, or `dim` is negative.
         """
         ranks = resolve(group)
-        given = list(sizes) if isinstance(sizes, Sequence) else sizes
+        given: Any = list(sizes) if isinstance(sizes, Sequence) else sizes
         several = isinstance(given, list) and any(isinstance(block, Sequence) for block in given)
-        blocks = given if several else [given]
-        return cls(
-            ranks,
-            dim,
-            tuple(
-                ShardSizes(checked_sizes(block, "sizes", ranks.size))  # type: ignore[arg-type]
-                for block in blocks
-            ),
-        )
+        blocks = (checked_sizes(b, "sizes", ranks.size) for b in (given if several else [given]))
+        return cls(ranks, dim, tuple(map(ShardSizes, blocks)))
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
@@ -124,11 +106,8 @@ class ShardSpec:
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's part of the full tensor; no communication."""
         self._check_rows(whole, self.total, "whole")
-        parts = [
-            whole.narrow(self.dim, start, stop - start)
-            for start, stop in self.ranges(self.group.rank)
-        ]
-        return torch.cat(parts, self.dim)
+        ranges = self.ranges(self.group.rank)
+        return torch.cat([whole.narrow(self.dim, a, b - a) for a, b in ranges], self.dim)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor on every rank by one all-gather; collective, differentiable."""
@@ -139,30 +118,31 @@ class ShardSpec:
 
     def ordered(self, by_rank: torch.Tensor, dim: int) -> torch.Tensor:
         """Reorder rows along `dim` from rank by rank to block by block."""
-        if len(self.blocks) == 1:
-            return by_rank
-        parts = by_rank.split([n for rows in zip(*self.blocks, strict=True) for n in rows], dim)
-        count = len(self.blocks)
-        return torch.cat([part for block in range(count) for part in parts[block::count]], dim)
+        rows = [n for sizes in zip(*self.blocks, strict=True) for n in sizes]
+        return self._regrouped(by_rank, rows, len(self.blocks), dim)
 
     def by_rank(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
         """Reorder rows along `dim` from block by block to rank by rank."""
+        rows = [n for sizes in self.blocks for n in sizes]
+        return self._regrouped(ordered, rows, self.group.size, dim)
+
+    def _regrouped(self, x: torch.Tensor, rows: list[int], count: int, dim: int) -> torch.Tensor:
         if len(self.blocks) == 1:
-            return ordered
-        parts = ordered.split([n for block in self.blocks for n in block], dim)
-        count = self.group.size
-        return torch.cat([part for rank in range(count) for part in parts[rank::count]], dim)
+            return x
+        parts = x.split(rows, dim)
+        return torch.cat([part for first in range(count) for part in parts[first::count]], dim)
 
     def check_local(self, tensor: torch.Tensor) -> None:
         """Raise ArgumentError unless a tensor has as many rows as this rank's part."""
-        self._check_rows(tensor, self.local, f"part of {self.group}")
+        self._check_rows(tensor, self.local, "part")
 
     def _check_rows(self, tensor: torch.Tensor, rows: int, which: str) -> None:
-        checked_tensor(tensor, f"{self}: ", which.split(" ", maxsplit=1)[0])
+        checked_tensor(tensor, f"{self}: ", which)
         checked_dim(self.dim, tensor.shape, f"{self}: ")
         if tensor.shape[self.dim] != rows:
+            of = "whole" if which == "whole" else f"part of {self.group}"
             raise ArgumentError(
-                f"{self}: the {which} has {rows} rows along dim {self.dim}; got a tensor of shape "
+                f"{self}: the {of} has {rows} rows along dim {self.dim}; got a tensor of shape "
                 f"{tuple(tensor.shape)}."
             )
 
@@ -192,6 +172,7 @@ def mark(param: T, spec: ShardSpec) -> T:
 
     torch drops the mark when it copies a parameter or moves a module off the meta device;
     tensor-parallel layers mark such parameters again. State dicts do not contain marks.
+    ArgumentError if `param` has another number of rows than `spec` gives this rank.
 
     Parameters
     ----------
@@ -204,11 +185,6 @@ def mark(param: T, spec: ShardSpec) -> T:
     -------
     torch.Tensor
         `param` itself.
-
-    Raises
-    ------
-    ArgumentError
-        If `param` has another number of rows than `spec` gives this rank.
 
     Examples
     --------
@@ -226,7 +202,7 @@ def mark(param: T, spec: ShardSpec) -> T:
 
 
 def shard_spec(param: torch.Tensor) -> ShardSpec | None:
-    """Return how a parameter is sharded, or None if it is replicated.
+    """Return how a parameter is sharded, or None if :func:`mark` has not marked it.
 
     Parameters
     ----------
@@ -236,17 +212,13 @@ def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     Returns
     -------
     ShardSpec or None
-        The mark of :func:`mark`.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.sharding import ShardSpec, mark, shard_spec
-    >>> def fn(rank):
-    ...     weight = mark(torch.nn.Parameter(torch.zeros(rank + 1, 4)), ShardSpec.of([1, 2]))
-    ...     return shard_spec(weight), shard_spec(torch.nn.Parameter(torch.zeros(4)))
-    >>> varcomm.launch(lambda rank: str(fn(rank)), 2)[0]
-    '(ShardSpec(dim=0, blocks=(ShardSizes(1, 2),)), None)'
+    >>> import torch
+    >>> from varcomm.sharding import shard_spec
+    >>> print(shard_spec(torch.nn.Parameter(torch.zeros(4))))
+    None
     """
     found = getattr(param, _NAME, None)
     return found.spec if isinstance(found, _Mark) else None

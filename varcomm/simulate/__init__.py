@@ -1,8 +1,7 @@
 """Simulation: bytes, memory and time of a run on many ranks, predicted by one process."""
 
 from varcomm.simulate.grid import coarsened, ocean, read_sea
-from varcomm.simulate.machine import MACHINES, Machine, Seconds
-from varcomm.simulate.measure import measure
+from varcomm.simulate.machine import MACHINES, Machine, Seconds, measure
 from varcomm.simulate.parts import Counts, Parts, partition
 from varcomm.simulate.scaling import Point, Sample, Scaling, sample, scaling
 from varcomm.simulate.step import Step, Times, step

@@ -26,8 +26,7 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     Parameters
     ----------
     is_sea : numpy.ndarray
-        Bool of shape (rows, columns): rows from one pole to the other, columns around the Earth, so
-        that the last column is beside the first.
+        Bool of shape (rows, columns): rows from pole to pole, columns around the Earth.
 
     Returns
     -------

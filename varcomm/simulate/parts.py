@@ -1,4 +1,4 @@
-"""Partitions for any number of ranks, made by one process that has the whole graph."""
+"""Partitions for any number of ranks, made by one process that has the full graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.simulate.work import world
-from varcomm.sizes import ShardSizes, exact_int
+from varcomm.sizes import ShardSizes, at_least
 from varcomm.transport.group import GroupLike, resolve
 
 if TYPE_CHECKING:  # which needs PyTorch Geometric
@@ -25,62 +25,30 @@ if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
     from varcomm.graph.report import Report
 
-__all__ = ["Counts", "Flows", "Needs", "Parts", "partition"]
+__all__ = ["Counts", "Needs", "Parts", "partition", "sums"]
 
-# Edges per pass: temporary memory is then a few hundred MB for any graph.
-_EDGES = 1 << 22
-# Nodes in a picture, as in graph.plot.
-_DRAWN = 200_000
-
-
-@dataclass(frozen=True, eq=False)
-class Flows:
-    """Messages of one exchange of halos among all ranks, each pair of ranks at most once.
-
-    Attributes
-    ----------
-    sender, receiver, rows : torch.Tensor
-        Of each message; int64, shape (messages,).
-    """
-
-    sender: torch.Tensor
-    receiver: torch.Tensor
-    rows: torch.Tensor
-
-    def per_rank(self, end: torch.Tensor, size: int) -> torch.Tensor:
-        """Return the rows that each rank sends (`end` is `sender`) or receives (`receiver`)."""
-        return torch.zeros(size, dtype=torch.int64).index_add_(0, end, self.rows)
+_EDGES = 1 << 22  # per pass, so that temporary memory is a few hundred MB for any graph
+_DRAWN = 200_000  # nodes in a picture, as in graph.plot
 
 
 @dataclass(frozen=True, eq=False)
 class Counts:
     """Numbers of nodes, edges and rows that each of P ranks owns, needs and sends.
 
-    Tensors are int64 of shape (P,), one entry per rank, summed over the types of nodes and edges.
+    Tensors are int64 of shape (P,), summed over the types of nodes and edges.
 
     Attributes
     ----------
-    owned : torch.Tensor
-        Nodes that each rank owns.
-    edges : torch.Tensor
-        Edges into these nodes.
-    flows : mapping of Flows
-        Exchange of halos of each edge type; the key is None in a graph with one type.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from torch_geometric.data import Data
-    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
-    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
-    >>> counts = varcomm.simulate.partition(ring, 3, "block")
-    >>> counts.owned, counts.halo, counts.edges
-    (tensor([2, 2, 2]), tensor([1, 1, 1]), tensor([2, 2, 2]))
+    owned, edges : torch.Tensor
+        Nodes that each rank owns, and edges into them.
+    flows : mapping of torch.Tensor
+        Rows that each rank sends to each rank in an exchange of halos, by edge type, which is None
+        in a graph with one type; int64, sparse, shape (P, P).
     """
 
     owned: torch.Tensor
     edges: torch.Tensor
-    flows: Mapping[Any, Flows] = field(repr=False)
+    flows: Mapping[Any, torch.Tensor] = field(repr=False)
 
     @property
     def size(self) -> int:
@@ -88,32 +56,30 @@ class Counts:
         return len(self.owned)
 
     @cached_property
+    def rows(self) -> torch.Tensor:
+        """Rows that each rank sends to each rank in an exchange; sparse, shape (P, P)."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return sum(self.flows.values(), _sparse(none, none, self.size)).coalesce()
+
+    @cached_property
     def halo(self) -> torch.Tensor:
         """Rows that each rank receives in an exchange of its halo."""
-        return _sum([f.per_rank(f.receiver, self.size) for f in self.flows.values()], self.size)
+        return sums(self.rows, 0)
 
     @cached_property
     def sent(self) -> torch.Tensor:
         """Rows that each rank sends in an exchange of halos, once per receiver."""
-        return _sum([f.per_rank(f.sender, self.size) for f in self.flows.values()], self.size)
+        return sums(self.rows, 1)
 
     @cached_property
     def neighbours(self) -> torch.Tensor:
         """Number of ranks with which each rank exchanges rows in at least one direction."""
-        both = (self.rows + self.rows.T).coalesce().indices()
-        return torch.bincount(both[0], minlength=self.size)
+        return torch.bincount(self._linked[0], minlength=self.size)
 
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """Rows that each rank sends to each rank in an exchange; sparse, shape (P, P)."""
-        none = torch.zeros(0, dtype=torch.int64)
-        sender, receiver, rows = (
-            torch.cat([none, *(getattr(flows, name) for flows in self.flows.values())])
-            for name in ("sender", "receiver", "rows")
-        )
-        return torch.sparse_coo_tensor(
-            torch.stack([sender, receiver]), rows, (self.size,) * 2, check_invariants=False
-        ).coalesce()
+    @property
+    def _linked(self) -> torch.Tensor:
+        """Pairs of ranks that exchange rows, both ways round, in ascending order; shape (2, L)."""
+        return (self.rows + self.rows.T).coalesce().indices()
 
     def without_graph(self) -> Counts:
         """Return the counts alone, which need little memory."""
@@ -125,28 +91,17 @@ class Counts:
         Each cell becomes ``times`` by ``times`` cells: ``times**2`` as many nodes and edges, and
         ``times`` as many rows along a cut. Use this estimate for meshes too large to be made.
         """
-        flows = {
-            key: Flows(flow.sender, flow.receiver, flow.rows * times)
-            for key, flow in self.flows.items()
-        }
+        flows = {key: (each * times).coalesce() for key, each in self.flows.items()}
         return Counts(self.owned * times**2, self.edges * times**2, flows)
 
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Halo rows of all ranks for one edge type; tensors are int64 on the CPU.
+    """Halo rows of all ranks for one edge type; int64 on the CPU.
 
-    Rows have global numbers, ordered by owner. Each pair of a receiver and a row occurs once,
-    ordered by receiver, then by row.
-
-    Attributes
-    ----------
-    edges, cut : torch.Tensor
-        Edges into the nodes of each rank, and those of them from another rank; shape (P,).
-    receiver, sender, row : torch.Tensor
-        Rank that needs a row, rank that owns it, and its number; shape (sum of halos,).
-    starts : torch.Tensor
-        First row of each rank; shape (P,).
+    `edges` are the edges into the nodes of each rank, `cut` those of them from another rank; shape
+    (P,). `receiver` needs row `row` of `sender`; shape (sum of halos,). Rows have global numbers,
+    ordered by owner. Each pair of a receiver and a row occurs once, ordered by receiver, then row.
     """
 
     edges: torch.Tensor
@@ -154,7 +109,6 @@ class Needs:
     receiver: torch.Tensor
     sender: torch.Tensor
     row: torch.Tensor
-    starts: torch.Tensor
 
     @classmethod
     def of(cls, edge_index: torch.Tensor, sources: Numbering, targets: Numbering) -> Self:
@@ -171,42 +125,29 @@ class Needs:
             cut += torch.bincount(to[crosses], minlength=ranks).cpu()
             found.append(torch.unique(to[crosses].long() * rows + number[source[crosses]]))
         pairs = torch.unique(torch.cat(found)).cpu()
-        receiver, row = pairs // rows, pairs % rows
-        return cls(
-            edges,
-            cut,
-            receiver,
-            torch.as_tensor(sources.sizes.owner(row)),
-            row,
-            torch.tensor(sources.sizes.offsets[:ranks], dtype=torch.int64),
-        )
+        row = pairs % rows
+        return cls(edges, cut, pairs // rows, torch.as_tensor(sources.sizes.owner(row)), row)
 
     @property
-    def flows(self) -> Flows:
-        """Messages of an exchange of these halos."""
-        ranks = len(self.edges)
-        pair, rows = torch.unique(self.sender * ranks + self.receiver, return_counts=True)
-        return Flows(pair // ranks, pair % ranks, rows)
+    def flows(self) -> torch.Tensor:
+        """Rows that each rank sends to each rank."""
+        return _sparse(self.sender, self.receiver, len(self.edges))
 
-    def asked_of(self, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Return the local rows that a rank sends, by receiver, and their number per receiver."""
-        asked = torch.nonzero(self.sender == rank).view(-1)
-        counts = torch.bincount(self.receiver[asked], minlength=len(self.edges))
-        return self.row[asked] - self.starts[rank], tuple(counts.tolist())
 
-    def asked_by(self, rank: int) -> tuple[int, ...]:
-        """Return the number of rows that a rank receives from each rank."""
-        asks = torch.searchsorted(self.receiver, torch.tensor([rank, rank + 1]))
-        first, last = asks.tolist()
-        counts = torch.bincount(self.sender[first:last], minlength=len(self.edges))
-        return tuple(counts.tolist())
+def _sparse(sender: torch.Tensor, receiver: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the number of rows for each pair of ranks; sparse, shape (P, P)."""
+    ends, ones = torch.stack([sender, receiver]), torch.ones_like(sender)
+    return torch.sparse_coo_tensor(ends, ones, (size, size), check_invariants=False).coalesce()
+
+
+def sums(flows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the rows that each rank receives (`dim` 0) or sends (`dim` 1); shape (P,)."""
+    return torch.sparse.sum(flows, dim=dim).to_dense()
 
 
 @dataclass(frozen=True, eq=False)
 class Parts(Counts):
-    """A graph cut for P ranks: its :class:`Counts`, and the part of each rank.
-
-    Made by :func:`partition`.
+    """A graph cut for P ranks by :func:`partition`: its :class:`Counts`, and the part of each rank.
 
     Attributes
     ----------
@@ -216,23 +157,6 @@ class Parts(Counts):
         Method that assigned nodes to ranks.
     needs : mapping of Needs
         Halo rows of all ranks, by edge type; the key is None in a graph with one type.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> from torch_geometric.data import Data
-    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
-    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
-    >>> parts = varcomm.simulate.partition(ring, 2, "block")
-    >>> parts.method, parts.size
-    ('block', 2)
-    >>> print(parts.report())
-    6 nodes and 6 edges on 2 ranks by block
-    rank    owned     halo    edges      cut     sent  neighbours
-       0        3        1        3        1        1           1
-       1        3        1        3        1        1           1
-    edges between ranks: 2 (33.3 %); halo: 33.3 % of the nodes
-    imbalance: 1.00 in nodes, 1.00 in edges
     """
 
     method: str
@@ -268,22 +192,17 @@ class Parts(Counts):
                 f"simulate: these parts are for {self.size} ranks; this is {ranks}. Enter "
                 f"simulate.world({self.size}, rank), or cut the graph for {ranks.size}."
             )
-        tables, numbered = self._tables, self._numbered
+        rank, tables, numbered = ranks.rank, self._tables, self._numbered
         nodes = {key: numbered[key].shard(table, ranks) for key, table in tables.nodes.items()}
         edges = {}
         for key, table in tables.edges.items():
             source, target = (numbered[end] for end in ends(key))
-            own = owned_edges(table, ranks.rank, source, target)
+            own = owned_edges(table, rank, source, target)
             edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
-            needs = self.needs[key]
-            send_index, send_counts = needs.asked_of(ranks.rank)
-            plan = ExchangePlan(
-                ranks,
-                send_index.to(tables.device),
-                send_counts,
-                needs.asked_by(ranks.rank),
-                source.sizes[ranks.rank],
-            )
+            needs, flows = self.needs[key], self.flows[key]
+            asked = needs.row[needs.sender == rank] - source.sizes.offsets[rank]
+            send, recv = (tuple(each[rank].to_dense().tolist()) for each in (flows, flows.T))
+            plan = ExchangePlan(ranks, asked.to(tables.device), send, recv, source.sizes[rank])
             edges[key] = EdgeShard(
                 group=ranks,
                 sizes=ShardSizes(needs.edges.tolist()),
@@ -292,7 +211,7 @@ class Parts(Counts):
                 edge_index=edge_index,
                 halo_ids=source.order[halo],
                 plan=plan,
-                num_targets=target.sizes[ranks.rank],
+                num_targets=target.sizes[rank],
             )
         return PartitionedGraph(nodes, edges, dict(tables.attributes), self.method)
 
@@ -315,7 +234,7 @@ class Parts(Counts):
         Parameters
         ----------
         folder : path
-            Where to; an earlier save there is replaced by one rename.
+            An earlier save in this folder is replaced by one rename.
         progress : callable, optional
             Called with the number of each rank whose part has been written.
 
@@ -388,25 +307,13 @@ class Parts(Counts):
         for edge_type, needs in self.needs.items():
             if edge_type is None or edge_type[0] == node_type:
                 copied[needs.row] = 1
-        owner = numbered.owner[numbered.order].cpu()
-        drawn = torch.arange(len(rows))
-        if len(rows) > _DRAWN:
-            chance = torch.Generator().manual_seed(0)
-            drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
-        both = self.rows + self.rows.T
-        adjacent: list[list[int]] = [[] for _ in range(self.size)]
-        for one, other in both.coalesce().indices().T.tolist():
-            adjacent[one].append(other)
+        chance = torch.Generator().manual_seed(0)
+        drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
+        shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
+        owner = numbered.owner[numbered.order].cpu()[drawn].numpy()
+        adjacent = [each.tolist() for each in self._linked[1].split(self.neighbours.tolist())]
         try:
-            draw(
-                Path(path),
-                torch.cat([rows, copied], dim=1)[drawn].numpy(),
-                owner[drawn].numpy(),
-                adjacent,
-                len(rows),
-                self.report(),
-                projection,
-            )
+            draw(Path(path), shown, owner, adjacent, len(rows), self.report(), projection)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written: {error}.") from error
 
@@ -414,11 +321,12 @@ class Parts(Counts):
 def partition(data: Any, size: int, method: Method = None) -> Parts:
     """Cut a graph for `size` ranks in one process, without communication.
 
+    One pass over the edges serves all ranks. Memory beside the graph grows with nodes and halos.
+
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The full graph, as for :func:`varcomm.graph.partition`. Counts need ``edge_index`` and
-        ``num_nodes`` alone, and ``pos`` if the method uses positions.
+        The full graph. Counts need ``edge_index``, ``num_nodes``, and ``pos`` if `method` uses it.
     size : int
         Number of ranks, P.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
@@ -436,11 +344,6 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
         If the graph, `size` or the method is not accepted.
     MissingPackageError
         If `method` needs a package that is not installed.
-
-    Notes
-    -----
-    One pass over the edges, without a loop over nodes or ranks. Memory beside the graph grows with
-    nodes and halos.
 
     Examples
     --------
@@ -465,12 +368,9 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     from varcomm.graph.building.tables import ends, read
     from varcomm.graph.partitioners.assign import method_used
 
-    count = exact_int(size)
-    if count is None or count < 1:
-        raise ArgumentError(f"simulate.partition: size must be a positive integer; got {size!r}.")
-    tables = read(data)
+    count = at_least(1, size, "simulate.partition: size")
+    tables, name = read(data), "the ranks given"
     owners = checked_method(method, tables, count)
-    name = "the ranks given"
     if not isinstance(owners, dict):
         name = method_used(data, count, owners)
         owners = assigned(data, count, name)

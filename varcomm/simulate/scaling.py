@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.simulate.fit import Fit
 from varcomm.simulate.machine import Machine
 from varcomm.simulate.parts import Counts, partition
-from varcomm.simulate.step import HaloCall, Prepare, SameCall, Step, calls_of_all, run
+from varcomm.simulate.step import Fit, HaloCall, Prepare, SameCall, Step, calls_of_all, run
 from varcomm.simulate.table import aligned
 
 __all__ = ["Point", "Sample", "Scaling", "sample", "scaling"]
@@ -31,14 +30,10 @@ class Point:
         Ranks, and nodes of the full graph.
     owned, edges, halo, neighbours : int
         Owned nodes and edges, received rows, and ranks with which a rank exchanges rows.
-    sent, messages : float
-        Bytes and messages that a rank sends in a step.
-    memory : float
-        Bytes of tensors.
-    compute : float
-        Seconds of operators: the greater of `busy` and `launching`.
-    busy, launching : float
-        Seconds of arithmetic and memory, and of starting operators.
+    sent, messages, memory : float
+        Bytes and messages that a rank sends in a step, and its bytes of tensors.
+    compute, busy, launching : float
+        Seconds of operators: the greater of arithmetic and memory, and of starting operators.
     halo_seconds, sum_seconds : float
         Seconds of exchanges of halos, and of all other calls: sums of gradients and losses.
     seconds : float
@@ -64,28 +59,25 @@ class Point:
     @classmethod
     def of(cls, step: Step, machine: Machine) -> Point:
         """Sum up a step on a machine."""
-        counts, times = step.parts, step.times(machine)
+        parts, counts, times = step.parts, step.counts, step.times(machine)
+        busy = machine.busy(*(counts[name] for name in ("flops", "matmul_bytes", "other_bytes")))
         halos = {call.name for call in step.transfers if isinstance(call, HaloCall)}
-        of_halos, of_sums = torch.zeros(2, counts.size, dtype=torch.float64)
+        of_halos, of_sums = torch.zeros(2, parts.size, dtype=torch.float64)
         for name, seconds in times.communication.items():
-            if name in halos:
-                of_halos = of_halos + seconds
-            else:
-                of_sums = of_sums + seconds
-        busy = ("flops", "matmul_bytes", "other_bytes")
+            (of_halos if name in halos else of_sums).add_(seconds)
         return cls(
-            ranks=counts.size,
-            nodes=int(counts.owned.sum()),
-            owned=int(counts.owned.max()),
-            edges=int(counts.edges.max()),
-            halo=int(counts.halo.max()),
-            neighbours=int(counts.neighbours.max()),
+            ranks=parts.size,
+            nodes=int(parts.owned.sum()),
+            owned=int(parts.owned.max()),
+            edges=int(parts.edges.max()),
+            halo=int(parts.halo.max()),
+            neighbours=int(parts.neighbours.max()),
             sent=float(step.sent.max()),
             messages=float(step.messages.max()),
             memory=float(step.memory.max()),
             compute=float(times.compute.max()),
-            busy=float(machine.busy(*(step.counts[name] for name in busy)).max()),
-            launching=float(step.counts["kernels"].max()) * machine.launch,
+            busy=float(busy.max()),
+            launching=float(counts["kernels"].max()) * machine.launch,
             halo_seconds=float(of_halos.max()),
             sum_seconds=float(of_sums.max()),
             seconds=times.step,
@@ -108,13 +100,7 @@ class Sample:
     transfers: Mapping[int, tuple[HaloCall | SameCall, ...]]
 
     def step(self, counts: Counts) -> Step:
-        """Return the step on a partition.
-
-        Raises
-        ------
-        ArgumentError
-            If the sample was not run for that number of ranks.
-        """
+        """Return the step on a partition, for a number of ranks that was sampled."""
         if counts.size not in self.transfers:
             raise ArgumentError(
                 f"simulate: the sample was run for {sorted(self.transfers)} ranks, and these parts "
@@ -126,15 +112,14 @@ class Sample:
 def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None) -> Sample:
     """Run a step on a small graph for several numbers of ranks, to predict steps on large graphs.
 
-    A few ranks are simulated for each number of ranks. The small graph needs the same attributes
-    per node and edge as the large one, not its shape.
+    A few ranks are simulated for each number of ranks.
 
     Parameters
     ----------
     prepare : callable
         As for :func:`step`.
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        A graph of a few thousand nodes, with the attributes that `prepare` uses.
+        A graph of a few thousand nodes of any shape, with the attributes that `prepare` uses.
     sizes : iterable of int
         Numbers of ranks. Ranks may own nothing of the small graph.
     method : str or torch.Tensor, optional
@@ -156,20 +141,19 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     >>> from torch_geometric.data import Data
     >>> from torch_geometric.nn import SAGEConv
     >>> def ring(n):
-    ...     return torch.stack([torch.arange(n), torch.arange(n).roll(-1)])
+    ...     nodes = torch.arange(n)
+    ...     return Data(x=torch.ones(n, 8), edge_index=torch.stack([nodes, nodes.roll(-1)]))
     >>> def prepare(graph):
     ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
     ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
-    >>> small = Data(x=torch.ones(64, 8), edge_index=ring(64))
-    >>> sample = vc.simulate.sample(prepare, small, [4], "block")
-    >>> large = Data(edge_index=ring(6400), num_nodes=6400)
-    >>> sample.step(vc.simulate.partition(large, 4, "block")).sent.tolist()
+    >>> sample = vc.simulate.sample(prepare, ring(64), [4], "block")
+    >>> sample.step(vc.simulate.partition(ring(6400), 4, "block")).sent.tolist()
     [80.0, 80.0, 80.0, 80.0]
     """
-    simulated, transfers = [], {}
     different = list(dict.fromkeys(sizes))
     if not different:
         raise ArgumentError("simulate.sample: sizes must name at least one number of ranks.")
+    simulated, transfers = [], {}
 
     def simulate(size: int, ranks_each: int) -> None:
         parts = partition(data, size, method)
@@ -181,8 +165,7 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
         works = run(prepare, parts, list(ranks))
         simulated.append((parts, works))
         transfers[size] = calls_of_all(parts, works)
-        known = (not isinstance(call, HaloCall) or call.width > 0 for call in transfers[size])
-        if size > 1 and not all(known):
+        if size > 1 and any(getattr(call, "width", 1) == 0 for call in transfers[size]):
             raise ArgumentError(
                 f"simulate.sample: the small graph has no halos on {size} ranks, so that the bytes "
                 "per row are not determined. Use a graph with edges between parts."
@@ -221,25 +204,15 @@ class Scaling:
     def __str__(self) -> str:
         """Return a table."""
         full = self.machine.memory
-        rows = [
-            [
-                *("ranks", "nodes", "owned", "halo", "neighbours", "MB sent", "messages", "GB "),
-                *("compute ms", "halo ms", "sums ms", "step ms", "efficiency"),
-            ]
-        ]
+        head = "ranks,nodes,owned,halo,neighbours,MB sent,messages,GB "
+        rows = [f"{head},compute ms,halo ms,sums ms,step ms,efficiency".split(",")]
         for point, efficiency in zip(self.points, self.efficiency, strict=True):
             counts = (point.ranks, point.nodes, point.owned, point.halo, point.neighbours)
             seconds = (point.compute, point.halo_seconds, point.sum_seconds, point.seconds)
-            rows.append(
-                [
-                    *(f"{number:,}" for number in counts),
-                    f"{point.sent / 1e6:.2f}",
-                    f"{point.messages:,.0f}",
-                    f"{point.memory / 1e9:.2f}{'*' if point.memory > full else ' '}",
-                    *(f"{each * 1e3:.2f}" for each in seconds),
-                    f"{efficiency:.2f}",
-                ]
-            )
+            rows.append([f"{number:,}" for number in counts])
+            rows[-1] += [f"{point.sent / 1e6:.2f}", f"{point.messages:,.0f}"]
+            rows[-1] += [f"{point.memory / 1e9:.2f}{'*' if point.memory > full else ' '}"]
+            rows[-1] += [*(f"{each * 1e3:.2f}" for each in seconds), f"{efficiency:.2f}"]
         lines = aligned(rows, left=0)
         if any(point.memory > full for point in self.points):
             lines.append(f"* more than the {full / 1e9:.0f} GB of a rank")
@@ -273,14 +246,13 @@ def scaling(
     >>> from torch_geometric.data import Data
     >>> from torch_geometric.nn import SAGEConv
     >>> def ring(n):
-    ...     return torch.stack([torch.arange(n), torch.arange(n).roll(-1)])
+    ...     nodes = torch.arange(n)
+    ...     return Data(x=torch.ones(n, 8), edge_index=torch.stack([nodes, nodes.roll(-1)]))
     >>> def prepare(graph):
     ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
     ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
-    >>> small = Data(x=torch.ones(64, 8), edge_index=ring(64))
-    >>> sample = vc.simulate.sample(prepare, small, [2, 4], "block")
-    >>> large = Data(edge_index=ring(6400), num_nodes=6400)
-    >>> counts = [vc.simulate.partition(large, ranks, "block") for ranks in (2, 4)]
+    >>> sample = vc.simulate.sample(prepare, ring(64), [2, 4], "block")
+    >>> counts = [vc.simulate.partition(ring(6400), ranks, "block") for ranks in (2, 4)]
     >>> curve = vc.simulate.scaling(sample, counts, vc.simulate.MACHINES["h100-ndr"])
     >>> [(point.ranks, point.owned, point.sent) for point in curve.points]
     [(2, 3200, 48.0), (4, 1600, 80.0)]

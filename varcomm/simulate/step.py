@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.simulate.fit import COUNTS, Fit
-from varcomm.simulate.machine import Machine
-from varcomm.simulate.parts import Counts, Flows, Parts
+from varcomm.simulate.machine import Machine, Seconds
+from varcomm.simulate.parts import Counts, Parts, sums
 from varcomm.simulate.table import aligned
 from varcomm.simulate.work import Work, count, world
 from varcomm.sizes import checked_rank
@@ -21,12 +21,13 @@ from varcomm.transport.simulated import Transfer
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
-__all__ = ["HaloCall", "Prepare", "SameCall", "Step", "Times", "calls_of_all", "run", "step"]
+__all__ = ["Fit", "HaloCall", "Prepare", "SameCall", "Step", "Times", "calls_of_all", "run", "step"]
 
 # From a rank's part of the graph to a function that does one step.
 Prepare = Callable[["PartitionedGraph"], Callable[[], object]]
 
 _RANKS = 8  # simulated ranks by default
+_COUNTS = ("flops", "matmul_bytes", "other_bytes", "memory", "kernels")  # of Work
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,40 @@ class HaloCall:
     width: int
     is_adjoint: bool
 
-    def traffic(self, flows: Flows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the messages and bytes that each rank sends; fp64, shape (P,)."""
-        sent, received = _per_rank(flows, size, size)
-        messages, rows = (received if self.is_adjoint else sent).sum(dim=1)
-        return messages, rows * self.width
+    def flows(self, counts: Counts) -> torch.Tensor:
+        """Return the rows that each rank sends to each rank; sparse, shape (P, P)."""
+        flows: torch.Tensor = counts.flows[self.edge_type]
+        return flows.T.coalesce() if self.is_adjoint else flows
 
-    def seconds(self, flows: Flows, size: int, machine: Machine) -> torch.Tensor:
+    def messages(self, counts: Counts) -> set[tuple[int, ...]]:
+        """Return sender, receiver and bytes of each message."""
+        flows = self.flows(counts)
+        nbytes = flows.values() * self.width
+        return set(zip(*flows.indices().tolist(), nbytes.tolist(), strict=True))
+
+    def traffic(self, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the messages and bytes that each rank sends; int64, shape (P,)."""
+        flows = self.flows(counts)
+        messages = torch.bincount(flows.indices()[0], minlength=counts.size)
+        return messages, sums(flows, 1) * self.width
+
+    def seconds(self, counts: Counts, machine: Machine) -> torch.Tensor:
         """Return the seconds on each rank; fp64, shape (P,)."""
-        sent, received = _per_rank(flows, size, machine.ranks_per_node)
-        messages, rows = torch.maximum(sent, received)
-        nbytes = rows * self.width
-        total: torch.Tensor = machine.exchange((messages[0], nbytes[0]), (messages[1], nbytes[1]))
-        return total
+        if counts.size == 1:
+            return torch.zeros(1, dtype=torch.float64)
+        flows = self.flows(counts)
+        ends, rows = flows.indices(), flows.values()
+        is_near = torch.eq(*ends // machine.ranks_per_node)
+        weights = torch.stack([torch.ones_like(rows), rows * self.width]).double()
+
+        def lane(used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            messages, nbytes = (
+                torch.maximum(*(torch.bincount(end[used], w[used], counts.size) for end in ends))
+                for w in weights
+            )
+            return messages, nbytes
+
+        return machine.exchange(lane(is_near), lane(~is_near))
 
 
 @dataclass(frozen=True)
@@ -60,38 +82,18 @@ class SameCall:
     name: str
     transfer: Transfer
 
-    def traffic(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the messages and bytes that each rank sends; fp64, shape (P,)."""
-        send = torch.tensor(self.transfer.send, dtype=torch.float64)
-        return (send > 0).sum().double().expand(size), send.sum().expand(size)
+    def traffic(self, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the messages and bytes that each rank sends; int64, shape (P,)."""
+        send = torch.tensor(self.transfer.send)
+        return (send > 0).sum().expand(counts.size), send.sum().expand(counts.size)
 
-
-def _per_rank(flows: Flows, size: int, per_node: int) -> torch.Tensor:
-    """Return messages and rows of each rank within its node and beyond.
-
-    fp64 of shape (2, 2, 2, P): sent or received; messages or rows; within or beyond.
-    """
-    beyond = (flows.sender // per_node != flows.receiver // per_node).long()
-    both = (torch.ones_like(flows.rows, dtype=torch.float64), flows.rows.double())
-    return torch.stack([
-        torch.stack([
-            torch.bincount(beyond * size + end, weights, minlength=2 * size).view(2, size)
-            for weights in both
-        ])
-        for end in (flows.sender, flows.receiver)
-    ])  # fmt: skip
+    def seconds(self, counts: Counts, machine: Machine) -> torch.Tensor:
+        """Return the seconds on each rank; fp64, shape (P,)."""
+        return torch.full((counts.size,), machine.transfer(self.transfer), dtype=torch.float64)
 
 
 def calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[HaloCall | SameCall, ...]:
-    """Return the calls of all ranks of a partition from those of simulated ranks.
-
-    Raises
-    ------
-    ArgumentError
-        If the simulated ranks do not determine which halo a call exchanges.
-    DisagreementError
-        If ranks make different calls.
-    """
+    """Return the calls of all ranks of a partition from those of simulated ranks."""
     names = {rank: [name for name, _ in work.transfers] for rank, work in works.items()}
     first = next(iter(names))
     for rank, named in names.items():
@@ -110,68 +112,109 @@ def _call(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> HaloCal
     largest = max(transfers.values(), key=lambda each: sum(each.send) + sum(each.recv))
     if largest.schedule != "neighbours" or len(largest.ranks) != parts.size:
         return SameCall(name, largest)
-    halos = [halo for key in parts.needs for halo in _matching(parts, key, name, transfers)]
-    if len({_messages(parts, halo) for halo in halos}) > 1:
-        sent = torch.stack([h.traffic(parts.flows[h.edge_type], parts.size)[1] for h in halos])
-        apart = torch.nonzero((sent != sent[0]).any(dim=0)).view(-1).tolist()
-        raise ArgumentError(
-            f"simulate: ranks {sorted(transfers)} do not determine whose halo a call of {name} "
-            f"exchanges, or in which direction. Also run one of these ranks: {apart[:5]}."
-        )
-    if halos and halos[0].width == 0 and len(parts.flows[halos[0].edge_type].rows):
+    halos = list(_matching(parts, name, transfers))
+    if any(halo.width == 0 and halo.messages(parts) for halo in halos):
         raise ArgumentError(
             f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the bytes "
             f"per row are not determined. Also run a rank with a halo: {int(parts.halo.argmax())}."
         )
+    messages = [halo.messages(parts) for halo in halos]
+    if different := {message for each in messages for message in each ^ messages[0]}:
+        apart = sorted({rank for *ends, _ in different for rank in ends})
+        raise ArgumentError(
+            f"simulate: ranks {sorted(transfers)} do not determine whose halo a call of {name} "
+            f"exchanges, or in which direction. Also run one of these ranks: {apart[:5]}."
+        )
     return halos[0] if halos else SameCall(name, largest)
 
 
-def _matching(
-    parts: Parts, edge_type: Any, name: str, transfers: Mapping[int, Transfer]
-) -> Iterator[HaloCall]:
-    """Yield the exchanges of a halo, and their adjoints, that have the bytes of the transfers."""
-    needs = parts.needs[edge_type]
-    given = [counts for each in transfers.values() for counts in (each.send, each.recv)]
-    for is_adjoint in {"exchange": [False], "exchange_adjoint": [True]}.get(name, [False, True]):
-        rows: list[tuple[int, ...]] = []
+def _matching(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> Iterator[HaloCall]:
+    """Yield the exchanges of halos, and their adjoints, that have the bytes of the transfers."""
+    given = [n for each in transfers.values() for n in (*each.send, *each.recv)]
+    directions = {"exchange": [False], "exchange_adjoint": [True]}.get(name, [False, True])
+    for edge_type, is_adjoint in product(parts.flows, directions):
+        flows = HaloCall(name, edge_type, 1, is_adjoint).flows(parts)
+        rows: list[int] = []
         for rank in transfers:
-            ends = needs.asked_of(rank)[1], needs.asked_by(rank)
-            rows += reversed(ends) if is_adjoint else ends
-        total = sum(map(sum, rows))
-        width = sum(map(sum, given)) // total if total else 0
-        if all(tuple(width * n for n in r) == tuple(g) for r, g in zip(rows, given, strict=True)):
+            rows += [*flows[rank].to_dense().tolist(), *flows.T[rank].to_dense().tolist()]
+        width = sum(given) // sum(rows) if any(rows) else 0
+        if [width * n for n in rows] == given and (width or not any(rows)):
             yield HaloCall(name, edge_type, width, is_adjoint)
 
 
-def _messages(parts: Parts, halo: HaloCall) -> tuple[tuple[int, ...], ...]:
-    """Return pairs of ranks and bytes of the messages of an exchange, in one order."""
-    flows = parts.flows[halo.edge_type]
-    ends = (flows.sender, flows.receiver)
-    source, target = reversed(ends) if halo.is_adjoint else ends
-    pair = source * parts.size + target
-    order = pair.argsort()
-    return tuple(pair[order].tolist()), tuple((flows.rows[order] * halo.width).tolist())
+@dataclass(frozen=True)
+class Fit:
+    """Least-squares fit ``count = constant + rows @ slopes`` over simulated ranks.
+
+    `rows` are owned nodes, edges, halo rows and sent rows; slopes are not negative. The work on
+    weights depends on the number of ranks that sum gradients, so operations and bytes have one
+    constant per number of ranks. Memory has one constant. Kernels do not depend on rows: each
+    number of ranks has the largest count. `error` is the largest deviation at a simulated rank over
+    the largest count, by attribute of :class:`Work`.
+    """
+
+    sizes: list[int]
+    coefficients: Mapping[str, torch.Tensor]
+    kernels: Mapping[int, int]
+    error: Mapping[str, float]
+
+    @classmethod
+    def of(cls, simulated: Sequence[tuple[Counts, Mapping[int, Work]]]) -> Self:
+        """Fit the work of ranks of one partition, or of partitions for several numbers of ranks."""
+        works = [(parts.size, work) for parts, ranks in simulated for work in ranks.values()]
+        sizes = sorted({size for size, _ in works})
+        kernels = {size: max(work.kernels for s, work in works if s == size) for size in sizes}
+        rows = torch.cat([_rows(parts)[list(ranks)] for parts, ranks in simulated])
+        of_size = torch.tensor([[s == size for s in sizes] for size, _ in works]).double()
+        coefficients, error = {}, {}
+        for name in _COUNTS[:-1]:
+            constants = torch.ones(len(works), 1) if name == "memory" else of_size
+            counts = torch.tensor([getattr(work, name) for _, work in works], dtype=torch.float64)
+            design = torch.cat([constants, rows], dim=1)
+            coefficients[name], error[name] = _fitted(design, counts, constants.shape[1])
+        return cls(sizes, coefficients, kernels, error)
+
+    def counts(self, parts: Counts) -> torch.Tensor:
+        """Return the counts of all ranks, in the order of `_COUNTS`; fp64, shape (P, 5)."""
+        rows, found = _rows(parts), []
+        for name, solution in self.coefficients.items():
+            constant = solution[0 if name == "memory" else self.sizes.index(parts.size)]
+            found.append(constant + rows @ solution[-rows.shape[1] :])
+        found.append(torch.full_like(found[0], self.kernels[parts.size]))
+        return torch.stack(found, dim=1).clamp(min=0)
+
+
+def _rows(parts: Counts) -> torch.Tensor:
+    return torch.stack([parts.owned, parts.edges, parts.halo, parts.sent], dim=1).double()
+
+
+def _fitted(design: torch.Tensor, counts: torch.Tensor, free: int) -> tuple[torch.Tensor, float]:
+    """Return coefficients, of which only the first `free` may be negative, and the error."""
+    # Columns are scaled to one size: the least norm must not prefer a column for its unit.
+    scale = design.abs().amax(dim=0).clamp(min=1)
+    scaled, used = design / scale, torch.ones(design.shape[1], dtype=torch.bool)
+    solution = torch.zeros(design.shape[1], dtype=torch.float64)
+    while True:
+        found = torch.linalg.lstsq(scaled[:, used], counts[:, None], driver="gelsd").solution
+        solution.zero_()[used] = found[:, 0]
+        worst = int(solution[free:].argmin()) + free
+        if solution[worst] >= -1e-12 * counts.abs().max():
+            break
+        used[worst] = False
+    solution[free:].clamp_(min=0)
+    off = (scaled @ solution - counts).abs().max() / counts.abs().max().clamp(min=1)
+    return solution / scale, float(off)
 
 
 @dataclass(frozen=True)
-class Times:
+class Times(Seconds):
     """Seconds of a step on each rank; fp64 tensors of shape (P,).
 
     Attributes
     ----------
-    compute : torch.Tensor
-        Of operators.
-    communication : mapping of str to torch.Tensor
-        Of calls, by operation.
+    compute, communication
+        As in :class:`Seconds`.
     """
-
-    compute: torch.Tensor
-    communication: Mapping[str, torch.Tensor]
-
-    @property
-    def total(self) -> torch.Tensor:
-        """Sum of both on each rank; nothing overlaps."""
-        return torch.stack([self.compute, *self.communication.values()]).sum(dim=0)
 
     @property
     def step(self) -> float:
@@ -193,7 +236,7 @@ class Step:
     works : mapping of int to Work
         Work of the simulated ranks.
     fit : Fit
-        The linear model and its error.
+        The linear model; ``fit.error`` is its error on the simulated ranks.
     transfers : tuple of HaloCall and SameCall
         The calls of a step, in order.
     """
@@ -208,8 +251,8 @@ class Step:
         """Attributes of :class:`Work` on each rank, by name; fp64, shape (P,)."""
         found = self.fit.counts(self.parts)
         for rank, work in self.works.items():
-            found[rank] = torch.tensor([float(getattr(work, name)) for name in COUNTS])
-        return dict(zip(COUNTS, found.T, strict=True))
+            found[rank] = torch.tensor([float(getattr(work, name)) for name in _COUNTS])
+        return dict(zip(_COUNTS, found.T, strict=True))
 
     @property
     def memory(self) -> torch.Tensor:
@@ -217,41 +260,32 @@ class Step:
         return self.counts["memory"]
 
     @cached_property
-    def _sent(self) -> tuple[torch.Tensor, torch.Tensor]:
-        messages, nbytes = torch.zeros(2, self.parts.size, dtype=torch.float64)
+    def _traffic(self) -> torch.Tensor:
+        """Messages and bytes that each rank sends; fp64, shape (2, P)."""
+        found = torch.zeros(2, self.parts.size, dtype=torch.float64)
         for call in self.transfers:
-            if isinstance(call, HaloCall):
-                more = call.traffic(self.parts.flows[call.edge_type], self.parts.size)
-            else:
-                more = call.traffic(self.parts.size)
-            messages, nbytes = messages + more[0], nbytes + more[1]
+            found += torch.stack(call.traffic(self.parts))
         for rank, work in self.works.items():
-            total = work.calls.total
-            messages[rank], nbytes[rank] = total.messages_sent, total.sent
-        return messages, nbytes
+            found[0, rank], found[1, rank] = work.calls.total.messages_sent, work.calls.total.sent
+        return found
 
     @property
     def messages(self) -> torch.Tensor:
         """Messages that each rank sends; fp64, shape (P,)."""
-        return self._sent[0]
+        return self._traffic[0]
 
     @property
     def sent(self) -> torch.Tensor:
         """Bytes that each rank sends; fp64, shape (P,)."""
-        return self._sent[1]
+        return self._traffic[1]
 
     def times(self, machine: Machine) -> Times:
         """Return the seconds of the step on each rank of a machine."""
-        compute = machine.compute(*(self.counts[name] for name in COUNTS if name != "memory"))
-        zeros = torch.zeros(self.parts.size, dtype=torch.float64)
+        compute = machine.compute(*(self.counts[name] for name in _COUNTS if name != "memory"))
         communication: dict[str, torch.Tensor] = {}
         for call in self.transfers:
-            more = zeros
-            if isinstance(call, HaloCall) and self.parts.size > 1:
-                more = call.seconds(self.parts.flows[call.edge_type], self.parts.size, machine)
-            elif isinstance(call, SameCall):
-                more = zeros + machine.transfer(call.transfer)
-            communication[call.name] = communication.get(call.name, zeros) + more
+            seconds = call.seconds(self.parts, machine)
+            communication[call.name] = communication.get(call.name, 0.0) + seconds
         return Times(compute, communication)
 
     def __str__(self) -> str:
@@ -271,9 +305,9 @@ class Step:
         }
         cells = [(f"{parts.size} ranks, a step", "least", "mean", "most")]
         for name, values in rows.items():
-            numbers = values.double()
-            low, mean, high = (float(v) for v in (numbers.min(), numbers.mean(), numbers.max()))
-            cells.append((name, _number(low), _number(mean), _number(high)))
+            found = values.double()
+            low, mean, high = (_number(float(v)) for v in (found.min(), found.mean(), found.max()))
+            cells.append((name, low, mean, high))
         return "\n".join(aligned(cells))
 
 
@@ -287,8 +321,8 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Parameters
     ----------
     prepare : callable
-        Takes a rank's :class:`~varcomm.graph.PartitionedGraph`, makes its model, optimizer and
-        data, and returns a function without arguments that does one step, as a real run does.
+        Makes model, optimizer and data from a rank's :class:`~varcomm.graph.PartitionedGraph`, and
+        returns a function without arguments that does one step.
     parts : Parts
         The partition; its graph has the attributes that `prepare` uses.
     ranks : sequence of int, optional
@@ -303,8 +337,7 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Raises
     ------
     ArgumentError
-        If `ranks` is empty or names other ranks, or if it does not determine the messages of the
-        other ranks.
+        If `ranks` is empty, names other ranks, or does not determine the messages of the others.
     DisagreementError
         If ranks make different calls.
     GroupError
@@ -333,14 +366,11 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
 
 def run(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> dict[int, Work]:
     """Return the work of a step on some ranks, which run one after the other."""
-    if ranks is None:
-        chosen = _representative(parts)
-    else:
-        chosen = [checked_rank(rank, parts.size, "ranks", "simulate.step: ") for rank in ranks]
-        if not chosen:
-            raise ArgumentError("simulate.step: ranks must name at least one rank.")
+    chosen = _representative(parts) if ranks is None else list(ranks)
+    if not chosen:
+        raise ArgumentError("simulate.step: ranks must name at least one rank.")
     works = {}
-    for rank in chosen:
+    for rank in [checked_rank(rank, parts.size, "ranks", "simulate.step: ") for rank in chosen]:
         with world(parts.size, rank):
             one = prepare(parts.part())
             one()  # makes tensors that stay, such as the state of an optimizer
@@ -354,7 +384,7 @@ def _representative(parts: Parts) -> list[int]:
     # Per halo: a rank that has rows, and a rank that sends and receives different numbers of rows.
     ranks = []
     for flows in parts.flows.values():
-        sent, received = (flows.per_rank(end, parts.size) for end in (flows.sender, flows.receiver))
+        received, sent = sums(flows, 0), sums(flows, 1)
         ranks += [int(received.argmax()), int((sent - received).abs().argmax())]
     for counts in (parts.edges, parts.halo, parts.sent):
         ranks += [int(counts.argmax()), int(counts.argmin())]

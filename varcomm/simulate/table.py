@@ -9,11 +9,10 @@ __all__ = ["aligned", "line"]
 
 def line(cells: Iterable[str], widths: Iterable[int]) -> str:
     """Join cells into one line; a negative width aligns its cell to the left."""
-    padded = (
-        cell.ljust(-width) if width < 0 else cell.rjust(width)
-        for cell, width in zip(cells, widths, strict=True)
-    )
-    return "  ".join(padded).rstrip()
+    sides = zip(cells, widths, strict=True)
+    return "  ".join(
+        c.ljust(-width) if width < 0 else c.rjust(width) for c, width in sides
+    ).rstrip()
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -19,9 +19,9 @@ from varcomm.transport.world import World, init
 
 __all__ = ["Work", "count", "world"]
 
-# These read as many rows of their first tensor as they write, and not all of it.
+# Operators that read as many rows of their first tensor as they write.
 _PICKING = ("index_select", "gather", "index", "embedding")
-# These touch no values.
+# Operators that touch no values.
 _FREE = (
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
     *("detach", "alias", "select", "_local_scalar_dense", "resize_"),
@@ -32,20 +32,15 @@ _FREE = (
 def world(size: int, rank: int = 0) -> Iterator[World]:
     """Make this process one of `size` ranks, of which no other exists.
 
-    Everything that runs on a rank runs inside: collectives, plans, distributed models, sharded
-    layers. Nothing is sent. Received tensors have the size and dtype of a real run and hold zeros,
-    so results mean nothing, but shapes, memory and the counts of :func:`varcomm.trace` are those of
-    a real run. Where ranks compare their arguments, every rank is taken to agree with this one, and
-    the root of a broadcast is taken to have this rank's tensor. Calls that depend on the needs of
-    other ranks raise, as :meth:`ExchangePlan.from_needed` and :func:`varcomm.graph.partition`; see
-    :func:`varcomm.simulate.partition` for these.
+    Nothing is sent. Received tensors have the size and dtype of a real run and hold zeros, so
+    shapes, memory and the counts of :func:`varcomm.trace` are those of a real run. Other ranks are
+    taken to agree with this rank's arguments, and the root of a broadcast to have its tensor. Calls
+    that depend on the needs of other ranks raise, such as :meth:`ExchangePlan.from_needed`.
 
     Parameters
     ----------
-    size : int
-        Number of ranks.
-    rank : int
-        Rank of this process.
+    size, rank : int
+        Number of ranks, and the rank of this process.
 
     Yields
     ------
@@ -89,15 +84,6 @@ class Work:
         Counts of :func:`varcomm.trace`.
     transfers : tuple of (str, Transfer)
         Calls of the engine, each beside the operation that made it.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> x, weight = torch.zeros(4, 3), torch.zeros(3, 2)
-    >>> with varcomm.simulate.world(2, rank=0):
-    ...     work = varcomm.simulate.count(lambda: varcomm.all_reduce(x @ weight))
-    >>> work.flops, work.matmul_bytes, work.calls.total.sent
-    (48, 104, 32)
     """
 
     flops: int
@@ -112,8 +98,7 @@ class Work:
 def count(step: Callable[[], object]) -> Work:
     """Run `step` once in the simulated world of this process, and count its work.
 
-    Run `step` once before, if its first run does more than later ones, such as making the state of
-    an optimizer.
+    Run `step` once before if its first run does more, such as making the state of an optimizer.
 
     Parameters
     ----------
@@ -128,7 +113,7 @@ def count(step: Callable[[], object]) -> Work:
     Raises
     ------
     GroupError
-        If `step` exchanges messages with ranks that exist, outside of :func:`world`.
+        If `step` exchanges messages with ranks that exist, outside :func:`world`.
 
     Examples
     --------
@@ -149,9 +134,8 @@ def count(step: Callable[[], object]) -> Work:
             "simulate.count: the step exchanged messages with ranks that exist. Call it inside "
             "simulate.world; use varcomm.trace to count the messages of real ranks."
         )
-    memory = meter.before + meter.peak
     counts = (meter.flops, meter.matmul_bytes, meter.other_bytes, meter.kernels)
-    return Work(*counts, memory, calls, tuple(_named(calls, found)))
+    return Work(*counts, meter.before + meter.peak, calls, tuple(_named(calls, found)))
 
 
 def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> Iterator[tuple[str, Transfer]]:
@@ -165,12 +149,9 @@ def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> Iterator[tuple[s
 class _Meter(TorchDispatchMode):
     """Counter of operations, bytes, kernels and tensor memory, of forward and backward.
 
-    - Floating-point operations follow torch's own formulas (``torch.utils.flop_counter``).
-    - Bytes are those of an operator's inputs and outputs, once each, as if no value stayed in a
-      cache. Views are free; an operator that picks rows reads these rows.
-    - Memory is that of storages: those that existed before and are used, and those made meanwhile
-      while something refers to them. Scratch memory of operators and the surplus of an allocator
-      are not counted.
+    Floating-point operations follow torch's formulas (``torch.utils.flop_counter``). Bytes are
+    those of inputs and outputs, once each, without caches; views are free. Memory is that of
+    storages: those that existed before and are used, and those made meanwhile while they are alive.
     """
 
     def __init__(self) -> None:
@@ -186,12 +167,11 @@ class _Meter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
-        for tensor in inputs:
-            self.before += self._new_bytes(tensor)
+        self.before += sum(self._new_bytes(tensor) for tensor in inputs)
         out = func(*args, **kwargs)
         outputs = _tensors(out)
-        made = [size for tensor in outputs if (size := self._new_bytes(tensor, is_made=True))]
-        self._alive += sum(made)
+        made = sum(self._new_bytes(tensor, is_made=True) for tensor in outputs)
+        self._alive += made
         self.peak = max(self.peak, self._alive)
         name = func.overloadpacket.__name__
         if func.namespace in ("prim", "profiler") or name in _FREE:

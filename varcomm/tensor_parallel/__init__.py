@@ -1,12 +1,10 @@
 """Tensor-parallel layers for shards of any sizes: linears, embedding, cross entropy."""
 
 from varcomm.sharding import ShardSpec, shard_spec
+from varcomm.tensor_parallel import mappings
 from varcomm.tensor_parallel.attention import ParallelAttention, attention, split_heads
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
-from varcomm.tensor_parallel.cross_entropy import (
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
+from varcomm.tensor_parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from varcomm.tensor_parallel.data import broadcast_data
 from varcomm.tensor_parallel.embedding import (
     FeatureParallelEmbedding,
@@ -23,24 +21,8 @@ from varcomm.tensor_parallel.linear import (
     column_parallel_linear,
     row_parallel_linear,
 )
-from varcomm.tensor_parallel.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
-    all_to_all,
-    all_to_all_hp2sp,
-    all_to_all_sp2hp,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    gather_split_1d_tensor,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_last_dim_to_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-    split_tensor_along_last_dim,
-    split_tensor_into_1d_chunks,
-    vocab_range,
-)
+from varcomm.tensor_parallel.mappings import *  # noqa: F403
+from varcomm.tensor_parallel.mappings import split_tensor_along_last_dim, vocab_range
 from varcomm.tensor_parallel.parallelize import parallelize, sequence_parallel
 from varcomm.tensor_parallel.random import RandomStreams
 
@@ -54,38 +36,25 @@ __all__ = [
     "RowParallelLinear",
     "ShardSpec",
     "VocabParallelEmbedding",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "all_to_all",
-    "all_to_all_hp2sp",
-    "all_to_all_sp2hp",
     "attention",
     "broadcast_data",
     "checkpoint",
     "clip_grad_norm_",
     "column_parallel_linear",
-    "copy_to_tensor_model_parallel_region",
     "feature_parallel_embedding",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
     "grad_norm",
     "linear_cross_entropy",
     "norm_column_linear",
     "parallelize",
     "param_is_not_tensor_parallel_duplicate",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
     "row_linear_norm",
     "row_parallel_linear",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
     "sequence_parallel",
     "shard_spec",
     "split_heads",
     "split_tensor_along_last_dim",
-    "split_tensor_into_1d_chunks",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
     "vocab_range",
 ]
+__all__ += mappings.__all__

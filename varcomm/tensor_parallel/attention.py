@@ -7,7 +7,7 @@ from math import isfinite, prod, sqrt
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
@@ -16,23 +16,18 @@ from varcomm.ops.checks import checked_flag, checked_tensor
 from varcomm.ops.operator import checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sizes import ShardSizes, at_least, checked_sizes, exact_int
-from varcomm.tensor_parallel.init import Fill
 from varcomm.tensor_parallel.layout import agreed, checked_number
 from varcomm.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["ParallelAttention", "Rotary", "attention", "split_heads"]
+__all__ = ["ParallelAttention", "attention", "split_heads"]
 
-Rotary: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Rotary: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, causal: bool = True, scale: float | None = None
+) -> Tensor:
     """Return scaled dot-product attention with the sequence first; no communication.
 
     Parameters
@@ -59,11 +54,9 @@ def attention(
 
     Notes
     -----
-    Values and first derivatives come from :func:`torch.nn.functional.scaled_dot_product_attention`.
-    With ``create_graph=True`` and in forward mode, which fused kernels do not support, explicit
-    products of S x T numbers per head replace it. Derivatives are of any order.
-
-    Communication: none.
+    Values and first derivatives are those of :func:`scaled_dot_product_attention
+    <torch.nn.functional.scaled_dot_product_attention>`. With ``create_graph=True`` and in forward
+    mode, which fused kernels do not support, products of S x T numbers per head replace it.
 
     Examples
     --------
@@ -79,8 +72,7 @@ def attention(
     # Fused kernels mask before they scale: minus infinity times what is not positive is no mask.
     fused = scale > 0 or not causal
     if q.numel() == 0 or v.numel() == 0 or not fused or _in_forward_mode():
-        weights = _weights(q, _for_each(q, k), causal, scale)
-        out = (weights @ _for_each(q, v).to(weights.dtype)).to(v.dtype)
+        out = _by_products(q, k, v, causal, scale)
     else:
         shared = q.shape[-3] != k.shape[-3]
         out = functional.scaled_dot_product_attention(
@@ -101,33 +93,24 @@ class _Differentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(out: torch.Tensor, *operands: Any) -> torch.Tensor:
+    def forward(out: Tensor, *operands: Any) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, q, k, v, ctx.causal, ctx.scale = inputs
         ctx.save_for_backward(q, k, v)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return gradient, None, None, None, None, None
-        given = ctx.saved_tensors
-        wide = accumulation_dtype(gradient.dtype, True)
-        q, k, v = (x.to(wide) for x in given)
-        keys, values, gradient = _for_each(q, k), _for_each(q, v), gradient.to(wide)
-        weights = _weights(q, keys, ctx.causal, ctx.scale)
-        of_weights = gradient @ values.mT
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
-        of_scores = of_scores * ctx.scale
-        found = (
-            of_scores @ keys,
-            _summed(of_scores.mT @ q, k.shape[-3]),
-            _summed(weights.mT @ gradient, k.shape[-3]),
-        )
-        narrow = (x.to(like.dtype) for x, like in zip(found, given, strict=True))
-        return None, *narrow, None, None
+
+        def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _by_products(q, k, v, ctx.causal, ctx.scale)
+
+        found = torch.func.vjp(by_products, *ctx.saved_tensors)[1](gradient)
+        return None, *found, None, None
 
 
 def _in_forward_mode() -> bool:
@@ -142,32 +125,18 @@ def _in_forward_mode() -> bool:
     return True
 
 
-def _weights(q: torch.Tensor, keys: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """Return how much each query reads from each place, (batch, heads, S, T)."""
-    wide = accumulation_dtype(q.dtype, True)
-    scores = (q.to(wide) * scale) @ keys.to(wide).mT
+def _by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """Return the attention of (batch, heads, places, features) by plain products."""
+    wide, served = accumulation_dtype(q.dtype, True), q.shape[-3] // max(k.shape[-3], 1)
+    keys, values = (x.to(wide).repeat_interleave(served, -3) for x in (k, v))
+    scores = (q.to(wide) * scale) @ keys.mT
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1)
+    return (scores.softmax(-1) @ values).to(v.dtype)
 
 
-def _for_each(q: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """Repeat keys or values for each of the query heads that they serve."""
-    heads, kv_heads = q.shape[-3], shared.shape[-3]
-    return shared if heads == kv_heads else shared.repeat_interleave(heads // kv_heads, -3)
-
-
-def _summed(of_each: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Undo :func:`_for_each` for gradients."""
-    heads = of_each.shape[-3]
-    if heads == kv_heads:
-        return of_each
-    grouped: torch.Tensor = of_each.unflatten(-3, (kv_heads, heads // kv_heads))
-    return grouped.sum(-3)
-
-
-def _heads_before_places(x: torch.Tensor) -> torch.Tensor:
+def _heads_before_places(x: Tensor) -> Tensor:
     """Return (batch, heads, S, D), as the kernels want it; a view where there can be one."""
     return x.reshape(len(x), prod(x.shape[1:-2]), *x.shape[-2:]).permute(1, 2, 0, 3)
 
@@ -206,8 +175,8 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
 
 
 def split_heads(
-    qkv: torch.Tensor, head_dim: int, queries_per_key: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv: Tensor, head_dim: int, queries_per_key: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split the output of three fused blocks into heads of queries, keys and values; views.
 
     Parameters
@@ -274,15 +243,18 @@ class ParallelAttention(nn.Module):
         Heads of keys and values per rank; zeros allowed; None is balanced.
     causal : bool
         Whether each place sees only itself and earlier places.
-    bias, sequence_sizes, init, group, device, dtype
-        As in :class:`~varcomm.tensor_parallel.ColumnParallelLinear`, for both layers.
+    bias : bool
+        Whether both layers have a bias.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    **options
+        `sequence_sizes`, `init`, `use_fp32`, `device` and `dtype` of both layers, as in
+        :class:`~varcomm.tensor_parallel.ColumnParallelLinear`.
 
     Attributes
     ----------
-    qkv : ColumnParallelLinear
-        Three fused blocks, for queries, keys and values.
-    out : RowParallelLinear
-        From the heads' results to the output.
+    qkv, out : ColumnParallelLinear, RowParallelLinear
+        Three fused blocks, for queries, keys and values; from the heads' results to the output.
     sizes : ShardSizes
         Heads of keys and values per rank.
 
@@ -317,11 +289,9 @@ class ParallelAttention(nn.Module):
         sizes: Sequence[int] | None = None,
         bias: bool = False,
         causal: bool = True,
-        sequence_sizes: Sequence[int] | None = None,
-        init: Fill | None = None,
+        *,
         group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         ranks = resolve(group)
@@ -347,49 +317,29 @@ class ParallelAttention(nn.Module):
                     f"sizes {list(self.sizes)} sum to {self.sizes.total}, but there are {groups} "
                     "heads of keys and values."
                 )
-            self.head_dim, self.queries_per_key = width, heads // groups
-            return {
-                "num_heads": heads,
-                "num_kv_heads": groups,
-                "head_dim": width,
-                "sizes": self.sizes,
-                "causal": causal,
-            }
+            self.head_dim, self.queries_per_key, self.causal = width, heads // groups, causal
+            return {"num_heads": heads, "head_dim": width, "sizes": self.sizes, "causal": causal}
 
         # the layers compare the rest
         agreed("ParallelAttention", check, ranks)
-        self.causal = causal
         of_keys = self.sizes * self.head_dim
         of_queries = of_keys * self.queries_per_key
-        options: dict[str, Any] = {
-            "sequence_sizes": sequence_sizes,
-            "init": init,
-            "group": group,
-            "device": device,
-            "dtype": dtype,
-        }
-        self.qkv = ColumnParallelLinear(
-            hidden_size,
-            of_queries.total + 2 * of_keys.total,
-            bias,
-            [of_queries, of_keys, of_keys],
-            **options,
+        width, blocks = of_queries.total + 2 * of_keys.total, [of_queries, of_keys, of_keys]
+        self.qkv = ColumnParallelLinear(hidden_size, width, bias, blocks, group=group, **options)
+        self.out = RowParallelLinear(
+            of_queries.total, hidden_size, bias, of_queries, group=group, **options
         )
-        self.out = RowParallelLinear(of_queries.total, hidden_size, bias, of_queries, **options)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rotary: Rotary | None = None,
-        sequence_sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, rotary: Rotary | None = None, sequence_sizes: Sequence[int] | None = None
+    ) -> Tensor:
         """Return the attention of `x`, ``(S, *F, H)``, the sequence first, replicated or in parts.
 
         ``rotary(heads)`` is applied to queries and to keys, ``(S, *F, heads, head_dim)`` of the
         whole sequence and this rank's heads. `sequence_sizes` replace the layer's in this call.
         """
         with checking("ParallelAttention", self.qkv.group) as where:
-            if isinstance(x, torch.Tensor) and x.dim() < 2:
+            if isinstance(x, Tensor) and x.dim() < 2:
                 raise ArgumentError(
                     f"{where}x must be (sequence, ..., {self.qkv.in_features}); got shape "
                     f"{tuple(x.shape)}."
@@ -400,7 +350,7 @@ class ParallelAttention(nn.Module):
             if rotary is not None:
                 query, key = rotary(query), rotary(key)
             read = attention(query, key, value, self.causal)
-        out: torch.Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
+        out: Tensor = self.out(read.flatten(-2), sequence_sizes=sequence_sizes)
         return out
 
     def extra_repr(self) -> str:

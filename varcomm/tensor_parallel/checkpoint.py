@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -26,7 +27,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["CheckpointWithoutOutput", "checkpoint"]
 
 T = TypeVar("T")
-Outputs = TypeVar("Outputs", bound="torch.Tensor | tuple[torch.Tensor, ...]")
+Outputs = TypeVar("Outputs", bound="Tensor | tuple[Tensor, ...]")
 
 _NAME = "CheckpointWithoutOutput"
 _CALLS = "a checkpoint runs calls again, not a graph; compile inside of it"
@@ -53,7 +54,7 @@ def checkpoint(
         Arguments of `function`.
     distribute_saved_activations : bool
         Assume that the first argument, a tensor, is replicated, and keep a balanced ``1 / P`` of
-        its elements on each rank. They are gathered before `function` runs again.
+        its elements on each rank.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that share the first argument; None is the whole world.
 
@@ -65,16 +66,13 @@ def checkpoint(
     Raises
     ------
     ArgumentError
-        If `function` is not callable, the first argument should be distributed and is no dense
-        tensor, or `function` forks other streams when it runs again.
+        If the first argument should be distributed and is no dense tensor, or `function` forks
+        other streams when it runs again.
 
     Notes
     -----
-    Communication: that of `function`, twice; with `distribute_saved_activations` each backward
-    begins with :func:`varcomm.all_gather_v` of the pieces.
-
-    `function` runs again to its end. torch would stop at the last tensor that is needed, and ranks
-    that need other tensors would stop before a collective in which other ranks wait.
+    Communication: that of `function`, twice, because it runs again to its end on every rank; with
+    `distribute_saved_activations` each backward begins with an all-gather of the pieces.
 
     In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
 
@@ -105,7 +103,7 @@ def checkpoint(
     gathered = _gather_of(whole, ranks)
     first = [whole]  # not an argument, which torch's checkpoint would keep
 
-    def run(piece: torch.Tensor, *others: Any) -> T:
+    def run(piece: Tensor, *others: Any) -> T:
         return function(first.pop() if first else gathered(piece), *others, **kwargs)
 
     with torch.no_grad():
@@ -114,7 +112,11 @@ def checkpoint(
 
 
 def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """Call torch's checkpoint on a function that draws from streams."""
+    """Call torch's checkpoint on a function that draws from streams.
+
+    torch would stop a later run at the last tensor that is needed, and ranks that need other
+    tensors would stop before a collective in which other ranks wait.
+    """
 
     def to_the_end(*args: Any) -> T:
         with set_checkpoint_early_stop(False):
@@ -125,12 +127,12 @@ def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) ->
         return torch_checkpoint(run, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _gather_of(whole: torch.Tensor, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gather_of(whole: Tensor, group: Group) -> Callable[[Tensor], Tensor]:
     """Return the function from this rank's piece to a copy of `whole`, which is not kept."""
     sizes, requires_grad = ShardSizes.balanced(whole.numel(), group.size), whole.requires_grad
     like = torch.empty_like(whole, device="meta", requires_grad=False)  # its shape and strides
 
-    def gathered(piece: torch.Tensor) -> torch.Tensor:
+    def gathered(piece: Tensor) -> Tensor:
         with torch.no_grad():
             flat = all_gather_v(piece, sizes, group=group.process_group).view(like.shape)
             if like.stride() != flat.stride():
@@ -143,19 +145,11 @@ def _gather_of(whole: torch.Tensor, group: Group) -> Callable[[torch.Tensor], to
 class CheckpointWithoutOutput:
     """Keep not even a function's output: it is computed again when a gradient needs it.
 
-    An activation that is cheap to compute, and that a matrix product keeps for the gradient of its
-    weight (a norm before a linear), need not stay in memory. Surround the function and the users of
-    its output::
-
-        with CheckpointWithoutOutput() as keep:
-            hidden = keep.checkpoint(norm, x)
-            y = linear(hidden)
-        del hidden
-
-    A tensor that an operation inside the block keeps for backward, and that is the output or a view
-    of it, is replaced by a note. The first gradient that needs it runs the function again, once per
-    backward. A use of the output outside the block keeps it. One block may contain several
-    functions. Streams, collectives and derivatives work as in :func:`checkpoint`.
+    Surround a function that is cheap to compute, as a norm, and the users of its output. Operations
+    inside the block keep a note in place of the output or a view of it, and the first gradient that
+    needs it runs the function again, once per backward. A use outside the block keeps the output.
+    One block may contain several functions. Streams, collectives and derivatives work as in
+    :func:`checkpoint`.
 
     Raises
     ------
@@ -176,13 +170,13 @@ class CheckpointWithoutOutput:
 
     @uncompiled(_CALLS)
     def __init__(self) -> None:
-        self._outputs: list[_Output] | None = None
+        self._runs: list[_Run] | None = None
         self._hooks = saved_tensors_hooks(self._pack, lambda note: note())
 
     def __enter__(self) -> Self:
-        if self._outputs is not None:
+        if self._runs is not None:
             raise ArgumentError(f"{_NAME}: this block is open. Make one object for each block.")
-        self._outputs = []
+        self._runs = []
         self._hooks.__enter__()
         return self
 
@@ -193,7 +187,7 @@ class CheckpointWithoutOutput:
         traceback: TracebackType | None,
     ) -> None:
         self._hooks.__exit__(kind, error, traceback)
-        self._outputs = None
+        self._runs = None
 
     @uncompiled(_CALLS)
     def checkpoint(self, function: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs:
@@ -203,7 +197,7 @@ class CheckpointWithoutOutput:
         are kept. Raises ArgumentError outside the block, if `function` returns something else, and
         in backward, if its output has another layout when it runs again.
         """
-        if self._outputs is None:
+        if self._runs is None:
             raise ArgumentError(
                 f"{_NAME}.checkpoint: called outside of its block, where users of the output would "
                 "keep it. Call the function and its users inside."
@@ -213,20 +207,21 @@ class CheckpointWithoutOutput:
         run = _Run()
         known = weakref.ref(run)  # the run owns the graph, which owns the function below
 
-        def recorded(*args: Any) -> tuple[Outputs, torch.Tensor]:
+        def recorded(*args: Any) -> tuple[Outputs, Tensor]:
             result = function(*args, **kwargs)
             if (own := known()) is not None:
                 own.computed(_tensors(result))
             return result, _kept(torch.empty(0, device="cpu"))
 
         result, run.anchor = _run_again_in_backward(recorded, args)
-        self._outputs += [_Output(run, i, output) for i, output in enumerate(_tensors(result))]
+        run.outputs = [(weakref.ref(x), x._version) for x in _tensors(result)]
+        self._runs.append(run)
         return result
 
-    def _pack(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        for output in self._outputs or ():
-            if output.covers(x):
-                return output.note(x)
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
+        for run in self._runs or ():
+            if note := run.note(x):
+                return note
         # kept as outside of this block: by the hooks around it, with torch's own checks
         self._hooks.__exit__()
         try:
@@ -236,47 +231,40 @@ class CheckpointWithoutOutput:
         return lambda: kept.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
 
 
-class _Output:
-    """An output of a run, recognised by its memory, which is not kept."""
-
-    def __init__(self, run: _Run, index: int, output: torch.Tensor) -> None:
-        self._run, self._index = run, index
-        self._output, self._version = weakref.ref(output), output._version
-
-    def covers(self, x: torch.Tensor) -> bool:
-        """Return whether `x` is a view of the output, unchanged since it was computed."""
-        output = self._output()
-        return (
-            output is not None
-            and x.layout == torch.strided
-            and x.dtype == output.dtype
-            and x._version == self._version
-            and not (x.is_conj() or x.is_neg())
-            and 0 != x.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
-        )
-
-    def note(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return the function that gets `x` back from the next run."""
-        run, index = self._run, self._index
-        view = x.shape, x.stride(), x.storage_offset()
-        run.uses[index] += 1
-        return lambda: run.output(index).as_strided(*view)
-
-
 class _Run:
     """The runs of a function, owned by the notes of its outputs."""
 
     # A tensor whose node asks torch's checkpoint for a saved tensor, so that the function runs.
-    anchor: torch.Tensor
+    anchor: Tensor
 
     def __init__(self) -> None:
-        self.uses: Counter[int] = Counter()  # notes per output
+        # those of the first run, which are not kept, and their versions
+        self.outputs: list[tuple[weakref.ref[Tensor], int]] = []
+        self._uses: Counter[int] = Counter()  # notes per output
         self._left: Counter[int] = Counter()  # notes per output that this backward has not read
-        self._found: dict[int, torch.Tensor] = {}
+        self._found: dict[int, Tensor] = {}
         self._layouts: list[tuple[object, ...]] | None = None
         self._is_awaited = False
 
-    def computed(self, outputs: tuple[torch.Tensor, ...]) -> None:
+    def note(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """Return the function that gets `x` back from the next run, if `x` views an output.
+
+        The output is recognised by its memory, and must be unchanged since it was computed.
+        """
+        if x.layout != torch.strided or x.is_conj() or x.is_neg():
+            return None
+        place = x.untyped_storage().data_ptr()
+        for index, (known, version) in enumerate(self.outputs):
+            output = known()
+            if output is None or (x.dtype, x._version) != (output.dtype, version):
+                continue
+            if 0 != place == output.untyped_storage().data_ptr():
+                view = x.shape, x.stride(), x.storage_offset()
+                self._uses[index] += 1
+                return lambda: self._output(index).as_strided(*view)
+        return None
+
+    def computed(self, outputs: tuple[Tensor, ...]) -> None:
         """Record the layouts of the first run; keep outputs of a later run that notes await."""
         layouts: list[tuple[object, ...]] = [
             (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in outputs
@@ -291,10 +279,10 @@ class _Run:
             )
         if self._is_awaited:
             for index, output in enumerate(outputs):
-                if self.uses[index] and index not in self._found:
-                    self._found[index], self._left[index] = output.detach(), self.uses[index]
+                if self._uses[index] and index not in self._found:
+                    self._found[index], self._left[index] = output.detach(), self._uses[index]
 
-    def output(self, index: int) -> torch.Tensor:
+    def _output(self, index: int) -> Tensor:
         """Return an output, for the last time after as many reads as there are notes."""
         if index not in self._found:
             self._is_awaited = True
@@ -318,29 +306,29 @@ class _Kept(torch.autograd.Function):
     """A node that keeps a tensor, and takes part in no backward."""
 
     @staticmethod
-    def forward(leaf: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    def forward(leaf: Tensor, kept: list[Tensor]) -> Tensor:
         return torch.empty_like(leaf)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         return None, None
 
 
-def _kept(x: torch.Tensor) -> torch.Tensor:
+def _kept(x: Tensor) -> Tensor:
     """Return an empty tensor whose node in the graph keeps `x`."""
     with torch.enable_grad():
         leaf = torch.empty(0, device="cpu", requires_grad=True)
         return _Kept.apply(leaf, [x])  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _tensors(result: object) -> tuple[torch.Tensor, ...]:
+def _tensors(result: object) -> tuple[Tensor, ...]:
     outputs = result if isinstance(result, tuple) else (result,)
     for output in outputs:
-        if not isinstance(output, torch.Tensor):
+        if not isinstance(output, Tensor):
             raise ArgumentError(
                 f"{_NAME}: the function must return a tensor or a tuple of tensors; got "
                 f"{type(output).__name__}."

@@ -19,47 +19,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from varcomm.ops.reduction import accumulation_dtype
 from varcomm.tensor_parallel.chunked_rows import (
     Chunks,
     Gradients,
     Product,
     RowMap,
-    Sums,
     Tensors,
+    Values,
     in_chunks,
     pulled_back,
-    results_in_chunks,
 )
-
-__all__ = ["Statistics", "chunk_elements", "computed_in"]
-
-
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the loss of logits of `dtype` is computed: at least fp32."""
-    return accumulation_dtype(dtype, use_fp32=True)
-
-
-def chunk_elements(device: torch.device) -> int:
-    """Return how many logits one chunk has: a CPU's cache, or enough work for a kernel."""
-    return 2**19 if device.type == "cpu" else 2**24
 
 
 @dataclass(frozen=True)
 class Statistics:
     """The map from logits, or from hidden states and a head, to the statistics of a shard.
 
-    Attributes
-    ----------
-    share : float
-        Smoothing mass per class.
-    of_hidden, biased : bool
-        Whether a head computes the logits from hidden states, and whether the head has a bias.
-    weighted : bool
-        Whether classes have weights.
-    chunk_rows : int, optional
-        Rows per chunk, if the caller chooses.
+    `share` is the smoothing mass per class. `of_hidden`, `biased` and `weighted` tell which shared
+    tensors exist: a head, its bias, weights of classes. `chunk_rows` are rows per chunk, if the
+    caller chooses.
     """
 
     share: float
@@ -69,108 +49,97 @@ class Statistics:
     chunk_rows: int | None = None
 
     def __call__(self, rows: Tensors, shared: Tensors) -> Tensors:
-        """Return ``(top, log, part)``, chunk by chunk; `shared` are head, bias and weights."""
-        if torch.compiler.is_compiling():
-            found: Tensors = _in_graph(*rows, *self.named(shared), self.share, self.chunk_rows)
-            return found
-        return in_chunks(_row_map(self), self.chunks(rows, shared), rows, shared)
+        """Return ``(top, log, part)``, chunk by chunk.
 
-    def named(self, shared: Tensors) -> tuple[torch.Tensor | None, ...]:
-        """Return head, bias and weights; None for those that do not exist."""
-        rest = iter(shared)
-        flags = self.of_hidden, self.biased, self.weighted
-        return tuple(next(rest) if flag else None for flag in flags)
+        `rows` are logits (*T, K) or hidden states (*T, H), the targets as columns of the shard (any
+        column where the mass is 0), and the targets' own mass without smoothing (0 where another
+        rank owns the target). `shared` are head, bias and weights, if they exist.
+        """
+        if torch.compiler.is_compiling():
+            found: Tensors = _in_graph(*rows, *self._named(shared), self.share, self.chunk_rows)
+            return found
+        return in_chunks(self.row_map, self.chunks(rows, shared), rows, shared)
+
+    @property
+    def row_map(self) -> RowMap:
+        """The map with its derivative."""
+        return RowMap(self._computed, results=3, constants=1, adjoint=self._pulled_back)
 
     def chunks(self, rows: Tensors, shared: Tensors) -> Chunks:
-        """Return the chunks of these rows."""
+        """Return chunks that fit a CPU's cache, or are enough work for a kernel."""
         values, shape = rows[0], tuple(rows[2].shape)
         if self.chunk_rows is not None:
             return Chunks(shape, self.chunk_rows)
-        most, columns = chunk_elements(values.device), values.shape[-1]
+        most, columns = 2**19 if values.device.type == "cpu" else 2**24, values.shape[-1]
         if self.of_hidden:
             # no more than the hidden states
             most, columns = max(values.numel(), most), len(shared[0])
         return Chunks(shape, max(1, most // max(1, columns)))
 
+    def _named(self, shared: Tensors) -> tuple[Tensor | None, ...]:
+        """Return head, bias and weights; None for those that do not exist."""
+        rest = iter(shared)
+        flags = self.of_hidden, self.biased, self.weighted
+        return tuple(next(rest) if flag else None for flag in flags)
 
-def statistics(
-    z: torch.Tensor, y: torch.Tensor, q: torch.Tensor, weight: torch.Tensor | None, share: float
-) -> Tensors:
-    """Compute ``(top, log, part)``, each (*T) in the dtype of `q`.
-
-    `z` are this rank's logits (*T, K), `y` the targets as columns of `z` (any column where `q` is
-    0), `q` the targets' own mass without smoothing (0 where another rank owns the target), and
-    `weight` (K,) the weights of the classes.
-    """
-    if z.shape[-1] == 0:
-        nothing = torch.zeros_like(q)
-        return nothing, torch.full_like(q, -torch.inf), nothing
-    top = z.detach().amax(-1).to(q.dtype)
-    top = top.masked_fill(top == -torch.inf, 0)
-    below = z - top.unsqueeze(-1)
-    of_target = below.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-    # where q is 0, the column is any, and may be minus infinity
-    part = -q * of_target.masked_fill(q == 0, 0)
-    if share:
-        part = part - share * (below if weight is None else below * weight).sum(-1)
-    return top, below.exp_().sum(-1).log(), part
-
-
-def gradient(
-    z: torch.Tensor,
-    y: torch.Tensor,
-    q: torch.Tensor,
-    weight: torch.Tensor | None,
-    share: float,
-    gradients: Gradients,
-) -> torch.Tensor:
-    """Return the gradient of the logits, in their dtype, from those of `log` and `part`."""
-    if z.shape[-1] == 0:
-        return torch.zeros_like(z)
-    top, log, _ = gradients.results
-    of_log, of_part = gradients.of_results
-    # where no logit is above minus infinity, none gets a gradient: exp(below) is 0 there
-    scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
-    result = (z - top.unsqueeze(-1)).exp_() * scale.unsqueeze(-1)
-    if share:
-        smooth = (share * of_part).unsqueeze(-1)
-        if weight is None:
-            result.sub_(smooth)
-        else:
-            result.addcmul_(smooth, weight, value=-1)
-    return result.scatter_add_(-1, y.unsqueeze(-1), -(q * of_part).unsqueeze(-1)).to(z.dtype)
-
-
-def _row_map(of: Statistics) -> RowMap:
-    """Return the map of ``rows = (values, y, q)`` and of head, bias and weights, if they exist."""
-
-    def logits(values: torch.Tensor, shared: Tensors) -> torch.Tensor:
-        head, bias, _ = of.named(shared)
+    def _logits(self, values: Tensor, shared: Tensors) -> Tensor:
+        head, bias, _ = self._named(shared)
         return values if head is None else F.linear(values, head, bias)
 
-    def forward(rows: Tensors, shared: Tensors) -> tuple[Tensors, Sums]:
-        values, y, q = rows
-        weight = of.named(shared)[2]
-        return statistics(logits(values, shared), y, q, weight, of.share), ()
+    def _computed(self, rows: Tensors, shared: Tensors) -> Values:
+        values, column, q = rows
+        z, weight = self._logits(values, shared), self._named(shared)[2]
+        if z.shape[-1] == 0:
+            nothing = torch.zeros_like(q)
+            return (nothing, torch.full_like(q, -torch.inf), nothing), ()
+        top = z.detach().amax(-1).to(q.dtype)
+        top = top.masked_fill(top == -torch.inf, 0)
+        below = z - top.unsqueeze(-1)
+        of_target = below.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        # where q is 0, the column is any, and may be minus infinity
+        part = -q * of_target.masked_fill(q == 0, 0)
+        if self.share:
+            part = part - self.share * (below if weight is None else below * weight).sum(-1)
+        return (top, below.exp_().sum(-1).log(), part), ()
 
-    def adjoint(rows: Tensors, shared: Tensors, g: Gradients) -> tuple[Tensors, Sums]:
-        values, y, q = rows
-        head, _, weight = of.named(shared)
-        of_logits = gradient(logits(values, shared), y, q, weight, of.share, g)
+    def _pulled_back(self, rows: Tensors, shared: Tensors, g: Gradients) -> Values:
+        """Return the gradients of the needed ones among values, head and bias."""
+        values, _, q = rows
+        head = self._named(shared)[0]
+        of_logits = self._of_logits(rows, shared, g)
         if head is None:
             return (of_logits,), ()
         flat = of_logits.reshape(q.numel(), len(head))
-        sums: list[torch.Tensor | Product] = []
-        if g.needed[len(rows)]:
+        sums: list[Tensor | Product] = []
+        if g.needed[3]:
             sums.append(Product(flat.t(), values.reshape(q.numel(), head.shape[1])))
-        if of.biased and g.needed[len(rows) + 1]:
+        if self.biased and g.needed[4]:
             sums.append(flat.sum(0))
         return (of_logits @ head,) if g.needed[0] else (), tuple(sums)
 
-    return RowMap(forward, results=3, constants=1, adjoint=adjoint)
+    def _of_logits(self, rows: Tensors, shared: Tensors, g: Gradients) -> Tensor:
+        values, column, q = rows
+        z, weight = self._logits(values, shared), self._named(shared)[2]
+        if z.shape[-1] == 0:
+            return torch.zeros_like(z)
+        top, log, _ = g.results
+        of_log, of_part = g.of_results
+        # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
+        scale = of_log * torch.exp(-log.masked_fill(log == -torch.inf, 0))
+        result = (z - top.unsqueeze(-1)).exp_() * scale.unsqueeze(-1)
+        if self.share:
+            smooth = (self.share * of_part).unsqueeze(-1)
+            if weight is None:
+                result.sub_(smooth)
+            else:
+                result.addcmul_(smooth, weight, value=-1)
+        return result.scatter_add_(-1, column.unsqueeze(-1), -(q * of_part).unsqueeze(-1)).to(
+            z.dtype
+        )
 
 
 # The same map as an operator of a compiled graph, which would otherwise compute all rows at once.
+# Its arguments are three rows, three shared tensors, share and chunk_rows.
 _OF = (
     "Tensor values, Tensor column, Tensor q, Tensor? head, Tensor? bias, Tensor? weight, "
     "float share, SymInt? chunk_rows"
@@ -180,16 +149,14 @@ _OF = (
 @torch.library.custom_op(
     "varcomm::class_statistics", mutates_args=(), schema=f"({_OF}) -> (Tensor, Tensor, Tensor)"
 )
-def _in_graph(
-    values: torch.Tensor, column: torch.Tensor, q: torch.Tensor, *options: Any
-) -> Tensors:
-    of, chunks, shared = _prepared(values, q, *options)
-    with torch.no_grad():
-        return results_in_chunks(of, chunks, (values, column, q), shared)
+@torch.no_grad()
+def _in_graph(*arguments: Any) -> Tensors:
+    of, rows, shared = _prepared(arguments)
+    return in_chunks(of.row_map, of.chunks(rows, shared), rows, shared)
 
 
 @_in_graph.register_fake
-def _(values: torch.Tensor, column: torch.Tensor, q: torch.Tensor, *options: Any) -> Tensors:
+def _(values: Tensor, column: Tensor, q: Tensor, *options: Any) -> Tensors:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
@@ -198,52 +165,29 @@ def _(values: torch.Tensor, column: torch.Tensor, q: torch.Tensor, *options: Any
     mutates_args=(),
     schema=f"(Tensor[] kept, Tensor[] gradients, bool[] needed, {_OF}) -> Tensor[]",
 )
+@torch.no_grad()
 def _adjoint(
-    kept: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    needed: list[bool],
-    values: torch.Tensor,
-    column: torch.Tensor,
-    q: torch.Tensor,
-    *options: Any,
-) -> list[torch.Tensor]:
-    of, chunks, shared = _prepared(values, q, *options)
-    # targets and weights of classes have no gradient
-    flags = needed[0], False, False, *needed[1 : 1 + len(shared)]
-    flags += (False,) * (3 + len(shared) - len(flags))
-    with torch.no_grad():
-        rows = values, column, q
-        return [*pulled_back(of, chunks, rows, shared, tuple(kept), tuple(gradients), flags)]
+    kept: list[Tensor], gradients: list[Tensor], needed: list[bool], *arguments: Any
+) -> list[Tensor]:
+    of, rows, shared = _prepared(arguments)
+    flags = tuple(flag for flag, x in zip(needed, arguments, strict=False) if x is not None)
+    chunks = of.chunks(rows, shared)
+    return [*pulled_back(of.row_map, chunks, rows, shared, tuple(kept), tuple(gradients), flags)]
 
 
 @_adjoint.register_fake
 def _(
-    kept: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    needed: list[bool],
-    values: torch.Tensor,
-    column: torch.Tensor,
-    q: torch.Tensor,
-    head: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *options: Any,
-) -> list[torch.Tensor]:
-    inputs = [x for x in (values, head, bias) if x is not None]
-    return [x.new_empty(x.shape) for x, flag in zip(inputs, needed, strict=True) if flag]
+    kept: list[Tensor], gradients: list[Tensor], needed: list[bool], *arguments: Any
+) -> list[Tensor]:
+    tensors = zip(arguments, needed, strict=False)
+    return [x.new_empty(x.shape) for x, flag in tensors if flag and x is not None]
 
 
-def _prepared(
-    values: torch.Tensor,
-    q: torch.Tensor,
-    head: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    share: float,
-    chunk_rows: int | None,
-) -> tuple[RowMap, Chunks, Tensors]:
-    of = Statistics(share, head is not None, bias is not None, weight is not None, chunk_rows)
-    shared = tuple(x for x in (head, bias, weight) if x is not None)
-    return _row_map(of), of.chunks((values, q, q), shared), shared
+def _prepared(arguments: tuple[Any, ...]) -> tuple[Statistics, Tensors, Tensors]:
+    *tensors, share, chunk_rows = arguments
+    head, bias, weight = (x is not None for x in tensors[3:])
+    of = Statistics(share, head, bias, weight, chunk_rows)
+    return of, tuple(tensors[:3]), tuple(x for x in tensors[3:] if x is not None)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -251,14 +195,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     tensors, kept = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
-    asked = ctx.needs_input_grad
-    places = [place for place in (0, 3, 4) if tensors[place] is not None]
-    needed = [asked[place] for place in places]
+    needed = [*ctx.needs_input_grad[:6]]
     of_results = [*gradients[1:]]  # the first is a constant
     found = iter(_adjoint([*kept], of_results, needed, *tensors, ctx.share, ctx.chunk_rows))
-    return tuple(next(found) if p in places and asked[p] else None for p in range(len(asked)))
+    return *(next(found) if flag else None for flag in needed), None, None
 
 
 _in_graph.register_autograd(_differentiate, setup_context=_keep)

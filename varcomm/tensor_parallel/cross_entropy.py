@@ -12,16 +12,18 @@ from math import inf
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_shard, checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import apply, checking, refuse_linearize
+from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_sizes, exact_int
-from varcomm.tensor_parallel.class_statistics import Statistics, computed_in
-from varcomm.tensor_parallel.layout import checked_number
+from varcomm.tensor_parallel.class_statistics import Statistics
+from varcomm.tensor_parallel.layout import checked_choice, checked_number
 from varcomm.tensor_parallel.linear import autocast, checked_operands, refuse_vmap
 from varcomm.tensor_parallel.mappings import shard_sizes
 from varcomm.transport.agreement import compare, debugging
@@ -32,20 +34,22 @@ __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 Reduction = Literal["none", "mean", "sum"]
 SmoothOver = Literal["all", "wrong"]
 
+_OPTIONS = ("label_smoothing", "ignore_index", "reduction", "z_loss", "smooth_over")
+
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     sizes: Sequence[int] | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: Reduction = "none",
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     z_loss: float = 0.0,
     group: GroupLike = None,
     *,
     smooth_over: SmoothOver = "all",
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `target` is replicated, and compute the loss of sharded logits, replicated.
 
     This is :func:`torch.nn.functional.cross_entropy` on the concatenated logits of all ranks. Every
@@ -54,18 +58,17 @@ def vocab_parallel_cross_entropy(
     Parameters
     ----------
     logits : torch.Tensor
-        Floats ``(*T, sizes[rank])``: this rank's classes along the *last* dimension. Not changed.
+        Floats ``(*T, sizes[rank])``: this rank's classes along the *last* dimension.
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, of all classes; identical on all ranks.
     sizes : sequence of int, optional
-        Classes per rank; zeros allowed. None asks all ranks, which costs a round of messages.
+        Classes per rank; zeros allowed. None asks all ranks.
     label_smoothing : float
         Part of the target's mass that goes to all classes, in [0, 1).
     ignore_index : int
         Tokens with this target have loss and gradient 0 and do not count in a mean.
     reduction : {"none", "mean", "sum"}
-        The mean is the sum of all losses over the sum of the weights of their targets; NaN if all
-        tokens are ignored.
+        The mean is the sum of all losses over the sum of the weights of their targets.
     weight : torch.Tensor, optional
         Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
     z_loss : float
@@ -90,8 +93,6 @@ def vocab_parallel_cross_entropy(
         `ignore_index`.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if sizes, options, targets or weights differ.
-    GroupError
-        If this rank is not in `group`, or the group does not communicate on the logits' device.
 
     Notes
     -----
@@ -107,48 +108,43 @@ def vocab_parallel_cross_entropy(
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import vocab_parallel_cross_entropy
     >>> def fn(rank):
-    ...     sizes = [2, 1]
-    ...     logits = torch.zeros(2, sizes[rank], requires_grad=True)
-    ...     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), sizes)
+    ...     logits = torch.zeros(2, [2, 1][rank], requires_grad=True)
+    ...     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2, 0]), [2, 1])
     ...     loss.sum().backward()
     ...     return loss.exp().tolist(), (3 * logits.grad).round().tolist()
-    >>> for answer in varcomm.launch(fn, 2):
-    ...     print(*answer)
-    [3.0, 3.0] [[1.0, 1.0], [-2.0, 1.0]]
-    [3.0, 3.0] [[-2.0], [1.0]]
+    >>> varcomm.launch(fn, 2)
+    [([3.0, 3.0], [[1.0, 1.0], [-2.0, 1.0]]), ([3.0, 3.0], [[-2.0], [1.0]])]
     """
     name, ranks = "vocab_parallel_cross_entropy", resolve(group)
-    options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss, smooth_over)
     with checking(name, ranks) as where:
-        options.check(where)
+        call.check_options(where)
     asked = shard_sizes(name, logits, sizes, -1, ranks)
     with checking(name, ranks) as where:
-        _check_floats(logits, where, "logits", 1)
-        what = f"the last dimension of logits, of shape {tuple(logits.shape)},"
-        known = _checked_sizes(asked, logits.shape[-1], what, ranks, where)
-        target = _checked_targets(target, logits[..., :0], known, options, name, ranks, where)
+        _check_floats(logits, "logits", where)
+        known = call.checked_sizes(asked, logits, -1, "logits", where)
+        target = call.checked_targets(target, logits[..., :0], known, where)
         _check_weights(weight, "weight", logits.device, known, where)
-    dtype = computed_in(logits.dtype)
-    return _Targets(name, target, known, weight, options, dtype, ranks).loss(logits)
+    return _Targets(call, target, known, weight, logits.dtype).loss(logits)
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     sizes: Sequence[int] | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: Reduction = "none",
-    class_weight: torch.Tensor | None = None,
+    class_weight: Tensor | None = None,
     z_loss: float = 0.0,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
     *,
     smooth_over: SmoothOver = "all",
     chunk_rows: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
 
     :func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, of which only the logits
@@ -158,24 +154,18 @@ def linear_cross_entropy(
     ----------
     hidden : torch.Tensor
         Floats ``(*T, H)``, identical on all ranks; with `sequence_sizes`, this rank's part.
-    weight : torch.Tensor
-        ``(sizes[rank], H)``: the head's rows for this rank's classes, in the dtype of `hidden`.
+    weight, bias : torch.Tensor
+        The head for this rank's classes: ``(sizes[rank], H)``, and ``(sizes[rank],)`` or None.
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, of all classes and all tokens; identical on all
         ranks, also with `sequence_sizes`.
-    sizes : sequence of int, optional
-        Classes per rank; zeros allowed. None asks all ranks, which costs a round of messages.
-    label_smoothing, ignore_index, reduction, z_loss, smooth_over
+    sizes, label_smoothing, ignore_index, reduction, z_loss, group, smooth_over
         As in :func:`vocab_parallel_cross_entropy`.
     class_weight : torch.Tensor, optional
         ``(sum(sizes),)``: a weight per class.
-    bias : torch.Tensor, optional
-        ``(sizes[rank],)``: the head's bias for this rank's classes.
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
         the gradient is scattered.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     chunk_rows : int, optional
         Tokens whose logits exist together. None keeps the logits of a chunk as small as `hidden`,
         or as much as a processor needs to be busy.
@@ -191,10 +181,9 @@ def linear_cross_entropy(
     gradient of `hidden`; with `sequence_sizes` an all-gather of `hidden` before, and a
     reduce-scatter instead.
 
-    Memory: `hidden` (gathered) and `weight` are kept, and some numbers per token. Beside gradients,
-    the logits of a chunk exist two or three times. Backward computes them again (four matrix
-    products instead of three), as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language
-    Models", 2025. Under ``torch.autocast`` operands are cast as for a linear layer.
+    Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
+    times. Backward computes them again, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary
+    Language Models", 2025. Under ``torch.autocast`` operands are cast as for a linear layer.
 
     In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
     weight, bias)``.
@@ -204,33 +193,30 @@ def linear_cross_entropy(
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import linear_cross_entropy
     >>> def fn(rank):
-    ...     sizes = [2, 1]
-    ...     head = torch.zeros(sizes[rank], 4)
-    ...     return linear_cross_entropy(torch.ones(2, 4), head, torch.tensor([2, 0]), sizes).exp()
+    ...     head = torch.zeros([2, 1][rank], 4)
+    ...     return linear_cross_entropy(torch.ones(2, 4), head, torch.tensor([2, 0]), [2, 1]).exp()
     >>> varcomm.launch(fn, 2)
     [tensor([3., 3.]), tensor([3., 3.])]
     """
     name, ranks = "linear_cross_entropy", resolve(group)
-    options = _Options(label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss, smooth_over)
     with checking(name, ranks) as where:
-        options.check(where)
+        call.check_options(where)
         if chunk_rows is not None and (exact_int(chunk_rows) or 0) < 1:
             raise ArgumentError(f"{where}chunk_rows must be a positive int; got {chunk_rows!r}.")
     asked = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks) as where:
-        _check_floats(hidden, where, "hidden", 1)
+        _check_floats(hidden, "hidden", where)
         checked_operands(hidden, weight, bias, where, "hidden")
-        what = f"weight, of shape {tuple(weight.shape)},"
-        known = _checked_sizes(asked, weight.shape[0], what, ranks, where)
+        known = call.checked_sizes(asked, weight, 0, "weight", where)
         like = hidden[..., :0]
         if sequence_sizes is not None:
             parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
             like = like.new_empty(sum(parts), *like.shape[1:])
-        target = _checked_targets(target, like, known, options, name, ranks, where)
+        target = call.checked_targets(target, like, known, where)
         _check_weights(class_weight, "class_weight", hidden.device, known, where)
     hidden, weight, bias = autocast(hidden, weight, bias)
-    dtype = computed_in(hidden.dtype)
-    targets = _Targets(name, target, known, class_weight, options, dtype, ranks)
+    targets = _Targets(call, target, known, class_weight, hidden.dtype)
     if sequence_sizes is not None:
         hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
     elif torch.compiler.is_compiling():
@@ -247,19 +233,19 @@ class _Use(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(x: Tensor, group: Group) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return apply(ReplicatedSum(ctx.group, use_fp32=True), gradient), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return tangent.view_as(tangent)
 
     @staticmethod
@@ -268,30 +254,67 @@ class _Use(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Options:
-    """Arguments of both losses that are no tensors."""
+class _Call:
+    """Arguments of both losses that are no tensors, and checks with them."""
 
+    name: str
+    group: Group
     label_smoothing: float
     ignore_index: int
     reduction: Reduction
     z_loss: float
     smooth_over: SmoothOver
 
-    def check(self, where: str) -> None:
-        """Raise ArgumentError if one of them is wrong."""
-        smoothing, z_loss = self.label_smoothing, self.z_loss
-        checked_number(
-            smoothing, "label_smoothing", where, "a number in [0, 1)", lambda s: 0 <= s < 1
-        )
-        checked_number(z_loss, "z_loss", where, "a finite number from 0", lambda z: 0 <= z < inf)
+    def check_options(self, where: str) -> None:
+        """Raise ArgumentError if one of the options is wrong."""
+        of_one, of_z = "a number in [0, 1)", "a finite number from 0"
+        checked_number(self.label_smoothing, "label_smoothing", where, of_one, lambda s: 0 <= s < 1)
+        checked_number(self.z_loss, "z_loss", where, of_z, lambda z: 0 <= z < inf)
         if exact_int(self.ignore_index) is None:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
-        for name, kind in (("reduction", Reduction), ("smooth_over", SmoothOver)):
-            if getattr(self, name) not in get_args(kind):
-                allowed = ", ".join(map(repr, get_args(kind)))
-                raise ArgumentError(
-                    f"{where}{name} must be one of {allowed}; got {getattr(self, name)!r}."
-                )
+        checked_choice(self.reduction, "reduction", where, get_args(Reduction))
+        checked_choice(self.smooth_over, "smooth_over", where, get_args(SmoothOver))
+
+    def checked_sizes(
+        self, sizes: Sequence[int], x: Tensor, dim: int, name: str, where: str
+    ) -> ShardSizes:
+        """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
+        rank = self.group.rank
+        known = ShardSizes(checked_sizes(sizes, "sizes", self.group.size, where))
+        if known[rank] != x.shape[dim]:
+            raise ArgumentError(
+                f"{where}{name}, of shape {tuple(x.shape)}, is for {x.shape[dim]} classes, but "
+                f"sizes[{rank}] is {known[rank]} (sizes {list(known)}). Pass the number of classes "
+                "of each rank."
+            )
+        if known.total == 0:
+            raise ArgumentError(f"{where}sizes sum to 0: there are no classes ({list(known)}).")
+        return known
+
+    def checked_targets(
+        self, target: Tensor, like: Tensor, sizes: ShardSizes, where: str
+    ) -> Tensor:
+        """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
+        checked_tensor(target, where, "target")
+        if target.dtype != torch.int64:
+            hint = " Convert: target.to(torch.int64)."
+            if target.is_floating_point():
+                hint = " Distributions over classes are not supported: pass the ids of classes."
+            raise ArgumentError(f"{where}target must be int64; got {target.dtype}.{hint}")
+        if target.shape != like.shape[:-1]:
+            raise ArgumentError(
+                f"{where}target must have shape {tuple(like.shape[:-1])}, an id per token (classes "
+                f"are along the last dimension of logits); got {tuple(target.shape)}."
+            )
+        _check_device(target, like.device, "target", where)
+        refuse_linearize(where, "chunks of rows")
+        if self.label_smoothing and self.smooth_over == "wrong" and sizes.total == 1:
+            raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
+        ignored, ranks = int(self.ignore_index), self.group
+        found: Tensor = _known_classes(
+            target, sizes.total, ignored, self.name, ranks.rank, ranks.size
+        )
+        return found
 
 
 class _Targets:
@@ -304,57 +327,55 @@ class _Targets:
 
     def __init__(
         self,
-        name: str,
-        target: torch.Tensor,
+        call: _Call,
+        target: Tensor,
         sizes: ShardSizes,
-        weight: torch.Tensor | None,
-        options: _Options,
+        weight: Tensor | None,
         dtype: torch.dtype,
-        group: Group,
     ) -> None:
-        self.options, self.group = options, group
+        self.call, self.group = call, call.group
         if not torch.compiler.is_compiling() and debugging():
-            call: dict[str, Any] = {
-                "operation": name,
+            described = {
+                "operation": call.name,
                 "sizes": list(sizes),
-                "options": repr(options),
+                "options": repr([getattr(call, name) for name in _OPTIONS]),
                 "shape of target": list(target.shape),
                 "values of target": digest(target),
                 "weights": None if weight is None else digest(weight),
             }
-            compare(group, call)
-        smoothing, classes = float(options.label_smoothing), sizes.total
-        sharing = classes if options.smooth_over == "all" else max(classes - 1, 1)
+            compare(call.group, described)
+        dtype = accumulation_dtype(dtype, use_fp32=True)
+        smoothing, classes = float(call.label_smoothing), sizes.total
+        sharing = classes if call.smooth_over == "all" else max(classes - 1, 1)
         self.share = smoothing / sharing
-        own = 1 - smoothing - (0 if options.smooth_over == "all" else self.share)
+        own_mass = 1 - smoothing - (0 if call.smooth_over == "all" else self.share)
 
-        self.ignored = target == options.ignore_index
+        self.ignored = target == call.ignore_index
         target = target.masked_fill(self.ignored, 0)
         weights = None if weight is None else weight.detach().to(dtype)
         counted = torch.ones_like(target, dtype=dtype) if weights is None else weights[target]
         self.counted = counted.masked_fill(self.ignored, 0)
-        self.q = own * self.counted
+        self.q = own_mass * self.counted
 
-        ends = torch.tensor(list(sizes), device=target.device).cumsum(0)
-        self.owner = torch.bucketize(target, ends, right=True)
-        first, columns = sizes.offsets[group.rank], sizes[group.rank]
-        mine = self.owner == group.rank
+        lengths = torch.tensor(list(sizes), device=target.device)
+        self.owner = torch.bucketize(target, lengths.cumsum(0), right=True)
+        own = sizes.range(call.group.rank)
+        mine = self.owner == call.group.rank
         self.local_q = self.q.masked_fill(~mine, 0)
-        self.column = (target - first).masked_fill(~mine, 0)
-        if weights is None:
-            self.local_weights: tuple[torch.Tensor, ...] = ()
-            self.of_shards = torch.tensor(list(sizes), dtype=dtype, device=target.device)
-        else:
-            self.local_weights = (weights[first : first + columns],)
+        self.column = (target - own.start).masked_fill(~mine, 0)
+        self.local_weights: tuple[Tensor, ...] = ()
+        self.of_shards = lengths.to(dtype)
+        if weights is not None:
+            self.local_weights = (weights[own.start : own.stop],)
             self.of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
 
     def loss(
         self,
-        values: torch.Tensor,
-        head: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        values: Tensor,
+        head: Tensor | None = None,
+        bias: Tensor | None = None,
         chunk_rows: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the loss of logits, or of hidden states and a head.
 
         One collective, whose backward is a slice.
@@ -368,10 +389,10 @@ class _Targets:
         ranks = self.group.size
         gather = ReplicatedGather(self.group, (len(own),) * ranks, 0, use_fp32=True)
         of_ranks = apply(gather, own).unflatten(0, (ranks, len(own)))
-        return self._reduced(self._of_tokens(*of_ranks.unbind(1)))
+        return self._reduced(*of_ranks.unbind(1))
 
-    def _of_tokens(self, top: torch.Tensor, log: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each token from (P, *T) statistics."""
+    def _reduced(self, top: Tensor, log: Tensor, part: Tensor) -> Tensor:
+        """Return the loss from (P, *T) statistics."""
         top = top.detach()
         # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
         # are used; `above` from their sum would be rounded.
@@ -382,53 +403,34 @@ class _Targets:
         if self.share:
             shares = self.of_shards.view(-1, *[1] * self.q.dim())
             loss = loss + self.share * (shares * above).sum(0)
-        if self.options.z_loss:
-            loss = loss + self.options.z_loss * (peak + rest) ** 2
-        return loss.masked_fill(self.ignored, 0)
-
-    def _reduced(self, loss: torch.Tensor) -> torch.Tensor:
-        if self.options.reduction == "none":
+        if self.call.z_loss:
+            loss = loss + self.call.z_loss * (peak + rest) ** 2
+        loss = loss.masked_fill(self.ignored, 0)
+        if self.call.reduction == "none":
             return loss
         total = loss.sum()
-        return total if self.options.reduction == "sum" else total / self.counted.sum()
+        return total if self.call.reduction == "sum" else total / self.counted.sum()
 
 
-def _check_floats(x: torch.Tensor, where: str, name: str, least: int) -> None:
+def _check_floats(x: Tensor, name: str, where: str) -> None:
     checked_tensor(x, where, name)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
-    if x.dim() < least:
-        raise ArgumentError(
-            f"{where}{name} must have at least {least} dimensions; got shape {tuple(x.shape)}."
-        )
+    if x.dim() == 0:
+        raise ArgumentError(f"{where}{name} must have at least 1 dimension; got a scalar.")
 
 
-def _check_device(x: torch.Tensor, device: torch.device, name: str, where: str) -> None:
+def _check_device(x: Tensor, device: torch.device, name: str, where: str) -> None:
     if x.device != device:
         raise ArgumentError(f"{where}{name} must be on {device}; it is on {x.device}.")
 
 
-def _checked_sizes(
-    sizes: Sequence[int], columns: int, what: str, group: Group, where: str
-) -> ShardSizes:
-    """Return `sizes` if this rank's entry is the number of its columns."""
-    known = ShardSizes(checked_sizes(sizes, "sizes", group.size, where))
-    if known[group.rank] != columns:
-        raise ArgumentError(
-            f"{where}{what} is for {columns} classes, but sizes[{group.rank}] is "
-            f"{known[group.rank]} (sizes {list(known)}). Pass the number of classes of each rank."
-        )
-    if known.total == 0:
-        raise ArgumentError(f"{where}sizes sum to 0: there are no classes (sizes {list(known)}).")
-    return known
-
-
 def _check_weights(
-    weight: torch.Tensor | None, name: str, device: torch.device, sizes: ShardSizes, where: str
+    weight: Tensor | None, name: str, device: torch.device, sizes: ShardSizes, where: str
 ) -> None:
     if weight is None:
         return
-    _check_floats(weight, where, name, 1)
+    _check_floats(weight, name, where)
     if weight.shape != (sizes.total,):
         raise ArgumentError(
             f"{where}{name} must have one entry per class, {sizes.total} (sizes {list(sizes)}); "
@@ -439,46 +441,14 @@ def _check_weights(
     _check_device(weight, device, name, where)
 
 
-def _checked_targets(
-    target: torch.Tensor,
-    like: torch.Tensor,
-    sizes: ShardSizes,
-    options: _Options,
-    name: str,
-    group: Group,
-    where: str,
-) -> torch.Tensor:
-    """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
-    checked_tensor(target, where, "target")
-    shape = like.shape[:-1]
-    if target.dtype != torch.int64:
-        hint = " Convert: target.to(torch.int64)."
-        if target.is_floating_point():
-            hint = " Distributions over classes are not supported: pass the ids of classes."
-        raise ArgumentError(f"{where}target must be int64; got {target.dtype}.{hint}")
-    if target.shape != shape:
-        raise ArgumentError(
-            f"{where}target must have shape {tuple(shape)}, an id per token (classes are along the "
-            f"last dimension of logits); got {tuple(target.shape)}."
-        )
-    _check_device(target, like.device, "target", where)
-    refuse_linearize(where, "chunks of rows")
-    if options.label_smoothing and options.smooth_over == "wrong" and sizes.total == 1:
-        raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
-    found: torch.Tensor = _known_classes(
-        target, sizes.total, int(options.ignore_index), name, group.rank, group.size
-    )
-    return found
-
-
 @torch.library.custom_op(
     "varcomm::known_classes",
     mutates_args=(),
     schema="(Tensor target, SymInt classes, int ignored, str name, int rank, int ranks) -> Tensor",
 )
 def _known_classes(
-    target: torch.Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
-) -> torch.Tensor:
+    target: Tensor, classes: int, ignored: int, name: str, rank: int, ranks: int
+) -> Tensor:
     """Return a copy of targets, or raise ArgumentError, in a compiled graph when it runs."""
     outside = ((target < 0) | (target >= classes)) & (target != ignored)
     if bool(outside.any()):
@@ -492,5 +462,5 @@ def _known_classes(
 
 
 @_known_classes.register_fake
-def _(target: torch.Tensor, *_: object) -> torch.Tensor:
+def _(target: Tensor, *_: object) -> Tensor:
     return target.new_empty(target.shape)

@@ -7,12 +7,13 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
 from varcomm.tensor_parallel.layout import agreed
-from varcomm.transport.engine import is_simulated, wait_for
+from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import GroupLike, resolve
 
@@ -21,10 +22,10 @@ __all__ = ["broadcast_data"]
 
 def broadcast_data(
     keys: Sequence[str],
-    data: Mapping[str, torch.Tensor] | None,
+    data: Mapping[str, Tensor] | None,
     dtype: torch.dtype,
     group: GroupLike = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the tensors of the group's first rank on all ranks; not differentiable.
 
     Parameters
@@ -46,13 +47,9 @@ def broadcast_data(
 
     Raises
     ------
-    ArgumentError
-        On every rank, if `keys` or `dtype` is wrong on one of them, or a tensor of the first rank
-        is missing, not dense, of another dtype, or on another device.
-    DisagreementError
-        On every rank, if keys or dtypes differ.
-    GroupError
-        If this rank is not in `group`.
+    ArgumentError, DisagreementError
+        On every rank, if `keys` or `dtype` is wrong on one of them or differs, or a tensor of the
+        first rank is missing, not dense, of another dtype, or on another device.
 
     Notes
     -----
@@ -73,7 +70,7 @@ def broadcast_data(
     (tensor([[3, 1]]), torch.Size([0, 2]))
     """
     ranks = resolve(group)
-    own: list[torch.Tensor] = []
+    own: list[Tensor] = []
 
     def check() -> dict[str, Any]:
         strings = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
@@ -82,9 +79,11 @@ def broadcast_data(
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
         asked = list(keys)
-        # a simulated first rank has the data of this rank
-        if ranks.rank == 0 or is_simulated(ranks):
+        try:
             own.extend(_checked_data(asked, data, dtype))
+        except ArgumentError:
+            if ranks.rank == 0:  # elsewhere data may be anything
+                raise
         return {"keys": asked, "dtype": dtype}
 
     def described() -> tuple[str, list[list[int]]]:
@@ -93,27 +92,31 @@ def broadcast_data(
         return known, [list(x.shape) for x in own]
 
     _, (kind, shapes) = agreed("broadcast_data", check, ranks, described)
-    device = own[0].device if own and own[0].device.type == kind else torch.device(kind)
+    if len(shapes) < len(keys):  # this rank answers for a first rank that is simulated
+        raise ArgumentError("broadcast_data: data must have all keys where ranks are simulated.")
+    here = ranks.rank == 0 and own and own[0].device.type == kind
+    device = own[0].device if here else torch.device(kind)
     counts = [prod(shape) for shape in shapes]
     values = torch.empty(sum(counts), dtype=dtype, device=device)
     # `data` separates the version counters: a change in place of one result is none of the others
     parts = (part.data for part in values.split(counts)) if counts else ()
     got = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     for place, tensor in zip(got, own, strict=False):
-        place.copy_(tensor.detach())
+        if place.shape == tensor.shape:  # not so for data of another rank, which are left out
+            place.copy_(tensor.detach())
     with explained("broadcast_data", ranks):
         wait_for(packing.broadcast("broadcast_data", ranks, values, 0))
     return dict(zip(keys, got, strict=True))
 
 
-def _checked_data(keys: list[str], data: object, dtype: torch.dtype) -> list[torch.Tensor]:
+def _checked_data(keys: list[str], data: object, dtype: torch.dtype) -> list[Tensor]:
     if not isinstance(data, Mapping):
         raise ArgumentError(
             f"data must be a mapping on the group's first rank; got {type(data).__name__}."
         )
     if missing := [key for key in keys if key not in data]:
         raise ArgumentError(f"data has no {missing}; it has {list(data)}.")
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for key in keys:
         checked_tensor(data[key], "", f"data[{key!r}]")
         tensors.append(data[key])

@@ -7,12 +7,13 @@ compiled graphs, and the ids are checked when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
@@ -26,18 +27,15 @@ from varcomm.ops.replicated import ReplicatedSum
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, exact_int
-from varcomm.tensor_parallel.init import Fill
 from varcomm.tensor_parallel.layout import (
+    Choices,
     Layout,
     ShardedModule,
     agreed,
-    check_plain,
+    checked_choice,
     module_seed,
 )
-from varcomm.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region,
-    shard_sizes,
-)
+from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
 from varcomm.transport.agreement import agree
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -53,15 +51,15 @@ _METHODS = ("auto", "masked", "indexed")
 
 
 def vocab_parallel_embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
+    ids: Tensor,
+    weight: Tensor,
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
     method: str = "auto",
     input_is_parallel: bool = False,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Look up embeddings in a table whose rows are sharded by ids.
 
     Parameters
@@ -72,13 +70,12 @@ def vocab_parallel_embedding(
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
-        Ids per rank; zeros allowed: rank 0 owns the first ``sizes[0]`` ids, and so on. None asks
-        all ranks, which costs a round of messages.
+        Ids per rank, rank 0 first; zeros allowed. None asks all ranks.
     padding_idx : int, optional
-        The id, counted over the full table, whose row gets no gradient.
+        The id, of all ids, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of the sequence, the first dimension of all ids, per rank; zeros allowed. None returns
-        all rows on all ranks or, with `input_is_parallel`, each rank's own.
+        Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows on all
+        ranks or, with `input_is_parallel`, each rank's own.
     method : {"auto", "masked", "indexed"}
         *masked*: every rank looks up the ids it owns, and the rows are summed over ranks.
         *indexed*: the row of each distinct id travels once from its owner to each rank that needs
@@ -107,34 +104,27 @@ def vocab_parallel_embedding(
     at every run; floats narrower than 4 bytes are summed in fp32.
 
     Communication: *masked* is an all-reduce of all rows and nothing in backward, or a
-    reduce-scatter, and an all-gather in backward. *indexed* sends each rank the rows of the
-    distinct ids that it needs and does not own; gradients of parts of the sequence return the same
-    way. Ids travel only with `input_is_parallel`, to every rank. Backward keeps ids, and no rows.
+    reduce-scatter, and an all-gather in backward. *indexed* sends rows of distinct ids, and their
+    gradients back if ranks have parts. Ids travel only with `input_is_parallel`.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
     Examples
     --------
-    Ids 0, 1, 2 are on rank 0, and 3, 4 on rank 1:
-
     >>> import torch, varcomm
     >>> from varcomm.tensor_parallel import vocab_parallel_embedding
     >>> def fn(rank):
     ...     weight = torch.arange(5.0).view(5, 1)[[slice(0, 3), slice(3, 5)][rank]]
-    ...     whole = vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2])
-    ...     part = vocab_parallel_embedding(
-    ...         torch.tensor([4, 0, 4]), weight, [3, 2], sequence_sizes=[2, 1]
-    ...     )
-    ...     return whole.view(-1).tolist(), part.view(-1).tolist()
+    ...     return vocab_parallel_embedding(torch.tensor([4, 0, 4]), weight, [3, 2]).view(-1)
     >>> varcomm.launch(fn, 2)
-    [([4.0, 0.0, 4.0], [4.0, 0.0]), ([4.0, 0.0, 4.0], [4.0])]
+    [tensor([4., 0., 4.]), tensor([4., 0., 4.])]
     """
     name, ranks = "vocab_parallel_embedding", resolve(group)
     owned = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
         _check_table(weight, owned, 0, ranks, where)
         _check_ids(ids, weight, where)
-        _check_method(method, where)
+        checked_choice(method, "method", where, _METHODS)
         padding = _checked_padding(padding_idx, sum(owned), where)
         if input_is_parallel:
             checked_dim(0, ids.shape, where)
@@ -150,7 +140,7 @@ def vocab_parallel_embedding(
         if sequence_sizes is not None:
             rows, _ = checked_whole(ids, sequence_sizes, 0, ranks, where, "sequence_sizes")
             parts, length = tuple(n * ids.shape[1:].numel() for n in rows), (rows[ranks.rank],)
-            first = sum(rows[: ranks.rank])
+            first = sum(rows[: ranks.rank])  # no range: rows are symbols in a compiled graph
             own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
     flat = ids.reshape(-1).to(torch.int64)
     operator = _LookUp(ranks, flat, tuple(owned), padding, _METHODS.index(method), parts)
@@ -159,13 +149,13 @@ def vocab_parallel_embedding(
 
 
 def feature_parallel_embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
+    ids: Tensor,
+    weight: Tensor,
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     gather_output: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Look up embeddings in a table whose columns are sharded.
 
     Parameters
@@ -176,10 +166,10 @@ def feature_parallel_embedding(
         ``(V, sizes[rank])``: this rank's columns of the table.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed. None asks all ranks.
-    padding_idx, group
-        As in :func:`vocab_parallel_embedding`.
     gather_output : bool
         Whether the result has all columns, replicated, or this rank's only.
+    padding_idx, group
+        As in :func:`vocab_parallel_embedding`.
 
     Returns
     -------
@@ -189,8 +179,7 @@ def feature_parallel_embedding(
 
     Notes
     -----
-    Communication: with `gather_output` every rank sends its columns of the result to every other
-    rank; nothing in backward.
+    Communication: with `gather_output` an all-gather of the result; nothing in backward.
 
     In one process: ``torch.nn.functional.embedding(ids, weight)``.
 
@@ -240,7 +229,7 @@ class _Lookup(Operator):
     method: int
     parts: tuple[int, ...]
 
-    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+    def describe(self, x: Tensor) -> dict[str, Any]:
         local = self.method == _LOCAL
         return {
             "ids": digest(self.ids),
@@ -267,7 +256,7 @@ class _Lookup(Operator):
         alone = self.method == 0 and self.group.size == 1
         return alone or _METHODS[self.method] == "masked"
 
-    def _owned(self, without: int = -1) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _owned(self, without: int = -1) -> tuple[Tensor, Tensor | None]:
         """Return the rows of ids that this rank owns, and their places; None is everywhere."""
         mine = self._rows
         own = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != without)
@@ -276,7 +265,7 @@ class _Lookup(Operator):
         return self.ids[places] - mine.start, None if everywhere else places
 
     @cached_property
-    def exchange(self) -> tuple[ExchangePlan, torch.Tensor, torch.Tensor]:
+    def exchange(self) -> tuple[ExchangePlan, Tensor, Tensor]:
         """The plan by which rows travel to their part, that part's ids, and the row of each."""
         tokens, rank, ranks = ShardSizes(self.parts), self.group.rank, self.group.size
         table, mine = ShardSizes(self.sizes), self._rows
@@ -300,14 +289,14 @@ class _LookUp(_Lookup):
     name = "parallel_embedding"
 
     @torch.no_grad()
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
         kind = "feature" if self.method == _LOCAL else "vocab"
         _check_range(self.ids, sum(self.sizes), f"{kind}_parallel_embedding on {self.group}: ")
         rows = self._looked_up(x)
         return Pending([], lambda: rows)
 
-    def _looked_up(self, table: torch.Tensor) -> torch.Tensor:
+    def _looked_up(self, table: Tensor) -> Tensor:
         if self.method == _LOCAL:
             return table.index_select(0, self.ids)
         if self.parts:
@@ -324,7 +313,7 @@ class _LookUp(_Lookup):
                 return self._gathered(table, distinct, places, counts)
         return apply(ReplicatedSum(self.group, use_fp32=True), self._masked(table))
 
-    def _masked(self, table: torch.Tensor) -> torch.Tensor:
+    def _masked(self, table: Tensor) -> Tensor:
         own, places = self._owned()
         picked = table.index_select(0, own)
         if places is None:
@@ -333,8 +322,8 @@ class _LookUp(_Lookup):
         return rows.index_copy_(0, places, picked)
 
     def _gathered(
-        self, table: torch.Tensor, distinct: torch.Tensor, places: torch.Tensor, counts: list[int]
-    ) -> torch.Tensor:
+        self, table: Tensor, distinct: Tensor, places: Tensor, counts: list[int]
+    ) -> Tensor:
         """Gather each distinct row once; the only copy repeats it at all its places."""
         rank, row = self.group.rank, table.shape[1:]
         first = sum(counts[:rank])
@@ -345,7 +334,7 @@ class _LookUp(_Lookup):
         rows = received.view(len(distinct), *row)
         return Pending(works, lambda: rows.index_select(0, places)).wait()
 
-    def _sum_is_no_more(self, counts: Sequence[int], table: torch.Tensor) -> bool:
+    def _sum_is_no_more(self, counts: Sequence[int], table: Tensor) -> bool:
         """Return whether the busiest rank sends and receives no more by a sum than by a gather."""
         ranks, distinct, tokens = self.group.size, sum(counts), len(self.ids)
         gathering = max(max((ranks - 1) * own, distinct - own) for own in counts)
@@ -355,7 +344,7 @@ class _LookUp(_Lookup):
         summing = 2 * tokens * (ranks - 1) / ranks if by_pieces else tokens * (ranks - 1)
         return summing <= gathering
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
+    def result(self, x: Tensor) -> Tensor:
         rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
         return x.new_empty(rows, *x.shape[1:])
 
@@ -374,7 +363,7 @@ class _SumUp(_Lookup):
     name = "parallel_embedding_adjoint"
 
     @torch.no_grad()
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
         if not self.parts or self._is_masked:
             if self.parts:
@@ -390,12 +379,10 @@ class _SumUp(_Lookup):
         return Pending([], lambda: total)
 
     @staticmethod
-    def _summed(
-        x: torch.Tensor, index: torch.Tensor, places: torch.Tensor | None, rows: int
-    ) -> torch.Tensor:
+    def _summed(x: Tensor, index: Tensor, places: Tensor | None, rows: int) -> Tensor:
         return RowSum(index, rows)(x if places is None else x.index_select(0, places))
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
+    def result(self, x: Tensor) -> Tensor:
         return x.new_empty(self.sizes[self.group.rank], *x.shape[1:])
 
     @property
@@ -403,16 +390,14 @@ class _SumUp(_Lookup):
         return self._transposed(_LookUp)  # type: ignore[no-any-return]
 
 
-def _without_padding(rows: torch.Tensor, ids: torch.Tensor, padding: int) -> torch.Tensor:
+def _without_padding(rows: Tensor, ids: Tensor, padding: int) -> Tensor:
     """Return `rows`, of which those of the padding id are constants in derivatives."""
     if padding < 0:
         return rows
     return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
 
 
-def _check_table(
-    weight: torch.Tensor, sizes: Sequence[int], dim: int, group: Group, where: str
-) -> None:
+def _check_table(weight: Tensor, sizes: Sequence[int], dim: int, group: Group, where: str) -> None:
     checked_summable(weight, where)
     if weight.dim() != 2:
         raise ArgumentError(
@@ -422,7 +407,7 @@ def _check_table(
     checked_shard(weight, sizes, dim, group, where)
 
 
-def _check_ids(ids: torch.Tensor, weight: torch.Tensor, where: str) -> None:
+def _check_ids(ids: Tensor, weight: Tensor, where: str) -> None:
     checked_tensor(ids, where, "ids")
     if ids.dtype not in (torch.int32, torch.int64):
         hint = " Give an empty tensor its dtype." if ids.numel() == 0 else ""
@@ -431,7 +416,7 @@ def _check_ids(ids: torch.Tensor, weight: torch.Tensor, where: str) -> None:
         raise ArgumentError(f"{where}ids are on {ids.device}, weight is on {weight.device}.")
 
 
-def _check_range(ids: torch.Tensor, total: int, where: str) -> None:
+def _check_range(ids: Tensor, total: int, where: str) -> None:
     if ids.numel():
         low, high = torch.stack(ids.aminmax()).tolist()
         if low < 0 or high >= total:
@@ -453,28 +438,44 @@ def _checked_padding(padding_idx: int | None, total: int, where: str) -> int:
     return value % total
 
 
-def _check_method(method: str, where: str) -> None:
-    if method not in _METHODS:
-        raise ArgumentError(f"{where}method must be one of {list(_METHODS)}; got {method!r}.")
-
-
-def _normal(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _normal(tensor: Tensor, generator: torch.Generator) -> None:
     tensor.normal_(generator=generator)
+
+
+@dataclass(frozen=True)
+class _VocabLayout(Layout):
+    method: str = "auto"
+    input_is_parallel: bool = False
+
+    choices: ClassVar[Choices] = {"method": _METHODS}
+
+
+@dataclass(frozen=True)
+class _FeatureLayout(Layout):
+    gather_output: bool = True
 
 
 class _ParallelEmbedding(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
 
     weight: torch.nn.Parameter
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
 
     def __init__(
         self,
-        layout: Layout,
-        padding_idx: int | None,
-        max_norm: float | None,
-        options: Callable[[], dict[str, Any]],
+        num_embeddings: int,
+        embedding_dim: int,
+        sizes: Sequence[int] | None = None,
+        padding_idx: int | None = None,
+        max_norm: None = None,
+        *,
+        group: GroupLike = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        self._layout = self._kind(sizes, group, **options)
 
         def more() -> dict[str, Any]:
             if max_norm is not None:
@@ -483,15 +484,12 @@ class _ParallelEmbedding(ShardedModule):
                     "autograd uses them. Normalise the result, or the weight after the step."
                 )
             if len(self.spec.blocks) != 1:
-                raise ArgumentError(f"sizes must be one int per rank; got {layout.sizes!r}.")
-            padding = _checked_padding(padding_idx, layout.shape[0], "")
-            return {"padding_idx": None if padding < 0 else padding, **options()}
+                raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
+            padding = _checked_padding(padding_idx, num_embeddings, "")
+            return {"padding_idx": None if padding < 0 else padding}
 
-        checked, seed = self._agree(layout, more)
-        self.num_embeddings, self.embedding_dim = (checked[name] for name in layout.names)
-        self.padding_idx: int | None = checked["padding_idx"]
-        self.sequence_sizes: ShardSizes | None = checked["sequence_sizes"]
-        self._layout = replace(layout, init=layout.init or _normal)
+        shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        seed = self._agree(self._layout, shape, more)
         # a device may be missing or full on one rank, and `init` is the caller's
         self.weight = agree(
             type(self).__name__, lambda: self._drawn(self._layout, seed), self.group
@@ -503,8 +501,8 @@ class _ParallelEmbedding(ShardedModule):
         return self.spec.blocks[0]
 
     def _drawn(self, layout: Layout, seed: int) -> torch.nn.Parameter:
-        assert layout.init is not None
-        parameter = layout.draw(self.spec, layout.init, seed)
+        shape = self.num_embeddings, self.embedding_dim
+        parameter = layout.draw(shape, self.spec, layout.init or _normal, seed)
         own = range(self.num_embeddings)
         if self.spec.dim == 0:
             own = self.sizes.range(self.group.rank)
@@ -521,21 +519,35 @@ class _ParallelEmbedding(ShardedModule):
             self.weight.copy_(self._drawn(now, seed))
 
     @classmethod
-    def _from(cls, embedding: torch.nn.Embedding, group: GroupLike, **options: Any) -> Self:
+    def from_embedding(
+        cls,
+        embedding: torch.nn.Embedding,
+        sizes: Sequence[int] | None = None,
+        *,
+        group: GroupLike = None,
+        **options: Any,
+    ) -> Self:
+        """Shard an embedding that is identical on all ranks; collective.
+
+        `options` are arguments of the constructor beside sizes of the table, padding_idx, max_norm,
+        init, device and dtype. All ranks raise ArgumentError if the embedding has options that a
+        sharded table has not, and DisagreementError if the weights differ.
+        """
+
         def check() -> dict[str, Any]:
-            digests = check_plain(embedding, torch.nn.Embedding, "embedding")
+            digests = cls._check_plain(embedding, torch.nn.Embedding, options, "embedding")
             words = ("max_norm", "scale_grad_by_freq", "sparse")
             if refused := [word for word in words if getattr(embedding, word)]:
                 raise ArgumentError(f"a sharded table has no {' and no '.join(refused)}.")
             return {**digests, "padding_idx": embedding.padding_idx}
 
-        kind: Any = cls
         # nothing is drawn here, so the caller's generator keeps its state
         with torch.random.fork_rng(devices=[]):
             agreed(f"{cls.__name__}.from_embedding", check, resolve(group))
-            layer: Self = kind(
+            layer = cls(
                 embedding.num_embeddings,
                 embedding.embedding_dim,
+                sizes,
                 padding_idx=embedding.padding_idx,
                 group=group,
                 device="meta",
@@ -543,7 +555,7 @@ class _ParallelEmbedding(ShardedModule):
                 **options,
             )
         layer._layout = replace(layer._layout, device=embedding.weight.device)
-        layer.weight = layer._own(embedding.weight, layer.spec)
+        layer.weight = layer._own("weight", embedding.weight)
         return layer.train(embedding.training)
 
     def to_embedding(self) -> torch.nn.Embedding:
@@ -560,11 +572,8 @@ class _ParallelEmbedding(ShardedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, sizes={list(self.sizes)}{padding}"
 
 
-_NAMES = ("num_embeddings", "embedding_dim")
-
-
 class VocabParallelEmbedding(_ParallelEmbedding):
-    """Embedding whose rows are sharded by ids; the constructor is collective.
+    """Embedding whose rows are sharded by ids.
 
     Parameters
     ----------
@@ -576,15 +585,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         The id, of all ids, whose row starts as zeros and gets no gradient.
     max_norm : None
         Refused: rows would be overwritten during the forward.
-    sequence_sizes, method, input_is_parallel
-        As in :func:`vocab_parallel_embedding`.
-    init : callable, optional
-        ``init(tensor, generator)`` draws elements in place; None draws from the normal
-        distribution. One seed gives the same table on any number of ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
-    device, dtype : optional
-        Device and dtype of the weight.
+    **options
+        `sequence_sizes`, `method` and `input_is_parallel` as in :func:`vocab_parallel_embedding`;
+        `device` and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place;
+        None draws from the normal distribution.
 
     Attributes
     ----------
@@ -593,14 +599,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     spec : ShardSpec
         How the table is sharded.
 
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
-
     Notes
     -----
-    Communication: per call as :func:`vocab_parallel_embedding`; short messages in the constructor.
+    One seed gives the same table on any number of ranks. All ranks raise an error if arguments are
+    wrong on one of them, or differ.
+
+    Communication: per call as :func:`vocab_parallel_embedding`; the constructor is collective.
 
     In one process: :class:`torch.nn.Embedding`.
 
@@ -616,34 +620,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     [(torch.Size([1, 4]), torch.Size([3, 4])), (torch.Size([2, 4]), torch.Size([2, 4]))]
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        sizes: Sequence[int] | None = None,
-        padding_idx: int | None = None,
-        max_norm: None = None,
-        sequence_sizes: Sequence[int] | None = None,
-        method: str = "auto",
-        input_is_parallel: bool = False,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (num_embeddings, embedding_dim)
-        layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
+    _kind = _VocabLayout
 
-        def options() -> dict[str, Any]:
-            _check_method(method, "")
-            return {"method": method, **self._checked({"input_is_parallel": input_is_parallel})}
+    method: str
+    input_is_parallel: bool
 
-        super().__init__(layout, padding_idx, max_norm, options)
-        self.method, self.input_is_parallel = method, input_is_parallel
-
-    def forward(
-        self, ids: torch.Tensor, sequence_sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Look up `ids`; `sequence_sizes` of this call replace the constructor's."""
         return vocab_parallel_embedding(
             ids,
@@ -656,42 +638,18 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.group.process_group,
         )
 
-    @classmethod
-    def from_embedding(
-        cls,
-        embedding: torch.nn.Embedding,
-        sizes: Sequence[int] | None = None,
-        sequence_sizes: Sequence[int] | None = None,
-        method: str = "auto",
-        input_is_parallel: bool = False,
-        group: GroupLike = None,
-    ) -> Self:
-        """Shard an embedding that is identical on all ranks; collective.
-
-        All ranks raise ArgumentError if it has options that a sharded table has not, and
-        DisagreementError if the weights differ.
-        """
-        return cls._from(
-            embedding,
-            group,
-            sizes=sizes,
-            sequence_sizes=sequence_sizes,
-            method=method,
-            input_is_parallel=input_is_parallel,
-        )
-
 
 class FeatureParallelEmbedding(_ParallelEmbedding):
-    """Embedding whose columns are sharded, for all ids; the constructor is collective.
+    """Embedding whose columns are sharded, for all ids.
 
     Parameters
     ----------
+    num_embeddings, embedding_dim, padding_idx, max_norm, group
+        As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.
-    gather_output : bool
-        Whether the result has all columns, replicated, or this rank's only.
-    num_embeddings, embedding_dim, padding_idx, max_norm, init, group, device, dtype
-        As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
+    **options
+        `gather_output` as in :func:`feature_parallel_embedding`; `init`, `device` and `dtype`.
 
     Attributes
     ----------
@@ -702,8 +660,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Notes
     -----
-    Communication: per call as :func:`feature_parallel_embedding`; short messages in the
-    constructor.
+    Communication: per call as :func:`feature_parallel_embedding`; the constructor is collective.
 
     In one process: :class:`torch.nn.Embedding`.
 
@@ -718,45 +675,14 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
     (torch.Size([1, 3, 3]), torch.Size([5, 1]))
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        sizes: Sequence[int] | None = None,
-        padding_idx: int | None = None,
-        max_norm: None = None,
-        gather_output: bool = True,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (num_embeddings, embedding_dim)
-        layout = Layout(_NAMES, shape, 1, sizes, None, init, group, device, dtype)
+    _kind = _FeatureLayout
+    _dim = 1
 
-        def options() -> dict[str, Any]:
-            return self._checked({"gather_output": gather_output})
+    gather_output: bool
 
-        super().__init__(layout, padding_idx, max_norm, options)
-        self.gather_output = gather_output
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`, which are identical on all ranks."""
         group = self.group.process_group
         return feature_parallel_embedding(
             ids, self.weight, self.sizes, self.padding_idx, self.gather_output, group
         )
-
-    @classmethod
-    def from_embedding(
-        cls,
-        embedding: torch.nn.Embedding,
-        sizes: Sequence[int] | None = None,
-        gather_output: bool = True,
-        group: GroupLike = None,
-    ) -> Self:
-        """Shard an embedding that is identical on all ranks; collective.
-
-        Raises as :meth:`VocabParallelEmbedding.from_embedding` does.
-        """
-        return cls._from(embedding, group, sizes=sizes, gather_output=gather_output)

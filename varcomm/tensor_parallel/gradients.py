@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
@@ -18,7 +19,7 @@ from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
-Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+Parameters = torch.nn.Module | Tensor | Iterable[Tensor]
 
 
 def grad_norm(
@@ -27,7 +28,7 @@ def grad_norm(
     group: GroupLike = None,
     *,
     error_if_nonfinite: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the norm of all gradients of the unsharded model, as one vector.
 
     Parameters
@@ -59,11 +60,10 @@ def grad_norm(
 
     Notes
     -----
-    Gradients narrower than 4 bytes are summed in float32, norms of parameters and ranks in float64.
-
     Communication: 8 bytes from each rank to every other rank.
 
-    In one process: ``torch.nn.utils.get_total_norm`` of all gradients.
+    In one process: ``torch.nn.utils.get_total_norm`` of all gradients; narrow ones are summed in
+    fp32.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def clip_grad_norm_(
     group: GroupLike = None,
     *,
     error_if_nonfinite: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Scale gradients in place so that the norm of all of them is at most `max_norm`.
 
     Parameters
@@ -97,17 +97,12 @@ def clip_grad_norm_(
         As in :func:`grad_norm`. If the norm is not finite and `error_if_nonfinite` is False,
         gradients become NaN or zeros, as in torch.
     max_norm : float
-        Upper bound of the norm afterwards; identical on all ranks.
+        Upper bound of the norm afterwards, not negative; identical on all ranks.
 
     Returns
     -------
     torch.Tensor
-        The norm before, as from :func:`grad_norm`.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        As in :func:`grad_norm`, and if `max_norm` is negative or differs.
+        The norm before, as from :func:`grad_norm`, with the same errors.
 
     Notes
     -----
@@ -123,8 +118,7 @@ def clip_grad_norm_(
     >>> def fn(rank):
     ...     weight = mark(torch.nn.Parameter(torch.zeros(1)), ShardSpec.of([1, 1]))
     ...     weight.grad = torch.tensor([3.0 + rank])
-    ...     norm = clip_grad_norm_([weight], 1.0)
-    ...     return norm.item(), round(weight.grad.item(), 4)
+    ...     return clip_grad_norm_([weight], 1.0).item(), round(weight.grad.item(), 4)
     >>> varcomm.launch(fn, 2)
     [(5.0, 0.6), (5.0, 0.8)]
     """
@@ -145,11 +139,11 @@ def clip_grad_norm_(
 @torch.no_grad()
 def _grad_norm(
     name: str,
-    parameters: list[torch.Tensor],
+    parameters: list[Tensor],
     norm_type: float,
     group: GroupLike,
     error_if_nonfinite: bool,
-) -> torch.Tensor:
+) -> Tensor:
     ranks = resolve(group)
     with checking(name, ranks, error_if_nonfinite=error_if_nonfinite) as where:
         checked_number(norm_type, "norm_type", where, "a positive number", lambda p: p > 0)
@@ -167,23 +161,23 @@ def _grad_norm(
         together = torch.stack([norm.to(device, torch.float64) for norm in norms])
         own[0] = torch.linalg.vector_norm(together, norm_type)
     parts = all_gather_v(own, [1] * ranks.size, group=group)
-    total: torch.Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
+    total: Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
     return total
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+def _gradient(parameter: Tensor) -> Tensor | None:
     """Return ``main_grad`` of a parameter that has it, otherwise ``grad``."""
-    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm
 
 
-def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -> bool:
+def _is_sharded(index: int, parameter: Tensor, group: Group, where: str) -> bool:
     checked_tensor(parameter, where, f"parameter {index}")
     gradient = _gradient(parameter)
     if gradient is not None:
@@ -202,10 +196,10 @@ def _is_sharded(index: int, parameter: torch.Tensor, group: Group, where: str) -
     return spec is not None
 
 
-def _listed(parameters: Parameters) -> list[torch.Tensor]:
+def _listed(parameters: Parameters) -> list[Tensor]:
     """Return each parameter once; tied parameters share one gradient."""
     if isinstance(parameters, torch.nn.Module):
         return list(parameters.parameters())
-    if isinstance(parameters, torch.Tensor):
+    if isinstance(parameters, Tensor):
         return [parameters]
     return list(dict.fromkeys(parameters))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from varcomm.errors import ArgumentError
@@ -52,8 +52,7 @@ class Buffers:
        A result lives in its buffers, and is **valid until the next call with the same buffers,
        which overwrites it.** Clone what you keep.
 
-    Make one for each place in a program that calls; layers in a loop may share it if no result of
-    one layer is used at the same place of the next. The first call allocates; later calls allocate
+    Make one for each place in a program that calls. The first call allocates; later calls allocate
     only if they need more memory, another device, or enter :class:`torch.inference_mode`.
 
     Examples
@@ -71,11 +70,11 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
 
     def take(
         self, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return uninitialised memory, the same one for a role while it is large enough."""
         nbytes = prod(shape) * dtype.itemsize
         memory = self._memory.get(role)
@@ -91,7 +90,7 @@ class Buffers:
             self._memory[role] = memory
         return memory[:nbytes].view(dtype).view(*shape)
 
-    def hold(self, tensor: torch.Tensor) -> str | None:
+    def hold(self, tensor: Tensor) -> str | None:
         """Return the role whose memory `tensor` uses, or None."""
         place = tensor.untyped_storage().data_ptr()
         for role, memory in self._memory.items():
@@ -102,34 +101,27 @@ class Buffers:
 
 @uncompiled(_IN_PLACE)
 def norm_column_linear(
-    x: torch.Tensor,
+    x: Tensor,
     norm: Norm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     sequence_sizes: Sequence[int] | None = None,
     buffers: Buffers | None = None,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `x` is replicated or a part of a sequence; norm it, and compute own outputs.
 
     Equal to ``column_parallel_linear(norm(x), weight, bias, sequence_sizes=...)``, bit for bit.
 
     Parameters
     ----------
-    x : torch.Tensor
-        Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
-        ``(sequence_sizes[rank], *F, K)``.
+    x, weight, bias, sequence_sizes, group
+        As in :func:`column_parallel_linear`; none may require a gradient.
     norm : torch.nn.LayerNorm or torch.nn.RMSNorm
         Over the last dimension, replicated.
-    weight, bias : torch.Tensor, torch.Tensor or None
-        This rank's rows of the weight, ``(n, K)``, and of the bias, ``(n,)``.
-    sequence_sizes : sequence of int, optional
-        Rows of the first dimension of `x` per rank; zeros allowed: sequence parallelism.
     buffers : Buffers, optional
         Memory for the result, which the next call with it overwrites.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
 
     Returns
     -------
@@ -143,13 +135,12 @@ def norm_column_linear(
 
     Notes
     -----
-    Communication: with `sequence_sizes` each rank receives the other normed rows while it
-    multiplies its own; otherwise none.
+    Communication: with `sequence_sizes` an all-gather of the normed rows, while own rows are
+    multiplied; otherwise none.
 
     Memory: the normed input and the result, in `buffers`, and temporaries of 256 KiB or a sixteenth
-    of the rows. Results are equal to rounding only if torch's norm of a row depends on the number
-    of rows: on GPUs, for non-contiguous `x`, and for rows of 32,768 values and more on several
-    threads.
+    of the rows. Where torch's norm of a row depends on the number of rows (on GPUs, for
+    non-contiguous `x` and very long rows), results are equal to rounding.
 
     In one process: this rank's columns of ``torch.nn.functional.linear(norm(x), weight, bias)``.
 
@@ -170,38 +161,41 @@ def norm_column_linear(
         normed = _normed(norm, x, where)
         checked_operands(normed, weight, bias, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
-        _refuse_gradients({"x": x, "norm": norm, "weight": weight, "bias": bias}, where)
-        memory = _checked_buffers(buffers, {"x": x, "weight": weight, "bias": bias}, where)
+        operands = {"x": x, "weight": weight, "bias": bias}
+        memory = _checked_buffers(buffers, operands, where)
+        _refuse_gradients({**operands, "norm": norm}, where)
     like, weight, bias = autocast(normed.new_empty(0), weight, bias)
-    dtype, rows, factor = like.dtype, as_rows(x), weight.T
-    width, columns = rows.shape[1], weight.shape[0]
-    if sequence is None:
-        into = memory.take("normed", rows.shape, dtype, x.device)
-        y = memory.take("product", (len(rows), columns), dtype, x.device)
-        _norm_into(norm, rows, into)
-        return multiplied(into, factor, bias, y).view(*x.shape[:-1], columns)
-    sizes = flattened(sequence, x)
-    whole = memory.take("normed", (sum(sizes), width), dtype, x.device)
-    y = memory.take("product", (sum(sizes), columns), dtype, x.device)
-    gather = _GatherInto(ranks, sizes, 0, True, whole)
-    _norm_into(norm, rows, gather.own)
-    multiplied_while_gathered(gather, gather.own, factor, bias, False, y)
-    return y.view(sum(sequence), *x.shape[1:-1], columns)
+    rows, columns, lead = as_rows(x), weight.shape[0], x.shape[:-1]
+    gather, count = None, len(rows)
+    if sequence is not None:
+        count, lead = sum(flattened(sequence, x)), torch.Size((sum(sequence), *lead[1:]))
+    whole = into = memory.take("normed", (count, rows.shape[1]), like.dtype, x.device)
+    y = memory.take("product", (count, columns), like.dtype, x.device)
+    if sequence is not None:
+        gather = _GatherInto(ranks, flattened(sequence, x), 0, True, whole)
+        into = gather.own
+    for piece in _pieces(rows):
+        into[piece] = norm(rows[piece])
+    if gather is None:
+        multiplied(into, weight.T, bias, y)
+    else:
+        multiplied_while_gathered(gather, into, weight.T, bias, False, y)
+    return y.view(*lead, columns)
 
 
 @uncompiled(_IN_PLACE)
 def row_linear_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
     norm: Norm,
     *,
     sequence_sizes: Sequence[int],
     gather: bool = True,
     buffers: Buffers | None = None,
     group: GroupLike = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Assume that `x` is sharded along its last dimension; sum products, add the residual, norm.
 
     Equal to ``residual + row_parallel_linear(x, weight, bias, sequence_sizes=...)``, and its
@@ -209,18 +203,15 @@ def row_linear_norm(
 
     Parameters
     ----------
-    x, weight : torch.Tensor
-        This rank's columns of the input, ``(sum(sequence_sizes), *F, k)``, and of the weight,
-        ``(N, k)``.
-    bias : torch.Tensor or None
-        The full bias, ``(N,)``, replicated and added once.
+    x, weight, bias, sequence_sizes
+        As in :func:`row_parallel_linear`; none may require a gradient.
     residual : torch.Tensor
         This rank's rows, ``(sequence_sizes[rank], *F, N)``. A residual that the previous call
         returned with the same `buffers` is updated in place; no other is changed.
     gather : bool
         Return the normed rows of all ranks; otherwise this rank's only.
-    norm, sequence_sizes, buffers, group
-        As in :func:`norm_column_linear`; `sequence_sizes` are the output's rows per rank.
+    norm, buffers, group
+        As in :func:`norm_column_linear`.
 
     Returns
     -------
@@ -228,11 +219,6 @@ def row_linear_norm(
         ``(sum(sequence_sizes), *F, N)``, replicated; without `gather` this rank's rows.
     residual : torch.Tensor
         This rank's rows of the sum, ``(sequence_sizes[rank], *F, N)``.
-
-    Raises
-    ------
-    ArgumentError
-        As in :func:`norm_column_linear`.
 
     Notes
     -----
@@ -247,13 +233,12 @@ def row_linear_norm(
     >>> from varcomm.tensor_parallel import row_linear_norm
     >>> def fn(rank):
     ...     x, weight, norm = torch.ones(2, 1), torch.ones(4, 1), torch.nn.RMSNorm(4, eps=0.0)
+    ...     options = {"residual": torch.zeros(1, 4), "norm": norm, "sequence_sizes": [1, 1]}
     ...     with torch.inference_mode():
-    ...         return row_linear_norm(
-    ...             x, weight, None, torch.zeros(1, 4), norm, sequence_sizes=[1, 1]
-    ...         )
+    ...         normed, residual = row_linear_norm(x, weight, None, **options)
+    ...     return normed.shape, residual
     >>> varcomm.launch(fn, 2)[1]
-    (tensor([[1., 1., 1., 1.],
-            [1., 1., 1., 1.]]), tensor([[2., 2., 2., 2.]]))
+    (torch.Size([2, 4]), tensor([[2., 2., 2., 2.]]))
     """
     ranks = resolve(group)
     with checking("row_linear_norm", ranks) as where:
@@ -272,9 +257,9 @@ def row_linear_norm(
         factors = autocast(x, weight, bias)
         dtype = torch.promote_types(factors[0].dtype, residual.dtype)
         normed = _normed(norm, residual.new_empty((), dtype=dtype).expand(own), where)
-        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm": norm}
-        _refuse_gradients(operands, where)
-        memory = _checked_buffers(buffers, {"x": x, "weight": weight, "bias": bias}, where)
+        operands = {"x": x, "weight": weight, "bias": bias}
+        memory = _checked_buffers(buffers, operands, where)
+        _refuse_gradients({**operands, "residual": residual, "norm": norm}, where)
         _check_place(memory, residual, dtype, where)
     x, weight, bias = factors
     sizes, (width, _) = flattened(sequence, x), weight.shape
@@ -305,15 +290,15 @@ def row_linear_norm(
 class _GatherInto(AllGatherV):
     """``all_gather_v`` of rows that stand in their place already, `own`."""
 
-    out: torch.Tensor = field(compare=False)
+    out: Tensor = field(compare=False)
 
     @property
-    def own(self) -> torch.Tensor:
+    def own(self) -> Tensor:
         """Return the place of this rank's rows."""
         rank = self.group.rank
         return self.out.narrow(0, sum(self.sizes[:rank]), self.sizes[rank])
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Let the others' rows arrive in theirs."""
         counts = [rows * self.out.shape[1] for rows in self.sizes]
         works, _ = packing.all_gather(
@@ -326,9 +311,9 @@ class _GatherInto(AllGatherV):
 class _PartsInto(ReduceScatterV):
     """``reduce_scatter_v`` but for the sum: what it is of, rank by rank."""
 
-    out: torch.Tensor = field(compare=False)
+    out: Tensor = field(compare=False)
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: Tensor) -> Pending:
         """Send each rank its rows."""
         send = [rows * x.shape[1] for rows in self.sizes]
         recv = [send[self.group.rank]] * self.group.size
@@ -338,19 +323,14 @@ class _PartsInto(ReduceScatterV):
         return Pending(works, lambda: self.out)
 
 
-def _norm_into(norm: Norm, rows: torch.Tensor, out: torch.Tensor) -> None:
-    for piece in _pieces(rows):
-        out[piece] = norm(rows[piece])
-
-
-def _pieces(rows: torch.Tensor) -> Iterator[slice]:
+def _pieces(rows: Tensor) -> Iterator[slice]:
     count = len(rows)
     step = max(_PIECE * count // max(rows.nbytes, 1), -(-count // _MOST_PIECES), 1)
     for start in range(0, count, step):
         yield slice(start, start + step)
 
 
-def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
+def _normed(norm: Norm, x: Tensor, where: str) -> Tensor:
     """Return what has shape and dtype of ``norm(x)``, in no memory."""
     if not isinstance(norm, Norm):
         raise ArgumentError(
@@ -369,7 +349,7 @@ def _normed(norm: Norm, x: torch.Tensor, where: str) -> torch.Tensor:
     return none.new_empty(()).expand(x.shape)  # type: ignore[no-any-return]
 
 
-def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], where: str) -> None:
+def _refuse_gradients(operands: Mapping[str, Tensor | nn.Module | None], where: str) -> None:
     for name, operand in operands.items():
         tensors = operand.parameters() if isinstance(operand, nn.Module) else [operand]
         for tensor in tensors:
@@ -385,7 +365,7 @@ def _refuse_gradients(operands: Mapping[str, torch.Tensor | nn.Module | None], w
 
 
 def _checked_buffers(
-    buffers: Buffers | None, operands: Mapping[str, torch.Tensor | None], where: str
+    buffers: Buffers | None, operands: Mapping[str, Tensor | None], where: str
 ) -> Buffers:
     if buffers is None:
         return Buffers()
@@ -400,7 +380,7 @@ def _checked_buffers(
     return buffers
 
 
-def _check_place(buffers: Buffers, residual: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+def _check_place(buffers: Buffers, residual: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise ArgumentError if a residual would be overwritten before it is read."""
     role = buffers.hold(residual)
     in_place = residual.dtype == dtype and residual.is_contiguous()

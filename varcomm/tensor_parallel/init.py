@@ -8,14 +8,13 @@ from itertools import product
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import ShardSpec
 
-__all__ = ["Fill", "initialised"]
-
-Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], object]
+Fill: TypeAlias = Callable[[Tensor, torch.Generator], object]
 
 # A weight is cut along its first two dimensions, a vector into as many elements.
 _ROWS, _COLUMNS = 64, 256
@@ -28,7 +27,7 @@ def initialised(
     seed: int,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return this rank's shard of a random weight that is the same on any number of ranks.
 
     The weight is cut into tiles of 64 x 256, each drawn by its own generator from `seed`, which is
@@ -82,9 +81,7 @@ def _tiles(
         yield number, begins, [min(t, n - b) for t, n, b in zip(tile, shape, begins, strict=True)]
 
 
-def _drawn(
-    shape: Sequence[int], fill: Fill, seed: int, number: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _drawn(shape: Sequence[int], fill: Fill, seed: int, number: int, dtype: torch.dtype) -> Tensor:
     # torch's CPU generators use 32 bits of a seed. Hashing seed and number together could give two
     # tiles of one weight the same seed; these sums are distinct within a weight.
     hashed = int.from_bytes(blake2b(repr(seed).encode(), digest_size=4).digest(), "little")

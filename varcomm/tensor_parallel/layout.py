@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from varcomm.errors import ArgumentError, DisagreementError
@@ -20,21 +20,13 @@ from varcomm.tensor_parallel.init import Fill, initialised
 from varcomm.transport.agreement import agree_and_share
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = [
-    "Layout",
-    "ShardedModule",
-    "Sizes",
-    "agreed",
-    "check_plain",
-    "checked_number",
-    "module_seed",
-    "param_is_not_tensor_parallel_duplicate",
-]
+__all__ = ["param_is_not_tensor_parallel_duplicate"]
+
+# Values of an option, by its name.
+Choices = Mapping[str, Sequence[str]]
 
 # Rows per rank; for several fused blocks, those of each block.
 Sizes = Sequence[int] | Sequence[Sequence[int]]
-
-_MARKS = "_varcomm_shard_specs"
 
 
 def agreed(
@@ -77,8 +69,14 @@ def checked_number(
         raise ArgumentError(f"{where}{name} must be {kind}; got {value!r}.")
 
 
+def checked_choice(value: object, name: str, where: str, choices: Sequence[str]) -> None:
+    """Raise ArgumentError unless `value` is one of the choices."""
+    if value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ArgumentError(f"{where}{name} must be one of {allowed}; got {value!r}.")
+
+
 def _random_seed() -> int:
-    """Return a seed from torch's default CPU generator."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
@@ -93,35 +91,40 @@ def module_seed(group: GroupLike = None) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A weight that is sharded along one dimension, as a layer's constructor describes it.
+    """Arguments that all sharded layers share; subclasses add the flags of their layers.
 
-    `names` and `shape` are those of the two dimensions of the full weight, `dim` is the sharded
-    one, and `sizes` are rows per rank along it, or those of several fused blocks; None is balanced.
-    The other fields are the arguments of the layers.
+    `sizes` are rows per rank along the sharded dimension of the weight, or those of several fused
+    blocks; None is balanced.
     """
 
-    names: tuple[str, str]
-    shape: tuple[int, int]
-    dim: int
-    sizes: Sizes | None
-    sequence_sizes: Sequence[int] | None
-    init: Fill | None
-    group: GroupLike
-    device: torch.device | str | None
-    dtype: torch.dtype | None
+    sizes: Sizes | None = None
+    group: GroupLike = None
+    sequence_sizes: Sequence[int] | None = None
+    init: Fill | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
 
-    def checked(self) -> tuple[ShardSpec, dict[str, Any]]:
-        """Return how the weight is sharded, and the arguments by name; no communication."""
+    # the values of the fields of subclasses that are no flags
+    choices: ClassVar[Choices] = {}
+
+    @classmethod
+    def own_names(cls) -> list[str]:
+        """Return the names of the fields that a subclass adds."""
+        common = {field.name for field in fields(Layout)}
+        return [field.name for field in fields(cls) if field.name not in common]
+
+    def checked(self, shape: Mapping[str, int], dim: int) -> tuple[ShardSpec, dict[str, Any]]:
+        """Return how a weight is sharded along `dim`, and all arguments; no communication.
+
+        `shape` has the lengths of the dimensions of the full weight by their names.
+        """
         ranks = resolve(self.group)
-        found: dict[str, Any] = {
-            name: at_least(0, length, name)
-            for name, length in zip(self.names, self.shape, strict=True)
-        }
-        whole, name = found[self.names[self.dim]], self.names[self.dim]
-        rows = ShardSizes.balanced(whole, ranks.size) if self.sizes is None else self.sizes
-        spec = ShardSpec.of(rows, self.dim, self.group)
-        if spec.total != whole:
-            raise ArgumentError(f"sizes {rows!r} sum to {spec.total}, but {name} is {whole}.")
+        found = {name: at_least(0, length, name) for name, length in shape.items()}
+        name = list(shape)[dim]
+        rows = ShardSizes.balanced(found[name], ranks.size) if self.sizes is None else self.sizes
+        spec = ShardSpec.of(rows, dim, self.group)
+        if spec.total != found[name]:
+            raise ArgumentError(f"sizes {rows!r} sum to {spec.total}, but {name} is {found[name]}.")
         sequence = self.sequence_sizes
         if sequence is not None:
             sequence = ShardSizes(checked_sizes(sequence, "sequence_sizes", ranks.size))
@@ -132,17 +135,21 @@ class Layout:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         if not (like.is_floating_point() or like.is_complex()):
             raise ArgumentError(f"dtype must be floating point or complex; got {self.dtype}.")
-        return spec, {
-            **found,
-            "sizes": spec.blocks,
-            "sequence_sizes": sequence,
-            "dtype": like.dtype,
-            "an init": self.init is not None,
-        }
+        own = {name: getattr(self, name) for name in self.own_names()}
+        for name, value in own.items():
+            if name in self.choices:
+                checked_choice(value, name, "", self.choices[name])
+            else:
+                checked_flag(value, name, "")
+        kept = {**found, "sequence_sizes": sequence, **own}
+        others = {"sizes": spec.blocks, "dtype": like.dtype, "an init": self.init is not None}
+        return spec, kept | others
 
-    def draw(self, spec: ShardSpec | None, fill: Fill, seed: int, dims: int = 2) -> nn.Parameter:
-        """Return a marked parameter: a shard of the first `dims` dimensions, by `spec`."""
-        values = initialised(self.shape[:dims], spec, fill, seed, self.dtype, self.device)
+    def draw(
+        self, shape: Sequence[int], spec: ShardSpec | None, fill: Fill, seed: int
+    ) -> nn.Parameter:
+        """Return a parameter of the full `shape`; with a `spec` this rank's shard, marked."""
+        values = initialised(shape, spec, fill, seed, self.dtype, self.device)
         parameter = nn.Parameter(values)
         return parameter if spec is None else mark(parameter, spec)
 
@@ -155,95 +162,90 @@ class ShardedModule(nn.Module):
     """
 
     spec: ShardSpec
+    sequence_sizes: ShardSizes | None
+    _kind: ClassVar[type[Layout]]
+    _dim: ClassVar[int] = 0  # sharded dimension of the weight
+    _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
 
     @property
     def group(self) -> Group:
         """The ranks that share the weight."""
         return self.spec.group
 
-    def _agree(self, layout: Layout, more: Callable[[], dict[str, Any]]) -> tuple[Any, int]:
-        """Return all checked arguments and a seed, and set `spec`; collective."""
+    def _agree(
+        self, layout: Layout, shape: Mapping[str, int], more: Callable[[], Mapping[str, Any]] = dict
+    ) -> int:
+        """Check all arguments and keep them as attributes; return a seed. Collective."""
 
         def check() -> dict[str, Any]:
-            self.spec, found = layout.checked()
-            return found | more()
+            self.spec, found = layout.checked(shape, self._dim)
+            return {**found, **more()}
 
-        return agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
+        checked, seed = agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
+        for name in checked.keys() - {"sizes", "dtype", "an init", "bias", "allocate_weight"}:
+            setattr(self, name, checked[name])
+        return int(seed)
 
-    @staticmethod
-    def _checked(flags: Mapping[str, object]) -> dict[str, Any]:
-        for name, value in flags.items():
-            checked_flag(value, name, "")
-        return dict(flags)
+    @classmethod
+    def _check_plain(
+        cls, layer: nn.Module, kind: Any, options: Mapping[str, Any], word: str
+    ) -> dict[str, Any]:
+        """Return digests of the parameters of a torch layer that is to be replaced.
 
-    def _own(self, whole: torch.Tensor, spec: ShardSpec | None) -> nn.Parameter:
-        """Return this rank's shard of a full parameter, in memory of its own."""
+        Raises ArgumentError if `layer` is not of this kind, or has hooks, a parametrization or its
+        own ``forward``, which the replacement would lose, or if an option is unknown.
+        """
+        if not isinstance(layer, kind):
+            got = type(layer).__name__
+            raise ArgumentError(f"{word} must be a torch.nn.{kind.__name__}; got {got}.")
+        # dictionaries that are empty in a plain layer, as those of hooks are
+        plain = vars(kind(1, 1, device="meta"))
+        state = [name for name, usual in plain.items() if usual == {} and vars(layer).get(name)]
+        lost = None
+        if parametrize.is_parametrized(layer):
+            lost = "a parametrization"
+        elif state:
+            lost = f"hooks or other state ({', '.join(state)})"
+        elif type(layer).forward is not kind.forward:
+            lost = "a forward of its own"
+        if lost is not None:
+            raise ArgumentError(
+                f"{word}, of class {type(layer).__name__}, has {lost}, which would be lost. Remove "
+                "it, and add it to the parallel layer."
+            )
+        fixed = {"bias", "allocate_weight", "group", "init", "device", "dtype"}
+        known = {field.name for field in fields(cls._kind)} - fixed
+        if unknown := [name for name in options if name not in known]:
+            raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
+        return {name: (digest(x), x.requires_grad) for name, x in layer.named_parameters()}
+
+    def _own(self, name: str, whole: Tensor) -> nn.Parameter:
+        """Return this rank's part of a full parameter, in memory of its own."""
+        spec = self.spec if name in self._sharded else None
         own = whole.detach().clone() if spec is None else spec.shard(whole.detach())
         parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
         return parameter if spec is None else mark(parameter, spec)
 
-    def _marks(self) -> dict[str, ShardSpec]:
-        named = self._parameters.items()
-        specs = {name: shard_spec(param) for name, param in named if param is not None}
-        return {name: spec for name, spec in specs.items() if spec is not None}
-
-    def _mark(self, marks: dict[str, ShardSpec]) -> None:
-        for name, spec in marks.items():
-            param = self._parameters[name]
-            if param is not None:
-                mark(param, spec)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, _MARKS: self._marks()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        marks = state.pop(_MARKS)
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark(marks)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        marks = self._marks()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark(marks)
+    def _mark(self) -> Self:
+        for name in self._sharded:
+            parameter = getattr(self, name)
+            if parameter is not None:
+                mark(parameter, self.spec)
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return super()._apply(fn, recurse)._mark()  # type: ignore[no-untyped-call, no-any-return]
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        marks = self._marks()
         super()._load_from_state_dict(*args, **kwargs)
-        self._mark(marks)
+        self._mark()
 
 
-def check_plain(layer: nn.Module, kind: type[nn.Module], name: str) -> dict[str, Any]:
-    """Return digests of the parameters of a plain torch layer that is to be replaced.
-
-    Raises ArgumentError if `layer` is not of this kind, or has hooks, a parametrization or its own
-    ``forward``, which the replacement would lose.
-    """
-    if not isinstance(layer, kind):
-        got = type(layer).__name__
-        raise ArgumentError(f"{name} must be a torch.nn.{kind.__name__}; got {got}.")
-    hooks = (
-        layer._forward_pre_hooks,
-        layer._forward_hooks,
-        layer._backward_pre_hooks,
-        layer._backward_hooks,
-    )
-    lost = None
-    if parametrize.is_parametrized(layer):
-        lost = "a parametrization"
-    elif any(hooks):
-        lost = "hooks"
-    elif type(layer).forward is not kind.forward:
-        lost = "a forward of its own"
-    if lost is not None:
-        raise ArgumentError(
-            f"{name}, of class {type(layer).__name__}, has {lost}, which would be lost. Remove it, "
-            "and add it to the parallel layer."
-        )
-    return {word: (digest(value), value.requires_grad) for word, value in layer.named_parameters()}
-
-
-def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, group: GroupLike = None) -> bool:
+def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = None) -> bool:
     """Return whether this rank counts a parameter, so that all ranks together count it once.
 
     True for a sharded parameter on every rank, and for a replicated one on the group's first rank.

@@ -9,24 +9,29 @@ them along the sequence. Messages travel while products are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
+from dataclasses import dataclass, fields
 from math import prod, sqrt
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import apply, begin, checking, in_forward_mode
+from varcomm.ops.operator import apply, begin, checking, in_forward_mode, is_recorded
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
-from varcomm.sharding import ShardSpec
 from varcomm.sizes import checked_sizes
-from varcomm.tensor_parallel.init import Fill
-from varcomm.tensor_parallel.layout import Layout, ShardedModule, Sizes, agreed, check_plain
+from varcomm.tensor_parallel.layout import (
+    Choices,
+    Layout,
+    ShardedModule,
+    Sizes,
+    agreed,
+    checked_choice,
+)
 from varcomm.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -38,27 +43,21 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
-    "as_rows",
-    "autocast",
-    "checked_operands",
-    "checked_sequence",
     "column_parallel_linear",
-    "flattened",
-    "multiplied",
-    "multiplied_while_gathered",
-    "refuse_vmap",
     "row_parallel_linear",
 ]
 
-Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+Output = Tensor | tuple[Tensor, Tensor | None]
 Before = ReplicatedUse | AllGatherV
 After = ReplicatedSum | ReduceScatterV
 
+_SAVED = ("input", "gathered")
+
 
 def column_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     *,
     gather_output: bool = False,
@@ -66,7 +65,7 @@ def column_parallel_linear(
     save: Literal["input", "gathered"] = "input",
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `x` is replicated or a part of a sequence, and compute this rank's outputs.
 
     Parameters
@@ -75,8 +74,8 @@ def column_parallel_linear(
         Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
         ``(sequence_sizes[rank], *F, K)``.
     weight : torch.Tensor
-        This rank's rows of the weight, ``(sizes[rank], K)``. If it has an attribute ``main_grad``,
-        ``backward()`` adds its gradient to that, in its dtype, and not to ``weight.grad``.
+        This rank's rows of the weight, ``(sizes[rank], K)``. ``backward()`` adds its gradient to an
+        attribute ``main_grad`` if there is one, in its dtype, and not to ``weight.grad``.
     bias : torch.Tensor, optional
         This rank's part of the bias, ``(sizes[rank],)``.
     sizes : sequence of int, optional
@@ -106,14 +105,13 @@ def column_parallel_linear(
     Notes
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
-    Derivatives are of any order. ``torch.autocast`` works as for ``torch.nn.functional.linear``.
 
-    Communication: with `sequence_sizes` every rank sends its rows of `x` to every other rank while
-    it multiplies its own, and again in backward with ``save="input"``. `gather_output` sends the
-    outputs. In backward an all-reduce or reduce-scatter of the gradient of `x` travels while the
-    gradient of `weight` is computed. Nothing is kept or sent for operands without a gradient.
+    Communication: with `sequence_sizes` an all-gather of `x`, while own rows are multiplied, again
+    in backward with ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient
+    of `x`, while that of `weight` is computed. Operands without a gradient cause neither.
 
-    In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``.
+    In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``, also
+    under ``torch.autocast``.
 
     Examples
     --------
@@ -125,11 +123,11 @@ def column_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
-    ranks = resolve(group)
+    name, ranks = "column_parallel_linear", resolve(group)
     flags = {"gather_output": gather_output, "use_fp32": use_fp32}
-    with checking("column_parallel_linear", ranks, **flags) as where:
+    with checking(name, ranks, **flags) as where:
+        checked_choice(save, "save", where, _SAVED)
         checked_operands(x, weight, bias, where)
-        _check_save(save, where)
         _check_sizes(weight, sizes, 0, ranks, where)
         sequence = checked_sequence(x, sequence_sizes, ranks, where)
         sink = _gradient_sink(weight, where)
@@ -145,16 +143,16 @@ def column_parallel_linear(
 
 
 def row_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     *,
     input_is_parallel: bool = True,
     sequence_sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `x` is sharded along its last dimension, and sum the products of all ranks.
 
     Parameters
@@ -177,16 +175,15 @@ def row_parallel_linear(
     Returns
     -------
     torch.Tensor
-        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows. Errors are those of
-        :func:`column_parallel_linear`.
+        ``(*F, N)``, replicated; with `sequence_sizes` this rank's rows.
 
     Notes
     -----
     Adjoint: with respect to `x`, :func:`column_parallel_linear` with the transposed weight.
 
-    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter. In
-    backward nothing, or a gather of the gradient's rows while the rank's own are multiplied.
-    Without `input_is_parallel`, backward also gathers the gradient of `x`.
+    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter, and in
+    backward an all-gather, while the rank's own rows are multiplied. Without `input_is_parallel`,
+    backward also gathers the gradient of `x`.
 
     In one process: ``torch.nn.functional.linear(x, weight, bias)``.
 
@@ -222,14 +219,14 @@ def row_parallel_linear(
 
 
 def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
     before: Before | None,
     after: After | None,
     keep_gathered: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return ``after(before(x) @ weight.T) + bias`` for `x` of (rows, in), differentiable."""
     if torch.compiler.is_compiling():
         rows = x if before is None else apply(before, x)
@@ -239,10 +236,8 @@ def _product(
         if bias is not None and isinstance(after, ReduceScatterV):
             bias = apply(ReplicatedUse(after.group, after.use_fp32), bias)
         return y if bias is None else y + bias
-    recorded = torch.is_grad_enabled() and any(
-        operand is not None and operand.requires_grad
-        for operand in ((x,) if after is None else (x, weight, sink))
-    )
+    needed = (x,) if after is None else (x, weight, sink)
+    recorded = any(is_recorded(operand) for operand in needed if operand is not None)
     used = weight if sink is None else weight.detach()
     node: Any = _Product
     y, *_ = node.apply(x, used, bias, sink, before, after, keep_gathered, recorded)
@@ -259,15 +254,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        sink: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
         before: Before | None,
         after: After | None,
         keep_gathered: bool,
         recorded: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         token, rows = torch.empty(0, dtype=torch.float32, device=x.device), None
         if isinstance(before, AllGatherV):
             y, rows = multiplied_while_gathered(before, x, weight.T, bias, recorded)
@@ -293,11 +288,13 @@ class _Product(torch.autograd.Function):
         ctx.save_for_forward(x, weight, token)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, of_token, _ = gradients
         x, rows, weight, token = ctx.saved_tensors
         if torch.is_grad_enabled():
-            of_bias = _of_replicated_bias(ctx.after, gradient) if ctx.of_bias else None
+            of_bias = gradient.sum(0) if ctx.of_bias else None
+            if of_bias is not None and isinstance(ctx.after, ReduceScatterV):  # of own rows only
+                of_bias = apply(ReplicatedSum(ctx.after.group, ctx.after.use_fp32), of_bias)
             rows, gradient, of_x = _recorded(ctx, gradient, x, weight, token + of_token)
             of_weight = _of_weight(ctx, gradient, rows)
         else:
@@ -310,9 +307,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @in_forward_mode
-    def jvp(
-        ctx: Any, saved: Any, *tangents: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def jvp(ctx: Any, saved: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         of_x, of_weight, of_bias, *_ = tangents
         x, weight, token = saved
         # ranks communicate identically, whichever tangents exist on this rank
@@ -338,18 +333,14 @@ def refuse_vmap(what: str) -> NoReturn:
     raise ArgumentError(f"torch.func.vmap over {what} is not supported. Loop over the batch.")
 
 
-def _joined(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def _joined(x: Tensor, token: Tensor) -> Tensor:
     """Return the values of `x`, which then depend on `token` as well."""
     return x + token.sum().to(x.dtype)
 
 
 def _recorded(
-    ctx: Any,
-    gradient: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    token: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None, token: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return all rows, the gradient of all products, and that of `x`, all differentiable."""
     rows = x if x is None or ctx.before is None else apply(ctx.before, _joined(x, token))
     if ctx.after is not None:
@@ -361,12 +352,8 @@ def _recorded(
 
 
 def _overlapped(
-    ctx: Any,
-    gradient: torch.Tensor,
-    x: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    weight: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    ctx: Any, gradient: Tensor, x: Tensor | None, rows: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return the gradients of `x`, `weight` and all products; messages travel meanwhile."""
     before, after, of_x, gathering = ctx.before, ctx.after, None, None
     if x is not None and rows is None:
@@ -391,7 +378,7 @@ def _overlapped(
     return summing.wait(), of_weight, gradient
 
 
-def _of_weight(ctx: Any, gradient: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
+def _of_weight(ctx: Any, gradient: Tensor, rows: Tensor | None) -> Tensor | None:
     if rows is None:
         return None
     if ctx.sink_dtype is not None:
@@ -399,22 +386,14 @@ def _of_weight(ctx: Any, gradient: torch.Tensor, rows: torch.Tensor | None) -> t
     return gradient.T @ rows.conj()
 
 
-def _of_replicated_bias(after: After | None, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a bias, differentiable; from own rows of a sequence, or from all."""
-    own = gradient.sum(0)
-    if not isinstance(after, ReduceScatterV):
-        return own
-    return apply(ReplicatedSum(after.group, after.use_fp32), own)
-
-
 def multiplied_while_gathered(
     gather: AllGatherV,
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
     recorded: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Gather rows, and return ``rows @ factor + bias`` and the rows.
 
     This rank's rows are multiplied while the others travel, and each product is written into its
@@ -432,19 +411,14 @@ def multiplied_while_gathered(
     return out, rows
 
 
-def multiplied(
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def multiplied(x: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return ``x @ factor + bias``, in `out` if given."""
     if bias is None:
         return torch.mm(x, factor, out=out)
     return torch.addmm(bias, x, factor, out=out)
 
 
-def _gradient_sink(weight: torch.Tensor, where: str) -> torch.Tensor | None:
+def _gradient_sink(weight: Tensor, where: str) -> Tensor | None:
     """Return a leaf whose gradient is ``weight.main_grad``, for a weight that has one."""
     values = getattr(weight, "main_grad", None)
     if values is None or not weight.requires_grad or not torch.is_grad_enabled():
@@ -453,9 +427,9 @@ def _gradient_sink(weight: torch.Tensor, where: str) -> torch.Tensor | None:
 
 
 @uncompiled("in a graph, backward() cannot add to weight.main_grad; delete it")
-def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor:
-    if not isinstance(values, torch.Tensor) or values.shape != weight.shape:
-        got = tuple(values.shape) if isinstance(values, torch.Tensor) else values
+def _made_sink(weight: Tensor, values: object, where: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != weight.shape:
+        got = tuple(values.shape) if isinstance(values, Tensor) else values
         raise ArgumentError(
             f"{where}weight.main_grad must be a tensor of the weight's shape, "
             f"{tuple(weight.shape)}; got {got!r}."
@@ -467,7 +441,7 @@ def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor
     sink = values.new_empty(()).expand(values.shape).requires_grad_()  # without memory
     sink.grad = values
 
-    def check(sink: torch.Tensor) -> None:
+    def check(sink: Tensor) -> None:
         if sink.grad is not values:  # torch has made a new tensor for a gradient with a graph
             raise ArgumentError(
                 "backward(create_graph=True) with a weight.main_grad: gradients that are added to "
@@ -479,11 +453,7 @@ def _made_sink(weight: torch.Tensor, values: object, where: str) -> torch.Tensor
 
 
 def checked_operands(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    where: str,
-    name: str = "x",
+    x: Tensor, weight: Tensor, bias: Tensor | None, where: str, name: str = "x"
 ) -> None:
     """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` is that of x."""
     checked_tensor(x, where, name)
@@ -510,13 +480,8 @@ def checked_operands(
         raise ArgumentError(f"{where}{name} must be floats; got {x.dtype}.")
 
 
-def _check_save(save: str, where: str) -> None:
-    if save not in ("input", "gathered"):
-        raise ArgumentError(f'{where}save must be "input" or "gathered"; got {save!r}.')
-
-
 def _check_sizes(
-    weight: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
+    weight: Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
 ) -> None:
     if sizes is None:
         return
@@ -530,11 +495,7 @@ def _check_sizes(
 
 
 def checked_sequence(
-    x: torch.Tensor,
-    sequence_sizes: Sequence[int] | None,
-    group: Group,
-    where: str,
-    whole: bool = False,
+    x: Tensor, sequence_sizes: Sequence[int] | None, group: Group, where: str, whole: bool = False
 ) -> tuple[int, ...] | None:
     """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
     if sequence_sizes is None:
@@ -554,25 +515,25 @@ def checked_sequence(
     return sequence
 
 
-def flattened(sequence: Sequence[int], x: torch.Tensor) -> tuple[int, ...]:
+def flattened(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
     """Return the rows per rank of :func:`as_rows`."""
     return tuple(size * prod(x.shape[1:-1]) for size in sequence)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return `x` with all dimensions but the last flattened."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def autocast(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return operands in the dtype of :class:`torch.autocast`, as torch's linear uses them."""
     cast = None if bias is None else bias.to(_dtype(bias))
     return x.to(_dtype(x)), weight.to(_dtype(weight)), cast
 
 
-def _dtype(operand: torch.Tensor) -> torch.dtype:
+def _dtype(operand: Tensor) -> torch.dtype:
     # autocast leaves fp64 and complex numbers alone
     device, dtype = operand.device.type, operand.dtype
     if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
@@ -580,45 +541,69 @@ def _dtype(operand: torch.Tensor) -> torch.dtype:
     return dtype
 
 
+@dataclass(frozen=True)
+class _LinearLayout(Layout):
+    bias: bool = True
+    skip_bias_add: bool = False
+    use_fp32: bool = True
+    allocate_weight: bool = True
+
+
+@dataclass(frozen=True)
+class _ColumnLayout(_LinearLayout):
+    gather_output: bool = False
+    save: str = "input"
+
+    choices: ClassVar[Choices] = {"save": _SAVED}
+
+
+@dataclass(frozen=True)
+class _RowLayout(_LinearLayout):
+    input_is_parallel: bool = True
+
+
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
-    _dim: ClassVar[int]  # sharded dimension of the weight
-    _usual: ClassVar[dict[str, Any]]  # options that the repr leaves out
-
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    skip_bias_add: bool
+    use_fp32: bool
 
-    def __init__(self, layout: Layout, flags: dict[str, bool], save: str = "input") -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        sizes: Sizes | None = None,
+        *,
+        group: GroupLike = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-
-        def options() -> dict[str, Any]:
-            _check_save(save, "")
-            return {**self._checked(flags), "save": save}
-
-        checked, seed = self._agree(layout, options)
-        self.out_features, self.in_features = (checked[name] for name in layout.names)
-        self.sequence_sizes = checked["sequence_sizes"]
+        layout: Any = self._kind(sizes=sizes, group=group, **{"bias": bias, **options})
+        shape = {"out_features": out_features, "in_features": in_features}
+        seed = self._agree(layout, shape)
         bound = 1 / sqrt(self.in_features) if self.in_features else 0.0
 
-        def uniform(tile: torch.Tensor, generator: torch.Generator) -> None:
+        def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
 
         def make() -> None:
-            if flags["allocate_weight"]:
-                self.weight = layout.draw(self.spec, layout.init or uniform, seed)
-            if flags["bias"]:  # from another seed, so that it does not repeat the weight
-                self.bias = layout.draw(self._bias_spec, uniform, seed + 1, dims=1)
+            full = self.out_features, self.in_features
+            if layout.allocate_weight:
+                self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            if bias:  # from another seed, so that it does not repeat the weight
+                spec = self.spec if "bias" in self._sharded else None
+                self.bias = layout.draw(full[:1], spec, uniform, seed + 1)
 
         # a device may be missing or full on one rank, and `init` is the caller's
         agree(type(self).__name__, make, self.group)
-
-    @property
-    def _bias_spec(self) -> ShardSpec | None:
-        return self.spec if self._dim == 0 else None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
@@ -628,28 +613,23 @@ class _ParallelLinear(ShardedModule):
         the constructor beside features, bias, init, device and dtype. All ranks raise ArgumentError
         if one passes no plain Linear or a wrong option, DisagreementError if weights differ.
         """
-        kind: Any = cls
-        fixed = {"in_features", "out_features", "bias", "device", "dtype", "init"}
 
         def check() -> dict[str, Any]:
-            digests = check_plain(linear, nn.Linear, "linear")
-            known = signature(kind).parameters.keys() - fixed - {"allocate_weight"}
-            if unknown := [name for name in options if name not in known]:
-                raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
-            return digests
+            return cls._check_plain(linear, nn.Linear, options, "linear")
 
         agreed(f"{cls.__name__}.from_linear", check, resolve(group))
-        made: Self = kind(
+        made = cls(
             linear.in_features,
             linear.out_features,
             False,
+            group=group,
             allocate_weight=False,
             dtype=linear.weight.dtype,
-            **{"group": group, **options},
+            **options,
         )
-        made.weight = made._own(linear.weight, made.spec)
+        made.weight = made._own("weight", linear.weight)
         if linear.bias is not None:
-            made.bias = made._own(linear.bias, made._bias_spec)
+            made.bias = made._own("bias", linear.bias)
         return made.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -658,7 +638,7 @@ class _ParallelLinear(ShardedModule):
         All ranks raise ArgumentError if the layer has no weight of its own.
         """
 
-        def check() -> torch.Tensor:
+        def check() -> Tensor:
             if self.weight is None:
                 raise ArgumentError("the layer has no weight of its own: allocate_weight=False.")
             return self.weight
@@ -672,16 +652,14 @@ class _ParallelLinear(ShardedModule):
             device=weight.device,
             dtype=weight.dtype,
         )
-        with torch.no_grad():
-            linear.weight.copy_(self.spec.gather(weight.detach()))
-            linear.weight.requires_grad_(weight.requires_grad)
-            if self.bias is not None:
-                spec, bias = self._bias_spec, self.bias.detach()
-                linear.bias.copy_(bias if spec is None else spec.gather(bias))
-                linear.bias.requires_grad_(self.bias.requires_grad)
+        for name, own in self.named_parameters(recurse=False):
+            whole, values = linear.get_parameter(name), own.detach()
+            with torch.no_grad():
+                whole.copy_(self.spec.gather(values) if name in self._sharded else values)
+            whole.requires_grad_(own.requires_grad)
         return linear.train(self.training)
 
-    def _weight(self, given: torch.Tensor | None, where: str) -> torch.Tensor:
+    def _weight(self, given: Tensor | None, where: str) -> Tensor:
         weight = self.weight if given is None else given
         if weight is None:
             raise ArgumentError(
@@ -698,12 +676,11 @@ class _ParallelLinear(ShardedModule):
         ]
         if self.sequence_sizes is not None:
             words.append(f"sequence_sizes={list(self.sequence_sizes)}")
-        options = ((name, getattr(self, name), usual) for name, usual in self._usual.items())
-        words += [f"{name}={value!r}" for name, value, usual in options if value != usual]
+        usual = {field.name: field.default for field in fields(self._kind)}
+        for name in sorted({*self._kind.own_names()} - {"bias", "allocate_weight"}):
+            if getattr(self, name) != usual[name]:
+                words.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(words)
-
-
-_NAMES = ("out_features", "in_features")
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -718,25 +695,15 @@ class ColumnParallelLinear(_ParallelLinear):
     sizes : sequence of int, or of such sequences, optional
         Outputs per rank; zeros allowed; None is balanced. For several fused blocks (queries, keys
         and values; gate and up), those of each block: a rank has its part of every block.
-    gather_output : bool
-        Return all outputs, replicated.
-    sequence_sizes : sequence of int, optional
-        Rows of the input's first dimension per rank: sequence parallelism.
-    init : callable, optional
-        ``init(tensor, generator)`` draws elements of the weight in place, all from the same
-        distribution; it is called for pieces. None draws as :class:`torch.nn.Linear` does.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
-    device, dtype : optional
-        Device and dtype of the parameters.
-    skip_bias_add : bool
-        Return ``(output, bias)`` and leave the addition to the caller.
-    save : {"input", "gathered"}
-        Tensor that backward keeps in sequence parallelism; see :func:`column_parallel_linear`.
-    use_fp32 : bool
-        Sum floats narrower than 4 bytes in fp32 and round once.
-    allocate_weight : bool
-        Whether the layer has its own weight; otherwise each call passes one, as tied heads do.
+    **options
+        `gather_output`, `sequence_sizes`, `save` and `use_fp32` as in
+        :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
+        generator)`` draws elements of the weight in place, all from the same distribution, in
+        pieces; None draws as :class:`torch.nn.Linear` does. `skip_bias_add` returns ``(output,
+        bias)`` and leaves the addition to the caller. ``allocate_weight=False`` makes a layer
+        without a weight, to which each call passes one, as tied heads do.
 
     Attributes
     ----------
@@ -745,17 +712,13 @@ class ColumnParallelLinear(_ParallelLinear):
     spec : ShardSpec
         How both are sharded.
 
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if arguments are wrong on one of them, or differ.
-
     Notes
     -----
-    The constructor is collective. The full weight depends on torch's default generator on the
-    group's first rank and not on the number of ranks, and no rank holds it.
+    The full weight depends on torch's default generator on the group's first rank and not on the
+    number of ranks, and no rank holds it. The constructor is collective: all ranks raise an error
+    if arguments are wrong on one of them (ArgumentError), or differ (DisagreementError).
 
-    Communication: per call as :func:`column_parallel_linear`; short messages in the constructor.
+    Communication: per call as :func:`column_parallel_linear`.
 
     In one process: :class:`torch.nn.Linear`.
 
@@ -765,57 +728,23 @@ class ColumnParallelLinear(_ParallelLinear):
     >>> from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     up = ColumnParallelLinear(4, 7)
-    ...     down = RowParallelLinear(7, 4)
+    ...     up, down = ColumnParallelLinear(4, 7), RowParallelLinear(7, 4)
     ...     return up.weight.shape[0], round(down(up(torch.ones(2, 4)).relu()).sum().item(), 4)
     >>> one, two = varcomm.launch(fn, 1), varcomm.launch(fn, 2)
     >>> one[0][1] == two[0][1] == two[1][1], [rows for rows, _ in two]
     (True, [4, 3])
     """
 
-    _dim = 0
-    _usual: ClassVar[dict[str, Any]] = {
-        "gather_output": False,
-        "skip_bias_add": False,
-        "save": "input",
-        "use_fp32": True,
-    }
+    _kind = _ColumnLayout
+    _sharded = ("weight", "bias")
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        sizes: Sizes | None = None,
-        gather_output: bool = False,
-        sequence_sizes: Sequence[int] | None = None,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        skip_bias_add: bool = False,
-        save: Literal["input", "gathered"] = "input",
-        use_fp32: bool = True,
-        allocate_weight: bool = True,
-    ) -> None:
-        shape = (out_features, in_features)
-        layout = Layout(_NAMES, shape, 0, sizes, sequence_sizes, init, group, device, dtype)
-        flags = {
-            "bias": bias,
-            "gather_output": gather_output,
-            "skip_bias_add": skip_bias_add,
-            "use_fp32": use_fp32,
-            "allocate_weight": allocate_weight,
-        }
-        super().__init__(layout, flags, save)
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.save, self.use_fp32 = save, use_fp32
+    gather_output: bool
+    save: Literal["input", "gathered"]
 
     def forward(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
+        x: Tensor,
+        weight: Tensor | None = None,
         gather_output: bool | None = None,
         sequence_sizes: Sequence[int] | None = None,
     ) -> Output:
@@ -837,18 +766,17 @@ class ColumnParallelLinear(_ParallelLinear):
             use_fp32=self.use_fp32,
             group=self.group.process_group,
         )
-        bias: torch.Tensor | None = self.bias
-        if gather:
-            y = self._gathered(y)
-            bias = bias if bias is None or not self.skip_bias_add else self._gathered(bias)
-        return (y, bias) if self.skip_bias_add else y
+        if not gather:
+            return (y, self.bias) if self.skip_bias_add else y
+        if not self.skip_bias_add:
+            return self._gathered(y)
+        return self._gathered(y), None if self.bias is None else self._gathered(self.bias)
 
-    def _gathered(self, outputs: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, outputs: Tensor) -> Tensor:
         """Return all outputs, in the order of the full layer."""
         sizes, pg = self.spec.sizes, self.group.process_group
-        return self.spec.ordered(
-            gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg), -1
-        )
+        whole = gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg)
+        return self.spec.ordered(whole, -1)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -862,12 +790,11 @@ class RowParallelLinear(_ParallelLinear):
         Whether the layer has a bias: replicated, with a gradient that is complete on every rank.
     sizes : sequence of int, or of such sequences, optional
         Inputs per rank, of each fused block; zeros allowed; None is balanced.
-    input_is_parallel : bool
-        Whether calls pass this rank's inputs; otherwise all inputs, replicated.
-    sequence_sizes : sequence of int, optional
-        Rows of the output's first dimension per rank: sequence parallelism.
-    init, group, device, dtype, skip_bias_add, use_fp32, allocate_weight
-        As in :class:`ColumnParallelLinear`.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+    **options
+        `input_is_parallel`, `sequence_sizes` and `use_fp32` as in :func:`row_parallel_linear`, and
+        others of :class:`ColumnParallelLinear`, whose example has both layers.
 
     Attributes
     ----------
@@ -878,9 +805,7 @@ class RowParallelLinear(_ParallelLinear):
 
     Notes
     -----
-    The constructor works as that of :class:`ColumnParallelLinear`, whose example has both layers.
-
-    Communication: per call as :func:`row_parallel_linear`; short messages in the constructor.
+    Communication: per call as :func:`row_parallel_linear`; the constructor is collective.
 
     In one process: :class:`torch.nn.Linear`.
 
@@ -895,48 +820,13 @@ class RowParallelLinear(_ParallelLinear):
     [(torch.Size([2, 2]), torch.Size([4, 2])), (torch.Size([2, 1]), torch.Size([4, 2]))]
     """
 
+    _kind = _RowLayout
     _dim = 1
-    _usual: ClassVar[dict[str, Any]] = {
-        "input_is_parallel": True,
-        "skip_bias_add": False,
-        "use_fp32": True,
-    }
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        sizes: Sizes | None = None,
-        input_is_parallel: bool = True,
-        sequence_sizes: Sequence[int] | None = None,
-        init: Fill | None = None,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        skip_bias_add: bool = False,
-        use_fp32: bool = True,
-        allocate_weight: bool = True,
-    ) -> None:
-        shape = (out_features, in_features)
-        layout = Layout(_NAMES, shape, 1, sizes, sequence_sizes, init, group, device, dtype)
-        flags = {
-            "bias": bias,
-            "input_is_parallel": input_is_parallel,
-            "skip_bias_add": skip_bias_add,
-            "use_fp32": use_fp32,
-            "allocate_weight": allocate_weight,
-        }
-        super().__init__(layout, flags)
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.use_fp32 = use_fp32
+    input_is_parallel: bool
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        sequence_sizes: Sequence[int] | None = None,
+        self, x: Tensor, weight: Tensor | None = None, sequence_sizes: Sequence[int] | None = None
     ) -> Output:
         """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
 

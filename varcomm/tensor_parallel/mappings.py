@@ -22,27 +22,22 @@ do not fit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from inspect import cleandoc, signature
 from typing import TypeVar
 
-import torch
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.all_to_all_v import all_to_all_v
+from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.compilation import uncompiled
 from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
 from varcomm.ops.reduction import checked_summable
-from varcomm.ops.replicated import (
-    ReplicatedGather,
-    ReplicatedShard,
-    ReplicatedSum,
-    ReplicatedUse,
-)
-from varcomm.ops.transpose_v import transpose_v
+from varcomm.ops.replicated import ReplicatedGather, ReplicatedShard, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -61,85 +56,70 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "shard_sizes",
     "split_tensor_into_1d_chunks",
 ]
 
 
-F = TypeVar("F", bound=Callable[..., torch.Tensor])
+F = TypeVar("F", bound=Callable[..., Tensor])
 
-_RECURRING = {
-    "sizes": "sequence of int, optional\n    Rows per rank along `dim`; zeros allowed, identical "
-    "on all ranks. None is\n    balanced if `tensor` is whole; otherwise it asks all ranks.",
-    "dim": "int\n    Sharded dimension.",
-    "use_fp32": "bool\n    Sum floats narrower than 4 bytes in fp32 and round once.",
-    "group": "ProcessGroup or DeviceMesh, optional\n    Ranks that take part; None is the whole "
-    "world.",
+_TYPES = {
+    "tensor": "torch.Tensor",
+    "piece": "torch.Tensor",
+    "dim": "int",
+    "use_fp32": "bool",
+    "tensor_parallel_output_grad": "bool",
+    "numel": "int, optional",
+    "group": "ProcessGroup or DeviceMesh, optional",
 }
-
-_SECTIONS = """
-Parameters
-----------
-{parameters}
-
-Returns
--------
-torch.Tensor
-    {returns}
-
-Notes
------
-Adjoint: :func:`{adjoint}`.
-
-Communication: {communication}
-
-In one process: {twin}
-
-Examples
---------
->>> import torch, varcomm
->>> from varcomm.tensor_parallel import {name}
-{example}
+_RECURRING = """
+sizes: Rows per rank along `dim`; zeros allowed, identical on all ranks. None is balanced if
+    `tensor` is whole; otherwise it asks all ranks.
+dim: Sharded dimension.
+use_fp32: Sum floats narrower than 4 bytes in fp32 and round once.
+group: Ranks that take part; None is the whole world.
 """
 
 
-def _documented(
-    tensor: str, returns: str, adjoint: str, communication: str, twin: str, **more: str
-) -> Callable[[F], F]:
-    """Complete a mapping's docstring, a summary and an example, by the sections of all mappings."""
+def _documented(mapping: F) -> F:
+    """Write the fields of a mapping's docstring, ``name: text``, as sections of numpydoc."""
+    summary, _, example = cleandoc(mapping.__doc__ or "").partition("\n>>> ")
+    summary, *fields = re.split(r"^(\w[\w ]*): ", summary, flags=re.MULTILINE)
+    recurring = re.split(r"^(\w+): ", _RECURRING, flags=re.MULTILINE)[1:]
+    texts = dict(zip(recurring[::2], recurring[1::2], strict=True))
+    texts |= dict(zip(fields[::2], fields[1::2], strict=True))
+    texts = {name: " ".join(text.split()) for name, text in texts.items()}
+    parameters = signature(mapping).parameters
+    described = [
+        f"{x} : {_TYPES.get(x, 'sequence of int, optional')}\n    {texts[x]}" for x in parameters
+    ]
+    notes = [f"{x}: {texts[x]}\n" for x in ("Adjoint", "Communication", "In one process")]
+    sections = {
+        "Parameters": described,
+        "Returns": ["torch.Tensor", f"    {texts['Returns']}"],
+        "Notes": notes,
+        "Examples": [
+            ">>> import torch, varcomm",
+            f">>> from varcomm.tensor_parallel import {mapping.__name__}",
+            f">>> {example}",
+        ],
+    }
+    mapping.__doc__ = summary + "\n".join(
+        "\n".join((title, "-" * len(title), *entries, "")) for title, entries in sections.items()
+    )
+    return mapping
 
-    def complete(mapping: F) -> F:
-        summary, _, example = cleandoc(mapping.__doc__ or "").partition("\n>>> ")
-        first, *others = signature(mapping).parameters
-        known = _RECURRING | {name: f"optional\n    {text}" for name, text in more.items()}
-        entries = [f"{first} : torch.Tensor\n    {tensor}"]
-        entries += [f"{name} : {known[name]}" for name in others]
-        sections = _SECTIONS.format(
-            parameters="\n".join(entries),
-            returns=returns,
-            adjoint=adjoint,
-            communication=communication,
-            twin=twin,
-            name=mapping.__name__,
-            example=f">>> {example}",
-        )
-        mapping.__doc__ = f"{summary.rstrip()}\n{sections}"
-        return mapping
 
-    return complete
-
-
-@_documented(
-    "Floats or complex of any shape, identical on all ranks.",
-    "A copy of `tensor`.",
-    "reduce_from_tensor_model_parallel_region",
-    "none; in backward an all-reduce of the gradient.",
-    "``tensor.clone()``.",
-)
+@_documented
 def copy_to_tensor_model_parallel_region(
-    tensor: torch.Tensor, use_fp32: bool = True, group: GroupLike = None
-) -> torch.Tensor:
+    tensor: Tensor, use_fp32: bool = True, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is replicated, and use it differently on each rank.
+
+    tensor: Floats or complex of any shape, identical on all ranks.
+    Returns: A copy of `tensor`.
+    Adjoint: :func:`reduce_from_tensor_model_parallel_region`.
+    Communication: none; in backward an all-reduce of the gradient.
+    In one process: ``tensor.clone()``.
 
     >>> def fn(rank):
     ...     x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -154,19 +134,19 @@ def copy_to_tensor_model_parallel_region(
     return apply(ReplicatedUse(ranks, use_fp32), tensor)
 
 
-@_documented(
-    "This rank's part, of the same shape and dtype on all ranks.",
-    "The sum, replicated, bit for bit the same on all ranks.",
-    "copy_to_tensor_model_parallel_region",
-    "an all-reduce; none in backward.",
-    "``sum(tensors)``.",
-)
+@_documented
 def reduce_from_tensor_model_parallel_region(
-    tensor: torch.Tensor, use_fp32: bool = True, group: GroupLike = None
-) -> torch.Tensor:
+    tensor: Tensor, use_fp32: bool = True, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is partial and that all ranks use the sum identically.
 
     If ranks use the sum differently, :func:`varcomm.all_reduce` is the right call.
+
+    tensor: This rank's part, of the same shape and dtype on all ranks.
+    Returns: The sum, replicated, bit for bit the same on all ranks.
+    Adjoint: :func:`copy_to_tensor_model_parallel_region`.
+    Communication: an all-reduce; none in backward.
+    In one process: ``sum(tensors)``.
 
     >>> def fn(rank):
     ...     x = torch.tensor(rank + 1.0, requires_grad=True)
@@ -182,20 +162,17 @@ def reduce_from_tensor_model_parallel_region(
     return apply(ReplicatedSum(ranks, use_fp32), tensor)
 
 
-@_documented(
-    "``sum(sizes)`` rows along `dim`, identical on all ranks.",
-    "A copy of this rank's ``sizes[rank]`` rows.",
-    "gather_from_tensor_model_parallel_region",
-    "none; in backward every rank sends its gradient to every other rank.",
-    "part ``rank`` of ``tensor.split(sizes, dim)``.",
-)
+@_documented
 def scatter_to_tensor_model_parallel_region(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = -1,
-    group: GroupLike = None,
-) -> torch.Tensor:
+    tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = -1, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's shard.
+
+    tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
+    Returns: A copy of this rank's ``sizes[rank]`` rows.
+    Adjoint: :func:`gather_from_tensor_model_parallel_region`.
+    Communication: none; in backward every rank sends its gradient to every other rank.
+    In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
 
     >>> def fn(rank):
     ...     x = torch.arange(3.0, requires_grad=True)
@@ -207,22 +184,19 @@ def scatter_to_tensor_model_parallel_region(
     return _scattered("scatter_to_tensor_model_parallel_region", tensor, sizes, dim, group)
 
 
-@_documented(
-    "This rank's shard, ``sizes[rank]`` rows along `dim`.",
-    "``sum(sizes)`` rows along `dim`, replicated.",
-    "scatter_to_tensor_model_parallel_region",
-    "every rank sends its shard to every other rank; none in backward.",
-    "``torch.cat(shards, dim)``.",
-)
+@_documented
 def gather_from_tensor_model_parallel_region(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = -1,
-    group: GroupLike = None,
-) -> torch.Tensor:
+    tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = -1, group: GroupLike = None
+) -> Tensor:
     """Assume that all ranks use the gathered tensor identically.
 
     If ranks use it differently, :func:`varcomm.all_gather_v` is the right call.
+
+    tensor: This rank's shard, ``sizes[rank]`` rows along `dim`.
+    Returns: ``sum(sizes)`` rows along `dim`, replicated.
+    Adjoint: :func:`scatter_to_tensor_model_parallel_region`.
+    Communication: every rank sends its shard to every other rank; none in backward.
+    In one process: ``torch.cat(shards, dim)``.
 
     >>> def fn(rank):
     ...     x = torch.full((rank + 1,), 1.0 + rank, requires_grad=True)
@@ -235,20 +209,20 @@ def gather_from_tensor_model_parallel_region(
     return _gathered("gather_from_tensor_model_parallel_region", tensor, sizes, dim, group)
 
 
-@_documented(
-    "This rank's shard, ``(*F, sizes[rank])``.",
-    "``(*F, sum(sizes))``.",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
-    ":func:`varcomm.all_gather_v`; in backward a reduce-scatter.",
-    "``torch.cat(shards, -1)``.",
-)
+@_documented
 def all_gather_last_dim_from_tensor_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that ranks use the gathered tensor differently; shards of the last dimension.
+
+    tensor: This rank's shard, ``(*F, sizes[rank])``.
+    Returns: ``(*F, sum(sizes))``.
+    Adjoint: :func:`reduce_scatter_last_dim_to_tensor_parallel_region`.
+    Communication: :func:`varcomm.all_gather_v`; in backward a reduce-scatter.
+    In one process: ``torch.cat(shards, -1)``.
 
     >>> def fn(rank):
     ...     return all_gather_last_dim_from_tensor_parallel_region(torch.full((1, rank + 1), rank))
@@ -259,20 +233,20 @@ def all_gather_last_dim_from_tensor_parallel_region(
     return all_gather_v(tensor, shard_sizes(name, tensor, sizes, -1, ranks), -1, use_fp32, group)
 
 
-@_documented(
-    "This rank's part of the sum, ``(*F, sum(sizes))``.",
-    "``(*F, sizes[rank])``.",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    ":func:`varcomm.reduce_scatter_v`; in backward an all-gather.",
-    "part ``rank`` of ``sum(tensors).split(sizes, -1)``.",
-)
+@_documented
 def reduce_scatter_last_dim_to_tensor_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None = None,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's columns of the sum.
+
+    tensor: This rank's part of the sum, ``(*F, sum(sizes))``.
+    Returns: ``(*F, sizes[rank])``.
+    Adjoint: :func:`all_gather_last_dim_from_tensor_parallel_region`.
+    Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
+    In one process: part ``rank`` of ``sum(tensors).split(sizes, -1)``.
 
     >>> def fn(rank):
     ...     return reduce_scatter_last_dim_to_tensor_parallel_region(torch.arange(3.0).view(1, 3))
@@ -285,20 +259,17 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     )
 
 
-@_documented(
-    "``sum(sizes)`` rows along `dim`, identical on all ranks.",
-    "A copy of this rank's ``sizes[rank]`` rows.",
-    "gather_from_sequence_parallel_region",
-    "none; in backward every rank sends its gradient to every other rank.",
-    "part ``rank`` of ``tensor.split(sizes, dim)``.",
-)
+@_documented
 def scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = 0,
-    group: GroupLike = None,
-) -> torch.Tensor:
+    tensor: Tensor, sizes: Sequence[int] | None = None, dim: int = 0, group: GroupLike = None
+) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's part of the sequence.
+
+    tensor: ``sum(sizes)`` rows along `dim`, identical on all ranks.
+    Returns: A copy of this rank's ``sizes[rank]`` rows.
+    Adjoint: :func:`gather_from_sequence_parallel_region`.
+    Communication: none; in backward every rank sends its gradient to every other rank.
+    In one process: part ``rank`` of ``tensor.split(sizes, dim)``.
 
     >>> varcomm.launch(lambda rank: scatter_to_sequence_parallel_region(torch.arange(3)), 2)
     [tensor([0, 1]), tensor([2])]
@@ -306,25 +277,26 @@ def scatter_to_sequence_parallel_region(
     return _scattered("scatter_to_sequence_parallel_region", tensor, sizes, dim, group)
 
 
-@_documented(
-    "This rank's part, ``sizes[rank]`` rows along `dim`.",
-    "``sum(sizes)`` rows along `dim`.",
-    "reduce_scatter_to_sequence_parallel_region",
-    "every rank sends its part to every other rank; in backward a reduce-scatter, or nothing.",
-    "``torch.cat(shards, dim)``.",
-    tensor_parallel_output_grad="True if gradients of the whole are partial, because a "
-    "tensor-parallel layer follows; False if all ranks use the whole identically. Then the adjoint "
-    "is :func:`scatter_to_sequence_parallel_region`.",
-)
+@_documented
 def gather_from_sequence_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     tensor_parallel_output_grad: bool = True,
     sizes: Sequence[int] | None = None,
     dim: int = 0,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that ranks use the whole differently if `tensor_parallel_output_grad`.
+
+    tensor: This rank's part, ``sizes[rank]`` rows along `dim`.
+    tensor_parallel_output_grad: True if gradients of the whole are partial, because a
+        tensor-parallel layer follows; False if all ranks use the whole identically. Then the
+        adjoint is :func:`scatter_to_sequence_parallel_region`.
+    Returns: ``sum(sizes)`` rows along `dim`.
+    Adjoint: :func:`reduce_scatter_to_sequence_parallel_region`.
+    Communication: every rank sends its part to every other rank; in backward a reduce-scatter, or
+        nothing.
+    In one process: ``torch.cat(shards, dim)``.
 
     >>> def fn(rank, partial):
     ...     x = torch.ones(rank + 1, requires_grad=True)
@@ -342,21 +314,21 @@ def gather_from_sequence_parallel_region(
     return all_gather_v(tensor, shard_sizes(name, tensor, sizes, dim, ranks), dim, use_fp32, group)
 
 
-@_documented(
-    "This rank's part of the sum, ``sum(sizes)`` rows along `dim`.",
-    "``sizes[rank]`` rows along `dim`.",
-    "gather_from_sequence_parallel_region",
-    ":func:`varcomm.reduce_scatter_v`; in backward an all-gather.",
-    "part ``rank`` of ``sum(tensors).split(sizes, dim)``.",
-)
+@_documented
 def reduce_scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None = None,
     dim: int = 0,
     use_fp32: bool = True,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume that `tensor` is partial, and keep this rank's part of the summed sequence.
+
+    tensor: This rank's part of the sum, ``sum(sizes)`` rows along `dim`.
+    Returns: ``sizes[rank]`` rows along `dim`.
+    Adjoint: :func:`gather_from_sequence_parallel_region`.
+    Communication: :func:`varcomm.reduce_scatter_v`; in backward an all-gather.
+    In one process: part ``rank`` of ``sum(tensors).split(sizes, dim)``.
 
     >>> varcomm.launch(lambda rank: reduce_scatter_to_sequence_parallel_region(torch.arange(3)), 2)
     [tensor([0, 2]), tensor([4])]
@@ -367,23 +339,23 @@ def reduce_scatter_to_sequence_parallel_region(
     )
 
 
-@_documented(
-    "``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.",
-    "``sum(output_split_sizes)`` rows along `dim`, sender by sender.",
-    "all_to_all",
-    "every rank sends all rows except the block for itself.",
-    "see :func:`varcomm.all_to_all_v`.",
-    output_split_sizes="Rows from each rank; None asks all ranks.",
-    input_split_sizes="Rows for each rank; None is balanced.",
-)
+@_documented
 def all_to_all(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     dim: int = 0,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume nothing, and send rows to every rank, like :func:`varcomm.all_to_all_v`.
+
+    tensor: ``sum(input_split_sizes)`` rows along `dim`, those for rank 0 first.
+    output_split_sizes: Rows from each rank; None asks all ranks.
+    input_split_sizes: Rows for each rank; None is balanced.
+    Returns: ``sum(output_split_sizes)`` rows along `dim`, sender by sender.
+    Adjoint: :func:`all_to_all`.
+    Communication: every rank sends all rows except the block for itself.
+    In one process: see :func:`varcomm.all_to_all_v`.
 
     >>> varcomm.launch(lambda rank: all_to_all(torch.arange(3) + 10 * rank), 2)
     [tensor([ 0,  1, 10, 11]), tensor([ 2, 12])]
@@ -395,22 +367,22 @@ def all_to_all(
     return all_to_all_v(tensor, sends, output_split_sizes, dim, group)
 
 
-@_documented(
-    "This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.",
-    "``(sum(sequence_sizes), *F, hidden_sizes[rank])``.",
-    "all_to_all_hp2sp",
-    ":func:`varcomm.transpose_v`.",
-    "the whole tensor is the same before and after.",
-    sequence_sizes="Rows of the first dimension per rank; None asks all ranks.",
-    hidden_sizes="Columns of the last dimension per rank; None is balanced.",
-)
+@_documented
 def all_to_all_sp2hp(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sequence_sizes: Sequence[int] | None = None,
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume nothing, and turn parts of the sequence into shards of the hidden dimension.
+
+    tensor: This rank's part of the sequence, ``(sequence_sizes[rank], *F, H)``.
+    sequence_sizes: Rows of the first dimension per rank; None asks all ranks.
+    hidden_sizes: Columns of the last dimension per rank; None is balanced.
+    Returns: ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+    Adjoint: :func:`all_to_all_hp2sp`.
+    Communication: :func:`varcomm.transpose_v`.
+    In one process: the whole tensor is the same before and after.
 
     >>> def fn(rank):
     ...     return all_to_all_sp2hp(torch.arange(3).expand(rank + 1, 3))
@@ -425,22 +397,22 @@ def all_to_all_sp2hp(
     return transpose_v(tensor, -1, columns, 0, rows, group)
 
 
-@_documented(
-    "This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.",
-    "``(sequence_sizes[rank], *F, sum(hidden_sizes))``.",
-    "all_to_all_sp2hp",
-    ":func:`varcomm.transpose_v`.",
-    "the whole tensor is the same before and after.",
-    sequence_sizes="Rows of the first dimension per rank; None is balanced.",
-    hidden_sizes="Columns of the last dimension per rank; None asks all ranks.",
-)
+@_documented
 def all_to_all_hp2sp(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sequence_sizes: Sequence[int] | None = None,
     hidden_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assume nothing, and turn shards of the hidden dimension into parts of the sequence.
+
+    tensor: This rank's columns, ``(sum(sequence_sizes), *F, hidden_sizes[rank])``.
+    sequence_sizes: Rows of the first dimension per rank; None is balanced.
+    hidden_sizes: Columns of the last dimension per rank; None asks all ranks.
+    Returns: ``(sequence_sizes[rank], *F, sum(hidden_sizes))``.
+    Adjoint: :func:`all_to_all_sp2hp`.
+    Communication: :func:`varcomm.transpose_v`.
+    In one process: the whole tensor is the same before and after.
 
     >>> varcomm.launch(lambda rank: all_to_all_hp2sp(torch.full((3, rank + 1), rank)), 2)[1]
     tensor([[0, 1, 1]])
@@ -451,15 +423,15 @@ def all_to_all_hp2sp(
     return transpose_v(tensor, 0, rows, -1, columns, group)
 
 
-@_documented(
-    "Any shape, identical on all ranks.",
-    "One dimension, in memory of its own.",
-    "gather_split_1d_tensor",
-    "none; in backward every rank sends its gradient to every other rank.",
-    "part ``rank`` of ``tensor.reshape(-1).split(sizes)``.",
-)
-def split_tensor_into_1d_chunks(tensor: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+@_documented
+def split_tensor_into_1d_chunks(tensor: Tensor, group: GroupLike = None) -> Tensor:
     """Assume that `tensor` is replicated, and keep this rank's balanced share of its elements.
+
+    tensor: Any shape, identical on all ranks.
+    Returns: One dimension, in memory of its own.
+    Adjoint: :func:`gather_split_1d_tensor`.
+    Communication: none; in backward every rank sends its gradient to every other rank.
+    In one process: part ``rank`` of ``tensor.reshape(-1).split(sizes)``.
 
     >>> varcomm.launch(lambda rank: split_tensor_into_1d_chunks(torch.arange(3).view(3, 1)), 2)
     [tensor([0, 1]), tensor([2])]
@@ -470,19 +442,19 @@ def split_tensor_into_1d_chunks(tensor: torch.Tensor, group: GroupLike = None) -
     return _scattered(name, tensor.reshape(-1), None, 0, group)
 
 
-@_documented(
-    "This rank's piece, of one dimension.",
-    "The pieces of all ranks, of one dimension.",
-    "split_tensor_into_1d_chunks",
-    "every rank sends its piece to every other rank; none in backward.",
-    "``torch.cat(pieces)``.",
-    numel="Elements of the whole, for pieces of :func:`split_tensor_into_1d_chunks`; None asks all "
-    "ranks for the sizes of their pieces.",
-)
+@_documented
 def gather_split_1d_tensor(
-    piece: torch.Tensor, numel: int | None = None, group: GroupLike = None
-) -> torch.Tensor:
+    piece: Tensor, numel: int | None = None, group: GroupLike = None
+) -> Tensor:
     """Assume that all ranks use the gathered pieces identically.
+
+    piece: This rank's piece, of one dimension.
+    numel: Elements of the whole, for pieces of :func:`split_tensor_into_1d_chunks`; None asks all
+        ranks for the sizes of their pieces.
+    Returns: The pieces of all ranks, of one dimension.
+    Adjoint: :func:`split_tensor_into_1d_chunks`.
+    Communication: every rank sends its piece to every other rank; none in backward.
+    In one process: ``torch.cat(pieces)``.
 
     >>> varcomm.launch(lambda rank: gather_split_1d_tensor(torch.full((2 - rank,), rank)), 2)
     [tensor([0, 0, 1]), tensor([0, 0, 1])]
@@ -499,8 +471,8 @@ def gather_split_1d_tensor(
 
 
 def split_tensor_along_last_dim(
-    tensor: torch.Tensor, sizes: Sequence[int], contiguous: bool = False
-) -> tuple[torch.Tensor, ...]:
+    tensor: Tensor, sizes: Sequence[int], contiguous: bool = False
+) -> tuple[Tensor, ...]:
     """Split a tensor into parts of `sizes` along its last dimension; no communication.
 
     Parameters
@@ -563,7 +535,7 @@ def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
 
 def shard_sizes(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     sizes: Sequence[int] | None,
     dim: int,
     group: Group,
@@ -574,9 +546,7 @@ def shard_sizes(
 
 
 @uncompiled("a graph cannot ask the ranks for sizes that were left out; pass sizes")
-def _asked_sizes(
-    name: str, tensor: torch.Tensor, dim: int, group: Group, what: str
-) -> Sequence[int]:
+def _asked_sizes(name: str, tensor: Tensor, dim: int, group: Group, what: str) -> Sequence[int]:
     def local() -> int:
         checked_tensor(tensor, "")
         return tensor.shape[checked_dim(dim, tensor.shape)]
@@ -591,7 +561,7 @@ def _asked_counts(name: str, sends: Sequence[int], group: Group) -> list[int]:
 
 
 def _whole_sizes(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: Group
 ) -> Sequence[int]:
     if sizes is not None:
         return sizes
@@ -601,8 +571,8 @@ def _whole_sizes(
 
 
 def _scattered(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
-) -> torch.Tensor:
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
+) -> Tensor:
     ranks = resolve(group)
     sizes = _whole_sizes(name, tensor, sizes, dim, ranks)
     with checking(name, ranks) as where:
@@ -611,8 +581,8 @@ def _scattered(
 
 
 def _gathered(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
-) -> torch.Tensor:
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, dim: int, group: GroupLike
+) -> Tensor:
     ranks = resolve(group)
     sizes = shard_sizes(name, tensor, sizes, dim, ranks)
     with checking(name, ranks) as where:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.digest import digest
@@ -47,9 +48,8 @@ def parallelize(
         From names as in :meth:`torch.nn.Module.named_modules`, with shell wildcards (``*``, ``?``,
         ``[...]``), to ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding,
         ``"sequence"`` for :func:`sequence_parallel`, or a function from the module to its
-        replacement, for example
-        ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
-        match a module, and no module may match two.
+        replacement, as ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each
+        pattern must match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
         Passed to ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
@@ -62,15 +62,13 @@ def parallelize(
 
     Raises
     ------
-    ArgumentError
-        On every rank, if the plan does not fit the model, or would separate a shared weight.
-    DisagreementError
-        On every rank, if models or plans differ.
+    ArgumentError, DisagreementError
+        On every rank, if the plan does not fit the model, or models or plans differ.
 
     Notes
     -----
-    Modules in several places are replaced in all of them. Parameters that modules share, as tied
-    embeddings and heads do, stay shared; so they must be sharded identically.
+    Modules in several places are replaced in all of them. Parameters that modules share stay
+    shared, so they must be sharded identically.
 
     Communication: short messages with digests of plans and weights. No weight travels.
 
@@ -82,12 +80,10 @@ def parallelize(
     >>> from varcomm.tensor_parallel import parallelize
     >>> def fn(rank):
     ...     torch.manual_seed(0)
-    ...     model = torch.nn.Sequential(
-    ...         torch.nn.Linear(4, 7), torch.nn.ReLU(), torch.nn.Linear(7, 4)
-    ...     )
-    ...     x = torch.ones(2, 4)
+    ...     linears = torch.nn.Linear(4, 7), torch.nn.Linear(7, 4)
+    ...     model, x = torch.nn.Sequential(*linears), torch.ones(2, 4)
     ...     expected = model(x)
-    ...     parallelize(model, {"0": "column", "2": "row"})
+    ...     parallelize(model, {"0": "column", "1": "row"})
     ...     return model[0].weight.shape[0], torch.allclose(model(x), expected)
     >>> varcomm.launch(fn, 2)
     [(4, True), (3, True)]
@@ -97,15 +93,15 @@ def parallelize(
 
     def check() -> dict[str, Any]:
         chosen.update(_chosen(module, plan))
-        return {"modules": {name: _named(how) for name, (_, how) in chosen.items()}}
+        styles = {name: "a function" if callable(how) else how for name, (_, how) in chosen.items()}
+        return {"modules": styles}
 
     agreed(_WHAT, check, ranks)
-    options: dict[str, Any] = {"group": group}
-    in_parts = options | {"sequence_sizes": sequence_sizes}
+    options: dict[str, Any] = {"group": group, "sequence_sizes": sequence_sizes}
     makers: dict[str, Make] = {
-        "column": lambda layer: ColumnParallelLinear.from_linear(layer, **in_parts),
-        "row": lambda layer: RowParallelLinear.from_linear(layer, **in_parts),
-        "embedding": lambda layer: VocabParallelEmbedding.from_embedding(layer, **in_parts),
+        "column": partial(ColumnParallelLinear.from_linear, **options),
+        "row": partial(RowParallelLinear.from_linear, **options),
+        "embedding": partial(VocabParallelEmbedding.from_embedding, **options),
     }
     made: dict[int, nn.Module] = {}
     in_place: list[tuple[nn.Module, list[str]]] = []
@@ -122,10 +118,9 @@ def parallelize(
     agreed(_WHAT, alike, ranks)
     for layer, names in in_place:
         _change(layer, names, ranks)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if name and id(layer) in made:
+            module.set_submodule(name, made[id(layer)])
     return made.get(id(module), module)
 
 
@@ -188,46 +183,32 @@ def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
     return new
 
 
-def _named(how: str | Make) -> str:
-    return how if isinstance(how, str) else "a function"
-
-
 def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Tie the parameters of new modules where those of the old ones were."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    names: dict[int, str] = {}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for prefix, layer in module.named_modules():
-        for name, param in layer._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((layer, name))
-                names.setdefault(id(param), f"{prefix}.{name}")
-    for key, shared in places.items():
-        new = [(made[id(layer)], name) for layer, name in shared if id(layer) in made]
+        for name, param in layer.named_parameters(recurse=False):
+            places.setdefault(param, []).append((layer, name, f"{prefix}.{name}"))
+    for shared in places.values():
+        new = [(made[id(layer)], name) for layer, name, _ in shared if id(layer) in made]
         if len(shared) == 1 or not new:
             continue
-        params = [layer._parameters.get(name) for layer, name in new]
-        first = params[0]
-        for param in params:
-            if (
-                len(new) < len(shared)
-                or first is None
-                or param is None
-                or param.shape != first.shape
-                or shard_spec(param) != shard_spec(first)
-            ):
-                raise ArgumentError(
-                    f"{names[key]} is shared with another module, which the plan does not shard "
-                    "in the same way. Shard both alike, or neither."
-                )
-        for layer, name in new[1:]:
-            layer._parameters[name] = first
+        params = [getattr(layer, name, None) for layer, name in new]
+        kinds = {None if p is None else (p.shape, shard_spec(p)) for p in params}
+        if len(new) < len(shared) or len(kinds) > 1 or None in kinds:
+            raise ArgumentError(
+                f"{shared[0][2]} is shared with another module, which the plan does not shard "
+                "in the same way. Shard both alike, or neither."
+            )
+        for layer, name in new:
+            layer.register_parameter(name, params[0])
 
 
 def sequence_parallel(module: M, group: GroupLike = None) -> M:
     """Sum the gradients of a module's parameters over ranks with different parts of a sequence.
 
     The parameters are replicated, but each rank uses them for other rows, so their gradients are
-    partial. The module is changed in place: in its ``forward``, parameters are read through
+    partial. The module is changed in place: its ``forward`` reads parameters through
     :func:`copy_to_tensor_model_parallel_region`. Its state dict and optimizers stay valid.
 
     Parameters
@@ -245,10 +226,8 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
 
     Raises
     ------
-    ArgumentError
-        On every rank, if `module` is no module on one of them, or is sequence-parallel already.
-    DisagreementError
-        On every rank, if parameters differ.
+    ArgumentError, DisagreementError
+        On every rank, if `module` is no module or sequence-parallel already, or parameters differ.
 
     Notes
     -----
@@ -282,14 +261,14 @@ def _agreed_parameters(module: Any, group: Group) -> list[str]:
             raise ArgumentError(
                 f"the gradients of this {type(module).__name__} are summed already. Do it once."
             )
-        params = {name: p for name, p in module._parameters.items() if p is not None}
-        return {name: (digest(p), p.requires_grad) for name, p in params.items()}
+        params = module.named_parameters(recurse=False, remove_duplicate=False)
+        return {name: (digest(p), p.requires_grad) for name, p in params}
 
     return list(agreed("sequence_parallel", check, group)[0])
 
 
 def _change(module: nn.Module, names: Iterable[str], group: Group) -> None:
-    """Give a module the class that reads these parameters through a mapping."""
+    """Give a module the class that reads these parameters through a mapping in its forward."""
     kind = type(module)
     readers: dict[str, Any] = {name: _reader(name, group) for name in names}
     module.__class__ = type(f"SequenceParallel{kind.__name__}", (_SequenceParallel, kind), readers)
@@ -312,7 +291,7 @@ _COMPUTES = "_varcomm_computes"
 
 
 def _reader(name: str, group: Group) -> property:
-    def read(module: nn.Module) -> torch.Tensor | None:
+    def read(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
         computes = module.__dict__.get(_COMPUTES, False) and torch.is_grad_enabled()
         if parameter is None or not computes:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.compilation import uncompiled
@@ -19,12 +20,15 @@ from varcomm.sizes import exact_int
 from varcomm.tensor_parallel.layout import agreed
 from varcomm.transport.group import GroupLike, resolve
 
-__all__ = ["RandomStreams", "Replay"]
+__all__ = ["RandomStreams"]
 
 T = TypeVar("T")
 
 # The states of a stream, by kind of device.
-States = dict[str, torch.Tensor]
+States = dict[str, Tensor]
+
+# The states of all streams, and the names of those whose block is open.
+Snapshot = tuple[dict[str, States], frozenset[str]]
 
 _KINDS = ("cpu", "cuda")
 
@@ -62,8 +66,7 @@ class RandomStreams:
     Notes
     -----
     A stream's seed is a hash (BLAKE2b, 63 bits) of `seed`, name, coordinates and, for
-    ``"sharded"``, the rank, so nearby seeds and ranks have nothing in common. CUDA generators use
-    all 63 bits, torch's CPU generator 32. ``random`` and ``numpy.random`` are not changed.
+    ``"sharded"``, the rank. ``random`` and ``numpy.random`` are not changed.
 
     Communication: one round of messages in the constructor.
 
@@ -88,7 +91,7 @@ class RandomStreams:
         ranks = resolve(group)
 
         def check() -> dict[str, Any]:
-            return {"seed": _int(seed, "seed"), "coordinates": _ints(coordinates)}
+            return {"seed": _checked_int(seed, "seed"), "coordinates": _checked(coordinates)}
 
         # coordinates that differ between ranks of a group are for add()
         checked, _ = agreed("RandomStreams", check, ranks)
@@ -102,31 +105,15 @@ class RandomStreams:
     def add(self, name: str, **coordinates: int) -> None:
         """Add a stream, the same wherever seed, name and coordinates are; no communication.
 
-        `coordinates` are in addition to those of the constructor, and may differ between ranks.
-
-        Raises
-        ------
-        ArgumentError
-            If `name` is not a string or is there already, or a coordinate is not an integer.
-
-        Examples
-        --------
-        >>> import torch, varcomm
-        >>> from varcomm.tensor_parallel import RandomStreams
-        >>> def fn(rank):
-        ...     streams = RandomStreams(7)
-        ...     streams.add("expert", expert=rank // 2)
-        ...     with streams.fork("expert"):
-        ...         return torch.rand(()).item()
-        >>> a, b, c = varcomm.launch(fn, 3)
-        >>> a == b, b == c
-        (True, False)
+        `coordinates` are in addition to those of the constructor, and may differ between ranks:
+        ``streams.add("expert", expert=rank // 2)``. Raises ArgumentError if `name` is not a string
+        or is there already, or a coordinate is not an integer.
         """
         if not isinstance(name, str):
             raise ArgumentError(f"RandomStreams.add: name must be a string; got {name!r}.")
         if name in self._seeds:
             raise ArgumentError(f"RandomStreams.add: there is a stream {name!r} already.")
-        self._add(name, None, _ints(coordinates))
+        self._add(name, None, _checked(coordinates))
 
     def _add(self, name: str, rank: int | None, more: Mapping[str, int]) -> None:
         where = sorted(self._coordinates.items()), rank, sorted(more.items())
@@ -142,12 +129,9 @@ class RandomStreams:
         they have their previous state, and the stream continues from here the next time. Blocks of
         different streams may be nested.
 
-        Raises
-        ------
-        ArgumentError
-            If there is no such stream, or its block is open; if CUDA is used for the first time
-            inside; or inside :func:`torch.utils.checkpoint.checkpoint`, which would draw other
-            numbers in backward. Use :func:`varcomm.tensor_parallel.checkpoint` there.
+        Raises ArgumentError if there is no such stream, or its block is open; if CUDA is used for
+        the first time inside; or inside :func:`torch.utils.checkpoint.checkpoint`, which would draw
+        other numbers in backward: use :func:`varcomm.tensor_parallel.checkpoint` there.
         """
         if name not in self._seeds:
             raise ArgumentError(f"fork: there is no stream {name!r}, only {sorted(self._seeds)}.")
@@ -158,7 +142,7 @@ class RandomStreams:
         for replay in _replays():
             replay.meet(self)
         generators = _generators()
-        before = {kind: generator.get_state() for kind, generator in generators.items()}
+        before = _states(generators)
         for kind, generator in generators.items():
             if kind in self._states[name]:
                 generator.set_state(self._states[name][kind])
@@ -168,9 +152,8 @@ class RandomStreams:
         try:
             yield
         finally:
-            after = {kind: generator.get_state() for kind, generator in generators.items()}
             # a new dict, because replays hold the old one
-            self._states[name] = {**self._states[name], **after}
+            self._states[name] = self._states[name] | _states(generators)
             self._open -= {name}
             for kind, generator in generators.items():
                 generator.set_state(before[kind])
@@ -180,7 +163,7 @@ class RandomStreams:
                 "draw from the stream. Call torch.cuda.init() first."
             )
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return seed and states of all streams of this rank, as tensors only.
 
         Raises ArgumentError inside :meth:`fork`.
@@ -194,7 +177,7 @@ class RandomStreams:
             for name, states in self._states.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore all streams; raise ArgumentError, without a change, if `state` does not fit.
 
         It does not fit inside :meth:`fork`, or if it has other streams, another seed, rank or
@@ -208,9 +191,8 @@ class RandomStreams:
             )
         loaded: dict[str, States] = {}
         for name, entry in state.items():
-            loaded[name] = {
-                kind: _state(name, kind, entry[kind]) for kind in entry.keys() - {"seed"}
-            }
+            states = {kind: value for kind, value in entry.items() if kind != "seed"}
+            loaded[name] = {kind: _checked_state(name, kind, x) for kind, x in states.items()}
             if "seed" not in entry or int(entry["seed"]) != self._seeds[name]:
                 raise ArgumentError(
                     f"load_state_dict: the state of {name!r} is of another seed, rank or "
@@ -222,6 +204,14 @@ class RandomStreams:
         if self._open:
             raise ArgumentError(f"{what}: {sorted(self._open)} is open. Call it after fork().")
 
+    @property
+    def _snapshot(self) -> Snapshot:
+        return dict(self._states), self._open
+
+    @_snapshot.setter
+    def _snapshot(self, snapshot: Snapshot) -> None:
+        self._states, self._open = dict(snapshot[0]), snapshot[1]
+
 
 class Replay:
     """Streams that a function forks in its first run, restored for later runs.
@@ -231,18 +221,18 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self._met: dict[RandomStreams, tuple[dict[str, States], frozenset[str]]] = {}
+        self._met: dict[RandomStreams, Snapshot] = {}
         self._complete = False
 
     def around(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return the function that restores streams in every run after its first."""
 
         def run(*args: Any) -> T:
-            now = {streams: _taken_down(streams) for streams in self._met}
+            now = {streams: streams._snapshot for streams in self._met}
             for streams, then in self._met.items():
                 for replay in _running.get():
                     replay.meet(streams)  # as it is before it is restored
-                _put(streams, then)
+                streams._snapshot = then
             token = _running.set((*_running.get(), self))
             try:
                 return function(*args)
@@ -250,7 +240,7 @@ class Replay:
                 self._complete = True
                 _running.reset(token)
                 for streams, state in now.items():
-                    _put(streams, state)
+                    streams._snapshot = state
 
         return run
 
@@ -262,7 +252,7 @@ class Replay:
                     "fork: a checkpointed function forks streams in a later run that it did not "
                     "fork in the first. It must do the same each time."
                 )
-            self._met[streams] = _taken_down(streams)
+            self._met[streams] = streams._snapshot
 
 
 # Running replays of this thread, the outermost first.
@@ -293,14 +283,6 @@ def _inside_torch_checkpoint() -> bool:
     return False
 
 
-def _taken_down(streams: RandomStreams) -> tuple[dict[str, States], frozenset[str]]:
-    return dict(streams._states), streams._open
-
-
-def _put(streams: RandomStreams, then: tuple[dict[str, States], frozenset[str]]) -> None:
-    streams._states, streams._open = dict(then[0]), then[1]
-
-
 def _generators() -> dict[str, torch.Generator]:
     found = {"cpu": torch.default_generator}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -308,9 +290,13 @@ def _generators() -> dict[str, torch.Generator]:
     return found
 
 
-def _state(name: str, kind: Any, state: Any) -> torch.Tensor:
+def _states(generators: Mapping[str, torch.Generator]) -> States:
+    return {kind: generator.get_state() for kind, generator in generators.items()}
+
+
+def _checked_state(name: str, kind: Any, state: Any) -> Tensor:
     """Return a copy of a generator's state, checked as far as possible without the device."""
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or kind not in _KINDS:
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or kind not in _KINDS:
         raise ArgumentError(
             f"load_state_dict: {name!r} has {kind!r}, which is no state of a generator."
         )
@@ -325,12 +311,12 @@ def _state(name: str, kind: Any, state: Any) -> torch.Tensor:
     return copy
 
 
-def _int(value: object, name: str) -> int:
+def _checked_int(value: object, name: str) -> int:
     exact = exact_int(value)
     if exact is None:
         raise ArgumentError(f"{name} must be an integer; got {value!r}.")
     return exact
 
 
-def _ints(coordinates: Mapping[str, object]) -> dict[str, int]:
-    return {name: _int(value, name) for name, value in coordinates.items()}
+def _checked(coordinates: Mapping[str, object]) -> dict[str, int]:
+    return {name: _checked_int(value, name) for name, value in coordinates.items()}

@@ -23,8 +23,7 @@ def dot_test(
 ) -> None:
     """Assert ``<A x, y> == <x, A* y>``, the inner products summed over ranks.
 
-    `A` is the linear map `fn` on the inputs of all ranks, and `A*` is its backward. An adjoint that
-    misses a sum over ranks, or has one too many, fails this test.
+    `A` is the linear map `fn` on the inputs of all ranks, and `A*` is its backward.
 
     Parameters
     ----------

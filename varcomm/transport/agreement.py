@@ -6,31 +6,30 @@ messages per call.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from itertools import product
 from typing import Any, TypeVar
+
+import numpy as np
+import torch
 
 from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
-from varcomm.transport.announce import all_gather_object
+from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging
-from varcomm.transport.engine import EngineFailure, is_simulated
-from varcomm.transport.failure import explained, leave
+from varcomm.transport.engine import NO_LIMIT, EngineFailure, Works, engine_for, is_simulated
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
-from varcomm.transport.last_seen import (
-    brief,
-    leave_note,
-    members,
-    notes,
-    spans,
-    table,
-    user_line,
-)
 from varcomm.transport.serialization import from_bytes, to_bytes
 
 __all__ = [
     "agree",
     "agree_and_share",
+    "all_gather_object",
+    "announce",
     "compare",
     "debug",
     "debugging",
@@ -41,6 +40,12 @@ __all__ = [
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+# Bytes of the first message of each rank, of which some hold the length of its value. Most
+# agreements fit; a second message carries the rest.
+_LENGTH, _HEAD = 1024, 8
+
+Calls = Sequence[Mapping[str, Any]]
 
 # Kinds of errors that ranks name to each other.
 _KINDS = {
@@ -71,27 +76,26 @@ def agree_and_share(
 
     One round of messages; raises as :func:`agree` does.
     """
-    failure: Exception | None = None
+    cause: Exception | None = None
     call: dict[str, Any] = {"operation": what, "is set-up": True}
     try:
         value = local()
         call["value"] = to_bytes(public(value)).decode()
     except Exception as error:
-        failure = error
-        call |= {"error": str(error), "kind": _kind(error)}
+        cause = error
+        own = (k.__name__ for k in type(error).__mro__ if k.__module__ == errors.__name__)
+        call |= {"error": str(error), "kind": next(own, "ArgumentError")}
     calls = _gathered(call, group)
     if failures := [rank for rank, other in enumerate(calls) if "error" in other]:
         if not all("is set-up" in other for other in calls):
-            raise _not_called(group, calls) from failure
+            raise _not_called(group, calls) from cause
         first, *others = failures
         kind = _KINDS.get(calls[first].get("kind", ""), DisagreementError)
         also = f" (and on {len(others)} more: {others})" if others else ""
-        agreed = kind(
-            f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}: "
-            f"{calls[first]['error']}{_rows(group, [], calls)}"
-        )
+        where = f"{calls[first]['operation']}: refused on rank {first} of {group.size}{also}"
+        agreed = kind(f"{where}: {calls[first]['error']}{_rows(group, [], calls)}")
         agreed.on_all_ranks = True
-        raise agreed from failure
+        raise agreed from cause
     _require_equal(group, ["operation"], calls)
     return value, [from_bytes(other["value"].encode()) for other in calls]
 
@@ -99,12 +103,6 @@ def agree_and_share(
 def on_all_ranks(error: BaseException) -> bool:
     """Return whether all ranks of the group raise this error."""
     return getattr(error, "on_all_ranks", False)
-
-
-def _kind(error: Exception) -> str:
-    """Return the first of varcomm's own kinds that an error belongs to."""
-    own = (kind for kind in type(error).__mro__ if kind.__module__ == VarcommError.__module__)
-    return next(own, ArgumentError).__name__
 
 
 def compare(group: Group, call: Mapping[str, Any]) -> int:
@@ -122,13 +120,13 @@ def compare(group: Group, call: Mapping[str, Any]) -> int:
     number: int = calls[0].get("number", 0)
     if "send" not in call or is_simulated(group):
         return number
-    for i, sender in enumerate(calls):
-        for j, receiver in enumerate(calls):
-            if sender["send"][j] != receiver["recv"][i]:
-                raise DisagreementError(
-                    f"{call['operation']}: rank {i} sends {sender['send'][j]} rows to rank {j}, "
-                    f"which expects {receiver['recv'][i]}.{_rows(group, ['send', 'recv'], calls)}"
-                )
+    for i, j in product(range(group.size), repeat=2):
+        sent, expected = calls[i]["send"][j], calls[j]["recv"][i]
+        if sent != expected:
+            raise DisagreementError(
+                f"{call['operation']}: rank {i} sends {sent} rows to rank {j}, "
+                f"which expects {expected}.{_rows(group, ['send', 'recv'], calls)}"
+            )
     return number
 
 
@@ -137,7 +135,84 @@ def fail(group: Group, operation: str, error: Exception) -> None:
     compare(group, {"operation": operation, "error": str(error)})
 
 
-def _not_called(group: Group, calls: Sequence[Mapping[str, Any]]) -> DisagreementError:
+def announce(
+    what: str, group: Group, src: int, local: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return on every rank the JSON values that `local` returns on `src`; collective.
+
+    If `local` raises ArgumentError on `src`, every rank raises it. In a simulated group the root
+    has the values of this rank.
+    """
+    engine, device = engine_for(group, group.device()), group.device()
+    if engine.simulated:
+        return local()
+    cause: ArgumentError | None = None
+    message: dict[str, Any] = {}
+    if group.rank == src:
+        try:
+            message = local()
+        except ArgumentError as error:
+            cause, message = error, {"error": str(error)}
+            if len(json.dumps(message)) > _LENGTH:  # encoded, a character may have six bytes
+                message = {"error": str(error)[: _LENGTH // 8] + "..."}
+    memory = bytearray(json.dumps(message).encode().ljust(_LENGTH, b"\0"))
+    # torch.func wraps tensors that other functions make, and hides their memory
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    data = data if device.type == "cpu" else data.to(device)
+    with explained(what, group):
+        _done(engine.broadcast, group, data, src)
+    if cause is not None:
+        raise cause
+    sent = memory if device.type == "cpu" else data.cpu().numpy().tobytes()
+    message = json.loads(sent.rstrip(b"\0"))
+    if "error" in message:
+        raise ArgumentError(f"refused by its root, rank {src}: {message['error']}")
+    return message
+
+
+def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -> list[Any]:
+    """Return the plain `value` of every rank, in rank order; collective.
+
+    torch.distributed's function of this name pickles values and pads them to the longest.
+    """
+    whole = to_bytes(value)
+    if is_simulated(group):
+        return [from_bytes(whole)] * group.size
+    message = len(whole).to_bytes(_HEAD, "little") + whole
+    first = message[:_LENGTH].ljust(_LENGTH, b"\0")
+    answers = _all_gather(first, [_LENGTH] * group.size, group, timeout)
+    lengths = [_HEAD + int.from_bytes(answer[:_HEAD], "little") for answer in answers]
+    left = [max(0, length - _LENGTH) for length in lengths]
+    if any(left):
+        rests = _all_gather(message[_LENGTH:], left, group, timeout)
+        answers = [first + rest for first, rest in zip(answers, rests, strict=True)]
+    return [
+        from_bytes(answer[_HEAD:length]) for answer, length in zip(answers, lengths, strict=True)
+    ]
+
+
+def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta) -> list[bytes]:
+    """Gather on the first rank and broadcast: a message per pair takes 7 times as long (P=16)."""
+    device, none = group.device(), [0] * group.size
+    engine, recv = engine_for(group, device), none if group.rank else counts
+    data = torch.from_numpy(np.frombuffer(bytearray(own), np.uint8)).to(device)
+    out = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+    arriving, send = out[: sum(recv)], [len(own), *none[1:]]
+    _done(engine.exchange, group, arriving, data, recv, send, "one", timeout=timeout)
+    _done(engine.broadcast, group, out, 0, timeout=timeout)
+    return [part.numpy().tobytes() for part in out.cpu().split(counts)]
+
+
+def _done(start: Callable[..., Works], *arguments: Any, timeout: timedelta = NO_LIMIT) -> None:
+    """Start a call of an engine and wait for it, or raise EngineFailure."""
+    try:
+        for work in start(*arguments):
+            work.wait(timeout)
+    except RuntimeError as error:
+        raise EngineFailure(str(error)) from error
+
+
+def _not_called(group: Group, calls: Calls) -> DisagreementError:
     """Return the error of a hot call in which some ranks cannot take part."""
     failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(calls) if "error" in c]
     operation = next(c["operation"] for c in calls if "error" in c)
@@ -156,19 +231,17 @@ def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
             f"{call['operation']}: this group has been given up: {group.given_up}"
         )
     group.compared_calls += 1
-    call |= {"number": group.compared_calls, "at": user_line()}
-    here = {"group": group.name, "call": call["number"]}
-    ranks = {"of ranks": spans(group.ranks)}
-    leave_note(here | ranks | {"operation": call["operation"], "at": call["at"], "left with": ""})
-    began = time.monotonic()
+    call |= {"number": group.compared_calls, "at": failure.user_line()}
+    here, began = {"group": group.name, "call": call["number"]}, time.monotonic()
+    more = {"operation": call["operation"], "at": call["at"], "left with": ""}
+    failure.leave_note({**here, "of ranks": failure.spans(group.ranks), **more})
     try:
         return all_gather_object(call, group, debug_timeout())
     except EngineFailure as error:
-        after = time.monotonic() - began
-        group.given_up = _absent(call["operation"], here, group, after, error)
+        group.given_up = _absent(call["operation"], here, group, began, error)
         # a rank that comes later must not take what is in flight for another call
-        leave_note(_given_up(here))
-        leave(group)
+        failure.leave_note(_given_up(here))
+        failure.leave(group)
         raise CommunicationError(group.given_up) from error.__cause__
 
 
@@ -178,29 +251,28 @@ def _given_up(here: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absent(
-    what: str, here: Mapping[str, Any], group: Group, after: float, error: RuntimeError
+    what: str, here: Mapping[str, Any], group: Group, began: float, error: RuntimeError
 ) -> str:
     """Return a message that names the ranks missing in a call, and the last place of all ranks."""
-    found, _ = notes(group)
+    after = time.monotonic() - began
+    found, _ = failure.notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
     gone = [rank for rank, note in enumerate(found) if _given_up(here).items() <= note.items()]
     have = "rank {} has" if len(missing or gone) == 1 else "ranks {} have"
     if gone and not missing:
-        reason = f"{have.format(spans(gone))} given up waiting for this rank in"
+        reason = f"{have.format(failure.spans(gone))} given up waiting for this rank in"
     else:
-        absent = have.format(spans(missing)) if missing else "a rank has"
+        absent = have.format(failure.spans(missing)) if missing else "a rank has"
         reason = f"{absent} not come within {after:.1f} s to"
     # the name of a group matters only if another group has the same ranks
-    lists = {note.get("of ranks") for note in found}
-    hidden = {"gave up"}
-    if len({note.get("group") for note in found}) <= len(lists):
-        hidden.add("group")
+    groups, lists = ({note.get(word) for note in found} for word in ("group", "of ranks"))
+    hidden = {"gave up"} if len(groups) > len(lists) else {"gave up", "group"}
     nothing = {"at": "no note: is it inside varcomm.debug?"}
     rows = ({w: note[w] for w in note if w not in hidden} or nothing for note in found)
     return (
         f"{what} on {group}: {reason} call {here['call']} of the group inside varcomm.debug "
-        f"({brief(error)}).{_numbering(group)} Where ranks were last:\n"
-        f"{table(rows)}\n"
+        f"({failure.brief(error)}).{_numbering(group)} Where ranks were last:\n"
+        f"{failure.table(rows)}\n"
         "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...), "
         "VARCOMM_DEBUG_TIMEOUT."
     )
@@ -208,19 +280,19 @@ def _absent(
 
 def _numbering(group: Group) -> str:
     """Return a sentence that names the world ranks of the group, if they differ."""
-    return "" if group.ranks == tuple(range(group.size)) else f" {members(group)}"
+    return "" if group.ranks == tuple(range(group.size)) else f" {failure.members(group)}"
 
 
-def _rows(group: Group, words: Sequence[str], calls: Sequence[Mapping[str, Any]]) -> str:
+def _rows(group: Group, words: Sequence[str], calls: Calls) -> str:
     """Return a table of the calls, if they have lines."""
     if not all("at" in call for call in calls):
         return _numbering(group)
     shown = dict.fromkeys(("operation", *words, "at"))
-    rows = table({word: call.get(word, "none") for word in shown} for call in calls)
+    rows = failure.table({word: call.get(word, "none") for word in shown} for call in calls)
     return f"{_numbering(group)}\n{rows}"
 
 
-def _require_equal(group: Group, words: Iterable[str], calls: Sequence[Mapping[str, Any]]) -> None:
+def _require_equal(group: Group, words: Iterable[str], calls: Calls) -> None:
     """Raise if ranks differ in any of these words; the message starts with the first."""
     values = {word: [call.get(word, "none") for call in calls] for word in words}
     differing = [word for word, row in values.items() if any(v != row[0] for v in row)]

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from varcomm.transport.agreement import share
-from varcomm.transport.c10d import group_of_members
 from varcomm.transport.engine import is_simulated
 from varcomm.transport.group import Group, resolve, weakly
 
@@ -29,10 +29,8 @@ def aside(group: Group) -> Group:
     """
     if "aside" not in group.auxiliary:
         name = share("a second group", _new_name, group)[0]
-        simulated = is_simulated(group)
-        backends = dist.get_backend_config(group.process_group) if simulated else "gloo"
-        made = group_of_members(group.ranks, backends, group.timeout(), name)
-        group.auxiliary["aside"] = weakly(resolve(made))
+        backends = _kind(group)[0] if is_simulated(group) else "gloo"
+        group.auxiliary["aside"] = _made(group, backends, name)
     found: Group = group.auxiliary["aside"]()
     return found
 
@@ -81,12 +79,10 @@ def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
     lanes = _lanes(group)
     free: set[int] = set.intersection(*(set(offer["free"]) for offer in offers))
     if free:
-        lane = lanes[min(free)]
-        lane.taken = True
-        return lane
-    backends, timeout = kind = _kind(group)
-    made = group_of_members(group.ranks, backends, timeout, offers[0]["name"])
-    lanes.append(Lane(len(lanes), weakly(resolve(made)), kind))
+        lanes[min(free)].taken = True
+        return lanes[min(free)]
+    kind = _kind(group)
+    lanes.append(Lane(len(lanes), _made(group, kind[0], offers[0]["name"]), kind))
     return lanes[-1]
 
 
@@ -102,3 +98,22 @@ def _kind(group: Group) -> tuple[str, timedelta]:
 
 def _new_name() -> str:
     return f"varcomm.{uuid.uuid4().hex}"
+
+
+def _made(group: Group, backends: str, name: str) -> Callable[[], Group]:
+    """Make a process group with the ranks of `group`, by a call of these alone.
+
+    ``new_group(use_local_synchronization=True)`` derives the name under which ranks meet from the
+    groups that a rank is in. Ranks in different numbers of groups never meet, and a new group can
+    read the addresses that a destroyed one left in the store. Here the caller passes `name`: equal
+    on all members, and used for no other group.
+    """
+    world, ranks = distributed_c10d._world, list(group.ranks)
+    _, store = world.pg_map[cast(dist.ProcessGroup, dist.group.WORLD)]
+    backend, own_name = distributed_c10d.Backend(backends), cast(Any, name)
+    made, _ = distributed_c10d._new_process_group_helper(
+        group.size, group.rank, ranks, backend, store, own_name, timeout=group.timeout()
+    )
+    process_group = cast(dist.ProcessGroup, made)
+    world.pg_group_ranks[process_group] = {rank: place for place, rank in enumerate(ranks)}
+    return weakly(resolve(process_group))

@@ -6,13 +6,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from numbers import Real
 
 from varcomm.errors import ArgumentError, CommunicationError
-from varcomm.sizes import checked_seconds
-
-__all__ = ["DEFAULT_TIMEOUT", "debug", "debug_timeout", "debugging"]
 
 DEFAULT_TIMEOUT = 30.0  # seconds
+
+
+def checked_seconds(timeout: object) -> float:
+    """Return a timeout in seconds, at most 24 days: ``poll`` counts milliseconds in an int."""
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0:
+        return min(float(given), 24 * 86_400.0)
+    raise ArgumentError(
+        f"timeout must be a positive number of seconds or a timedelta; got {timeout!r}."
+    )
+
 
 # Timeout of each open debug() block; threads may close them in another order. Backward runs in
 # threads of its own and must see them.
@@ -32,30 +41,25 @@ if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "
 def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     """Compare every call between ranks before its data moves, in forward and in backward.
 
-    All ranks of a group enter it together. If ranks call different operations, or one operation
-    with dims, sizes, dtypes, shapes or ``requires_grad`` that do not match, or if one rank's
-    arguments are wrong, all ranks raise one :class:`~varcomm.errors.DisagreementError` that names
-    the ranks and the lines of their programs. If a rank does not come, the others raise after
-    `timeout` and print where that rank was last. ``VARCOMM_DEBUG=1`` at the start of a program does
-    this throughout, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
+    All ranks of a group enter it together. If operations, or their dims, sizes, dtypes, shapes or
+    ``requires_grad`` do not match, or one rank's arguments are wrong, all ranks raise one
+    :class:`~varcomm.errors.DisagreementError` that names the ranks and the lines of their programs.
+    If a rank does not come, the others raise after `timeout` and print where that rank was last.
+    ``VARCOMM_DEBUG=1`` does this throughout, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
 
     Parameters
     ----------
     timeout : float or timedelta
-        Seconds for which ranks wait for each other before a call.
+        Seconds for which ranks wait for each other before a call; ArgumentError if not positive.
 
     Raises
     ------
-    ArgumentError
-        If `timeout` is not a positive number or timedelta.
     CommunicationError
-        Inside, on ranks that have waited for one that did not come.
+        Inside, on ranks that have waited for one that did not come. Every further call in the group
+        raises it too; after a DisagreementError the group can be used.
 
     Notes
     -----
-    After a DisagreementError the group can be used. After a CommunicationError it cannot: every
-    further call in it raises.
-
     Communication: a round of messages before each call, about 1 KiB per rank, and a note in the
     store of torch.distributed.
 
@@ -77,7 +81,7 @@ def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
         yield
     except BaseException as error:
         if not (getattr(error, "on_all_ranks", False) or isinstance(error, CommunicationError)):
-            from varcomm.transport.last_seen import brief, leave_note
+            from varcomm.transport.failure import brief, leave_note
 
             leave_note({"left with": f"{type(error).__name__}: {brief(error)}"})
         raise
@@ -92,4 +96,4 @@ def debugging() -> bool:
 
 def debug_timeout() -> timedelta:
     """Return how long ranks wait for each other inside :func:`debug`: as the last block says."""
-    return timedelta(seconds=list(_timeouts.values())[-1])
+    return timedelta(seconds=[*_timeouts.values()][-1])

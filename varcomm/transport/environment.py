@@ -10,13 +10,9 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from varcomm.errors import LaunchError
-
-__all__ = ["Place", "first_host", "read"]
-
-# SLURM numbers real steps from 0; the batch script and interactive shells are steps from here on.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -36,18 +32,45 @@ class Place:
     lasting_store: bool = False
 
 
+class _Launcher(NamedTuple):
+    """Names of the variables of a launcher; of several separated by spaces."""
+
+    name: str
+    rank: str
+    sizes: str  # the first that is set holds the number of ranks
+    local_rank: str
+    local_size: str = ""  # ranks on this host
+    job: str = ""  # together they identify the job
+
+
+def _of_mpi(name: str, prefix: str, job: str) -> _Launcher:
+    words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local_rank, local_size = (f"{prefix}_{word}" for word in words)
+    return _Launcher(name, rank, size, local_rank, local_size, job)
+
+
+# SLURM is last because `mpirun` inside an allocation starts its daemons by `srun`, whose variables
+# the ranks inherit. A step of SLURM may have fewer tasks and hosts than its job.
+_TASKS, _STEP = "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_JOB_ID SLURM_STEP_ID"
+_LAUNCHERS = (
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    _of_mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
+    _of_mpi("MVAPICH2", "MV2_COMM_WORLD", "PMI_PORT"),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"),
+    _Launcher("SLURM", "SLURM_PROCID", _TASKS, "SLURM_LOCALID", job=_STEP),
+)
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+# SLURM numbers real steps from 0; the batch script and interactive shells are steps from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
 def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     """Return this process's place by the variables of its launcher; one rank without a launcher.
 
-    Launchers in this order: torchrun, Open MPI, MVAPICH2, MPICH, SLURM. SLURM is last because
-    ``mpirun`` inside an allocation starts its daemons by ``srun``, whose variables the ranks
-    inherit. ``MASTER_ADDR`` and ``MASTER_PORT`` win over derived ones. Empty variables count as
-    unset. Ranks that `mpi` joins need no meeting point.
-
-    Raises
-    ------
-    LaunchError
-        If variables are missing, are not integers, or contradict each other.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` win over derived ones. Empty variables count as unset. Ranks
+    that `mpi` joins need no meeting point. Raises LaunchError if variables are missing, are not
+    integers, or contradict each other.
 
     Examples
     --------
@@ -57,29 +80,79 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     True
     """
     environ = {name: value for name, value in environ.items() if value.strip()}
-    if "RANK" in environ:
-        return _torchrun(environ, mpi)
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return _mpirun(environ, mpi, "Open MPI", "OMPI_COMM_WORLD_{}", "PMIX_NAMESPACE")
-    if "MV2_COMM_WORLD_RANK" in environ:
-        return _mpirun(environ, mpi, "MVAPICH2", "MV2_COMM_WORLD_{}", "PMI_PORT")
-    if "MPI_LOCALRANKID" in environ:
-        return _mpirun(environ, mpi, "MPICH", "PMI_{}", "PMI_PORT")
-    in_step = 0 <= _integer(environ, "SLURM_STEP_ID", -1) < _FIRST_SPECIAL_STEP
-    if "SLURM_PROCID" in environ and in_step:
-        return _slurm(environ, mpi)
-    if "PMI_RANK" in environ:
+    launcher = next((one for one in _LAUNCHERS if _has_started(one, environ)), None)
+    if launcher is None:
+        if "PMI_RANK" in environ:
+            raise LaunchError(
+                f"PMI_RANK={environ['PMI_RANK']!r} is set, but MPI_LOCALRANKID is not: "
+                "the rank on this host is unknown. "
+                "Export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank."
+            )
+        if _integer(environ, "WORLD_SIZE", 1) != 1:
+            raise LaunchError(
+                f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set, but RANK is not. "
+                "Export both, or neither to run as one rank."
+            )
+        return Place()
+    *first, last = launcher.sizes.split()
+    size_name = next((name for name in first if name in environ), last)
+    rank, size = _integer(environ, launcher.rank), _integer(environ, size_name)
+    if rank >= size:
         raise LaunchError(
-            f"PMI_RANK={environ['PMI_RANK']!r} is set, but MPI_LOCALRANKID is not: "
-            "the rank on this host is unknown. "
-            "Export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank."
+            f"{launcher.rank}={rank} and {size_name}={size} contradict each other: "
+            "need 0 <= rank < size."
         )
-    if _integer(environ, "WORLD_SIZE", 1) != 1:
+    local_rank = _integer(environ, launcher.local_rank, 0 if launcher.name == "torchrun" else None)
+    point = None if mpi else _meeting_point(launcher, environ, rank, size)
+    lasting = point == "env://" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, size, local_rank, point, launcher.name, lasting)
+
+
+def _has_started(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
+    # SLURM sets PMI_RANK too
+    sign = launcher.local_rank if launcher.name == "MPICH" else launcher.rank
+    if sign not in environ or launcher.name != "SLURM":
+        return sign in environ
+    step = _integer(environ, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
+    return step < _FIRST_SPECIAL_STEP
+
+
+def _meeting_point(
+    launcher: _Launcher, environ: Mapping[str, str], rank: int, size: int
+) -> str | None:
+    """Return the address, with a port derived from the job: two jobs on one host do not meet.
+
+    The port is below those that the system assigns; torch's default if the job has no name.
+    """
+    if launcher.name == "torchrun":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing and size > 1:
+            raise LaunchError(
+                f"RANK={rank} and WORLD_SIZE={size} are set, but {' and '.join(missing)} not. "
+                "Start with torchrun, or export them for every rank."
+            )
+        # torchrun's agent may already serve the store at that port
+        return "env://" if size > 1 else None
+    host = "127.0.0.1"
+    if "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+    elif size > 1 and launcher.name == "SLURM":
+        nodes = next((environ[name] for name in _NODES if name in environ), None)
+        if nodes is None:
+            raise LaunchError(
+                f"SLURM_PROCID={rank} is set, but {', '.join(_NODES)} are not. "
+                "Export MASTER_ADDR=<host of rank 0> for every rank."
+            )
+        host = first_host(nodes)
+    elif size > 1 and _integer(environ, launcher.local_size, 0) != size:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set, but RANK is not. "
-            "Export both, or neither to run as one rank."
+            f"{launcher.name} started {size} ranks on several hosts, but does not say where rank 0 "
+            "is. Export MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
         )
-    return Place()
+    job = ".".join(environ.get(name, "") for name in launcher.job.split())
+    derived = 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
+    port = _integer(environ, "MASTER_PORT", derived)
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def first_host(nodes: str) -> str:
@@ -94,83 +167,6 @@ def first_host(nodes: str) -> str:
             f"cannot read a host from the SLURM node list {nodes!r}. Export MASTER_ADDR."
         )
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0])
-
-
-def _torchrun(environ: Mapping[str, str], mpi: bool) -> Place:
-    rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
-    local_rank = _integer(environ, "LOCAL_RANK", 0)
-    if mpi or size == 1:
-        return Place(rank, size, local_rank, None, "torchrun")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise LaunchError(
-            f"RANK={rank} and WORLD_SIZE={size} are set, but {' and '.join(missing)} not. "
-            "Start with torchrun, or export them for every rank."
-        )
-    # "env://", since torchrun's agent may already serve the store at that port
-    lasting = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, "env://", "torchrun", lasting)
-
-
-def _mpirun(environ: Mapping[str, str], mpi: bool, launcher: str, name: str, job: str) -> Place:
-    rank, size = _rank_and_size(environ, name.format("RANK"), name.format("SIZE"))
-    if launcher == "MPICH":
-        local_rank_name, local_size_name = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
-    else:
-        local_rank_name, local_size_name = name.format("LOCAL_RANK"), name.format("LOCAL_SIZE")
-    local_rank = _integer(environ, local_rank_name)
-    if mpi:
-        return Place(rank, size, local_rank, None, launcher)
-    if size > 1 and "MASTER_ADDR" not in environ and _integer(environ, local_size_name, 0) != size:
-        raise LaunchError(
-            f"{launcher} started {size} ranks on several hosts, but does not say where rank 0 is. "
-            "Export MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
-        )
-    address = _address(environ, "127.0.0.1", environ.get(job, ""))
-    return Place(rank, size, local_rank, address, launcher)
-
-
-def _slurm(environ: Mapping[str, str], mpi: bool) -> Place:
-    # a step may have fewer tasks and hosts than its job
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
-    local_rank = _integer(environ, "SLURM_LOCALID")
-    if mpi:
-        return Place(rank, size, local_rank, None, "SLURM")
-    if "MASTER_ADDR" in environ or size == 1:
-        host = "127.0.0.1"
-    else:
-        names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        nodes = next((environ[name] for name in names if name in environ), None)
-        if nodes is None:
-            raise LaunchError(
-                f"SLURM_PROCID={rank} is set, but {', '.join(names)} are not. "
-                "Export MASTER_ADDR=<host of rank 0> for every rank."
-            )
-        host = first_host(nodes)
-    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return Place(rank, size, local_rank, _address(environ, host, job), "SLURM")
-
-
-def _address(environ: Mapping[str, str], host: str, job: str) -> str:
-    """Return the address, with a port derived from the job: two jobs on one host do not meet.
-
-    The port is below those that the system assigns; torch's default if the job has no name.
-    """
-    derived = 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
-    port = _integer(environ, "MASTER_PORT", derived)
-    host = environ.get("MASTER_ADDR", host)
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _integer(environ, rank_name), _integer(environ, size_name)
-    if not 0 <= rank < size:
-        raise LaunchError(
-            f"{rank_name}={rank} and {size_name}={size} contradict each other: "
-            "need 0 <= rank < size."
-        )
-    return rank, size
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

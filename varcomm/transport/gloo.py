@@ -22,17 +22,15 @@ or to one rank are sends, and everything else is an all-to-all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work, pieces, wait_for
+from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works, pieces
 from varcomm.transport.group import Group
-
-__all__ = ["Gloo"]
 
 # Ranks up to which an all-to-all serves neighbours too: most pairs are neighbours.
 _FEW_RANKS = 4
@@ -44,9 +42,7 @@ _TAG = 0x7663
 class Gloo(Engine):
     """Gloo, through torch.distributed."""
 
-    def all_gather(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> Sequence[Work]:
+    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
         """Broadcast each shard into its place in `out`, all in flight together: no copies."""
         places = dict(pieces(out, counts, 0))
         if (own := places.get(group.rank)) is not None and own.data_ptr() != data.data_ptr():
@@ -55,48 +51,22 @@ class Gloo(Engine):
             return []
         return [work for src, place in places.items() for work in self.broadcast(group, place, src)]
 
-    def all_gather_metadata(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        counts: Sequence[int],
-        timeout: timedelta,
-    ) -> None:
-        """Gather equal parts on the first rank and broadcast them: two trees of low latency.
-
-        Gloo's all-gather is a ring: 16 ranks on 2 cores take 7 times as long.
-        """
-        if len(set(counts)) > 1:
-            super().all_gather_metadata(group, out, data, counts, timeout)
-            return
-        parts = [list(out.split(len(data)))] if group.rank == 0 else []
-        gathered = group.process_group.gather(parts, [data], dist.GatherOptions())
-        try:
-            gathered.wait(timeout)
-            wait_for(self.broadcast(group, out, 0), timeout)
-        except RuntimeError:  # a late message must find its buffer
-            group.unfinished.append((gathered, parts, out, data))
-            raise
-
     def exchange(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-        peers: Peers,
-    ) -> Sequence[Work]:
+        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
+    ) -> Works:
         """Send and receive, where few ranks have anything for others; else by one call for all."""
         pg, rank = group.process_group, group.rank
         if peers == "all" or (peers == "neighbours" and group.size <= _FEW_RANKS):
             return [pg.alltoall_base(out, data, list(recv), list(send), dist.AllToAllOptions())]
-        others = list(pieces(data, send, rank))
-        own = others.pop(0)[1] if send[rank] else data[:0]
-        return _messages(group, pieces(out, recv, rank), others, own)
+        arriving, leaving = dict(pieces(out, recv, rank)), dict(pieces(data, send, rank))
+        kept, own = arriving.pop(rank, None), leaving.pop(rank, None)
+        works = [pg.recv([piece], peer, _TAG) for peer, piece in arriving.items()]
+        works += [pg.send([piece], peer, _TAG) for peer, piece in leaving.items()]
+        if kept is not None and own is not None and kept.data_ptr() != own.data_ptr():
+            kept.copy_(own)
+        return [_Messages(group, works)] if works else []
 
-    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         """Through Gloo's own, which is a tree."""
         options = dist.BroadcastOptions()
         options.rootRank = src
@@ -106,10 +76,9 @@ class Gloo(Engine):
         """Close the connections of the group, as Gloo does where a message comes too late."""
         nothing, pg = torch.empty(1, dtype=torch.uint8), group.process_group
         for other in range(group.size):
-            if other == group.rank:
-                continue
-            with suppress(RuntimeError):  # where this connection is closed, another is not
-                pg.recv([nothing], other, _TAG + 1).wait(timedelta(milliseconds=1))
+            if other != group.rank:
+                with suppress(RuntimeError):  # where this connection is closed, another is not
+                    pg.recv([nothing], other, _TAG + 1).wait(timedelta(milliseconds=1))
 
 
 class _Messages:
@@ -133,24 +102,3 @@ class _Messages:
     def __del__(self) -> None:
         if self._works:
             self._group.unfinished.extend(self._works)
-
-
-def _messages(
-    group: Group,
-    receive: Iterable[tuple[int, torch.Tensor]],
-    send: Iterable[tuple[int, torch.Tensor]],
-    own: torch.Tensor,
-) -> Sequence[Work]:
-    """Start to receive and to send, and copy this rank's own piece meanwhile."""
-    pg, works = group.process_group, []
-    kept = None
-    for peer, piece in receive:
-        if peer == group.rank:
-            kept = piece
-        else:
-            works.append(pg.recv([piece], peer, _TAG))
-    for peer, piece in send:
-        works.append(pg.send([piece], peer, _TAG))
-    if kept is not None and kept.data_ptr() != own.data_ptr():
-        kept.copy_(own)
-    return [_Messages(group, works)] if works else []

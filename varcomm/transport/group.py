@@ -7,16 +7,15 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import GroupError
-from varcomm.transport.c10d import group_by_name, is_registered, timeout_of
-
-__all__ = ["Group", "GroupLike", "forget_destroyed", "named", "resolve", "weakly"]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
@@ -31,37 +30,21 @@ class Group:
     process_group : torch.distributed.ProcessGroup
     rank, size : int
         This rank within the group, and the number of ranks.
-    label : str
-        Name of this rank in messages.
-    name : str
-        Name that torch.distributed gave to the group, equal on all ranks.
-    engines : dict
-        Engine per device, as :func:`~varcomm.transport.engine.engine_for` found it.
-    over_mpi : bool
-        Whether MPI serves this group and its subgroups; set by ``init(backend="mpi")``.
-    compared_calls : int
-        Calls that this rank compared with the other ranks.
-    given_up : str
-        Message of the call in which this rank stopped to wait for others; empty if there is none.
-    note : dict
-        Note of this rank on its last call; kept by the group of all ranks.
-    unfinished : list
-        Buffers and requests of calls that no caller waits for.
-    auxiliary : dict
-        State that other modules keep per group, by name; for example further groups.
+    label, name : str
+        Name of this rank in messages; name of the group in torch.distributed, equal on all ranks.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.process_group, self.rank, self.size = process_group, rank, size
-        self.label = f"rank {rank} of {size}"
-        self.name = process_group.group_name
-        self.engines: dict[torch.device, Any] = {}
-        self.over_mpi = False
-        self.compared_calls = 0
-        self.given_up = ""
-        self.note: dict[str, Any] = {}
-        self.unfinished: list[Any] = []
-        self.auxiliary: dict[Any, Any] = {}
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group, self.name = process_group, process_group.group_name
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.label = f"rank {self.rank} of {self.size}"
+        self.engines: dict[torch.device, Any] = {}  # as `engine_for` found them
+        self.over_mpi = False  # of the world: whether MPI serves it and its subgroups
+        self.compared_calls = 0  # calls that this rank compared with the other ranks
+        self.given_up = ""  # message of the call in which this rank stopped to wait for others
+        self.note: dict[str, Any] = {}  # of the world: note of this rank on its last call
+        self.unfinished: list[Any] = []  # buffers and requests of calls that no caller waits for
+        self.auxiliary: dict[Any, Any] = {}  # state of other modules; for example further groups
         self._ranks: tuple[int, ...] = ()
         self._checked_mesh: DeviceMesh | None = None
 
@@ -89,7 +72,7 @@ class Group:
 
     def exists(self) -> bool:
         """Return whether torch.distributed still has the group."""
-        return is_registered(self.process_group)
+        return self.process_group in distributed_c10d._world.pg_group_ranks
 
     def backends(self) -> dict[str, str]:
         """Return the backend of torch.distributed for each kind of device."""
@@ -102,8 +85,9 @@ class Group:
         return dict(pair.split(":", 1) for pair in config.split(","))
 
     def timeout(self) -> timedelta:
-        """Return the timeout of calls."""
-        return timeout_of(self.process_group, self.device())
+        """Return the timeout of calls; a simulated group has the default."""
+        options = self.process_group._get_backend(self.device()).options
+        return default_pg_timeout if options is None else options._timeout
 
     def device(self) -> torch.device:
         """Return the device of tensors that this rank sends on its own account."""
@@ -116,12 +100,18 @@ class Group:
 _groups: dict[dist.ProcessGroup, Group] = {}
 
 
+def forget_destroyed(also_living: bool = False) -> None:
+    """Drop the groups that torch.distributed has destroyed, so that their threads end."""
+    for group in [*_groups.values()]:
+        if also_living or not group.exists():
+            vars(group).pop("operators", None)  # they hold the group in a cycle
+            del _groups[group.process_group]
+
+
 @atexit.register
 def _forget_all(owner: int = os.getpid()) -> None:
     if os.getpid() == owner:  # a forked child has no threads to end
-        for group in _groups.values():
-            vars(group).pop("operators", None)
-        _groups.clear()
+        forget_destroyed(also_living=True)
 
 
 def resolve(group: GroupLike) -> Group:
@@ -130,9 +120,7 @@ def resolve(group: GroupLike) -> Group:
     Raises GroupError if there is none that this rank can use.
     """
     if torch.compiler.is_dynamo_compiling():  # it follows no dict of groups
-        process_group = _process_group(group)
-        rank = dist.get_rank(process_group)
-        return Group(process_group, rank, dist.get_world_size(process_group))
+        return Group(_process_group(group))
     given = dist.group.WORLD if group is None else group
     if isinstance(given, dist.ProcessGroup):
         known = _groups.get(given)
@@ -140,7 +128,14 @@ def resolve(group: GroupLike) -> Group:
             return known
     found = _of(_process_group(group))
     if isinstance(group, DeviceMesh) and found._checked_mesh is not group:
-        _check_order(group, found)
+        ranks, own = group.mesh.tolist(), list(found.ranks)
+        if ranks != own:
+            raise GroupError(
+                f"the mesh has ranks {ranks} of the world, in this order, of which torch has made "
+                f"a group in the order {own}: the first in the one is not the first in the other. "
+                "Name ranks of a mesh in ascending order, or pass a group that keeps yours: "
+                f"torch.distributed.new_group({ranks}, sort_ranks=False)."
+            )
         found._checked_mesh = group
     return found
 
@@ -151,9 +146,8 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
             "torch.distributed is not initialised. Call varcomm.init() first, under torchrun, srun "
             "or mpirun, or inside varcomm.launch."
         )
-    if group is None:
-        process_group = dist.group.WORLD
-    elif isinstance(group, DeviceMesh):
+    process_group = dist.group.WORLD if group is None else group
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names
             named = "without names" if names is None else names
@@ -165,10 +159,7 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
         if group.get_coordinate() is None:
             raise GroupError(f"rank {dist.get_rank()} of the world is not in the mesh {group}.")
         process_group = group.get_group()
-    else:
-        process_group = group
-    outside: object = dist.GroupMember.NON_GROUP_MEMBER
-    if type(process_group) is type(outside) and process_group == outside:
+    if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):
         raise GroupError(
             f"rank {dist.get_rank()} of the world is not in this group. Only its members may call."
         )
@@ -182,40 +173,30 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
 
 def _of(process_group: dist.ProcessGroup) -> Group:
     """Return the one Group of a process group."""
-    try:
-        rank = dist.get_rank(process_group)
-    except ValueError as error:
-        _groups.pop(process_group, None)
-        raise GroupError(
-            f"this group exists no longer, or is none of this job: {error}."
-        ) from error
-    if rank < 0:
-        raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
     found = _groups.get(process_group)
-    if found is None:
+    if found is None or not found.exists():
+        try:
+            found = Group(process_group)
+        except ValueError as error:
+            _groups.pop(process_group, None)
+            raise GroupError(
+                f"this group exists no longer, or is none of this job: {error}."
+            ) from error
         forget_destroyed()
-        found = Group(process_group, rank, dist.get_world_size(process_group))
         _groups[process_group] = found
     return found
-
-
-def forget_destroyed() -> None:
-    """Drop the groups that torch.distributed has destroyed, so that their threads end."""
-    for group in [group for group in _groups.values() if not group.exists()]:
-        vars(group).pop("operators", None)  # they hold the group in a cycle
-        del _groups[group.process_group]
 
 
 def named(name: str, rank: int) -> Group:
     """Return the group of a graph that was traced on `rank`; GroupError if this is another rank."""
     try:
-        process_group = group_by_name(name)
+        process_group = cast(Any, distributed_c10d)._resolve_process_group(name)
     except RuntimeError as error:
         raise GroupError(
             f"the group {name!r} of a traced or compiled graph does not exist in this process. "
             "Trace again, after the group has been made."
         ) from error
-    group = _groups.get(process_group) or _of(process_group)
+    group = _of(process_group)
     if group.rank != rank:
         raise GroupError(f"a graph traced on rank {rank} runs on {group}. Trace on each rank.")
     return group
@@ -226,8 +207,7 @@ def weakly(group: Group) -> Callable[[], Group]:
 
     A model may live until the interpreter ends; the threads of a group must end before.
     """
-    process_group = weakref.ref(group.process_group)
-    label = group.label
+    process_group, label = weakref.ref(group.process_group), group.label
 
     def found() -> Group:
         alive = process_group()
@@ -236,15 +216,3 @@ def weakly(group: Group) -> Callable[[], Group]:
         return resolve(alive)
 
     return found
-
-
-def _check_order(mesh: DeviceMesh, group: Group) -> None:
-    """Raise GroupError on all ranks if a mesh and its group number the ranks differently."""
-    ranks, own = mesh.mesh.tolist(), list(group.ranks)
-    if ranks != own:
-        raise GroupError(
-            f"the mesh has ranks {ranks} of the world, in this order, of which torch has made a "
-            f"group in the order {own}: the first in the one is not the first in the other. "
-            "Name ranks of a mesh in ascending order, or pass a group that keeps yours: "
-            f"torch.distributed.new_group({ranks}, sort_ranks=False)."
-        )

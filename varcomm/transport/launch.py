@@ -2,14 +2,20 @@
 
 Ranks are plain interpreters, one :mod:`subprocess` each, or all below one ``mpiexec``. Processes of
 :mod:`multiprocessing` would import the caller's ``__main__``, which a notebook does not have and a
-script without a guard does not survive.
+script without a guard does not survive. Parent and child share one socket; its closed end shows
+that the other process has ended.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib.util
+import io
 import json
+import math
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
@@ -18,19 +24,23 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from types import FunctionType
+from typing import Any, NamedTuple, Self, TypeVar
 
-from varcomm.errors import LaunchError, MissingPackageError
-from varcomm.sizes import at_least, checked_seconds
-from varcomm.transport.worker import STOP, Report, importing_module, pickled_call, stack_file
-from varcomm.transport.world import World, init, uses_mpi
+import torch
+
+from varcomm.errors import ArgumentError, LaunchError, MissingPackageError, at_least
+from varcomm.transport import environment
+from varcomm.transport.debug import checked_seconds
+from varcomm.transport.environment import Place
+from varcomm.transport.world import World, init, join, uses_mpi
 
 __all__ = ["Ranks", "World", "init", "launch"]
 
@@ -38,8 +48,9 @@ T = TypeVar("T")
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from varcomm.transport.worker import main; main(*sys.argv[2:])"
+    "from varcomm.transport.launch import serve; serve(*sys.argv[2:])"
 )
+_STOP = b""
 _START_LIMIT = 180.0  # seconds for imports, on a machine that may be busy
 _GRACE = 0.2  # seconds for the reports of other ranks, after one has failed
 _FAREWELL = 5.0  # seconds for a rank to run its exit handlers
@@ -103,12 +114,17 @@ def launch(
         return ranks.run(fn, *args)
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """Connection to a rank, and its process id."""
-
+class _Worker(NamedTuple):
     connection: Connection[Any, Any]
     pid: int
+
+
+class _Report(NamedTuple):
+    """Answer of a rank to one task."""
+
+    when: float  # time.monotonic(), which all processes of a host share; 0 if the rank has died
+    payload: bytes | None = None  # the pickled result, or exception if it can be pickled
+    failure: str | None = None  # the traceback, if the rank failed
 
 
 class Ranks:
@@ -133,11 +149,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        timeout: float | timedelta = 300.0,
-        *,
-        backend: str | None = "gloo",
+        self, world_size: int, timeout: float | timedelta = 300.0, *, backend: str | None = "gloo"
     ) -> None:
         self.world_size = at_least(1, world_size, "world_size")
         self.timeout = checked_seconds(timeout)
@@ -159,7 +171,7 @@ class Ranks:
         `timeout` is in seconds; by default that of the pool.
         """
         limit = self.timeout if timeout is None else checked_seconds(timeout)
-        task = pickle.dumps((sys.path, pickled_call(fn, args)))
+        task = pickle.dumps((sys.path, _pickled_call(fn, args)))
         with self._held():
             if any(worker.connection.poll() for worker in self._workers):
                 self._kill()  # an idle rank sends nothing: one has died
@@ -169,10 +181,7 @@ class Ranks:
                 for worker in self._workers:
                     with suppress(BrokenPipeError):  # it died just now, and gets an obituary
                         worker.connection.send_bytes(task)
-                return [
-                    self._result(rank, report)
-                    for rank, report in enumerate(self._reports(limit, "finished"))
-                ]
+                return self._results(limit, "finished")
             except BaseException:
                 self._kill()
                 raise
@@ -182,7 +191,7 @@ class Ranks:
         with self._held():
             for worker in self._workers:
                 with suppress(OSError):
-                    worker.connection.send_bytes(STOP)
+                    worker.connection.send_bytes(_STOP)
             # A rank's end of the socket closes with its process. A process that was waited for no
             # longer owns its id, so it is signalled before.
             leaving = {worker.connection for worker in self._workers}
@@ -193,11 +202,9 @@ class Ranks:
 
     def _forget(self) -> None:
         """Reset to a pool without ranks, owned by this process."""
-        self._owner = os.getpid()
-        self._lock = threading.RLock()
+        self._owner, self._lock = os.getpid(), threading.RLock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._workers: list[_Worker] = []
-        self._folder = ""
         self._end: Callable[[], object] = lambda: None
 
     def _held(self) -> threading.RLock:
@@ -206,8 +213,12 @@ class Ranks:
             self._forget()  # after a fork the ranks, and a held lock, are the parent's
         return self._lock
 
+    def _kill(self) -> None:
+        self._end()
+        self._processes, self._workers = [], []
+
     def _start(self) -> None:
-        if module := importing_module():
+        if module := _importing_module():
             raise LaunchError(
                 f"rank {os.environ.get('RANK')} imports module {module!r}, which launches ranks "
                 "when it is imported: each would do so again. Guard what it launches by "
@@ -220,50 +231,39 @@ class Ranks:
         self._end = weakref.finalize(
             self, _end, self._processes, self._workers, self._folder, self._owner
         )
-        mpiexec = [_mpiexec(), "-n", str(self.world_size)] if self._mpi else []
-        address = f"{self._folder}/ranks"
+        python = [sys.executable, "-c", _START, json.dumps(sys.path), self._folder]
+        if self._mpi:
+            python = [_mpiexec(), "-n", str(self.world_size), *python]
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(address)
+            server.bind(f"{self._folder}/ranks")
             server.listen(self.world_size)
             for rank in [-1] if self._mpi else range(self.world_size):
-                place = (address, self._owner, rank, self.world_size, self.backend or "")
-                with _interrupt_later():  # every started process is in the list that ends it
-                    self._processes.append(
-                        subprocess.Popen(
-                            [*mpiexec, sys.executable, "-c", _START, json.dumps(sys.path)]
-                            + [str(argument) for argument in (*place, self._folder)],
-                            env=self._environment(rank),
-                            stdin=subprocess.DEVNULL,
-                            # A process group of its own: Ctrl-C in the terminal is ours to handle,
-                            # and killing it ends all that the rank has started.
-                            start_new_session=True,
-                        )
-                    )
+                # a rank that Ctrl-C keeps out of this list loses its connection, and ends
+                process = subprocess.Popen(
+                    [*python, *map(str, (self._owner, rank, self.world_size, self.backend or ""))],
+                    env=self._environment(rank),
+                    stdin=subprocess.DEVNULL,
+                    # A process group of its own: Ctrl-C in the terminal is ours to handle, and
+                    # killing it ends all that the rank has started.
+                    start_new_session=True,
+                )
+                self._processes.append(process)
             self._connect(server)
-        self._reports(_START_LIMIT, "started")
+        self._results(_START_LIMIT, "started")
 
     def _environment(self, rank: int) -> dict[str, str]:
         environ = dict(os.environ)
         if sys.platform == "linux":
             # no name to resolve, nothing reachable from outside
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self._mpi:
-            # this process may be a rank itself, but not of this MPI
-            ours = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_")
-            for name in [name for name in environ if name.startswith(ours)]:
-                del environ[name]
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-                environ.pop(name, None)
-            return {
-                "HYDRA_LAUNCHER": "fork",
-                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-                **environ,
-            }
-        return environ | {
-            "WORLD_SIZE": str(self.world_size),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-        }
+        names = {"WORLD_SIZE": self.world_size, "RANK": rank, "LOCAL_RANK": rank}
+        if not self._mpi:
+            return environ | {name: str(value) for name, value in names.items()}
+        environ.setdefault("HYDRA_LAUNCHER", "fork")
+        environ.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+        # this process may be a rank itself, but not of this MPI
+        others = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_")
+        return {k: v for k, v in environ.items() if k not in names and not k.startswith(others)}
 
     def _connect(self, server: socket.socket) -> None:
         server.settimeout(0.1)
@@ -271,13 +271,12 @@ class Ranks:
         deadline = time.monotonic() + _START_LIMIT
         while len(found) < self.world_size:
             late = [rank for rank in range(self.world_size) if rank not in found]
-            ended = [process.poll() for process in self._processes]
-            if any(code is not None for code in ended):
-                rank = next((r for r, code in enumerate(ended) if code is not None), 0)
-                raise LaunchError(
-                    f"{_ranks(late if self._mpi else [rank])} of {self.world_size} failed: "
-                    f"{_how(ended[rank] or 0)} before it could start."
-                )
+            for rank, code in enumerate(process.poll() for process in self._processes):
+                if code is not None:
+                    raise LaunchError(
+                        f"{_ranks(late if self._mpi else [rank])} of {self.world_size} failed: "
+                        f"{_how(code)} before it could start."
+                    )
             if time.monotonic() > deadline:
                 raise self._overdue(late, _START_LIMIT, "started")
             with suppress(TimeoutError, EOFError):  # a rank that died just now is found above
@@ -286,94 +285,73 @@ class Ranks:
                 found[rank] = _Worker(connection, pid)
         self._workers.extend(found[rank] for rank in range(self.world_size))
 
-    def _kill(self) -> None:
-        self._end()
-        self._processes, self._workers = [], []
-
-    def _reports(self, limit: float, done: str) -> list[Report]:
-        """Collect one report per rank; raise soon after one fails, or after the limit."""
+    def _results(self, limit: float, done: str) -> list[Any]:
+        """Return the result of each rank; raise soon after one fails, or after the limit."""
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
-        reports: dict[int, Report] = {}
-        failures: dict[int, Report] = {}
+        reports: dict[int, _Report] = {}
         deadline = time.monotonic() + limit
+        failed: dict[int, _Report] = {}
         while waiting and (ready := wait(waiting, max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    report = pickle.loads(connection.recv_bytes())
+                    reports[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    report = self._obituary(rank)
-                reports[rank] = report
-                if report.failure is not None:
-                    if not failures:
-                        deadline = min(deadline, time.monotonic() + _GRACE)
-                    failures[rank] = report
-        if failures:
-            raise self._failure(failures)
+                    reports[rank] = self._obituary(rank)
+            if not failed and any(report.failure for report in reports.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            failed = {rank: report for rank, report in reports.items() if report.failure}
+        if failed:
+            raise self._failure(failed)
         if waiting:
             raise self._overdue(sorted(waiting.values()), limit, done)
-        return [reports[rank] for rank in range(self.world_size)]
+        results = []
+        for rank in range(self.world_size):
+            try:
+                results.append(pickle.loads(reports[rank].payload or b""))
+            except Exception as error:
+                text = f"what rank {rank} returned cannot be unpickled here: {error!r}"
+                raise LaunchError(text) from error
+        return results
 
-    def _failure(self, failures: dict[int, Report]) -> LaunchError:
+    def _failure(self, failed: dict[int, _Report]) -> LaunchError:
         """Return an error that names the rank that failed first: others lost connection to it."""
-        # the parent may notice a death after a peer has reported it
-        first, *others = sorted(
-            failures, key=lambda rank: (not failures[rank].died, failures[rank].when)
-        )
+        first, *others = sorted(failed, key=lambda rank: failed[rank].when)
         also = f" (then {_ranks(sorted(others))} failed)" if others else ""
-        error = LaunchError(
-            f"rank {first} of {self.world_size} failed{also}: {failures[first].failure}"
-        )
-        payload = failures[first].payload
-        if payload is not None:
+        text = f"rank {first} of {self.world_size} failed{also}: {failed[first].failure}"
+        error = LaunchError(text)
+        if (payload := failed[first].payload) is not None:
             with suppress(Exception):
                 error.__cause__ = pickle.loads(payload)
         return error
 
-    def _obituary(self, rank: int) -> Report:
-        when = time.monotonic()
+    def _obituary(self, rank: int) -> _Report:
         process = self._processes[0 if self._mpi else rank]
         if self._mpi:  # mpiexec ends when one of its ranks dies
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_FAREWELL)
         _kill_group(process)
-        code = process.wait()
-        stack = stack_file(self._folder, rank)
+        stack = Path(self._folder, f"stack-{rank}")
         text = stack.read_text() if stack.exists() else ""
-        how = f"{_how(code)} before it gave a result. {text}".rstrip()
-        return Report(when, failure=how, died=True)
+        how = f"{_how(process.wait())} before it gave a result. {text}".rstrip()
+        return _Report(0.0, failure=how)
 
-    def _overdue(self, late: list[int], limit: float, done: str) -> LaunchError:
+    def _overdue(self, late: Sequence[int], limit: float, done: str) -> LaunchError:
         """Return an error that names the late ranks, with their stacks."""
         message = f"{_ranks(late)} of {self.world_size} not {done} within {limit:g} s."
-        if done == "started":
-            return LaunchError(message)
-        stacks = {rank: stack_file(self._folder, rank) for rank in late}
-        for rank in late:
+        stacks = {r: Path(self._folder, f"stack-{r}") for r in late if done != "started"}
+        for rank in stacks:
             os.kill(self._workers[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and not all(
-            path.stat().st_size for path in stacks.values()
-        ):
+        while time.monotonic() < deadline and not all(s.stat().st_size for s in stacks.values()):
             time.sleep(0.05)
         time.sleep(0.1)  # a stack is written line by line
-        return LaunchError(
-            "\n\n".join(
-                [message, *(f"rank {rank}: {path.read_text()}" for rank, path in stacks.items())]
-            )
-        )
-
-    def _result(self, rank: int, report: Report) -> Any:
-        try:
-            return pickle.loads(report.payload or b"")
-        except Exception as error:
-            raise LaunchError(
-                f"what rank {rank} returned cannot be unpickled here: {error!r}"
-            ) from error
+        texts = [f"rank {rank}: {path.read_text()}" for rank, path in stacks.items()]
+        return LaunchError("\n\n".join([message, *texts]))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -412,18 +390,136 @@ def _end(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; only the main thread handles signals."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    pressed = []
-    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+# In the ranks.
+
+
+def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
+    """Join the other ranks, then serve the parent until it sends `_STOP`.
+
+    The arguments come from the command line; `rank` is -1 if ``mpiexec`` sets it.
+    """
+    place = Place(int(rank), int(size), int(rank), f"file://{folder}/rendezvous", "varcomm.launch")
+    if uses_mpi(backend):
+        place = environment.read(os.environ, mpi=True)
+        names = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)  # so that this rank ends with its children, and without other ranks
+        parent = str(os.getppid())
+    client = socket.socket(socket.AF_UNIX)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
+        client.connect(f"{folder}/ranks")
+    except FileNotFoundError:  # the parent has given up
+        return
+    connection: Connection[Any, Any] = Connection(client.detach())
+    connection.send_bytes(pickle.dumps((place.rank, os.getpid())))
+    watch = threading.Thread(
+        target=_end_with_parent, args=(connection, int(parent), folder), daemon=True
+    )
+    watch.start()
+    # A crash or SIGUSR1 writes the stack of the main thread: the kernel delivers signals there
+    # first, and the task runs there.
+    with Path(folder, f"stack-{place.rank}").open("w") as stack:
+        faulthandler.enable(stack, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.size))
+        # the parent keeps the time, so joining has no limit
+        connection.send_bytes(_attempt(join, place, backend or None, math.inf))
+        while (task := connection.recv_bytes()) != _STOP:
+            connection.send_bytes(_attempt(_run, task, place.rank))
+        faulthandler.disable()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
+    """Wait for the end of the parent, and end with it.
+
+    The parent's end of the socket closes then, unless a process that it forked holds it open. All
+    that this rank has started is in its process group, and ends too.
+    """
+    watch = select.poll()
+    watch.register(connection, 0)  # no event asked for: a hang-up is always reported
+    while os.getppid() == parent and not watch.poll(1000):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run(task: bytes, rank: int) -> Any:
+    # the path first: the function's module may be new to this process
+    sys.path[:], call = pickle.loads(task)
+    fn, args = pickle.loads(call)
+    return fn(rank, *args)
+
+
+def _importing_module() -> str | None:
+    """Return the name of the module that the running task is importing, if any."""
+    module, importing = None, False
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is _run.__code__:
+            return module if importing else None
+        name = str(frame.f_globals.get("__name__"))
+        if module is None and frame.f_code.co_name == "<module>":
+            module = name
+        importing |= name.startswith("importlib._bootstrap")
+    return None
+
+
+def _attempt(step: Callable[..., Any], *args: Any) -> bytes:
+    """Return the pickled report of a step, with its result or its exception."""
+    failure: str | None = None
+    payload: bytes | None = None
+    try:
+        result = step(*args)
+        failure = f"its result, of type {type(result).__qualname__}, cannot be pickled: "
+        payload, failure = _dumps(result), None
+    except BaseException as error:
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function's frame
+        lines = traceback.format_exception(type(error), error, trace)
+        failure = f"{failure}{error!r}" if failure else "".join(lines)
+        with suppress(Exception):  # an exception that cannot be unpickled goes without
+            pickle.loads(data := _dumps(error))
+            payload = data
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return pickle.dumps(_Report(time.monotonic(), payload, failure))
+
+
+def _dumps(value: object) -> bytes:
+    """Pickle with cloudpickle, which accepts lambdas and a script's classes; else with pickle."""
+    try:
+        from cloudpickle import dumps
+    except ImportError:
+        from pickle import dumps
+    data: bytes = dumps(value)
+    return data
+
+
+def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle ``(fn, args)``, or raise if the ranks could not read it."""
+    if not callable(fn):
+        raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
+    by_name = importlib.util.find_spec("cloudpickle") is None
+    try:
+        if not by_name:
+            return _dumps((fn, args))
+        buffer = io.BytesIO()
+        _PicklerByName(buffer).dump((fn, args))
+        return buffer.getvalue()
+    except Exception as error:
+        if by_name:
+            raise MissingPackageError(
+                f"{fn!r} and its arguments cannot be sent to the ranks by name ({error}). "
+                'To send them by value: pip install "varcomm[launch]"'
+            ) from error
+        raise ArgumentError(
+            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}"
+        ) from error
+
+
+class _PicklerByName(pickle.Pickler):
+    """Refuses objects of ``__main__``, which in the ranks is another module."""
+
+    def persistent_id(self, obj: object) -> None:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")

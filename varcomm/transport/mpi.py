@@ -20,22 +20,22 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from varcomm.errors import LaunchError, MissingModuleError
-from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work
+from varcomm.transport.debug import debug_timeout, debugging
+from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works
 from varcomm.transport.environment import Place
 from varcomm.transport.group import Group
 
@@ -50,8 +50,6 @@ except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can 
         f"The import of mpi4py.MPI says: {error}"
     ) from error
 
-__all__ = ["MPIEngine", "gpu_aware", "start"]
-
 logger = logging.getLogger("varcomm")
 
 # The bytes at an address: 0.1 us, where mpi4py would describe a tensor by DLPack in 5 us.
@@ -65,83 +63,34 @@ _FEW_BYTES = 8 * 1024
 # Bytes up to which Python copies: torch's copy takes 3 us more.
 _COPIED_BY_PYTHON = 1 << 18
 
-# Rank, address, bytes.
-_Piece: TypeAlias = tuple[int, int, int]
-
 
 class MPIEngine(Engine):
     """Non-blocking messages of MPI, over a communicator of the group's ranks."""
 
-    def all_gather(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> Sequence[Work]:
+    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
         """Send the shard to all others, and receive theirs into `out`: no copies."""
-        comm, rank, ends = _communicator(group), group.rank, list(accumulate(counts))
-        own, start = data.data_ptr(), out.data_ptr()
-        if group.size >= _MANY_RANKS and ends[-1] <= _FEW_BYTES:
-            starts = [end - count for end, count in zip(ends, counts, strict=True)]
-            sent = [_at(own, counts[rank]), counts[rank], MPI.BYTE]
-            in_place = own == start + starts[rank]
-            places = [_at(start, ends[-1]), counts, starts, MPI.BYTE]
-            _settle(data)
-            request = comm.Iallgatherv(MPI.IN_PLACE if in_place else sent, places)
-            return [_Messages(group, "all_gather", [request], (out, data))]
-        others = _others(group)
-        receive = [(peer, start + ends[peer] - counts[peer], counts[peer]) for peer in others]
-        send = [(peer, own, counts[rank]) for peer in others]
-        works = _messages(group, "all_gather", comm, receive, send, out, data)
-        _copy_own(out, data, ends[rank] - counts[rank], 0, counts[rank])
-        return works
-
-    def all_gather_metadata(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        counts: Sequence[int],
-        timeout: timedelta,
-    ) -> None:
-        """Make the communicator within the timeout, if there is none yet; then gather."""
-        _communicator(group, timeout)
-        super().all_gather_metadata(group, out, data, counts, timeout)
+        own, total = counts[group.rank], sum(counts)
+        if group.size < _MANY_RANKS or total > _FEW_BYTES:
+            to_all, start = [own] * group.size, [0] * group.size
+            return _exchange("all_gather", group, out, data, counts, to_all, start)
+        comm, places = _communicator(group), _places(counts)
+        in_place = data.data_ptr() == out.data_ptr() + places[group.rank]
+        sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
+        _settle(data)
+        arriving = [_at(out.data_ptr(), total), counts, places, MPI.BYTE]
+        return [_Messages(group, "all_gather", [comm.Iallgatherv(sent, arriving)], (out, data))]
 
     def exchange(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-        peers: Peers,
-    ) -> Sequence[Work]:
+        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
+    ) -> Works:
         """Send and receive between ranks that have bytes for each other."""
-        rank, comm = group.rank, _communicator(group)
-        start, arriving = data.data_ptr(), out.data_ptr()
-        places, pieces = list(accumulate(recv)), list(accumulate(send))
-        works = _messages(
-            group,
-            "exchange",
-            comm,
-            [(peer, arriving + places[peer] - recv[peer], recv[peer]) for peer in _others(group)],
-            [(peer, start + pieces[peer] - send[peer], send[peer]) for peer in _others(group)],
-            out,
-            data,
-        )
-        _copy_own(out, data, places[rank] - recv[rank], pieces[rank] - send[rank], send[rank])
-        return works
+        return _exchange("exchange", group, out, data, recv, send, _places(send))
 
-    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         """Run MPI's own broadcast, a tree."""
         comm = _communicator(group)
         _settle(data)
         request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
-        return [_Messages(group, "broadcast", [request], (data,))]
-
-    def broadcast_array(
-        self, group: Group, data: np.ndarray[Any, np.dtype[np.uint8]], src: int
-    ) -> Sequence[Work]:
-        """Run the same broadcast on the memory of the array."""
-        request = _communicator(group).Ibcast([data, MPI.BYTE], src)
         return [_Messages(group, "broadcast", [request], (data,))]
 
     def leave(self, group: Group) -> None:
@@ -149,14 +98,38 @@ class MPIEngine(Engine):
         group.auxiliary["left"] = True
 
 
+def _places(counts: Counts) -> list[int]:
+    """Return where the bytes of each rank start."""
+    return [0, *accumulate(counts)][:-1]
+
+
+def _exchange(
+    name: str, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, starts: Counts
+) -> Works:
+    """Start to receive and to send the pieces that have bytes, and copy this rank's own piece."""
+    comm, rank, places = _communicator(group), group.rank, _places(recv)
+    arriving, leaving = out.data_ptr(), data.data_ptr()
+    others = (*range(rank + 1, group.size), *range(rank))
+    _settle(data)
+    receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
+    requests: list[Any] = []
+    for begin, memory, at, counts in (receiving, (comm.Isend, leaving, starts, send)):
+        for peer in others:
+            if counts[peer]:
+                requests.append(begin([_at(memory + at[peer], counts[peer]), MPI.BYTE], peer))
+    to, start, own = places[rank], starts[rank], send[rank]
+    if own and arriving + to != leaving + start:
+        if own <= _COPIED_BY_PYTHON and not data.is_cuda:
+            _at(arriving + to, own)[:] = _at(leaving + start, own)
+        else:
+            out.narrow(0, to, own).copy_(data.narrow(0, start, own))
+    return [_Messages(group, name, requests, (out, data))] if requests else []
+
+
 class _Messages:
     """Messages in flight; the group keeps those that no caller waits for until they are done."""
 
-    __slots__ = ("_buffers", "_group", "_name", "_requests")
-
-    def __init__(
-        self, group: Group, name: str, requests: list[MPI.Request], buffers: object
-    ) -> None:
+    def __init__(self, group: Group, name: str, requests: list[Any], buffers: object) -> None:
         self._group, self._name, self._requests, self._buffers = group, name, requests, buffers
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
@@ -202,14 +175,14 @@ def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
         os.sched_yield()
 
 
-def _communicator(group: Group, timeout: timedelta = NO_LIMIT) -> MPI.Intracomm:
+def _communicator(group: Group) -> MPI.Intracomm:
     """Return the communicator of the group's ranks, in their order; collective at first."""
     if "left" in group.auxiliary:
         raise RuntimeError("this rank has left the group after an earlier failure.")
     comm: MPI.Intracomm | None = group.auxiliary.get("communicator")
     if comm is None:
         # MPI would wait for a missing rank for ever, so the ranks meet on Gloo before
-        limit = timeout or group.timeout()
+        limit = debug_timeout() if debugging() else group.timeout()
         dist.monitored_barrier(group.process_group, limit, wait_all_ranks=True)
         members = MPI.COMM_WORLD.Get_group().Incl(list(group.ranks))
         tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
@@ -229,38 +202,7 @@ def _is_finished(requests: list[MPI.Request] | None) -> bool:
         return False
 
 
-def _others(group: Group) -> tuple[int, ...]:
-    return (*range(group.rank + 1, group.size), *range(group.rank))
-
-
-def _messages(
-    group: Group,
-    name: str,
-    comm: MPI.Intracomm,
-    receive: Iterable[_Piece],
-    send: Iterable[_Piece],
-    out: torch.Tensor,
-    data: torch.Tensor,
-) -> list[_Messages]:
-    """Start to receive and to send the pieces that have bytes."""
-    _settle(data)
-    requests = [comm.Irecv([_at(place, n), MPI.BYTE], peer) for peer, place, n in receive if n]
-    requests += [comm.Isend([_at(place, n), MPI.BYTE], peer) for peer, place, n in send if n]
-    return [_Messages(group, name, requests, (out, data))] if requests else []
-
-
-def _copy_own(out: torch.Tensor, data: torch.Tensor, to: int, start: int, count: int) -> None:
-    """Copy this rank's own bytes, ``data[start : start + count]``, to their place in `out`."""
-    place, own = out.data_ptr() + to, data.data_ptr() + start
-    if place == own or not count:
-        return
-    if count <= _COPIED_BY_PYTHON and not data.is_cuda:
-        _at(place, count)[:] = _at(own, count)
-    else:
-        out.narrow(0, to, count).copy_(data.narrow(0, start, count))
-
-
-def _settle(tensor: torch.Tensor) -> None:
+def _settle(tensor: Tensor) -> None:
     """Wait for the current stream, which MPI ignores."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -269,14 +211,12 @@ def _settle(tensor: torch.Tensor) -> None:
 @cache
 def gpu_aware() -> bool:
     """Return whether this MPI reads and writes CUDA memory, as Open MPI and MPICH report it."""
-    library = ctypes.CDLL(MPI.__file__)
+    library, answer, cuda = ctypes.CDLL(MPI.__file__), ctypes.c_int(0), 0
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if hasattr(library, "MPIX_GPU_query_support"):
-        answer, cuda = ctypes.c_int(0), 0
         library.MPIX_GPU_query_support(cuda, ctypes.byref(answer))
-        return bool(answer.value)
-    return False
+    return bool(answer.value)
 
 
 def start(place: Place, limit: timedelta) -> Store:
@@ -315,8 +255,7 @@ def _unlink_shared_memory() -> None:
     names = re.findall(r"/dev/shm/mpich_shm_\S+", mapped.read_text()) if mapped.exists() else []
     MPI.COMM_WORLD.Barrier()
     for name in set(names):
-        with suppress(FileNotFoundError):
-            os.unlink(name)
+        Path(name).unlink(missing_ok=True)
 
 
 def _store(limit: timedelta) -> Store:

@@ -6,15 +6,11 @@ for them. The host does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from varcomm.transport.engine import Engine, Peers, Work
+from varcomm.transport.engine import Counts, Engine, Peers, Works
 from varcomm.transport.group import Group
-
-__all__ = ["NCCL"]
 
 # Named so from torch 2.13 on, which warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,9 +19,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class NCCL(Engine):
     """NCCL, through torch.distributed."""
 
-    def all_gather(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> Sequence[Work]:
+    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
         """Write into `out` without a buffer.
 
         For a list of uneven tensors NCCL runs one group of broadcasts. A list of even tensors would
@@ -34,22 +28,15 @@ class NCCL(Engine):
         pg = group.process_group
         if len(set(counts)) == 1:
             return [_all_gather_single(out, data, group=pg, async_op=True)]
-        places = list(out.split(list(counts)))
-        return [dist.all_gather(places, data, group=pg, async_op=True)]
+        return [dist.all_gather(list(out.split(list(counts))), data, group=pg, async_op=True)]
 
     def exchange(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-        peers: Peers,
-    ) -> Sequence[Work]:
+        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
+    ) -> Works:
         """Run one group of sends and receives, without those of zero bytes."""
         pg = group.process_group
         return [dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)]
 
-    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         """Through NCCL's own."""
         return [dist.broadcast(data, group=group.process_group, group_src=src, async_op=True)]

@@ -5,16 +5,14 @@ It lets several ranks share one GPU, which NCCL refuses, while a program is writ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
-from varcomm.transport.engine import NO_LIMIT, Engine, Peers, Work
+from varcomm.transport.engine import NO_LIMIT, Counts, Engine, Peers, Works
 from varcomm.transport.group import Group
-
-__all__ = ["Pinned"]
 
 
 @dataclass(frozen=True)
@@ -23,29 +21,21 @@ class Pinned(Engine):
 
     engine: Engine
 
-    def all_gather(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> Sequence[Work]:
+    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
         """Copy the shard to the CPU, and the result back."""
         arriving = _empty(out)
         works = self.engine.all_gather(group, arriving, _fetched(data), counts)
         return [_Arrival(works, arriving, out)]
 
     def exchange(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-        peers: Peers,
-    ) -> Sequence[Work]:
+        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
+    ) -> Works:
         """Copy sent bytes to the CPU, and received ones back."""
         arriving = _empty(out)
         works = self.engine.exchange(group, arriving, _fetched(data), recv, send, peers)
         return [_Arrival(works, arriving, out)]
 
-    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         """Copy `data` to the CPU on the root, and back on the others."""
         moving = _fetched(data) if group.rank == src else _empty(data)
         works = self.engine.broadcast(group, moving, src)
@@ -56,9 +46,9 @@ class Pinned(Engine):
 class _Arrival:
     """Data in flight to the CPU, and their place on the GPU."""
 
-    works: Sequence[Work]
-    arriving: torch.Tensor
-    out: torch.Tensor
+    works: Works
+    arriving: Tensor
+    out: Tensor
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         for work in self.works:
@@ -69,11 +59,11 @@ class _Arrival:
         return all(work.is_completed() for work in self.works)
 
 
-def _empty(data: torch.Tensor) -> torch.Tensor:
+def _empty(data: Tensor) -> Tensor:
     return torch.empty(len(data), dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
 
 
-def _fetched(data: torch.Tensor) -> torch.Tensor:
+def _fetched(data: Tensor) -> Tensor:
     """Return a copy on the CPU; the host waits for it, since the engine reads it at once."""
     copy = _empty(data).copy_(data, non_blocking=True)
     if data.is_cuda:

@@ -10,12 +10,9 @@ import base64
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-__all__ = ["dtype_of", "from_bytes", "to_bytes", "travels"]
 
 # By name: an unknown attribute of torch would be imported.
 _DTYPES = {
@@ -33,24 +30,13 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda parts: _tensor(*map(_decoded, parts)),
 }
 
-_NAMES: dict[type, str] = {}  # classes of `travels`
-
-T = TypeVar("T", bound=type)
-
-
-def travels(kind: T) -> T:
-    """Let instances of a dataclass, a NamedTuple or a subclass of str be sent, by their fields."""
-    name = _NAMES[kind] = f"{kind.__module__}.{kind.__qualname__}"
-    _MAKE[name] = kind if issubclass(kind, str) else lambda items: kind(*map(_decoded, items))
-    return kind
-
 
 def to_bytes(value: Any) -> bytes:
     """Return a plain value as bytes, or raise TypeError.
 
-    Plain are None, a bool, int, float, str, bytes, torch.dtype, Tensor, an instance of a class that
-    `travels`, and a list, tuple, set or dict of such. Other subclasses become their base class;
-    tensors keep their kind of device and `requires_grad`.
+    Plain are None, a bool, int, float, str, bytes, torch.dtype, Tensor, and a list, tuple, set or
+    dict of such. Subclasses become their base class; tensors keep their kind of device and
+    `requires_grad`.
 
     >>> from_bytes(to_bytes({1: ("a", None, b"b"), "more": [0.1, {2}]}))
     {1: ('a', None, b'b'), 'more': [0.1, {2}]}
@@ -67,8 +53,6 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    if name := _NAMES.get(type(value)):
-        return {name: str(value) if isinstance(value, str) else [*map(_encoded, _parts(value))]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -91,12 +75,6 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
 
 
-def _parts(value: Any) -> list[Any]:
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    return list(value)
-
-
 def _decoded(encoded: Any) -> Any:
     if isinstance(encoded, list):
         return [*map(_decoded, encoded)]
@@ -112,13 +90,10 @@ def _tensor(
     # torch imports a module for some names
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
         raise ValueError(f"there is no device {device!r} here")
-    if not data:
-        if math.prod(shape):
-            raise ValueError(f"no bytes for shape {shape}")
-        found = torch.empty(shape, dtype=dtype)
-    else:
-        found = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-    return found.to(device).requires_grad_(requires_grad)
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for {dtype} of shape {shape}")
+    found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return found.reshape(shape).to(device).requires_grad_(requires_grad)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -7,21 +7,17 @@ torch.distributed's backend "fake" holds the ranks; the engine here answers for 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch import Tensor
 
-from varcomm.errors import GroupError
-from varcomm.sizes import at_least, checked_rank
-from varcomm.transport.engine import Engine, Peers, Work
+from varcomm.errors import GroupError, at_least, checked_rank
+from varcomm.transport.engine import Counts, Engine, Peers, Works
 from varcomm.transport.group import Group, forget_destroyed
-
-__all__ = ["Schedule", "Simulated", "Transfer", "alone", "transfers"]
 
 Schedule = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
 
@@ -57,59 +53,41 @@ class Simulated(Engine):
 
     simulated = True
 
-    def all_gather(
-        self, group: Group, out: torch.Tensor, data: torch.Tensor, counts: Sequence[int]
-    ) -> Sequence[Work]:
+    def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
         """Copy this rank's shard to its place; the others are zeros."""
-        own, start = counts[group.rank], sum(counts[: group.rank])
-        _record("all_gather", group, [own] * group.size, counts)
-        out[:start].zero_()
-        out[start + own :].zero_()
-        out[start : start + own].copy_(data)
-        return []
+        return _kept("all_gather", group, out, data, counts, [len(data)] * group.size, 0)
 
     def exchange(
-        self,
-        group: Group,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        recv: Sequence[int],
-        send: Sequence[int],
-        peers: Peers,
-    ) -> Sequence[Work]:
+        self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
+    ) -> Works:
         """Keep this rank's own piece; the others are zeros."""
-        _record(peers, group, send, recv)
-        own = recv[group.rank]
-        out.zero_()
-        if own:
-            to, at = sum(recv[: group.rank]), sum(send[: group.rank])
-            out[to : to + own].copy_(data[at : at + own])
-        return []
+        return _kept(peers, group, out, data, recv, send, sum(send[: group.rank]))
 
-    def broadcast(self, group: Group, data: torch.Tensor, src: int) -> Sequence[Work]:
+    def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         """Leave the root's data; on other ranks they become zeros."""
-        at_src, size = group.rank == src, len(data)
-        _record(
-            "broadcast",
-            group,
-            [size if at_src else 0] * group.size,
-            [0 if at_src else size * (rank == src) for rank in range(group.size)],
-        )
-        if not at_src:
-            data.zero_()
-        return []
+        at_src = group.rank == src
+        send = [len(data) * at_src] * group.size
+        recv = [len(data) * (rank == src) for rank in range(group.size)]
+        return _kept("broadcast", group, data, data, recv, send, 0)
 
 
-def _record(schedule: Schedule, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
-    if _listening:
-        sent, received = _without_own(group, send), _without_own(group, recv)
-        transfer = Transfer(schedule, group.rank, group.ranks, sent, received)
-        for found in _listening:
-            found.append(transfer)
+def _kept(
+    kind: Schedule, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, start: int
+) -> Works:
+    """Record the transfer, and fill `out` with this rank's own bytes and zeros."""
 
+    def without_own(counts: Counts) -> tuple[int, ...]:
+        return (*counts[: group.rank], 0, *counts[group.rank + 1 :])
 
-def _without_own(group: Group, counts: Sequence[int]) -> tuple[int, ...]:
-    return (*counts[: group.rank], 0, *counts[group.rank + 1 :])
+    for found in _listening:
+        counts = without_own(send), without_own(recv)
+        found.append(Transfer(kind, group.rank, group.ranks, *counts))
+    own, place = recv[group.rank], sum(recv[: group.rank])
+    out[:place].zero_()
+    out[place + own :].zero_()
+    if own and out.data_ptr() != data.data_ptr():
+        out[place : place + own].copy_(data[start : start + own])
+    return []
 
 
 @contextmanager
@@ -126,10 +104,7 @@ def alone(size: int, rank: int) -> Iterator[None]:
             f"{dist.get_world_size()}. A simulated world needs a process that is in none: leave "
             "the other one first, or torch.distributed.destroy_process_group()."
         )
-    # torch registers the backend when this is imported
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=ranks)
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:
         yield
     finally:

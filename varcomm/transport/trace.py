@@ -1,17 +1,14 @@
-"""Counts of messages and bytes per call, and ranges in the profiler."""
+"""Traces: counts of messages and bytes per call, as calls, sums and a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any
 
-import torch
-
+from varcomm.transport import engine
 from varcomm.transport.group import Group
-
-__all__ = ["Call", "Trace", "Traffic", "note", "span", "trace"]
 
 
 @dataclass(frozen=True)
@@ -80,15 +77,6 @@ class Traffic:
     sent: int = 0
     received: int = 0
 
-    def add(self, sent: Iterable[int], received: Iterable[int]) -> None:
-        """Count a call by the bytes of its messages."""
-        sent, received = list(sent), list(received)
-        self.calls += 1
-        self.messages_sent += len(sent)
-        self.messages_received += len(received)
-        self.sent += sum(sent)
-        self.received += sum(received)
-
 
 @dataclass(eq=False)
 class Trace(Sequence[Call]):
@@ -120,11 +108,7 @@ class Trace(Sequence[Call]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    @overload
-    def __getitem__(self, index: int) -> Call: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Call]: ...
-    def __getitem__(self, index: int | slice) -> Call | list[Call]:
+    def __getitem__(self, index: Any) -> Any:
         return self.calls[index]
 
     def __len__(self) -> int:
@@ -133,72 +117,50 @@ class Trace(Sequence[Call]):
     @property
     def total(self) -> Traffic:
         """All calls together."""
-        total = Traffic()
-        for call in self.calls:
-            total.add(call.sent_to.values(), call.received_from.values())
-        return total
+        return self._sums(lambda call, peer: "total").get("total", Traffic())
 
     def by_operation(self) -> dict[str, Traffic]:
         """Return sums per operation, in the order of their first calls."""
-        sums: dict[str, Traffic] = {}
-        for call in self.calls:
-            traffic = sums.setdefault(call.name, Traffic())
-            traffic.add(call.sent_to.values(), call.received_from.values())
-        return sums
+        return self._sums(lambda call, peer: call.name)
 
     def by_peer(self) -> dict[int, Traffic]:
         """Return sums per peer, by its world rank."""
-        sums: dict[int, Traffic] = {}
+        sums = self._sums(lambda call, peer: peer)
+        return {peer: sums[peer] for peer in sorted(sums.keys() - {None})}
+
+    def _sums(self, key: Callable[[Call, int | None], Any]) -> dict[Any, Traffic]:
+        """Return the sums over calls and messages of equal keys; a call itself has no peer."""
+        sums: dict[Any, Traffic] = {}
         for call in self.calls:
-            for peer in sorted({*call.sent_to, *call.received_from}):
-                sent, received = call.sent_to.get(peer), call.received_from.get(peer)
-                sums.setdefault(peer, Traffic()).add(
-                    [] if sent is None else [sent], [] if received is None else [received]
-                )
-        return dict(sorted(sums.items()))
+            peers = {*call.sent_to, *call.received_from}
+            for of_call in {key(call, peer) for peer in (None, *peers)}:
+                sums.setdefault(of_call, Traffic()).calls += 1
+            for peer, count in call.sent_to.items():
+                sums[key(call, peer)].messages_sent += 1
+                sums[key(call, peer)].sent += count
+            for peer, count in call.received_from.items():
+                sums[key(call, peer)].messages_received += 1
+                sums[key(call, peer)].received += count
+        return sums
 
     def __str__(self) -> str:
         """Return the table."""
+        columns = ("calls", "sent", "bytes", "received", "bytes")
         peers = {f"rank {rank}": traffic for rank, traffic in self.by_peer().items()}
-        rows = [
-            ("operation", *_COLUMNS),
-            *_numbers({**self.by_operation(), "total": self.total}),
-            ("peer", *_COLUMNS),
-            *_numbers(peers),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows = [("operation", *columns), *_numbers({**self.by_operation(), "total": self.total})]
+        of_peers = [("peer", *columns), *_numbers(peers)]
+        widths = [max(map(len, column)) for column in zip(*rows, *of_peers, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
+            for row in (*rows, *of_peers)
         ]
-        lines.insert(len(rows) - 1 - len(peers), "")
-        return "\n".join(lines)
+        return "\n".join([*lines[: len(rows)], "", *lines[len(rows) :]])
 
 
-_COLUMNS = ("calls", "sent", "bytes", "received", "bytes")
-
-
-def _numbers(sums: dict[str, Traffic]) -> Iterator[tuple[str, ...]]:
+def _numbers(sums: Mapping[str, Traffic]) -> Iterator[tuple[str, ...]]:
     for name, t in sums.items():
         numbers = (t.calls, t.messages_sent, t.sent, t.messages_received, t.received)
         yield name, *(f"{number:,}" for number in numbers)
-
-
-# Open traces. Backward runs in threads of its own, so this is not thread-local.
-_open: list[Trace] = []
-
-
-class _Nothing:
-    """Context that does nothing, in half the time of ``contextlib.nullcontext``."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
 
 
 @contextmanager
@@ -233,27 +195,16 @@ def trace() -> Iterator[Trace]:
     rank 1            1     1      4         1      8
     """
     calls = Trace()
-    _open.append(calls)
+
+    def record(name: str, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
+        sent, received = (
+            {group.ranks[r]: count for r, count in enumerate(counts) if count and r != group.rank}
+            for counts in (send, recv)
+        )
+        calls.calls.append(Call(name, sent, received))
+
+    engine.recorders.append(record)
     try:
         yield calls
     finally:
-        # by identity: two empty traces are equal
-        _open[:] = [other for other in _open if other is not calls]
-
-
-def note(name: str, group: Group, send: Sequence[int], recv: Sequence[int]) -> None:
-    """Record a call in all open traces, by its bytes per rank of the group."""
-    if _open:
-        call = Call(name, _by_peer(group, send), _by_peer(group, recv))
-        for calls in _open:
-            calls.calls.append(call)
-
-
-def _by_peer(group: Group, counts: Sequence[int]) -> dict[int, int]:
-    ranks = group.ranks
-    return {ranks[peer]: count for peer, count in enumerate(counts) if count and peer != group.rank}
-
-
-def span(name: str) -> AbstractContextManager[object]:
-    """Return a context that torch's profiler shows as ``varcomm::name`` inside :func:`trace`."""
-    return torch.profiler.record_function(f"varcomm::{name}") if _open else _NOTHING
+        engine.recorders.remove(record)

@@ -1,4 +1,4 @@
-"""The world of all ranks that a launcher started: :func:`init` and the record it returns."""
+"""The world of all ranks that a launcher started: :func:`init` and how its ranks meet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import logging
 import os
 import re
 import sys
+import time
+import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,16 +22,19 @@ import torch.distributed as dist
 # Its functions have the world as a default argument: imported after `join`, as PyG does, they would
 # keep the group, and `_leave` could not end its threads.
 import torch.distributed.nn.functional
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    rendezvous,
+)
 
 from varcomm.errors import ArgumentError, LaunchError, VarcommError
-from varcomm.sizes import checked_seconds
 from varcomm.transport import environment
+from varcomm.transport.debug import checked_seconds
 from varcomm.transport.environment import Place
+from varcomm.transport.failure import note_exceptions
 from varcomm.transport.group import forget_destroyed, resolve
-from varcomm.transport.last_seen import note_exceptions
-from varcomm.transport.rendezvous import meeting_store
-
-__all__ = ["World", "init", "join", "uses_mpi"]
 
 logger = logging.getLogger("varcomm")
 
@@ -110,14 +116,13 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     """
     if not dist.is_initialized():
         join(environment.read(os.environ, uses_mpi(backend)), backend, timeout)
+    rank = local_rank = dist.get_rank()
+    with suppress(LaunchError):  # without a launcher, all ranks are on one host
+        place = environment.read(os.environ, mpi=True)  # needs no meeting point
+        local_rank = place.local_rank if place.rank == rank else rank
     on_gpu = "nccl" in dist.get_backend_config()
-    rank = dist.get_rank()
-    return World(
-        rank=rank,
-        size=dist.get_world_size(),
-        local_rank=_local_rank(rank),
-        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return World(rank, dist.get_world_size(), local_rank, device)
 
 
 def uses_mpi(backend: str | None) -> bool:
@@ -136,8 +141,7 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
     limit = timedelta(seconds=checked_seconds(timeout))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    mpi = uses_mpi(backend)
-    device = None
+    mpi, device = uses_mpi(backend), None
     if "nccl" in backend:
         device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
@@ -185,15 +189,6 @@ def _gpu(place: Place, visible: int) -> int:
     )
 
 
-def _local_rank(rank: int) -> int:
-    """Return the local rank by the launcher; without one, all ranks are on one host."""
-    try:
-        place = environment.read(os.environ, mpi=True)  # needs no meeting point
-    except LaunchError:
-        return rank
-    return place.local_rank if place.rank == rank else rank
-
-
 def _leave(group: Callable[[], object], owner: int) -> None:
     """Destroy the process group at exit, if it is still the one that `join` created.
 
@@ -203,9 +198,54 @@ def _leave(group: Callable[[], object], owner: int) -> None:
     # after an uncaught exception the peers may wait in a collective, and cannot take part
     failed = getattr(sys, "last_value", None) is not None
     forked = os.getpid() != owner  # a child of a rank is no member
-    if forked or failed or not dist.is_initialized():
-        return
-    if dist.group.WORLD is group():
+    if not (forked or failed) and dist.is_initialized() and dist.group.WORLD is group():
         dist.destroy_process_group()
         forget_destroyed()
         gc.collect()  # cycles of a model and its hooks hold the group
+
+
+def meeting_store(place: Place, limit: timedelta) -> Store:
+    """Return a store common to the ranks of this start, and to them alone; collective.
+
+    torchrun's agent serves one store for all its starts. After a failure the store still holds the
+    addresses of the ended ranks (pytorch issue 135712), and no variable of torchrun identifies the
+    start: agents count restarts each on their own. So each rank writes a new name, and waits for an
+    answer to that name. Rank 0 answers every name, those of ended ranks as well, until all ranks
+    have come to the part of the store in its answer.
+
+    Raises RuntimeError if the others do not come within `limit`, which becomes the store's timeout.
+    """
+    if place.size == 1:
+        return HashStore()
+    met = rendezvous(str(place.meeting_point), place.rank, place.size, timeout=limit)
+    store: Store = next(met)[0]
+    store.set_timeout(limit)
+    if not place.lasting_store:
+        return store
+    name = uuid.uuid4().hex
+    if place.rank == 0:
+        here = f"varcomm/start/{name}"
+        _gather(store, here, place.size, limit)
+    else:
+        store.set(f"varcomm/rank/{place.rank}", name)
+        here = store.get(f"varcomm/answer/{name}").decode()
+        store.delete_key(f"varcomm/answer/{name}")
+        store.add(f"{here}/come", 1)
+    return PrefixStore(here, store)
+
+
+def _gather(store: Store, here: str, size: int, limit: timedelta) -> None:
+    """Answer the other ranks with `here`, until all have come there."""
+    deadline = time.monotonic() + limit.total_seconds()
+    keys = [f"varcomm/rank/{rank}" for rank in range(1, size)]
+    answered: set[bytes] = set()
+    while (come := store.add(f"{here}/come", 0)) < size - 1:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"after {limit.total_seconds():g} s, {come + 1} of {size} ranks have come."
+            )
+        if store.check(keys):
+            for name in set(store.multi_get(keys)) - answered:
+                store.set(f"varcomm/answer/{name.decode()}", here)
+                answered.add(name)
+        time.sleep(0.02)

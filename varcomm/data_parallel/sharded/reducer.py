@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from varcomm.data_parallel.buckets import dense, gradient_dtype
-from varcomm.data_parallel.owner import Owner
-from varcomm.data_parallel.sharded.reduction import Reduction, Scaling, SideStream
+from varcomm.data_parallel.buckets import Message, Owner, dense, gradient_dtype
+from varcomm.data_parallel.sharded.arguments import NAME, Settings
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
+from varcomm.ops import packing
 from varcomm.ops.operator import checking
+from varcomm.ops.reduction import accumulated
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import Lane, weakly
 from varcomm.transport.group import Group
 
-__all__ = ["NAME", "Reducer", "Traffic"]
-
-NAME = "ShardedGradients"
-
-
-class Traffic:
-    """Group on which messages of shards travel, and their number in flight.
-
-    On a lane of its own, calls that start during backward have the same order on all ranks, beside
-    the exchanges of the model. Without a lane nothing may start during backward.
-    """
-
-    def __init__(self, group: Group, lane: Lane | None) -> None:
-        self.lane, self._group = lane, weakly(group)
-        self._in_flight = 0
-        if lane is not None:
-            weakref.finalize(self, lane.give_back).atexit = False
-
-    def group(self) -> Group:
-        """Return the group of the lane, or the group itself."""
-        return self._group() if self.lane is None else self.lane.group()
-
-    def note(self, more: int) -> None:
-        """Count calls that start (1) or end (-1): a lane in use is not given to another."""
-        self._in_flight += more
-        if self.lane is not None:
-            self.lane.under_way = self._in_flight > 0
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -57,123 +32,124 @@ class Reducer:
     :meth:`finish` brings all ranks to the end of one round, so nothing depends on the end of
     backward.
 
-    `names` and `parameters` are in the order of their indices, `shards` in that of backward.
+    `shards` are in the order of backward. Hooks of the parameters hold the reducer, until
+    :meth:`close`. Without a lane, on which calls have the same order on all ranks beside the
+    exchanges of the model, nothing starts during backward.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
-        shards: Sequence[Shard],
-        group: Group,
-        traffic: Traffic,
-        scaling: Scaling,
+        self, shards: Sequence[Shard], group: Group, lane: Lane | None, settings: Settings
     ) -> None:
-        self._names, self._parameters, self._shards = names, parameters, shards
-        self._group, self._traffic, self._scaling = weakly(group), traffic, scaling
+        self._shards, self._group = shards, weakly(group)
+        self._lane, self._settings = lane, settings
         self.syncing = True
-        self._side = SideStream(shards[0].row.device)
-        self._bucket_of = {i: n for n, shard in enumerate(shards) for i in shard.split.members}
-        self._held: dict[int, torch.Tensor] = {}  # gradients whose sums have not started
-        self._in_flight: deque[tuple[Shard, Reduction]] = deque()
-        self._begin()
-        # parameters keep their hooks, and must not keep this
-        me, owner = weakref.ref(self), Owner(self)
-        removals: list[Callable[[], object]] = [owner.leave]
-        for index, parameter in enumerate(parameters):
-            owner.take(parameter)
-            hook = partial(_arrived, me, index)
-            removals.append(parameter.register_post_accumulate_grad_hook(hook).remove)
-        self._end = weakref.finalize(self, _call_all, removals)
-        self._end.atexit = False
+        device = shards[0].row.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
+        self._parameters = {n: p for shard in shards for n, p in shard.parameters.items()}
+        self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
+        self._in_flight: deque[tuple[Shard, _Reduction]] = deque()
+        self._started, self._arrived = 0, set[str]()  # buckets in all rounds; gradients in one
+        owner = Owner(self._parameters.values())
+        self._removals: list[Callable[[], None]] = [owner.close]
+        for name, parameter in self._parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._arrive, name))
+            self._removals.append(hook.remove)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        self._end()
+        """Leave the parameters alone, and the lane to others; not one with calls in flight."""
+        for remove in self._removals:
+            remove()
+        if self._lane is not None:
+            self._lane.under_way = bool(self._in_flight)
+            self._lane.give_back()
 
-    def _begin(self) -> None:
-        self._started = 0  # buckets, in all rounds
-        self._arrived: set[int] = set()
-        self._missing = [self._learning(shard) for shard in self._shards]
+    def traffic(self) -> Group:
+        """Return the group on which messages travel."""
+        return self._group() if self._lane is None else self._lane.group()
 
-    def _learning(self, shard: Shard) -> int:
-        return sum(parameter.requires_grad for parameter in shard.parameters)
-
-    def arrived(self, index: int) -> None:
+    def _arrive(self, name: str, parameter: torch.Tensor) -> None:
         """Start the buckets that are complete with the gradient of a parameter."""
-        parameter = self._parameters[index]
         if parameter.grad is None:
             return  # another hook has taken it
+        dtype, wrong = gradient_dtype(parameter), ""
         if torch.is_grad_enabled():
-            self._refuse(
+            wrong = (
                 "backward(create_graph=True) would need derivatives of sums over ranks. Use "
                 "torch.autograd.grad(..., create_graph=True) for forces and penalties, and "
                 "backward() from the loss that is made of them."
             )
-        dtype = gradient_dtype(parameter)
-        if parameter.grad.dtype != dtype:
-            self._refuse(
-                f"the gradient of parameter {self._names[index]!r} is of {parameter.grad.dtype}, "
-                f"and not of {dtype} as on the other ranks. Set its grad_dtype before {NAME}."
+        elif parameter.grad.dtype != dtype:
+            wrong = (
+                f"the gradient of parameter {name!r} is of {parameter.grad.dtype}, and not of "
+                f"{dtype} as on the other ranks. Set its grad_dtype before {NAME}."
             )
-        self._hold(index)
+        if wrong:
+            with checking(NAME, self._group()) as where:
+                raise ArgumentError(where + wrong)
+        self._hold(name)
         # inside debug() nothing overlaps: ranks compare calls in the order of their programs
-        if not self.syncing or self._traffic.lane is None or debugging():
+        if not self.syncing or self._lane is None or debugging():
             return
-        if index not in self._arrived:
-            self._arrived.add(index)
-            self._missing[self._bucket_of[index]] -= 1
-        while self._missing[self._started % len(self._shards)] == 0:
+        self._arrived.add(name)
+        for _ in self._shards:
+            last = reversed(self._next.parameters.items())  # which are missing longest
+            if not all(name in self._arrived or not p.requires_grad for name, p in last):
+                break
             self._start()
 
-    def _hold(self, index: int) -> None:
+    @property
+    def _next(self) -> Shard:
+        return self._shards[self._started % len(self._shards)]
+
+    def _hold(self, name: str) -> None:
         """Take a gradient, so that no other hook of the parameter sums it as well."""
-        parameter = self._parameters[index]
+        parameter = self._parameters[name]
         if parameter.grad is not None:
-            gradient, before = dense(parameter.grad), self._held.get(index)
-            self._held[index] = gradient if before is None else before + gradient
+            gradient, before = dense(parameter.grad), self._held.get(name)
+            self._held[name] = gradient if before is None else before + gradient
             parameter.grad = None
 
-    def _refuse(self, reason: str) -> None:
-        with checking(NAME, self._group()) as where:
-            raise ArgumentError(where + reason)
-
     def _start(self) -> None:
-        place = self._started % len(self._shards)
-        shard, held = self._shards[place], self._held
-        gradients = {i: held.pop(i) for i in shard.split.members if i in held}
-        example = shard.row.new_empty(0, dtype=gradient_dtype(shard.parameters[0]))
-        self._traffic.note(1)
-        with self._side.after_current():
-            self._side.reads(gradients.values())
-            group = self._traffic.group()
-            started = Reduction(shard.split, group, gradients, example, self._scaling)
+        shard, held = self._next, self._held
+        gradients = {name: held.pop(name) for name in shard.parameters if name in held}
+        with self._aside():
+            for gradient in gradients.values():
+                if self._stream is not None:
+                    gradient.record_stream(self._stream)  # its memory is not reused before
+            started = _Reduction(shard, self.traffic(), gradients, self._settings)
         self._in_flight.append((shard, started))
         self._started += 1
-        self._arrived.difference_update(shard.split.members)
-        self._missing[place] = self._learning(shard)
-        while self._in_flight and self._in_flight[0][1].done():  # never wait during backward
+        self._arrived.difference_update(shard.parameters)
+        while self._in_flight and self._in_flight[0][1].message.done():  # without waiting
             self._add_next()
 
     def _add_next(self) -> None:
-        shard, reduction = self._in_flight.popleft()
-        with self._side.after_current():
-            reduction.wait()
-            self._traffic.note(-1)
-            shard.add(reduction.total(), reduction.used())
+        shard, reduction = self._in_flight[0]
+        with self._aside():
+            shard.add(*reduction.wait())
+        self._in_flight.popleft()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Pack and sum on a stream of its own, after all that the current stream was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
         self._held.clear()
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     def needed_rounds(self) -> int:
         """Return the rounds that bring all gradients of this rank to the shards."""
-        for index in range(len(self._parameters)):
-            self._hold(index)  # one that was not computed by backward
+        for name in self._parameters:
+            self._hold(name)  # one that was not computed by backward
         rounds, place = divmod(self._started, len(self._shards))
-        left = {self._bucket_of[index] for index in self._held}
+        left = {self._bucket_of[name] for name in self._held}
         return rounds + (place > 0 or bool(left)) + any(bucket < place for bucket in left)
 
     def finish(self, rounds: int) -> None:
@@ -182,16 +158,56 @@ class Reducer:
             self._start()
         while self._in_flight:
             self._add_next()
-        self._side.join()
-        self._begin()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._started = 0
+        self._arrived.clear()
 
 
-def _arrived(me: weakref.ref[Reducer], index: int, parameter: torch.Tensor) -> None:
-    reducer = me()
-    if reducer is not None:
-        reducer.arrived(index)
+class _Reduction:
+    """A sum over ranks, in flight, of which each rank gets its piece.
 
+    Each rank receives its piece, and a 1 or 0 for each parameter in the piece: whether the sender
+    has used the parameter. `gradients` are dense, by name; absent ones count as zeros.
+    """
 
-def _call_all(removals: Sequence[Callable[[], object]]) -> None:
-    for remove in removals:
-        remove()
+    def __init__(
+        self, shard: Shard, group: Group, gradients: Mapping[str, torch.Tensor], settings: Settings
+    ) -> None:
+        split, self._settings, self._ranks = shard.split, settings, group.size
+        self._size = split.sizes[group.rank]
+        self._here = [name in gradients for name, _ in shard.segments]
+        rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
+        dtype = gradient_dtype(next(iter(shard.parameters.values())))
+        flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
+        parts = [shard.row.new_empty(0, dtype=dtype)]
+        for segments in split.segments:
+            used = parts[0].new_ones(len(segments))
+            for place, (name, part) in enumerate(segments):
+                if name in flat:
+                    parts.append(flat[name][part.start : part.stop])
+                else:
+                    parts.append(used.new_zeros(len(part)))
+                    used[place] = 0  # by a kernel: a copy would wait for the GPU
+            parts.append(used)
+        sent = torch.cat(parts)
+        if not settings.in_fp32 and settings.before != 1:
+            for row, size in zip(sent.split(rows), split.sizes, strict=True):
+                row[:size] /= settings.before
+        own = [rows[group.rank]] * group.size
+        self.message = Message(packing.exchange, "reduce_scatter_v", group, sent, rows, own)
+
+    def wait(self) -> tuple[torch.Tensor, list[bool]]:
+        """Return the piece of the sum of parts divided by ``before``, and the used parameters.
+
+        There is an entry for each segment of the piece: whether any rank has used the parameter.
+        """
+        received = self.message.wait().view(self._ranks, -1)
+        parts = received[:, : self._size].unbind()
+        if self._settings.in_fp32:
+            total = accumulated(parts, True, 1 / self._settings.before)
+        else:
+            total = accumulated(parts, True).to(received.dtype)
+        if all(self._here):
+            return total, self._here  # without waiting for a GPU
+        return total, received[:, self._size :].ne(0).any(0).tolist()

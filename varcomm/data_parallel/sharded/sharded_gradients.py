@@ -10,29 +10,22 @@ from typing import Any, NoReturn
 import torch
 
 from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
-from varcomm.data_parallel.global_count import Reduce, checked_total
-from varcomm.data_parallel.sharded.gathering import Gathering
-from varcomm.data_parallel.sharded.inner_optimizer import Factory, held, made, options
-from varcomm.data_parallel.sharded.inputs import Given, Settings, read
-from varcomm.data_parallel.sharded.norm import clip_
-from varcomm.data_parallel.sharded.reducer import NAME, Reducer, Traffic
-from varcomm.data_parallel.sharded.shard import Piece, Shard
-from varcomm.data_parallel.sharded.split import splits
-from varcomm.data_parallel.sharded.states import States
+from varcomm.data_parallel.global_count import Reduce, total_rows
+from varcomm.data_parallel.sharded.arguments import NAME, OTHERS, Given, Settings, read
+from varcomm.data_parallel.sharded.optimizer import Factory, States, clip_, held, made, options
+from varcomm.data_parallel.sharded.reducer import Reducer
+from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, splits, wait_in
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
-from varcomm.ops.broadcast import broadcast
 from varcomm.ops.operator import checking
 from varcomm.sharding import shard_spec
-from varcomm.transport.agreement import agree, agree_and_share, debugging
+from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.engine import is_simulated, wait_for
+from varcomm.transport.engine import wait_for
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ShardedGradients"]
-
-_SET_UP = f"data_parallel.{NAME}"
 
 
 class ShardedGradients:
@@ -41,11 +34,11 @@ class ShardedGradients:
     Every rank has all parameters. Gradients are summed over ranks onto the ranks that own their
     pieces; :meth:`step` updates the pieces and gathers them on all ranks. Gradients, states and
     fp32 masters take ``n`` elements per rank in place of ``N``, and the bytes are those of an
-    all-reduce of gradients. Pieces may be of any sizes.
+    all-reduce of gradients.
 
-    Collective: every rank makes it of a model with the same parameters, and all raise if one does.
-    Parameters and buffers get the values of rank 0; later, statistics of batch norms are each
-    rank's own. Parameters become contiguous views of one row per bucket, and stay the same objects.
+    Collective: every rank makes it of the same model. Parameters and buffers get the values of rank
+    0; later, statistics of batch norms are each rank's own. Parameters become contiguous views of
+    one row per bucket, and stay the same objects.
 
     Parameters
     ----------
@@ -103,8 +96,7 @@ class ShardedGradients:
         its groups; if another argument is wrong. In backward, on its rank, for
         ``create_graph=True`` and gradients of another dtype.
     DisagreementError
-        On every rank, if parameters, arguments or options of the optimizer differ, or if ranks call
-        different methods.
+        On every rank, if parameters, arguments, options of the optimizer or called methods differ.
     GroupError
         If this rank is not in `group`, or parameters are on a device without an engine.
 
@@ -122,13 +114,13 @@ class ShardedGradients:
     A backward that fails leaves the gradients that it has computed; :meth:`zero_grad` drops them.
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
-    gradients' dtype, and one value for each parameter in each peer's piece of a bucket; it receives
-    ``(P - 1) n``, and a value for each parameter in its own piece from each peer. :meth:`step`
-    sends ``(P - 1) n`` elements of the parameters' dtype and receives ``N - n``. Sums are in rank
-    order, the same at every run, and parameters are equal on all ranks bit for bit.
+    gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
+    piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements of the parameters' dtype and
+    receives ``N - n``. Sums are in rank order, the same at every run, and parameters are equal on
+    all ranks bit for bit. Sums in fp32 of narrow gradients ``g_r`` are within
+    ``(P + 1) 2**-24 sum_r |g_r|`` of the exact sum, divided.
 
-    Accuracy: sums in fp32 of narrow gradients ``g_r`` are within ``(P + 1) 2**-24 sum_r |g_r|`` of
-    the exact sum, divided. The method is ZeRO's second stage (Rajbhandari et al., SC20).
+    The method is ZeRO's second stage (Rajbhandari et al., SC20).
 
     In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
     ranks.
@@ -150,10 +142,9 @@ class ShardedGradients:
     ...     return (own.start, own.stop), own.value.grad.tolist(), model.weight.tolist()[0]
     >>> varcomm.launch(fn, 2)[0]
     ((0, 4), [1.5, 1.5, 1.5, 1.5], [0.25, 0.25])
-    >>> varcomm.launch(fn, 2)[1]
-    ((4, 6), [1.5, 1.5], [0.25, 0.25])
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         params: torch.nn.Module | Iterable[Any],
@@ -170,68 +161,62 @@ class ShardedGradients:
         overlap_forward: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        ranks = resolve(group)
-        asked = Settings(
-            sizes,
-            reduce,
-            fp32_reduce_scatter,
-            gradient_predivide_factor,
-            fp32_masters,
-            cpu_offload,
-            overlap_forward,
-            bucket_bytes,
-        )
-        with torch.no_grad():
-            self._set_up(params, optimizer_factory, ranks, module, asked)
-
-    def _set_up(
-        self, params: object, factory: Factory, group: Group, module: object, asked: Settings
-    ) -> None:
-        """Agree, make parameters equal, and cut them into pieces; collective."""
+        ranks, what = resolve(group), f"data_parallel.{NAME}"
+        asked = {
+            "sizes": sizes,
+            "reduce": reduce,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "fp32_masters": fp32_masters,
+            "cpu_offload": cpu_offload,
+            "overlap_forward": overlap_forward,
+            "bucket_bytes": bucket_bytes,
+        }
 
         def begin() -> tuple[Settings, Given, list[Shard]]:
             given = read(params, module)
-            checked = asked.checked(given.module, group.size)
-            given.check(group)
-            values = list(given.parameters.values())
-            found = splits(values, checked.sizes, group.size, checked.bucket_bytes)
-            return checked, given, [Shard(s, dict(enumerate(values)), group.rank) for s in found]
+            settings = Settings(asked, given.module, ranks.size)
+            given.check(ranks)
+            own = given.of("trained")
+            found = splits(own, settings.sizes, ranks.size, settings.bucket_bytes)
+            return settings, given, [Shard(split, own, ranks.rank) for split in found]
 
-        def tell(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
-            words = {"arguments": begun[0].describe(), **begun[1].describe()}
-            return {"words": words, "free lanes": free_lanes(group)}
+        def words(begun: tuple[Settings, Given, list[Shard]]) -> dict[str, Any]:
+            own = {"arguments": begun[0].words, **begun[1].describe()}
+            return {"words": own, "free lanes": free_lanes(ranks)}
 
-        (settings, given, shards), told = agree_and_share(_SET_UP, begin, tell, group)
-        _compare(_SET_UP, [rank["words"] for rank in told])
-        with explained(NAME, group):
-            for shard in shards:
-                wait_for(packing.broadcast("broadcast", group, shard.row, 0))
-        _broadcast([value for _, value in given.written()], group, settings.bucket_bytes)
-        names = list(given.parameters)
+        (settings, given, shards), told = agree_and_share(what, begin, words, ranks)
+        _compare(what, [rank["words"] for rank in told])
+        values = [*(shard.row for shard in shards), *given.of(*OTHERS).values()]
+        _copy_from_rank_0(values, ranks, settings.bucket_bytes)
+        whole = settings.sizes == WHOLE
         for shard in shards:
-            shard.cut_pieces(names, settings.whole, *settings.of_pieces(shard.row))
+            shard.cut_pieces(whole, *settings.of_pieces(shard.row))
         self._pieces = {piece.name: piece for shard in shards for piece in shard.pieces}
         self.optimizer, same = agree_and_share(
-            f"{_SET_UP}: optimizer_factory",
-            lambda: made(factory, given, self._pieces, settings.whole),
+            f"{what}: optimizer_factory",
+            lambda: made(optimizer_factory, given, self._pieces, whole),
             lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
-            group,
+            ranks,
         )
-        _compare(_SET_UP, same)
+        _compare(what, same)
         self._held = held(self.optimizer)
-        self._stepping = False
-        self.optimizer.register_step_pre_hook(_only_within(weakref.ref(self)))
+        self._stepping = self._closed = False
+        me = weakref.ref(self)
+        self.optimizer.register_step_pre_hook(lambda *_: _refuse_alone(me()))
 
-        self._given, self._shards, self._closed = given, shards, False
-        self._group = weakly(group)
-        self._scaling, self._count = settings.scaling(group.size), settings.count
-        lane = take_lane(group, [rank["free lanes"] for rank in told])
-        traffic = Traffic(group, lane)
-        values = list(given.parameters.values())
-        self._reducer = Reducer(names, values, shards, group, traffic, self._scaling)
-        overlapped = given.module if settings.overlap_forward else None
-        self._gathering = Gathering(shards, traffic, overlapped)
-        self._states = States(self.optimizer, given, shards, settings.whole)
+        self._given, self._shards, self._settings = given, shards, settings
+        self._trained = given.of("trained")
+        self._group = weakly(ranks)
+        self._states = States(self.optimizer, given, shards, whole)
+        lane = take_lane(ranks, [rank["free lanes"] for rank in told])
+        self._reducer = Reducer(shards, ranks, lane, settings)
+        removals = [self._reducer.close]
+        if settings.overlap_forward and given.module is not None:
+            removals += wait_in(given.module, shards)
+        # parameters and modules have hooks, which must not keep this
+        self._end = weakref.finalize(self, _end, shards, removals)
+        self._end.atexit = False
 
     @property
     def pieces(self) -> Mapping[str, Piece]:
@@ -261,7 +246,8 @@ class ShardedGradients:
 
     def wait(self) -> None:
         """Wait until the parameters have their new values, with ``overlap_forward=True``."""
-        self._gathering.wait()
+        for shard in self._shards:
+            shard.wait()
 
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
@@ -283,73 +269,66 @@ class ShardedGradients:
     @torch.no_grad()
     def _reduce(self, what: str, drop: bool = False) -> None:
         """Agree on the method, and bring the gradients of all ranks to the pieces, or drop them."""
-        reducer, count = self._reducer, self._count
+        reducer, count = self._reducer, self._settings.count
 
         def ready() -> dict[str, Any]:
             self._check()
             had = reducer.needed_rounds() > 0
             if drop:
                 reducer.drop_unstarted()
-            same: dict[str, Mapping[str, object]] = {}
+            words = {"rounds": reducer.needed_rounds(), "had": had, "same": {}}
             if debugging():
-                frozen = [n for n, p in self._given.parameters.items() if not p.requires_grad]
+                frozen = [n for n, p in self._trained.items() if not p.requires_grad]
                 optimizer = options(self.optimizer) if what == "step" else {}
-                same = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
-            local = None if count is None else count.local()
-            return {"rounds": reducer.needed_rounds(), "had": had, "count": local, "same": same}
+                words["same"] = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
+            return words | {"count": None if count is None else count.local()}
 
         if not self._closed:
             self.wait()
         name, group = f"{NAME}.{what}", self._group()
-        _, told = agree_and_share(name, ready, lambda words: words, group)
+        told = share(name, ready, group)
         if all(words["same"] for words in told):
             _compare(name, [words["same"] for words in told])
         reducer.finish(max(words["rounds"] for words in told))
-        divisor, wrong = self._scaling.divisor, None
+        divisor, wrong = None if drop else self._settings.divisor, None
         had = any(words["had"] for words in told)
         if count is not None and (had or what == "step"):
             count.reset()
-        if count is not None and had:
+        if count is not None and had and not drop:
             try:
-                rows, added = map(sum, zip(*(words["count"] for words in told), strict=True))
-                divisor = float(checked_total(rows, added, group.size, f"{name} on {group}: "))
+                divisor = total_rows([words["count"] for words in told], f"{name} on {group}: ")
             except ArgumentError as error:
-                if not drop:
-                    wrong = error
-        rest = None if drop or divisor is None else divisor / self._scaling.before
+                wrong = error
         for shard in self._shards:
-            shard.settle(rest)
+            shard.settle(divisor and divisor / self._settings.before)
         if wrong is not None:
             raise wrong
 
     def _check(self) -> None:
         if self._closed:
             raise ArgumentError("close() was called before. Make another one, on all ranks.")
-        for name, parameter in self._given.frozen.items():
+        for name, parameter in self._given.of("frozen").items():
             if parameter.requires_grad:
                 raise ArgumentError(
                     f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
                     "close() and make another, on all ranks."
                 )
-        names = list(self._given.parameters)
-        indices = (shard.moved() for shard in self._shards)
-        moved = next((names[index] for index in indices if index is not None), None)
-        if moved is None and self._given.module is not None:
-            now = {id(parameter) for parameter in self._given.module.parameters()}
-            own = self._given.parameters.items()
-            moved = next((name for name, p in own if id(p) not in now), None)
-        if moved is not None:
+        module, moved = self._given.module, [n for shard in self._shards for n in shard.moved()]
+        if module is not None:
+            now = {id(parameter) for parameter in module.parameters()}
+            moved += [name for name, p in self._trained.items() if id(p) not in now]
+        if moved:
             raise ArgumentError(
-                f"parameter {moved!r} has been moved, converted or replaced since {NAME} was made, "
-                "or filled before wait(). Move and convert the model before, or call close() and "
-                "make another, on all ranks."
+                f"parameter {moved[0]!r} has been moved, converted or replaced since {NAME} was "
+                "made, or filled before wait(). Move and convert the model before, or call close() "
+                "and make another, on all ranks."
             )
-        self._check_groups()
+        self._check_groups("")
 
-    def _check_groups(self) -> None:
+    def _check_groups(self, where: str) -> None:
         if held(self.optimizer) != self._held:
             raise ArgumentError(
-                "the optimizer has other groups or tensors than it was made with, as by "
+                f"{where}the optimizer has other groups or tensors than it was made with, as by "
                 "add_param_group(), and their gradients would not be summed. Make another, on all "
                 "ranks, of all parameters."
             )
@@ -374,10 +353,8 @@ class ShardedGradients:
             On every rank, as of :meth:`reduce`. Inside :func:`varcomm.debug`, if the options of the
             optimizer differ.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._reduce("step")
         for shard in self._shards:
             shard.take_over()
@@ -389,7 +366,11 @@ class ShardedGradients:
                 self.optimizer.step()
         finally:
             self._stepping = False
-        self._gathering.start()
+        overlap = self._settings.overlap_forward
+        for shard in reversed(self._shards):  # in the opposite order of backward
+            shard.start_gather(self._reducer.traffic(), hidden=overlap)
+        if not overlap:
+            self.wait()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -399,8 +380,7 @@ class ShardedGradients:
         nothing: parameters have no ``grad`` after backward.
         """
         self._reduce("zero_grad", drop=True)
-        for shard in self._shards:
-            shard.drop_gradients(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -432,14 +412,9 @@ class ShardedGradients:
             Inside :func:`varcomm.debug`, on every rank, if they differ.
         """
         self._reduce("clip_grad_norm_")
-        return clip_(
-            [(piece.name, piece.value.grad) for piece in self._pieces.values()],
-            {name: shard_spec(parameter) for name, parameter in self._given.parameters.items()},
-            max_norm,
-            norm_type,
-            self._group(),
-            error_if_nonfinite,
-        )
+        pieces, given = list(self._pieces.values()), self._trained.items()
+        specs = {name: shard_spec(parameter) for name, parameter in given}
+        return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizer by the names of parameters.
@@ -453,7 +428,8 @@ class ShardedGradients:
             ``varcomm.checkpoint``, which loads them on any number of ranks and for other `sizes`.
             They are the optimizer's own, not copies.
         """
-        self._refuse_if("state_dict", self._check_groups)
+        with checking(f"{NAME}.state_dict", self._group()) as where:
+            self._check_groups(where)
         return self._states.get()
 
     def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +437,8 @@ class ShardedGradients:
 
         `saved` has the structure of the result of :meth:`state_dict`, with any tensors.
         """
-        self._refuse_if("state_dict_for", self._check_groups)
+        with checking(f"{NAME}.state_dict_for", self._group()) as where:
+            self._check_groups(where)
         return self._states.get_for(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -485,16 +462,8 @@ class ShardedGradients:
 
     def close(self) -> None:
         """Leave the parameters to another optimizer. Gradients in flight are lost."""
-        self._gathering.close()
-        self._reducer.close()
+        self._end()
         self._closed = True
-
-    def _refuse_if(self, what: str, check: Callable[[], None]) -> None:
-        with checking(f"{NAME}.{what}", self._group()) as where:
-            try:
-                check()
-            except ArgumentError as error:
-                raise ArgumentError(f"{where}{error}") from None
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -504,26 +473,21 @@ class ShardedGradients:
         )
 
 
-def _only_within(me: weakref.ref[ShardedGradients]) -> Callable[..., None]:
-    """Return a hook that raises if the inner optimizer steps by itself."""
-
-    def check(*_: Any) -> None:
-        own = me()
-        if own is not None and not own._stepping:
-            raise ArgumentError(
-                f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call "
-                f"step() of the {NAME}."
-            )
-
-    return check
+def _refuse_alone(own: ShardedGradients | None) -> None:
+    """Raise if the inner optimizer steps by itself."""
+    if own is not None and not own._stepping:
+        raise ArgumentError(
+            f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call step() "
+            f"of the {NAME}."
+        )
 
 
 def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
     """Raise on every rank, if the words of ranks differ; without communication."""
-    for word in given[0]:
+    for word, first in given[0].items():
         for rank, own in enumerate(given):
-            for name in dict.fromkeys([*given[0][word], *own[word]]):
-                here, there = given[0][word].get(name, "none"), own[word].get(name, "none")
+            for name in dict.fromkeys([*first, *own[word]]):
+                here, there = first.get(name, "none"), own[word].get(name, "none")
                 if here != there:
                     raise DisagreementError(
                         f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
@@ -531,15 +495,21 @@ def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> 
                     )
 
 
-def _broadcast(values: Iterable[torch.Tensor], group: Group, bucket_bytes: int) -> None:
+def _copy_from_rank_0(values: Sequence[torch.Tensor], group: Group, bucket_bytes: int) -> None:
     """Overwrite tensors by those of rank 0, in buckets; collective."""
-    given = [value.detach() for value in values]
-    # a simulated rank 0 has these values
-    from_here = group.rank == 0 or is_simulated(group)
-    for members in cut(given, range(len(given)), bucket_bytes):
-        own = [given[index] for index in members]
-        flat = torch.cat([value.reshape(-1) for value in own]) if from_here else None
-        flat = broadcast(flat, group=group.process_group)
-        if not from_here:
-            for value, part in zip(own, flat.split([v.numel() for v in own]), strict=True):
+    for members in cut(dict(enumerate(values)), range(len(values)), bucket_bytes):
+        own = [values[index].detach() for index in members]
+        # one tensor of its own may be large: no copy, if it is contiguous
+        flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([x.reshape(-1) for x in own])
+        with explained(NAME, group):
+            wait_for(packing.broadcast("broadcast", group, flat, 0))
+        if group.rank:
+            for value, part in zip(own, flat.split([x.numel() for x in own]), strict=True):
                 value.copy_(part.view(value.shape))
+
+
+def _end(shards: Sequence[Shard], removals: Sequence[Callable[[], None]]) -> None:
+    for shard in shards:
+        shard.wait()
+    for remove in removals:
+        remove()

@@ -297,5 +297,5 @@ def _inexact(kind: type[Aggregation]) -> str | None:
     return None if own or known.__name__ in EXACT_AGGREGATIONS else known.__name__
 
 
-# torch.compiler.assume_constant_result, without the import of the compiler into every program
-vars(_refusal)["_dynamo_marked_constant"] = vars(_inexact)["_dynamo_marked_constant"] = True
+torch.compiler.assume_constant_result(_refusal)
+torch.compiler.assume_constant_result(_inexact)

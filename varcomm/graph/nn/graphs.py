@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch_geometric.utils import scatter
 
-from varcomm.graph.index import How, Kind, Numbering
+from varcomm.errors import ArgumentError
+from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -97,11 +98,16 @@ class Graphs(Numbering):
         return x
 
     def reduced(
-        self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
-        src, index = src[: self.num_owned], index[: self.num_owned]
-        graphs = Batch(self, index, size)
+        if self.num_owned is not None and not index.whole:
+            raise ArgumentError(
+                "readouts of some nodes need halos of one hop: partition the graph with hops=1."
+            )
+        assert index.line is not None
+        graphs = Batch(self, index.line[: self.num_owned], size)
+        src = src[: self.num_owned]
         if how == "sum":
             return graphs.sum(src).to(src.dtype)
         if how == "prod":

@@ -1,0 +1,209 @@
+"""The code on the pages and in the README runs, and prints what its comments say."""
+
+import contextlib
+import importlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv, SAGEConv
+
+import varcomm as vc
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+EXPLANATIONS = [
+    *(page for page in sorted(DOCS.glob("how_it_works/*.md"))),
+    *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.name != "index.md"),
+    *(DOCS / "sharp_bits.md", DOCS / "start.md"),
+]
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+FOUR_LINES, SCRIPT, TRAINING, GCN, PARALLEL = blocks_of(ROOT / "README.md")
+
+
+def comments_of(block):
+    """Return the comments below calls of `print`: the lines that these calls print."""
+    lines, printing = [], False
+    for line in block.splitlines():
+        if line.startswith("#"):
+            assert printing, f"nothing is printed above {line!r}"
+            lines.append(line.removeprefix("#").removeprefix(" "))
+        else:
+            printing = line.startswith(("print(", "    print(")) or (printing and not line)
+    return "\n".join(lines)
+
+
+def run(block, names):
+    """Run one block, and return the text that it prints in this process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, "page", "exec"), names)
+    return printed.getvalue().strip()
+
+
+@pytest.mark.parametrize("page", EXPLANATIONS, ids=lambda page: page.stem)
+def test_pages_that_explain(page, worlds, monkeypatch):
+    monkeypatch.setattr(vc, "launch", lambda fn, size, *args: worlds.run(size, fn, *args))
+    assert blocks_of(page)
+    names = {"__name__": "__main__"}  # so that functions travel to the ranks by value
+    for block in blocks_of(page):
+        assert ("print(" in block) == bool(comments_of(block)), block
+        assert run(block, names) == comments_of(block)
+
+
+def test_that_a_wrong_comment_is_seen():
+    block = 'print("two")\n# three'
+    assert (run(block, {}), comments_of(block)) == ("two", "three")
+
+
+def run_page(rank, page, folder):
+    """Return the tensors that the blocks of a page make."""
+    names = {"rank": rank, "folder": folder}
+    for block in blocks_of(DOCS / page):
+        # as a module does, so that classes defined there have a module
+        exec(compile(block, page, "exec"), names)
+    tensors = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
+    return {key: value for key, value in tensors.items() if not isinstance(value, DTensor)}
+
+
+def check_graphs(one, other):
+    assert torch.isfinite(one["loss"])
+    assert one["out"].shape[1] == 1
+    assert len(one["out"]) + len(other["out"]) == 60
+
+
+def check_tensor_parallelism(one, other):
+    assert (one["part"].shape, other["part"].shape) == ((4, 2, 8), (2, 2, 8))
+    assert one["logits"].shape[-1] + other["logits"].shape[-1] == 131
+    for found in (one, other):
+        torch.testing.assert_close(found["loss"], found["expected"])
+    for expected in (other["answer"], one["unfused"]):
+        torch.testing.assert_close(one["answer"], expected)
+
+
+def check_checkpoints(one, other):
+    assert one["weight"].any(dim=1).all()
+    assert torch.equal(torch.cat([other["again"], one["again"]]), one["whole"])
+
+
+def check_gradients(one, other):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    model(torch.arange(12.0).view(4, 3)).square().sum().div(4).backward()
+    torch.testing.assert_close(one["mean"], model[0].weight.grad)
+
+
+def check_dtensors(one, other):
+    for found in (one, other):
+        assert torch.equal(found["everything"], found["rows"])
+        torch.testing.assert_close(found["output"], found["expected"])
+    assert (len(one["own"]), len(other["own"])) == (1, 4)
+    assert (len(one["back"]), len(other["back"])) == (3, 2)
+    x = one["rows"].clone().requires_grad_()
+    torch.manual_seed(0)
+    weight = torch.randn(2, 3, requires_grad=True)
+    energy = torch.tanh(x @ weight).square().sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    (energy + force.square().sum()).backward()
+    torch.testing.assert_close(one["of_weight"], weight.grad)
+    torch.testing.assert_close(torch.cat([one["of_rows"], other["of_rows"]]), x.grad)
+
+
+# A check of the tensors on 2 ranks, and the tensors that are equal on both.
+GUIDES = {
+    "graphs.md": (check_graphs, ["mean", "logits"]),
+    "tensor_parallel.md": (check_tensor_parallelism, ["norm", "kept"]),
+    "checkpoints.md": (check_checkpoints, ["whole", "weight"]),
+    "gradients.md": (check_gradients, ["mean", "weight", "up"]),
+    "dtensor.md": (check_dtensors, ["of_weight", "summed"]),
+}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_guides(worlds, page, tmp_path):
+    one, other = worlds.run(2, run_page, page, tmp_path / "saved")
+    check, equal = GUIDES[page]
+    check(one, other)
+    for name in equal:
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_guide_to_compilation(tmp_path):
+    """In ranks of its own: the compiler stays in a process."""
+    one, other = vc.launch(run_page, 2, "compile.md", tmp_path)
+    assert torch.equal(one["loss"], other["loss"])
+    assert one["shard"].shape[0] + other["shard"].shape[0] == 7
+    assert one["bias"].tolist() == other["bias"].tolist() == [0.0] * 3
+
+
+def test_guide_to_simulation(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = run_page(0, "simulate.md", tmp_path)  # in this process
+    assert found["rows"].shape == (512, 512)
+    assert len(found["sent"]) == len(found["memory"]) == 512
+    assert found["memory"].min() > 0
+
+
+def output_of(script):
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_scripts_of_the_readme():
+    assert output_of(SCRIPT) == "[True, True, True]\n"
+    printed = output_of(PARALLEL).strip()
+    assert f"# {printed}" in PARALLEL
+    assert printed.count("True") == 3
+    first, *report = output_of(TRAINING).splitlines()
+    assert f"# {first}" in TRAINING
+    assert report[0].startswith("100 nodes and 600 edges on 2 ranks by ")
+
+
+def readme_on_ranks(rank, folder):
+    """Check that the four lines, and the layer of the tutorial, give one process's numbers."""
+    nodes = torch.arange(20)
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    data = Data(x=x, edge_index=torch.stack([nodes, (nodes + 1) % 20]), y=x[:, :1])
+    torch.manual_seed(0)
+    model = SAGEConv(3, 1)
+    alone = functional.mse_loss(model(x, data.edge_index), data.y)
+    names = {"vc": vc, "F": functional, "data": data, "model": model}
+    exec(FOUR_LINES, names)
+    torch.testing.assert_close(names["loss"], alone, rtol=1e-6, atol=0)
+
+    sys.path.insert(0, folder)
+    try:
+        gcn = importlib.import_module("gcn_of_the_readme").GCN
+    finally:
+        sys.path.remove(folder)
+    torch.manual_seed(0)
+    layer, known = gcn(4, 3), GCNConv(4, 3, bias=False)
+    torch.nn.init.zeros_(layer.lin.bias)
+    known.lin.weight.data.copy_(layer.lin.weight.data)
+    data = Data(x=torch.randn(20, 4), edge_index=torch.randint(20, (2, 60)))
+    data.edge_index = data.edge_index[:, data.edge_index[0] != data.edge_index[1]]
+    expected = known(data.x, data.edge_index)
+    torch.testing.assert_close(layer(data.x, data.edge_index), expected)
+    graph = vc.graph.partition(data, method="random")
+    part = vc.graph.distribute(layer, graph)(graph.x, graph.edge_index)
+    torch.testing.assert_close(part, expected[graph.owned_ids])
+
+
+def test_four_lines_and_tutorial_of_the_readme(worlds, tmp_path):
+    # a file, because PyG reads the module of a layer
+    (tmp_path / "gcn_of_the_readme.py").write_text(GCN)
+    worlds.run(2, readme_on_ranks, str(tmp_path))

@@ -1,0 +1,299 @@
+"""Exchange plans: built in every way, called, differentiated, saved; against numpy."""
+
+import copy
+import inspect
+import io
+import pickle
+import time
+from dataclasses import FrozenInstanceError, fields
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import varcomm
+from tests.plan.naive import (
+    SHAPES,
+    WORLDS,
+    all_to_all_needs,
+    in_a_ring,
+    many_copies,
+    of_first_rank,
+    some_needs,
+)
+from varcomm import ArgumentError, DisagreementError, ExchangePlan, GroupError, VarcommError
+
+
+def by_both_ways(rank, needs):
+    """Make the plan in both ways; describe what they are and do."""
+    return [
+        described(plan, needs, rank)
+        for plan in (needs.plan_of_indices(rank), needs.plan_of_needed(rank))
+    ]
+
+
+def described(plan, needs, rank):
+    x = torch.from_numpy(needs.own_rows(2)[rank])
+    y = torch.from_numpy(needs.copies(2)[rank])
+    return {
+        "send_index": plan.send_index.tolist(),
+        "send_counts": plan.send_counts,
+        "recv_counts": plan.recv_counts,
+        "num_rows": plan.num_rows,
+        "neighbours": plan.neighbours,
+        "nbytes": plan.nbytes(x),
+        "forward": plan(x).tolist(),
+        "started": plan.start(x).wait().tolist(),
+        "adjoint": plan.adjoint(y).tolist(),
+    }
+
+
+def expected(needs, rank):
+    received = needs.received(needs.own_rows(2), rank).tolist()
+    return {
+        "send_index": [row for index in needs.indices[rank] for row in index],
+        "send_counts": needs.counts_from(rank),
+        "recv_counts": needs.counts_to(rank),
+        "num_rows": needs.sizes[rank],
+        "neighbours": needs.neighbours(rank),
+        "nbytes": 16 * (sum(needs.counts_from(rank)) - needs.counts_from(rank)[rank]),
+        "forward": received,
+        "started": received,
+        "adjoint": needs.summed(needs.copies(2), rank).tolist(),
+    }
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plan_and_what_it_does(worlds, shape, ranks):
+    needs = SHAPES[shape](ranks)
+    want = [[expected(needs, rank)] * 2 for rank in range(ranks)]
+    assert worlds.run(ranks, by_both_ways, needs) == want
+
+
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_plan_for_any_needs(worlds, ranks, data):
+    needs = data.draw(some_needs(ranks))
+    want = [[expected(needs, rank)] * 2 for rank in range(ranks)]
+    assert worlds.run(ranks, by_both_ways, needs) == want
+
+
+def in_other_forms(rank, needs):
+    """Give counts and indices in several forms, then change the indices."""
+    matrix, n, sizes = needs.matrix, needs.sizes[rank], needs.sizes
+    forms = (matrix, [list(row) for row in matrix], list(np.array(matrix)), torch.tensor(matrix))
+    indices, needed = needs.index_of(rank), needs.needed(rank)
+    plans = [ExchangePlan.from_indices(indices, n, form) for form in (None, *forms)]
+    plans += [
+        ExchangePlan.from_indices(needs.index_of(rank, torch.int32), np.int32(n)),
+        ExchangePlan.from_needed(needs.needed(rank, torch.int32), np.array(sizes)),
+        ExchangePlan.from_needed(needed, sizes),
+    ]
+    for tensor in (*indices, needed):
+        tensor.zero_()
+    assert {plan.send_index.dtype for plan in plans} == {torch.int64}
+    assert {type(plan.num_rows) for plan in plans} == {int}
+    return [described(plan, needs, rank) for plan in plans]
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_forms_of_arguments(worlds, ranks):
+    needs = all_to_all_needs(ranks)
+    want = [[expected(needs, rank)] * 8 for rank in range(ranks)]
+    assert worlds.run(ranks, in_other_forms, needs) == want
+
+
+def few_of_many(rank):
+    """Need one row of each of two ranks, which have a million: what does a rank send for that?"""
+    needed = torch.tensor([5, 1_999_999]) if rank == 0 else torch.tensor([], dtype=torch.int64)
+    with varcomm.trace() as calls:
+        plan = ExchangePlan.from_needed(needed, (1_000_000, 1_000_000))
+    return sum(call.sent for call in calls), plan.send_index.tolist()
+
+
+def test_only_the_needed_ids_travel(worlds):
+    (sent_by_zero, send_index), (sent_by_one, other) = worlds.run(2, few_of_many)
+    assert (send_index, other) == ([5], [999_999])
+    assert sent_by_zero == 8 + 8  # how many ids, and the one that the other has
+    assert sent_by_one == 8
+
+
+# --- calls
+
+
+def late(rank, needs, dtype):
+    """Sum many times, whichever rank's messages come last."""
+    plan = needs.plan_of_indices(rank)
+    generator = torch.Generator().manual_seed(rank)
+    copies = sum(needs.counts_to(rank))
+    y = torch.randn(copies, 3, dtype=torch.float64, generator=generator)
+    y = (y * 10.0 ** torch.randint(-6, 7, (copies, 1), generator=generator)).to(dtype)
+    totals = []
+    for turn in range(6):
+        time.sleep(0.01 * ((rank + turn) % needs.ranks))
+        again = plan if turn < 3 else needs.plan_of_needed(rank)
+        totals.append(again.adjoint(y))
+    return [torch.equal(a, b) for a, b in pairwise(totals)], bool(totals[0].abs().sum() > 0)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_sums_are_the_same_bit_for_bit_whichever_rank_is_late(worlds, ranks):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        answers = worlds.run(ranks, late, many_copies(ranks, 40), dtype)
+        assert answers == [([True] * 5, rank == 0) for rank in range(ranks)]
+
+
+SIGNATURES = {
+    "all_gather_v": "(tensor, sizes, dim=0, use_fp32=True, group=None, *, async_op=False)",
+    "gather_v": "(tensor, sizes, dim=0, dst=0, group=None, *, async_op=False)",
+    "scatter_v": "(tensor, sizes, dim=0, src=0, group=None, *, async_op=False)",
+    "indexed_all_to_all_v": (
+        "(tensor, indices, sizes, use_fp32=True, dim=0, group=None, *, async_op=False)"
+    ),
+}
+
+
+def test_signatures_that_callers_rely_on():
+    for name, expected in SIGNATURES.items():
+        signature = inspect.signature(getattr(varcomm, name))
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        assert str(inspect.Signature(bare)) == expected
+
+
+def without_a_plan(rank, ranks):
+    """``indexed_all_to_all_v`` equals a plan of the same needs; sizes may be of any library."""
+    needs = all_to_all_needs(ranks)
+    x, matrix = torch.randn(needs.sizes[rank], 2), needs.matrix
+    want = needs.plan_of_needed(rank)(x)
+    kinds = (matrix, [list(row) for row in matrix], np.array(matrix), torch.tensor(matrix))
+    index = needs.index_of(rank, torch.int32)
+    found = [varcomm.indexed_all_to_all_v(x, index, kind) for kind in kinds]
+    return all(torch.equal(y, want) for y in found)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_exchange_without_a_plan(worlds, ranks):
+    assert worlds.run(ranks, without_a_plan, ranks) == [True] * ranks
+
+
+# --- copies and files
+
+
+def frozen(rank, needs):
+    plan = needs.plan_of_indices(rank)
+    for field in fields(plan):
+        with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{field.name}'"):
+            setattr(plan, field.name, getattr(plan, field.name))
+    same, away = plan.to("cpu"), plan.to(torch.device("meta"))
+    x, y = torch.arange(float(plan.num_rows)), torch.arange(float(sum(plan.recv_counts)))
+    assert torch.equal(same(x), plan(x))
+    assert torch.equal(same.adjoint(y), plan.adjoint(y))
+    assert (away.send_index.device.type, plan.send_index.device.type) == ("meta", "cpu")
+    assert (away.send_counts, away.recv_counts) == (plan.send_counts, plan.recv_counts)
+    model = torch.nn.Linear(1, 1)
+    model.plan = plan
+    with pytest.raises(GroupError, match=r"cannot be pickled\. Keep state_dict\(\)"):
+        pickle.dumps(plan)
+    return copy.copy(plan) is plan, copy.deepcopy(model).plan is plan
+
+
+def test_a_plan_is_frozen_moved_and_shared_by_copies(worlds):
+    assert worlds.run(3, frozen, of_first_rank(3)) == [(True, True)] * 3
+
+
+def saved(rank, needs):
+    file = io.BytesIO()
+    torch.save(needs.plan_of_indices(rank).state_dict(), file)
+    return file.getvalue()
+
+
+def loaded(rank, files, needs):
+    state = torch.load(io.BytesIO(files[rank]), weights_only=True)
+    plan, again = needs.plan_of_indices(rank), ExchangePlan.from_state_dict(state)
+    x, y = torch.randn(plan.num_rows, 2), torch.randn(sum(plan.recv_counts), 2)
+    return [
+        torch.equal(again.send_index, plan.send_index),
+        (again.send_counts, again.recv_counts) == (plan.send_counts, plan.recv_counts),
+        (again.num_rows, again.neighbours) == (plan.num_rows, plan.neighbours),
+        torch.equal(again(x), plan(x)),
+        torch.equal(again.adjoint(y), plan.adjoint(y)),
+    ]
+
+
+@pytest.mark.parametrize("shape", [all_to_all_needs, of_first_rank, in_a_ring])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_saved_and_loaded(worlds, ranks, shape):
+    needs = shape(ranks)
+    files = worlds.run(ranks, saved, needs)
+    assert worlds.run(ranks, loaded, files, needs) == [[True] * 5] * ranks
+
+
+def refused(rank, states):
+    with pytest.raises(VarcommError) as caught:
+        ExchangePlan.from_state_dict(states[rank])
+    ring = in_a_ring(3).plan_of_needed(rank)
+    return type(caught.value), str(caught.value), ring(torch.full((rank + 1,), 1.0)).tolist()
+
+
+def states_of(worlds, ranks, needs):
+    files = worlds.run(ranks, saved, needs)
+    return [torch.load(io.BytesIO(file), weights_only=True) for file in files]
+
+
+def swapped(worlds):
+    zero, one, two = states_of(worlds, 3, all_to_all_needs(3))
+    return [one, zero, two], ArgumentError, "rank 0 of 3 (and on 1 more: [1]): ", "of rank 1 of 3."
+
+
+def of_another_world(worlds):
+    zero, one = states_of(worlds, 2, all_to_all_needs(2))
+    two = states_of(worlds, 3, all_to_all_needs(3))[2]
+    return [zero, one, two], ArgumentError, "rank 0 of 3 (and on 1 more: [1]): ", "rank 0 of 2."
+
+
+def of_another_plan(worlds):
+    states = states_of(worlds, 3, all_to_all_needs(3))
+    states[1] = states_of(worlds, 3, in_a_ring(3))[1]
+    said = "which send [2, 0, 2]: these are states of different plans."
+    return states, DisagreementError, "rank 0 of 3 (and on 2 more: [1, 2]): it expects ", said
+
+
+def with_counts_of_others(worlds):
+    states = states_of(worlds, 3, in_a_ring(3))
+    states[2]["send_counts"] = [1, 1, 1]
+    return states, ArgumentError, "rank 2 of 3: ", ""
+
+
+def with_rows_out_of_range(worlds):
+    states = states_of(worlds, 3, in_a_ring(3))
+    states[2]["num_rows"] = 2
+    return states, ArgumentError, "rank 2 of 3: ", "spans 2...2, out of range for 2 own rows."
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [swapped, of_another_world, of_another_plan, with_counts_of_others, with_rows_out_of_range],
+)
+def test_states_that_do_not_fit_are_refused_on_all_ranks(worlds, wrong):
+    states, kind, who, said = wrong(worlds)
+    kinds, messages, after = zip(*worlds.run(3, refused, states), strict=True)
+    assert kinds == (kind,) * 3
+    assert len(set(messages)) == 1
+    assert f": refused on {who}" in messages[0]
+    assert said in messages[0]
+    assert after == ([1.0],) * 3
+
+
+def no_state(rank):
+    for state in ({}, None, [1], {"rank": 0}):
+        with pytest.raises(ArgumentError, match=r"refused on rank 0 of 2 .*: this is not what"):
+            ExchangePlan.from_state_dict(state)
+
+
+def test_other_objects_than_a_state_are_refused_on_all_ranks(worlds):
+    worlds.run(2, no_state)

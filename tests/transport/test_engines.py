@@ -1,0 +1,97 @@
+"""Engines: messages that no rank waits for, messages of users, and copies through the CPU."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import varcomm
+from tests.ops.comparing import Failures, assert_none
+from tests.ops.primitives import PATTERNS, PRIMITIVES, case
+from varcomm.transport.engine import engine_for
+from varcomm.transport.gloo import Gloo
+from varcomm.transport.group import resolve
+from varcomm.transport.pinned import Pinned
+
+RANKS = 3
+CPU = torch.device("cpu")
+
+
+def dropped(rank, elements):
+    """Two ranks forget the calls that they have started; the root waits."""
+    sizes = [elements, 2 * elements, 0]
+    mine = torch.full((sizes[rank],), float(rank))
+    whole = torch.cat([torch.full((n,), float(r)) for r, n in enumerate(sizes)])
+    for _ in range(3):
+        handle = varcomm.gather_v(mine, sizes, dst=1, async_op=True)
+        if rank == 1:
+            assert torch.equal(handle.wait(), whole)
+        del handle
+        gc.collect()
+        assert torch.equal(varcomm.all_gather_v(mine, sizes), whole)
+
+
+def among_user_messages(rank):
+    """Messages between users remain theirs."""
+    mine, theirs, works = torch.full((4,), float(rank)), torch.zeros(4), []
+    if rank < 2:
+        works = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
+    whole = varcomm.gather_v(mine + 10, [4, 4, 4])
+    for work in works:
+        work.wait()
+    return theirs.tolist(), whole.tolist()
+
+
+def test_messages_on_gloo(worlds):
+    for elements in (10, 3_000_000):
+        worlds.run(RANKS, dropped, elements)
+    whole = [10.0] * 4 + [11.0] * 4 + [12.0] * 4
+    found = worlds.run(RANKS, among_user_messages)
+    assert found[:2] == [([1.0] * 4, whole), ([0.0] * 4, [])]
+
+
+@contextmanager
+def pinned():
+    """Let Gloo serve this rank only behind copies; its tensors are on the CPU already."""
+    engines = resolve(None).engines
+    engines[CPU] = Pinned(Gloo())
+    try:
+        yield engines[CPU]
+    finally:
+        engines[CPU] = Gloo()
+
+
+def through_copies(rank, names):
+    failures = Failures()
+    with pinned() as engine:
+        assert engine_for(resolve(None), CPU) is engine
+        for c, pattern in ((case(name, p, RANKS, 1), p) for name in names for p in PATTERNS):
+            x = c.input(rank, torch.float64).requires_grad_()
+            y = c.bind()(x)
+            with failures.named(pattern):
+                torch.testing.assert_close(y, c.reference(c.draw(torch.float64))[rank])
+                (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+                assert gradient.shape == x.shape
+        x = torch.arange(10.0 * (rank + 1))
+        handles = [varcomm.all_gather_v(x, [10, 20, 30], async_op=True) for _ in range(3)]
+        total = varcomm.all_reduce(torch.full((10_000,), float(rank)))
+        whole = torch.cat([torch.arange(10.0 * (r + 1)) for r in range(RANKS)])
+        out, data = (torch.full((RANKS,), n, dtype=torch.uint8) for n in (9, rank))
+        (work,) = engine.exchange(resolve(None), out, data, [1] * RANKS, [1] * RANKS, "all")
+        with failures.named("in flight"):
+            assert out.tolist() == [9] * RANKS, "bytes arrive in wait()"
+            work.wait()
+            assert (out.tolist(), work.is_completed()) == ([0, 1, 2], True)
+            assert all(torch.equal(handle.wait(), whole) for handle in handles)
+            assert total.eq(3).all()
+    return failures
+
+
+FIRST = ("all_gather_v", "all_to_all_v", "broadcast")
+
+
+@pytest.mark.parametrize("names", [FIRST, pytest.param((*PRIMITIVES,), marks=pytest.mark.slow)])
+def test_copies_through_the_cpu(worlds, names):
+    assert_none(worlds.run(RANKS, through_copies, names))

@@ -1,0 +1,331 @@
+"""Index of a checkpoint: paths of values, plain values as JSON, boxes of tensors in files."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from varcomm.errors import ArgumentError
+from varcomm.sharding import Box
+from varcomm.sharding.files import TensorFile, check_cover, read_index, reading, verify_files
+from varcomm.transport.serialization import dtype_of
+
+KIND = "checkpoint"
+
+# From the outermost container inwards: a text or an int is a key of a dict, (n,) a place in a list.
+Keys: TypeAlias = tuple[str | int | tuple[int], ...]
+
+# The index that Hugging Face writes beside sharded safetensors files.
+_HUB_INDEX = "model.safetensors.index.json"
+
+
+def joined(path: Keys) -> str:
+    """Return the flat key of a path.
+
+    >>> joined(("model", "0.weight")), joined(("options", (0,), "lr"))
+    ('model.0.weight', 'options.0.lr')
+    """
+    return ".".join(str(name[0] if isinstance(name, tuple) else name) for name in path)
+
+
+class _Node(dict[Any, Any]):
+    """A container of a tree that is being built."""
+
+
+def nested(flat: Mapping[Keys, Any]) -> Any:
+    """Return the dicts and lists that have these values at these paths, or raise ArgumentError.
+
+    >>> nested({("a", "b"): 1, ("c", (0,)): 2, ("c", (1,)): 3, ("d", 7): 4})
+    {'a': {'b': 1}, 'c': [2, 3], 'd': {7: 4}}
+    """
+    root = _Node()
+    for path, value in flat.items():
+        here = root
+        for name in path[:-1]:
+            here = here.setdefault(name, _Node())
+            if not isinstance(here, _Node):
+                raise ArgumentError(f"{joined(path)!r} is inside a value.")
+        if path:  # an empty state has none
+            if path[-1] in here:
+                raise ArgumentError(f"{joined(path)!r} is both a value and a container.")
+            here[path[-1]] = value
+    return _built(root)
+
+
+def _built(node: Any) -> Any:
+    if not isinstance(node, _Node):
+        return node
+    built = {name: _built(value) for name, value in node.items()}
+    places = [name for name in built if isinstance(name, tuple)]
+    if places and len(places) < len(built):
+        raise ArgumentError(f"{list(built)[:5]} are keys of both a list and a dict.")
+    return [built[place] for place in sorted(places)] if places else built
+
+
+def at(tree: Any, path: Keys, default: Any = None) -> Any:
+    """Return the value at a path in dicts and lists, or `default`."""
+    for name in path:
+        if isinstance(name, tuple):
+            if not isinstance(tree, list) or name[0] >= len(tree):
+                return default
+            tree = tree[name[0]]
+        elif isinstance(tree, Mapping) and name in tree:
+            tree = tree[name]
+        else:
+            return default
+    return tree
+
+
+def _items(values: Iterable[Any]) -> list[Any]:
+    return [*map(encode, values)]
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    return sorted(_items(values), key=json.dumps)  # one order on all ranks
+
+
+def _pairs(values: Mapping[Any, Any]) -> list[Any]:
+    return [_items(pair) for pair in values.items()]
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+# Types that JSON lacks: their content as JSON, and the value of such content when it is decoded.
+_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    tuple: (_items, tuple),
+    torch.Size: (_items, torch.Size),
+    set: (_in_order, set),
+    frozenset: (_in_order, frozenset),
+    dict: (_pairs, dict),
+    OrderedDict: (_pairs, OrderedDict),
+    Counter: (_pairs, lambda pairs: Counter(dict(pairs))),
+    float: (_name, float),
+    complex: (_name, complex),
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    torch.dtype: (_name, dtype_of),
+    torch.device: (_name, torch.device),
+}
+_MAKERS = {f"!{kind.__name__}": make for kind, (_, make) in _KINDS.items()}
+
+
+def encode(value: Any) -> Any:
+    """Return a plain value as JSON; types that JSON lacks are dicts with one key, as ``"!tuple"``.
+
+    TypeError if the value has another type, subclasses included.
+
+    >>> encode({"a": (1, 2.5), "b": {3: None}})
+    {'a': {'!tuple': [1, 2.5]}, 'b': {'!dict': [[3, None]]}}
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return _items(value)
+    if kind is dict and all(type(name) is str and name[:1] != "!" for name in value):
+        return {name: encode(item) for name, item in value.items()}
+    if kind not in _KINDS:
+        raise TypeError(f"{kind.__name__} is not a plain value")
+    return {f"!{kind.__name__}": _KINDS[kind][0](value)}
+
+
+def decode(content: Any) -> Any:
+    """Return the value that :func:`encode` was given, or raise ArgumentError."""
+    if isinstance(content, list):
+        return [*map(decode, content)]
+    if not isinstance(content, dict):
+        return content
+    tag = next(iter(content), "")
+    if tag[:1] != "!":
+        return {name: decode(item) for name, item in content.items()}
+    try:
+        return _MAKERS[tag](decode(content[tag]))
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"{str(content)[:100]} is not a plain value: {error!r}") from error
+
+
+class Part(NamedTuple):
+    """A saved box of a tensor: its file, its name there, and its place in the full tensor."""
+
+    file: str
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class SavedTensor(NamedTuple):
+    """A saved tensor and the boxes that make it up."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def empty(self, device: str = "meta") -> torch.Tensor:
+        """Return an uninitialized tensor of this dtype and shape."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def part_name(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """Return the name of a box in its file.
+
+    >>> part_name("w", (4, 3), (2, 0), (2, 3)), part_name("w", (4, 3), (0, 0), (4, 3))
+    ('w[2:4, 0:3]', 'w')
+    """
+    if tuple(sizes) == tuple(shape):
+        return key
+    return f"{key}[{', '.join(f'{o}:{o + n}' for o, n in zip(offsets, sizes, strict=True))}]"
+
+
+class Checkpoint:
+    """The content of a checkpoint: a folder of :func:`save`, or safetensors files of other tools.
+
+    It has `paths`, `tensors` and decoded plain `values` by key; the `folder` of the files; `files`,
+    with sizes and digests, None for other tools; and a `digest`, equal on ranks that opened the
+    same checkpoint. ArgumentError if there is none, or if the index or a header is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.paths: dict[str, Keys] = {}
+        self.tensors: dict[str, SavedTensor] = {}
+        self.values: dict[str, Any] = {}
+        self._open: dict[str, TensorFile] = {}
+        self.folder, names = _of_other_tools(path)
+        if names is not None:
+            self.files, content = None, self._headers(names)
+        else:
+            content, self.files = read_index(path, KIND)
+            with reading(path / f"{KIND}.json"):
+                self._add_entries(content["entries"])
+        text = json.dumps([content, self.files], sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def _headers(self, names: Iterable[str]) -> dict[str, Any]:
+        """Add the tensors of other tools' files; return a description."""
+        found = {}
+        for name in names:
+            file = self._file(name)
+            for key in file.names:
+                if key in self.tensors:
+                    raise ArgumentError(f"{self.folder}: two files have a tensor {key!r}.")
+                stored = file.tensor(key)
+                part = Part(name, key, (0,) * len(stored.shape), stored.shape)
+                self.tensors[key] = SavedTensor(stored.dtype, stored.shape, (part,))
+                self.paths[key] = (key,)
+                found[key] = name, str(stored.dtype), stored.shape
+        return found
+
+    def _add_entries(self, entries: Mapping[str, Any]) -> None:
+        by_rank = {int(re.findall(r"rank-(\d+)", name)[-1]): name for name in self.files or ()}
+        for key, entry in entries.items():
+            names: list[Any] = entry["path"]
+            path = tuple(_sizes(name[:1]) if isinstance(name, list) else name for name in names)
+            if not all(type(name) in (str, int, tuple) for name in path) or key != joined(path):
+                raise ValueError(f"the path of {key!r} is {names}")
+            self.paths[key] = path
+            if "value" in entry:
+                self.values[key] = decode(entry["value"])
+                continue
+            shape, parts = _sizes(entry["shape"]), []
+            for rank, *box in entry["boxes"]:
+                offsets, sizes = map(_sizes, box)
+                name = part_name(key, shape, offsets, sizes)
+                parts.append(Part(by_rank[rank], name, offsets, sizes))
+            check_cover(key, shape, [(part.offsets, part.sizes) for part in parts])
+            self.tensors[key] = SavedTensor(dtype_of(entry["dtype"]), shape, tuple(parts))
+        self.at(())
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open:
+            self._open[name] = TensorFile(self.folder / name)
+        return self._open[name]
+
+    @cached_property
+    def _tree(self) -> Any:
+        flat = {key: tensor.empty() for key, tensor in self.tensors.items()} | self.values
+        return nested({path: flat[key] for key, path in self.paths.items()})
+
+    def below(self, path: Keys) -> set[str]:
+        """Return the keys at a path and inside it."""
+        if self.files is not None:
+            return {key for key, other in self.paths.items() if other[: len(path)] == path}
+        name = joined(path)
+        return {k for k in self.tensors if not path or k == name or k.startswith(f"{name}.")}
+
+    def at(self, path: Keys, default: Any = None) -> Any:
+        """Return the saved tree at a path, with tensors on the meta device, or `default`."""
+        if self.files is not None:
+            return at(self._tree, path, default)
+        name = joined(path)
+        if name in self.tensors:
+            return self.tensors[name].empty()
+        start = f"{name}." if path else ""
+        below = [key for key in self.tensors if key.startswith(start)]
+        return {key.removeprefix(start): self.tensors[key].empty() for key in below} or default
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""
+        if self.files is None:
+            return  # their headers have been read
+        verify_files(self.folder, self.files, rank, ranks)
+        mine = {*sorted(self.files)[rank::ranks]}
+        for tensor in self.tensors.values():
+            for part in tensor.parts:
+                if part.file in mine:
+                    self._file(part.file).tensor(part.name).check(tensor.dtype, part.sizes)
+
+    def read(self, key: str, boxes: Iterable[Box]) -> None:
+        """Overwrite boxes of a tensor with saved elements; reads only these."""
+        dtype, _, parts = self.tensors[key]
+        for box in boxes:
+            for part in parts:
+                self._copy(part, box, dtype)
+
+    def _copy(self, part: Part, box: Box, dtype: torch.dtype) -> None:
+        """Copy the elements that a saved part and a box of the target have in common."""
+        source, target, sizes = [], box.tensor, []
+        for dim, (a, n, b) in enumerate(zip(part.offsets, part.sizes, box.offsets, strict=True)):
+            low, high = max(a, b), min(a + n, b + target.shape[dim])
+            if low >= high:
+                return
+            source.append(low - a)
+            sizes.append(high - low)
+            target = target.narrow(dim, low - b, high - low)
+        stored = self._file(part.file).tensor(part.name)
+        stored.check(dtype, part.sizes)
+        target.copy_(stored.read(dtype, source, sizes))
+
+
+def _of_other_tools(path: Path) -> tuple[Path, list[str] | None]:
+    """Return the folder of a checkpoint, and its files if another tool has written them."""
+    if path.is_dir() and not (path / f"{KIND}.json").exists():
+        for name in (_HUB_INDEX, "model.safetensors"):
+            if (path / name).exists():
+                path = path / name
+    if path.suffix == ".safetensors":
+        return path.parent, [path.name]
+    if not path.name.endswith(".index.json"):
+        return path, None
+    with reading(path, damaged="is not an index with a weight_map"):
+        names = sorted({str(name) for name in json.loads(path.read_text())["weight_map"].values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ArgumentError(f"{path} names {name!r}, which is not a file of its folder.")
+    return path.parent, names
+
+
+def _sizes(values: Iterable[Any]) -> Any:
+    sizes = tuple(values)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes!r} are not sizes")
+    return sizes

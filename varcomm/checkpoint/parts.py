@@ -1,0 +1,237 @@
+"""Parts of tensors on ranks: rows by ids, boxes, and values of each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from varcomm.errors import ArgumentError, VarcommError
+from varcomm.plan.exchange_plan import ExchangePlan
+from varcomm.sharding import Box, Sharded, shard_spec
+from varcomm.sizes import ShardSizes
+from varcomm.transport.agreement import agree_and_share
+from varcomm.transport.group import Group, GroupLike, resolve
+
+T = TypeVar("T")
+
+# torch can neither index nor send the first; the second have the same bits.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@dataclass(eq=False)
+class Rows:
+    r"""Rows of a larger tensor by their ids, such as a field on the nodes of a partitioned graph.
+
+    A checkpoint holds the full tensor in the order of ids, so that ranks with other rows load it.
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+        Shape (n, \*F): the rank's rows. Loading overwrites them.
+    ids : torch.Tensor
+        Shape (n,), integers in any order, such as ``graph.owned_ids``. A save needs every row on
+        exactly one rank. A load accepts rows on several ranks or on none.
+    total : int
+        N, the rows of the full tensor.
+
+    Examples
+    --------
+    >>> import tempfile, torch, varcomm
+    >>> from varcomm.checkpoint import Rows, read, save
+    >>> def fn(rank, folder):
+    ...     ids = torch.tensor([2, 0] if rank == 0 else [1])
+    ...     save({"u": Rows(10 * ids, ids, 3)}, folder)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = varcomm.launch(fn, 2, folder)
+    ...     read(folder)
+    {'u': tensor([ 0, 10, 20])}
+    """
+
+    tensor: torch.Tensor
+    ids: torch.Tensor
+    total: int
+
+
+@dataclass(eq=False)
+class PerRank:
+    """A value of each rank's own, such as a generator of random numbers.
+
+    Rank r loads the value that rank r saved. If more ranks load than saved, the additional ranks
+    keep their values, so that no two ranks draw the same random numbers. If fewer ranks load, the
+    remaining values are not read.
+
+    Attributes
+    ----------
+    value : object
+        Any value of a state. Loading replaces a plain value.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from varcomm.checkpoint import PerRank, load, save
+    >>> generator = torch.Generator().manual_seed(5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"noise": PerRank(generator)}, folder)
+    ...     drawn = torch.rand(3, generator=generator)
+    ...     load({"noise": PerRank(generator)}, folder)
+    >>> torch.equal(drawn, torch.rand(3, generator=generator))
+    True
+    """
+
+    value: Any
+
+
+class Ranks:
+    """The ranks of a group, or this process alone if torch.distributed is not initialized."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
+
+    @classmethod
+    def of(cls, group: GroupLike) -> Ranks:
+        """Resolve the `group` of a call."""
+        initialized = dist.is_available() and dist.is_initialized()
+        return cls(None if group is None and not initialized else resolve(group))
+
+    def agree(
+        self, what: str, local: Callable[[], T], public: Callable[[T], Any] = lambda value: value
+    ) -> tuple[T, list[Any]]:
+        """Return the result of `local` and ``public(result)`` of every rank, or raise on all."""
+        if self.group is not None:
+            return agree_and_share(what, local, public, self.group)
+        try:
+            value = local()
+        except Exception as error:
+            kind = type(error) if isinstance(error, VarcommError) else ArgumentError
+            raise kind(f"{what}: {error}") from error
+        return value, [public(value)]
+
+
+def alone(what: str, local: Callable[[], T]) -> T:
+    """Run `local` without other ranks; errors name the call."""
+    return Ranks(None).agree(what, local)[0]
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is all of itself: neither Sharded nor DTensor."""
+    return not hasattr(tensor, "__create_chunk_list__")
+
+
+def wrapped(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a tensor, as Sharded if it, or the parameter that it is like, carries a mark."""
+    if not is_whole(tensor):
+        return tensor
+    spec, part = shard_spec(tensor if like is None else like), tensor
+    if like is None:
+        part = tensor.detach()
+    return part if spec is None else Sharded.of(part, spec)
+
+
+def boxes_of(key: str, tensor: Any) -> list[Box]:
+    """Return the boxes of a tensor on this rank that are not empty, or raise ArgumentError."""
+    if is_whole(tensor):
+        return [Box((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return []
+    chunks = tensor.__create_chunk_list__()
+    parts = [tensor.__get_tensor_shard__(MetadataIndex(key, chunk.offsets)) for chunk in chunks]
+    declared = [tuple(chunk.sizes) for chunk in chunks]
+    found = [tuple(part.shape) for part in parts]
+    if declared != found:
+        raise ArgumentError(
+            f"{key!r}, a tensor of shape {tuple(tensor.shape)}, declares boxes of shapes {declared}"
+            f" on this rank, and has {found}. Use varcomm.sharding.Sharded for uneven shards."
+        )
+    pairs = zip(chunks, parts, strict=True)
+    return [Box(tuple(chunk.offsets), part.detach()) for chunk, part in pairs if part.numel()]
+
+
+def few(items: Sequence[str]) -> str:
+    """Return the first five items for a message."""
+    return f"{', '.join(items[:5])}{', ...' if len(items) > 5 else ''}"
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+    return f"a tensor{shape}, {value.dtype}, {value.layout}, {value.device}"
+
+
+def checked_rows(key: str, rows: Rows) -> Rows:
+    """Return Rows with int64 ids on the device of their tensor, or raise ArgumentError."""
+    tensor, ids, total = rows.tensor, rows.ids, rows.total
+    if not isinstance(tensor, torch.Tensor) or not tensor.dim() or not is_whole(tensor):
+        raise ArgumentError(f"{key!r}: tensor of Rows must have rows; got {shown(tensor)}.")
+    integers = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not integers or ids.shape != tensor.shape[:1]:
+        raise ArgumentError(
+            f"{key!r}: ids of Rows must be {len(tensor)} integers, one per row; got {shown(ids)}."
+        )
+    if isinstance(total, bool) or not isinstance(total, int) or total < 0:
+        raise ArgumentError(f"{key!r}: total of Rows must be a number of rows; got {total!r}.")
+    low, high = map(int, ids.aminmax()) if len(ids) else (0, -1)
+    if low < 0 or high >= total:
+        raise ArgumentError(
+            f"{key!r}: ids of Rows must be below total, {total}; got {low}...{high}."
+        )
+    return Rows(tensor.detach(), ids.to(tensor.device, torch.int64), total)
+
+
+def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
+    """Send Rows to the ranks that write them, and return this rank's block; collective."""
+    sizes = ShardSizes.balanced(rows.total, ranks.size)
+    ids, tensor = rows.ids, _movable(rows.tensor)
+    if ranks.group is not None:
+        owner = sizes.owner(ids)
+        counts = owner.bincount(minlength=ranks.size).tolist()
+        sent = owner.argsort(stable=True).split(counts)
+        plan = ExchangePlan.from_indices(sent, len(ids), group=ranks.group.process_group)
+        ids, tensor = plan(ids), plan(tensor)
+    first = sizes.offsets[ranks.rank]
+
+    def check() -> None:
+        copies = (ids - first).bincount(minlength=sizes[ranks.rank])
+        for row in (copies != 1).nonzero()[:1, 0].tolist():
+            raise ArgumentError(
+                f"{key!r}: row {first + row} of {rows.total} is given {int(copies[row])} times by "
+                "all ranks together. The ids of Rows must have each row once."
+            )
+
+    ranks.agree(what, check)
+    block = torch.empty_like(tensor)
+    block[ids - first] = tensor
+    return Sharded((rows.total, *block.shape[1:]), [_box(first, block.view(rows.tensor.dtype))])
+
+
+def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
+    """Return a block to read, and the call that sends all blocks to the rows; collective."""
+    sizes = ShardSizes.balanced(rows.total, ranks.size)
+    block = rows.tensor.new_empty((sizes[ranks.rank], *rows.tensor.shape[1:]))
+    order = rows.ids.argsort(stable=True)
+    needed = rows.ids[order]
+    plan = None
+    if ranks.group is not None:
+        plan = ExchangePlan.from_needed(needed, sizes, group=ranks.group.process_group)
+
+    def send() -> None:
+        read = _movable(block)
+        _movable(rows.tensor)[order] = read[needed] if plan is None else plan(read)
+
+    return _box(sizes.offsets[ranks.rank], block), send
+
+
+def _box(first: int, block: torch.Tensor) -> Box:
+    return Box((first, *(0,) * (block.dim() - 1)), block)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))

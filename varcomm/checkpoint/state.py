@@ -1,0 +1,322 @@
+"""The walk over nested states, and the objects with state in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from varcomm.checkpoint.index import Keys, at, joined
+from varcomm.checkpoint.parts import PerRank, Rows, checked_rows, is_whole, wrapped
+from varcomm.errors import ArgumentError
+from varcomm.sharding import optimizer_state as named
+
+# When a target is loaded: before an object may refuse it, or after all objects have taken theirs.
+EARLY, LATE = 0, 1
+
+# The modules of a state by their paths.
+_Modules = Mapping[Keys, torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value in a walk; at its end a tensor, Rows, a plain value, or a Holder after its leaves."""
+
+    value: Any
+    path: Keys = ()
+    put: Callable[[Any], None] = lambda value: None  # replaces the value in the state
+    own: bool = False  # inside PerRank
+    phase: int = LATE
+
+    @property
+    def key(self) -> str:
+        """The flat key of its path."""
+        return joined(self.path)
+
+
+class Walk:
+    """The walk over a nested state, for a save; a load asks objects for targets instead."""
+
+    def __init__(self, state: Any, rank: int) -> None:
+        self.rank = rank
+        try:
+            self._modules = _modules_in(state)
+        except RecursionError as error:
+            raise ArgumentError("the state contains itself or is nested too deeply.") from error
+
+    def opens(self, holder: Holder, path: Keys) -> bool:
+        """Set the content of an object; return whether the walk continues in it."""
+        holder.content = holder.tree()
+        return True
+
+    def enters(self, path: Keys) -> bool:
+        """Return whether the walk continues in the PerRank at a path."""
+        return True
+
+    def leaves(self, here: Leaf) -> Iterator[Leaf]:
+        """Yield the leaves of a value, or raise ArgumentError."""
+        value, path = here.value, here.path
+        if here.own and isinstance(value, PerRank | Rows):
+            raise ArgumentError(f"{here.key!r}: {type(value).__name__} cannot be inside PerRank.")
+        if isinstance(value, PerRank):
+            if self.enters(path):
+                put, path = partial(setattr, value, "value"), (*path, str(self.rank))
+                yield from self.leaves(Leaf(value.value, path, put, True, here.phase))
+        elif isinstance(value, _Early):
+            put = partial(setattr, value, "value")
+            yield from self.leaves(Leaf(value.value, path, put, here.own, EARLY))
+        elif isinstance(value, Rows):
+            yield replace(here, value=checked_rows(here.key, value))
+        elif isinstance(value, torch.Tensor):
+            yield replace(here, value=wrapped(value))
+        elif _is_stateful(value):
+            if holder := self._opened(here):
+                put = partial(setattr, holder, "content")
+                yield from self.leaves(replace(here, value=holder.content, put=put))
+                yield replace(here, value=holder)
+        elif _is_container(here):
+            for name, inner in _items(value):
+                put = partial(value.__setitem__, name[0] if isinstance(name, tuple) else name)
+                yield from self.leaves(replace(here, value=inner, path=(*path, name), put=put))
+        else:
+            yield here
+
+    def _opened(self, here: Leaf) -> Holder | None:
+        try:
+            holder = _holder_of(here.value, self._modules)
+            return holder if self.opens(holder, here.path) else None
+        except ArgumentError as error:
+            raise ArgumentError(f"{here.key!r}: {error}") from error
+
+
+def checked_state(state: Any) -> dict[str, Any]:
+    """Return a state, a dict with text keys, or raise ArgumentError."""
+    if isinstance(state, dict) and all(isinstance(name, str) for name in state):
+        return state
+    given = f"a dict with keys {list(state)[:5]}" if isinstance(state, dict) else type(state)
+    raise ArgumentError(f"state must be a dict by strings, as {{'model': model}}; got {given}.")
+
+
+def is_bare(value: Any) -> bool:
+    """Return whether a value has only plain values in it."""
+    if isinstance(value, torch.Tensor | Rows | PerRank) or _is_stateful(value):
+        return False
+    return all(is_bare(inner) for _, inner in _items(value))
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Return the values in a container by their names in paths."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    sequence = isinstance(value, list | tuple)
+    return [((place,), inner) for place, inner in enumerate(value)] if sequence else []
+
+
+def _is_container(leaf: Leaf) -> bool:
+    """Return whether a value is loaded by parts; a dict with other keys than texts may be one."""
+    value, bare = leaf.value, is_bare(leaf.value)
+    if isinstance(value, dict):
+        names = [name for name in value if not isinstance(name, str)]
+        others = [name for name in names if type(name) is not int]
+        if others and not bare:
+            raise ArgumentError(
+                f"{leaf.key!r}: {others[0]!r} is a key of a dict with tensors in it. Use "
+                "texts or ints as keys of such dicts."
+            )
+        return bool(value) and not (bare and names)
+    if not bare and not isinstance(value, list):
+        kind = type(value).__name__
+        raise ArgumentError(f"{leaf.key!r} is a {kind} with tensors in it. Use a list or a dict.")
+    return not bare
+
+
+@dataclass
+class _Early:
+    """Targets that an object may refuse; they are loaded before any tensor is overwritten."""
+
+    value: Any
+
+
+class Holder:
+    """An object with `state_dict`, in one walk; it may refuse unless it makes its own targets."""
+
+    content: Any = None  # its state in a save, its targets in a load
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def tree(self) -> Any:
+        """Return its state: nested dicts and lists of tensors and plain values."""
+        return self.held.state_dict()
+
+    def targets(self, saved: Any) -> Any:
+        """Return the tree to load into; `saved` is the saved tree, with tensors on meta."""
+        if _can(self.held, "state_dict_for"):
+            return self.held.state_dict_for(saved)
+        return _Early(_copied(saved, self.tree()))
+
+    def take(self, phase: int) -> None:
+        """Take the targets of a phase, or refuse them."""
+        early = isinstance(self.content, _Early)
+        if early == (phase == EARLY):
+            self.held.load_state_dict(self.content.value if early else self.content)
+
+
+class _Module(Holder):
+    """A module: its parameters and buffers in place; extra state and copies made by hooks early."""
+
+    def __init__(self, held: torch.nn.Module) -> None:
+        super().__init__(held)
+        # the parameters themselves: copies lose their marks
+        self._state = dict(held.state_dict(keep_vars=True))
+        for name, value in self._state.items():
+            if is_lazy(value):
+                kind = type(held).__name__
+                raise ArgumentError(f"{name!r} of a {kind} has no shape yet. Run the module once.")
+        # after state_dict(), in which fully_shard replaces parameters
+        tensors = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
+        self._in_place = {name for name, value in self._state.items() if id(value) in tensors}
+
+    def tree(self) -> dict[str, Any]:
+        return self._state
+
+    def targets(self, saved: Any) -> dict[str, Any]:
+        found = dict(self._state)
+        for name in found.keys() - self._in_place:
+            own = found[name]
+            # only extra state may change its shape
+            fixed = isinstance(own, torch.Tensor) and not name.endswith("_extra_state")
+            found[name] = _Early(_copied(own if fixed else at(saved, (name,), own), own))
+        return found
+
+    def take(self, phase: int) -> None:
+        # a module with both kinds takes them twice: hooks may derive tensors from parameters
+        early = {n: item.value for n, item in self.content.items() if isinstance(item, _Early)}
+        if early if phase == EARLY else self._in_place:
+            self.held.load_state_dict({**self._state, **early})
+
+
+class _Optimizer:
+    """An optimizer of torch's; its states have the names of parameters, as in `modules`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: _Modules) -> None:
+        _check_kind(optimizer)
+        groups = [group["params"] for group in optimizer.param_groups]
+        names = _parameter_names(modules, {param for params in groups for param in params})
+        for number, params in enumerate(groups):
+            for place, param in enumerate(params):
+                if param not in names:
+                    raise ArgumentError(
+                        f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is "
+                        "in no module of the state, and has no name. Add its module to the state."
+                    )
+        parts = {p: named.Part(name, partial(wrapped, like=p)) for p, name in names.items()}
+        self._self = optimizer, parts, [[names[param] for param in params] for params in groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return named.optimizer_state(*self._self)
+
+    def state_dict_for(self, saved: Any) -> dict[str, Any]:
+        if at(saved, ("masters",)) is not None:
+            raise ArgumentError(
+                "the saved optimizer has fp32 masters of the parameters, and a plain optimizer "
+                "has none. Load it into a ShardedGradients with fp32_masters=False, and save that."
+            )
+        found = named.optimizer_state_for(*self._self, saved)
+        for own, group in zip(found["param_groups"], saved["param_groups"], strict=True):
+            options = {key: _option(value, own.get(key)) for key, value in group.items()}
+            own.clear()
+            own.update(options)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        named.load_optimizer_state(*self._self, state)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError if an optimizer keeps states elsewhere than torch's optimizers."""
+    kind, reason = type(optimizer), ""
+    for method in ("state_dict", "load_state_dict"):
+        if getattr(kind, method) is not getattr(torch.optim.Optimizer, method):
+            reason = f"{kind.__name__} has a {method} of its own."
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    for key in optimizer.state:
+        if key not in params:
+            reason = f"the states of {kind.__name__} have a key {key!r}, which is not a parameter."
+    if reason:
+        raise ArgumentError(
+            f"{reason} Its states cannot be saved by the names of parameters. Use "
+            "varcomm.data_parallel.ShardedGradients to shard states; else save an object whose "
+            "state_dict and load_state_dict call the optimizer's, inside PerRank if ranks differ."
+        )
+
+
+def _parameter_names(modules: _Modules, left: set[torch.Tensor]) -> dict[torch.Tensor, str]:
+    """Return the names of parameters, with the path of the module if there are several."""
+    found: dict[Keys, dict[torch.Tensor, str]] = {}
+    for path, module in modules.items():
+        own: dict[torch.Tensor, str]
+        own = {param: name for name, param in module.named_parameters() if param in left}
+        left -= own.keys()
+        if own:
+            found[path] = own
+    return {
+        param: name if len(found) == 1 else f"{joined(path)}.{name}"
+        for path, own in found.items()
+        for param, name in own.items()
+    }
+
+
+def _option(saved: Any, own: Any) -> Any:
+    """Return the saved option of a group, or a target if it is a tensor."""
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    return own if isinstance(own, torch.Tensor) else torch.empty_like(saved, device="cpu")
+
+
+def _copied(saved: Any, own: Any) -> Any:
+    """Return the saved tree with tensors to load into; sharded ones are the object's own."""
+    if isinstance(saved, Mapping):
+        return {name: _copied(value, at(own, (name,))) for name, value in saved.items()}
+    if isinstance(saved, list):
+        return [_copied(value, at(own, ((place,),))) for place, value in enumerate(saved)]
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    if isinstance(own, torch.Tensor) and not is_whole(own):
+        return own
+    return torch.empty_like(saved, device=own.device if isinstance(own, torch.Tensor) else "cpu")
+
+
+def _can(value: Any, name: str) -> bool:
+    return callable(getattr(value, name, None))
+
+
+def _is_stateful(value: Any) -> bool:
+    loads = _can(value, "state_dict_for") or _can(value, "load_state_dict")
+    return isinstance(value, torch.Generator) or (_can(value, "state_dict") and loads)
+
+
+def _holder_of(value: Any, modules: _Modules) -> Holder:
+    if isinstance(value, torch.nn.Module):
+        return _Module(value)
+    if isinstance(value, torch.Generator):
+        both = {"state_dict": value.get_state, "load_state_dict": value.set_state}
+        return Holder(SimpleNamespace(**both))
+    if isinstance(value, torch.optim.Optimizer) and not _can(value, "state_dict_for"):
+        return Holder(_Optimizer(value, modules))
+    return Holder(value)
+
+
+def _modules_in(value: Any, path: Keys = ()) -> dict[Keys, torch.nn.Module]:
+    """Return the modules of a nested state by their paths."""
+    if isinstance(value, PerRank):
+        return _modules_in(value.value, path)
+    found = {path: value} if isinstance(value, torch.nn.Module) else {}
+    for name, inner in _items(value):
+        found |= _modules_in(inner, (*path, name))
+    return found
