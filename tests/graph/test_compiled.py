@@ -131,12 +131,7 @@ def marked(rank):
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(graph.edge_index, 1)
         torch.testing.assert_close(fast(x, graph.edge_index), model(x, graph.edge_index), **CLOSE)
-    return stats()
-
-
-@slow
-def test_sizes_that_are_marked_as_dynamic(worlds):
-    assert worlds.run(2, marked, timeout=300) == [(1, 0)] * 2
+    assert stats() == (1, 0)
 
 
 def other_edges(rank):
@@ -153,11 +148,6 @@ def other_edges(rank):
     # of shapes, while it is compiled
     with pytest.raises(torch._dynamo.exc.Unsupported, match="rows, but this rank owns"):
         fast(graph.x[1:], part)
-
-
-@slow
-def test_what_is_wrong_is_an_error_as_well(worlds):
-    assert worlds.run(2, other_edges, timeout=300) == [None] * 2
 
 
 def in_parts(rank):
@@ -182,12 +172,7 @@ def in_parts(rank):
     ):
         fast = torch.compile(model, backend="aot_eager", fullgraph=model is layer)
         torch.testing.assert_close(fast(*given), model(*given), **CLOSE)
-    return stats()[1]
-
-
-@slow
-def test_types_of_edges_are_one_graph_and_halos_of_hops_break_it(worlds):
-    assert min(worlds.run(2, in_parts, timeout=300)) > 0
+    assert stats()[1] > 0
 
 
 def by_hand(rank):
@@ -202,12 +187,7 @@ def by_hand(rank):
         out = call(x, graph.edge_attr)
         found.append((out, torch.autograd.grad(out.square().sum(), [x, *model.parameters()])))
     torch.testing.assert_close(*found, **CLOSE)
-    return stats()
-
-
-@slow
-def test_message_passing_by_hand(worlds):
-    assert worlds.run(2, by_hand, timeout=300) == [(1, 0)] * 2
+    assert stats() == (1, 0)
 
 
 def compiled_first(rank):
@@ -226,5 +206,6 @@ def compiled_first(rank):
 
 
 @slow
-def test_compiled_before_it_is_distributed(worlds):
-    assert worlds.run(2, compiled_first, timeout=300) == [None] * 2
+@pytest.mark.parametrize("use", [marked, other_edges, in_parts, by_hand, compiled_first])
+def test_other_uses(worlds, use):
+    assert worlds.run(2, use, timeout=300) == [None] * 2
