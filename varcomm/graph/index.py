@@ -545,6 +545,9 @@ def _add(func: Callable[..., Any], x: Any, other: Any, **kwargs: Any) -> Any:
         return _other(func, (x, other), kwargs)
     at = ("source", "target").index(x.kind)
     offsets = tuple([now + other * (at == end) for end, now in enumerate(x.offsets)])
+    if getattr(func, "__name__", "") == "add_":  # the memory may be the graph's
+        x.plain, x.line, x.whole, x.offsets = x.plain + other, None, False, offsets
+        return x
     return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)
 
 
@@ -648,7 +651,7 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "bitwise_not logical_not __invert__": _not,
     "equal": _equal_all,
     "cat concat concatenate": _cat,
-    "add __add__ __radd__ __iadd__": _add,
+    "add __add__ __radd__ add_ __iadd__": _add,
     "stack": _stack,
     "unbind": _unbind,
     "__iter__": _iterate,
