@@ -136,7 +136,7 @@ class PartitionedIndex(torch.Tensor):
     ) -> Any:
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
         kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
+        name = _name_of(func)
         if kwargs.get("out") is not None:
             raise _refuse(func, plain_kind(*args, *kwargs.values()), "Do not give out=.")
         if "input" in kwargs:
@@ -185,10 +185,17 @@ def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentErro
     return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
 
 
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch; compiled code finds it by the function alone."""
+    if torch.compiler.is_compiling():
+        return _NAMES.get(func, "")
+    return getattr(func, "__name__", "")
+
+
 def _other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute with local numbers: integers that result select nothing, and floats are refused."""
     given = _first(*args, *kwargs.values())
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     if name.endswith("_") and not name.endswith("__"):
         raise _refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
     out = func(*[_unwrapped(one) for one in args], **{k: _unwrapped(v) for k, v in kwargs.items()})
@@ -255,7 +262,7 @@ class _NoEdges(torch.Tensor):
     ) -> Any:
         """Concatenate as columns; all other results are ordinary tensors."""
         tensors = args[0] if args else (kwargs or {}).get("tensors", ())
-        name = getattr(func, "__name__", "")
+        name = _name_of(func)
         if name in _CATS and all(one.dim() == 1 for one in tensors):
             columns = [one.as_subclass(torch.Tensor).unsqueeze(1) for one in tensors]
             return _of_no_edges(torch.cat(columns).squeeze(1))
@@ -423,7 +430,7 @@ def _reduction(
     rows = src.movedim(dim, 0)
     total = index.of.reduced(index, how, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
     total = total.to(x.dtype)
-    in_place = getattr(func, "__name__", "").endswith("_")
+    in_place = _name_of(func).endswith("_")
     if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
         x, total = up_to_last(x), total.narrow(dim, 0, x.shape[dim])
     elif x.shape[dim] != total.shape[dim]:
@@ -495,7 +502,7 @@ def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: 
 
 def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     """Compare numbers; which edges are self loops is known."""
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
     kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
@@ -545,7 +552,7 @@ def _add(func: Callable[..., Any], x: Any, other: Any, **kwargs: Any) -> Any:
         return _other(func, (x, other), kwargs)
     at = ("source", "target").index(x.kind)
     offsets = tuple([now + other * (at == end) for end, now in enumerate(x.offsets)])
-    if getattr(func, "__name__", "") == "add_":  # the memory may be the graph's
+    if _name_of(func) == "add_":  # the memory may be the graph's
         x.plain, x.line, x.whole, x.offsets = x.plain + other, None, False, offsets
         return x
     return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)
@@ -665,3 +672,9 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "__reduce_ex__": _never,
 }
 _RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
+_NAMES = {
+    getattr(of, name): name
+    for name in (*_RULES, *_FRESH, *_SIGNS)
+    for of in (torch, torch.Tensor, torch.nn.functional)
+    if callable(getattr(of, name, None))
+}
