@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.graphs import split_by, wild
@@ -38,6 +39,10 @@ def whole(*features, dtype=torch.float64, nodes=NODES):
     return Whole(x, batch, kinds, weight)
 
 
+def no_edges(nodes, **values):
+    return Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=nodes, **values)
+
+
 def partitions():
     """Split these nodes at random, and so that a rank owns nothing."""
     ranks = torch.distributed.get_world_size()
@@ -57,14 +62,20 @@ def derivatives(run, leaves, loss, total):
     return out.detach(), [g.detach() for g in first], list(second)
 
 
+def curved(out):
+    """A loss of results that is not linear, and in which each has a weight of its own."""
+    weight = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+    return (out.sin() * weight + out**2).sum()
+
+
 def summed(gradients):
     """Keep the first, of own rows; sum the others, of replicated parameters, over ranks."""
     return [gradients[0], *map(varcomm.all_reduce, gradients[1:])]
 
 
-def assert_same(got, expected, ids):
-    """Compare a rank's result and derivatives with the rows `ids` of those of one process."""
-    torch.testing.assert_close(got[0], expected[0][ids], **FIRST)
+def assert_same(got, expected, ids, rows=True):
+    """Compare a rank's derivatives, and a result of `rows`, with `ids` of those of one process."""
+    torch.testing.assert_close(got[0], expected[0][ids] if rows else expected[0], **FIRST)
     for kind, close in ((1, FIRST), (2, SECOND)):
         mine, theirs = summed(got[kind]), expected[kind]
         torch.testing.assert_close(mine[0], theirs[0][ids], **close)

@@ -108,18 +108,14 @@ def test_one_exchange_equals_one_per_layer(worlds, ranks, name):
         assert_none(worlds.run(ranks, check, name, hops, method))
 
 
-def exchanges(rank, hops):
-    graph = partition(wild(), method="random", hops=hops)
-    torch.manual_seed(0)
-    model = distribute(pyg.GraphSAGE(4, 8, 3, 2).double(), graph)
-    with varcomm.trace() as calls:
-        model(graph.x, graph.edge_index)
-    return [call.name for call in calls]
-
-
-def test_it_is_one_exchange(worlds):
-    assert worlds.run(3, exchanges, 1) == [["exchange"] * 3] * 3
-    assert worlds.run(3, exchanges, 3) == [["exchange"]] * 3
+def exchanges(rank):
+    for hops, count in ((1, 3), (3, 1)):
+        graph = partition(wild(), method="random", hops=hops)
+        torch.manual_seed(0)
+        model = distribute(pyg.GraphSAGE(4, 8, 3, 2).double(), graph)
+        with varcomm.trace() as calls:
+            model(graph.x, graph.edge_index)
+        assert [call.name for call in calls] == ["exchange"] * count
 
 
 def in_two_blocks(rank):
@@ -135,53 +131,50 @@ def in_two_blocks(rank):
         with varcomm.trace() as calls:
             x = model[1](model[0](graph.x, graph.edge_index), graph.edge_index)
         torch.testing.assert_close(x, whole[graph.owned_ids], **CLOSE)
-    return [call.name for call in calls].count("exchange")
-
-
-def test_blocks_of_a_model(worlds):
     # degrees of sources are sent in each layer of GCN
-    assert worlds.run(3, in_two_blocks) == [2 + 4] * 3
+    assert [call.name for call in calls].count("exchange") == 2 + 4
 
 
-def message_of(rank, make, kind):
-    graph = partition(wild(), method="random", hops=2)
-    x = graph.x if kind != "all rows" else wild().x
-    torch.manual_seed(0)
-    model = make()
-
-    def use():
-        distribute(model, graph)
-        if kind == "rows later":
-            model(graph.x, graph.edge_index)
-        model(x[1:] if kind == "rows later" else x, graph.edge_index)
-
-    with pytest.raises(ArgumentError) as caught:
-        use()
-    return str(caught.value)
+def sage():
+    return pyg.SAGEConv(4, 4).double()
 
 
-WRONG = {
-    "too many layers": (
+# a model, the rows of its calls, and what is wrong
+WRONG = [
+    (
         lambda: pyg.GCN(4, 4, 3).double(),
-        "",
+        [lambda graph: graph.x],
         "the model propagates more than 2 times, for which the halos of 2 hops do not suffice",
     ),
-    "degrees of sources": (lambda: nn.Sequential(pyg.ChebConv(4, 4, 2)), "", "0 (ChebConv): it"),
-    "rows of the whole graph": (
-        lambda: pyg.SAGEConv(4, 4).double(),
-        "all rows",
-        "edges select from 24 rows, but this rank",
+    (
+        lambda: nn.Sequential(pyg.ChebConv(4, 4, 2)),
+        [lambda graph: graph.x],
+        "0 (ChebConv): it",
     ),
-    "other rows than before": (
-        lambda: pyg.SAGEConv(4, 4).double(),
-        "rows later",
+    (sage, [lambda graph: wild().x], "edges select from 24 rows, but this rank"),
+    (
+        sage,
+        [lambda graph: graph.x, lambda graph: graph.x[1:]],
         "stands where one with a row for each of the",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_use_is_an_error(worlds, name):
-    make, kind, message = WRONG[name]
-    for told in worlds.run(3, message_of, make, kind):
-        assert re.search(re.escape(message), told)
+def wrong_use(rank):
+    graph = partition(wild(), method="random", hops=2)
+    for make, calls, message in WRONG:
+        torch.manual_seed(0)
+        model = make()
+
+        def use(model=model, calls=calls):
+            distribute(model, graph)
+            for rows in calls:
+                model(rows(graph), graph.edge_index)
+
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            use()
+
+
+@pytest.mark.parametrize("use", [exchanges, in_two_blocks, wrong_use])
+def test_exchanges_several_blocks_and_wrong_use(worlds, use):
+    assert worlds.run(3, use) == [None] * 3

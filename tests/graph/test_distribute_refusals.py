@@ -1,16 +1,23 @@
-"""Refusals of ``distribute``: on all ranks, with the module's name, before anything changes."""
+"""Refusals of ``distribute``, on all ranks and before anything changes, and of models' calls."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import get_laplacian
 
-from tests.graph.graphs import wild
-from varcomm import ArgumentError
+import varcomm
+from tests.graph.layers import example
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import distribute, partition
 from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS
 from varcomm.graph.adapt.exact import REFUSED as LAYERS_REFUSED
+
+DATA = example()
 
 
 class OverOutDegree(MessagePassing):
@@ -44,104 +51,102 @@ class MyColours(pyg.WLConv):
     """A class of one's own does not make a layer of PyG another one."""
 
 
+class Unheard(pyg.SAGEConv):
+    """As if PyG had got one more layer."""
+
+
 class Pooled(nn.Module):
-    def __init__(self, readout):
+    def __init__(self, kind, *args, **settings):
         super().__init__()
         self.layers = nn.ModuleList([pyg.SAGEConv(4, 4)])
-        self.readout = readout
+        self.readout = kind(*args, **settings)
 
 
-def explained():
-    layer = pyg.SAGEConv(4, 4)
-    layer.explain = True
+def sage(**settings):
+    return pyg.SAGEConv(4, 4, **settings)
+
+
+def seeded(make, seed=0):
+    torch.manual_seed(seed)
+    return make()
+
+
+def changed(change):
+    """Return a layer after a change."""
+    layer = sage()
+    change(layer)
     return layer
-
-
-def reads_out(kind, *args):
-    return lambda: Pooled(kind(*args))
-
-
-def in_a_layer(make):
-    return lambda: pyg.SAGEConv(4, 4, aggr=make())
 
 
 def scaled():
     inner, histogram = pyg.aggr.MedianAggregation(), torch.ones(3, dtype=torch.int64)
-    return pyg.aggr.DegreeScalerAggregation(inner, "identity", histogram)
+    return sage(aggr=pyg.aggr.DegreeScalerAggregation(inner, "identity", histogram))
+
+
+def unheard():
+    layer = Unheard(4, 4)
+    Unheard.__module__ = "torch_geometric.nn.conv.unheard"
+    return layer
 
 
 # models, and the name that the message has of the module
-REFUSED = {
-    "own colours": (MyColours, "MyColours"),
-    "colours in a model": (reads_out(pyg.WLConv), "readout (WLConv)"),
-    "a script": (lambda: Pooled(torch.jit.script(nn.Linear(4, 4))), "TorchScript"),
-    "SyncBatchNorm": (reads_out(nn.SyncBatchNorm, 4), "(SyncBatchNorm)"),
-    "InstanceNorm": (reads_out(nn.InstanceNorm1d, 4), "(InstanceNorm1d)"),
-    "BatchNorm2d": (reads_out(nn.BatchNorm2d, 4), "(BatchNorm2d)"),
-    "pooling": (reads_out(pyg.TopKPooling, 4), "readout (TopKPooling)"),
-    "an own kind of pooling": (reads_out(OwnPooling, 4), "readout (OwnPooling)"),
-    "readout": (reads_out(pyg.MedianAggregation), "(MedianAggregation)"),
-    "several readouts": (
-        reads_out(pyg.aggr.MultiAggregation, ["mean", "median"]),
-        "readout (MultiAggregation)",
-    ),
-    "linear attention between all nodes": (
+REFUSED = [
+    (MyColours, "MyColours"),
+    (lambda: Pooled(pyg.WLConv), "readout (WLConv)"),
+    (lambda: Pooled(torch.jit.script, nn.Linear(4, 4)), "TorchScript"),
+    (lambda: Pooled(nn.SyncBatchNorm, 4), "(SyncBatchNorm)"),
+    (lambda: Pooled(nn.InstanceNorm1d, 4), "(InstanceNorm1d)"),
+    (lambda: Pooled(nn.BatchNorm2d, 4), "(BatchNorm2d)"),
+    (lambda: Pooled(pyg.TopKPooling, 4), "readout (TopKPooling)"),
+    (lambda: Pooled(OwnPooling, 4), "readout (OwnPooling)"),
+    (lambda: Pooled(pyg.MedianAggregation), "(MedianAggregation)"),
+    (lambda: Pooled(pyg.aggr.MultiAggregation, ["mean", "median"]), "readout (MultiAggregation)"),
+    (
         lambda: pyg.GPSConv(4, None, norm=None, attn_type="performer"),
         "attn (PerformerAttention)",
     ),
-    "linear attention": (reads_out(pyg.attention.PerformerAttention, 4, 1), "readout (Performer"),
-    "decomposed layers": (lambda: pyg.SAGEConv(4, 4, decomposed_layers=2), "decomposed_layers"),
-    "an aggregation in and out of a layer": (ReadOutWithTheLayers, "readout (MeanAggregation)"),
-    "attention between rows": (reads_out(nn.MultiheadAttention, 4, 2), "(MultiheadAttention)"),
-    "DeepGraphInfomax": (
-        lambda: pyg.DeepGraphInfomax(4, pyg.SAGEConv(4, 4), torch.mean, torch.flip),
-        "(DeepGraphInfomax)",
-    ),
-    "MetaLayer": (lambda: pyg.MetaLayer(nn.Linear(4, 4)), "(MetaLayer)"),
-    "a dense adjacency": (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
-    "DistributedDataParallel": (
-        lambda: nn.parallel.DistributedDataParallel(pyg.SAGEConv(4, 4)),
-        "(DistributedDataParallel)",
-    ),
-    "sizes of sources": (OverOutDegree, "size_j"),
-    "an explained layer": (explained, "explain"),
-    "aggregation by name": (lambda: pyg.SAGEConv(4, 4, aggr="median"), "MedianAggregation"),
-    "an own LSTM": (in_a_layer(lambda: OwnLSTM(4, 4)), "aggr_module (OwnLSTM)"),
-    "LSTM": (in_a_layer(lambda: pyg.aggr.LSTMAggregation(4, 4)), "LSTMAggregation"),
-    "GRU": (in_a_layer(lambda: pyg.aggr.GRUAggregation(4, 4)), "GRUAggregation"),
-    "LCM": (in_a_layer(lambda: pyg.aggr.LCMAggregation(4, 4)), "LCMAggregation"),
-    "sorted": (in_a_layer(lambda: pyg.aggr.SortAggregation(2)), "SortAggregation"),
-    "quantile": (in_a_layer(lambda: pyg.aggr.QuantileAggregation(0.3)), "QuantileAggregation"),
-    "one of several": (
-        in_a_layer(lambda: pyg.aggr.MultiAggregation(["mean", pyg.aggr.SortAggregation(2)])),
+    (lambda: Pooled(pyg.attention.PerformerAttention, 4, 1), "readout (Performer"),
+    (lambda: sage(decomposed_layers=2), "decomposed_layers"),
+    (ReadOutWithTheLayers, "readout (MeanAggregation)"),
+    (lambda: Pooled(nn.MultiheadAttention, 4, 2), "(MultiheadAttention)"),
+    (lambda: pyg.DeepGraphInfomax(4, sage(), torch.mean, torch.flip), "(DeepGraphInfomax)"),
+    (lambda: pyg.MetaLayer(nn.Linear(4, 4)), "(MetaLayer)"),
+    (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
+    (lambda: nn.parallel.DistributedDataParallel(sage()), "(DistributedDataParallel)"),
+    (OverOutDegree, "size_j"),
+    (lambda: changed(lambda layer: setattr(layer, "explain", True)), "explain"),
+    (lambda: sage(aggr="median"), "MedianAggregation"),
+    (lambda: sage(aggr=OwnLSTM(4, 4)), "aggr_module (OwnLSTM)"),
+    (lambda: sage(aggr=pyg.aggr.LSTMAggregation(4, 4)), "LSTMAggregation"),
+    (lambda: sage(aggr=pyg.aggr.GRUAggregation(4, 4)), "GRUAggregation"),
+    (lambda: sage(aggr=pyg.aggr.LCMAggregation(4, 4)), "LCMAggregation"),
+    (lambda: sage(aggr=pyg.aggr.SortAggregation(2)), "SortAggregation"),
+    (lambda: sage(aggr=pyg.aggr.QuantileAggregation(0.3)), "QuantileAggregation"),
+    (
+        lambda: sage(aggr=pyg.aggr.MultiAggregation(["mean", pyg.aggr.SortAggregation(2)])),
         "SortAggregation",
     ),
-    "one in another": (in_a_layer(scaled), "MedianAggregation"),
-    "no module": (lambda: [pyg.SAGEConv(4, 4)], "model must be a torch.nn.Module; got list"),
-}
+    (scaled, "MedianAggregation"),
+    (unheard, "Unheard is not known to be exact on a part of the graph"),
+    (lambda: [sage()], "model must be a torch.nn.Module; got list"),
+]
+
+ALLOWED = [
+    lambda: Pooled(nn.Sequential, nn.LayerNorm(4), nn.GroupNorm(2, 4)),
+    lambda: Pooled(pyg.LayerNorm, 4, mode="node"),
+    lambda: Pooled(pyg.MessageNorm),
+    lambda: sage(aggr=pyg.aggr.MultiAggregation(["max"])),
+    lambda: type("MySAGE", (pyg.SAGEConv,), {})(4, 4),
+    lambda: nn.Linear(4, 4),
+    lambda: sage(aggr=OwnAggregation()),
+    lambda: Pooled(pyg.MLP, [4, 4], norm=None),
+]
 
 
-def message_of(model, graph):
-    with pytest.raises(ArgumentError) as caught:
-        distribute(model, graph)
+def error_of(kind, call, *args):
+    with pytest.raises(kind) as caught:
+        call(*args)
     return str(caught.value)
-
-
-def refused(rank):
-    """Messages on one rank, of models that are refused on all, and of one that is on rank 1."""
-    told, graph = {}, partition(wild(), method="block")
-    for name, (make, _) in REFUSED.items():
-        torch.manual_seed(0)
-        model = make()
-        told[name] = message_of(model, graph)
-        layers = model.modules() if isinstance(model, nn.Module) else ()
-        assert not any("varcomm" in repr(vars(layer).keys()) for layer in layers), name
-    for name in LAYERS_REFUSED:
-        told[name] = message_of(made_without_its_package(getattr(pyg, name)), graph)
-    told["on rank 1"] = message_of(pyg.WLConv() if rank == 1 else pyg.SAGEConv(4, 4), graph)
-    with pytest.raises(ArgumentError, match=r"must be a PartitionedGraph, .* order is distribute"):
-        distribute(graph, pyg.SAGEConv(4, 4))
-    return told
 
 
 def made_without_its_package(kind):
@@ -151,54 +156,170 @@ def made_without_its_package(kind):
     return layer
 
 
-def test_refused_on_all_ranks(worlds):
+def refused(rank):
+    """Messages on one rank, of models that are refused on all, and of one that is on rank 1."""
+    graph = partition(DATA, method="block")
+    own, pygs = [], {}
+    for make, _ in REFUSED:
+        model = seeded(make)
+        own.append(error_of(ArgumentError, distribute, model, graph))
+        layers = model.modules() if isinstance(model, nn.Module) else ()
+        assert not any("varcomm" in repr(vars(layer).keys()) for layer in layers), own[-1]
+    for name in LAYERS_REFUSED:
+        model = made_without_its_package(getattr(pyg, name))
+        pygs[name] = error_of(ArgumentError, distribute, model, graph)
+    on_rank_1 = pyg.WLConv() if rank == 1 else seeded(sage)
+    for make in ALLOWED:
+        model = seeded(make)
+        assert distribute(model, graph) is model
+    with pytest.raises(ArgumentError, match=r"must be a PartitionedGraph, .* order is distribute"):
+        distribute(graph, sage())
+    return own, pygs, error_of(ArgumentError, distribute, on_rank_1, graph)
+
+
+def test_models_refused_on_all_ranks_and_others(worlds):
     told, *others = worlds.run(3, refused)
     assert others == [told] * 2
-    for name, message in told.items():
-        assert message.startswith("graph.distribute: refused on rank "), name
-        if name in REFUSED:
-            assert REFUSED[name][1] in message
-        elif name in LAYERS_REFUSED:
-            assert f"{name} is not exact on a part of the graph: {LAYERS_REFUSED[name]}" in message
-    assert ", ".join(sorted(EXACT)) in told["own colours"]
-    assert ", ".join(sorted(EXACT_AGGREGATIONS)) in told["aggregation by name"]
+    own, pygs, on_rank_1 = told
+    for message in (*own, *pygs.values(), on_rank_1):
+        assert message.startswith("graph.distribute: refused on rank ")
+    for (_, name), message in zip(REFUSED, own, strict=True):
+        assert name in message
+    for name, message in pygs.items():
+        assert f"{name} is not exact on a part of the graph: {LAYERS_REFUSED[name]}" in message
+    assert ", ".join(sorted(EXACT)) in own[0]
+    assert any(", ".join(sorted(EXACT_AGGREGATIONS)) in message for message in own)
 
 
-class Unheard(pyg.SAGEConv):
-    """As if PyG had got one more layer."""
+def with_buffer(value):
+    buffer = torch.tensor(value)
+    return changed(lambda layer: layer.register_buffer("scale", buffer, persistent=False))
 
 
-def unheard(rank):
-    torch.manual_seed(0)
-    layer = Unheard(4, 4)
-    Unheard.__module__ = "torch_geometric.nn.conv.unheard"
-    return message_of(layer, partition(wild(), method="block"))
+def linears():
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
 
 
-def test_a_layer_that_pyg_adds_is_refused(worlds):
-    for told in worlds.run(3, unheard):
-        assert "Unheard is not known to be exact on a part of the graph" in told
+def dropping(p):
+    return nn.Sequential(sage(), nn.Dropout(p))
 
 
-ALLOWED = {
-    "norms of one node": lambda: Pooled(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))),
-    "PyG's norm of one node": lambda: Pooled(pyg.LayerNorm(4, mode="node")),
-    "MessageNorm": lambda: Pooled(pyg.MessageNorm()),
-    "aggregation in a layer": lambda: pyg.SAGEConv(4, 4, aggr=pyg.aggr.MultiAggregation(["max"])),
-    "an own subclass": lambda: type("MySAGE", (pyg.SAGEConv,), {})(4, 4),
-    "no layer": lambda: nn.Linear(4, 4),
-    "an own aggregation": lambda: pyg.SAGEConv(4, 4, aggr=OwnAggregation()),
-    "PyG's MLP": lambda: Pooled(pyg.MLP([4, 4], norm=None)),
-}
+LIN_L, LIN_R = "lin_l.weight, lin_l.bias", "lin_r.weight"
+
+# the model of rank 1, that of the others, and the names in which they differ
+DIFFERENT = [
+    (partial(seeded, sage, 1), sage, f"{LIN_L}, {LIN_R}"),
+    (lambda: pyg.SAGEConv(4, 5), sage, f"{LIN_L}, {LIN_R} and 3 more"),
+    (lambda: sage().double(), sage, f"{LIN_L}, {LIN_R}"),
+    (lambda: sage(root_weight=False), sage, f"{LIN_L}, {LIN_R} and 2 more"),
+    (lambda: with_buffer(1.0), lambda: with_buffer(2.0), "scale"),
+    (lambda: sage(aggr="max"), sage, "the model (SAGEConv)"),
+    (lambda: sage(normalize=True), sage, "the model (SAGEConv)"),
+    (lambda: dropping(0.5), lambda: dropping(0.1), "1 (Dropout)"),
+    (lambda: changed(lambda layer: layer.lin_r.requires_grad_(False)), sage, LIN_R),
+    (partial(seeded, linears, 1), linears, "0.bias, 1.weight and 3 more"),
+]
 
 
-def allowed(rank):
-    graph = partition(wild(), method="block")
-    for make in ALLOWED.values():
-        torch.manual_seed(0)
-        model = make()
-        assert distribute(model, graph) is model
+class Mine(pyg.SAGEConv):
+    """A layer with an attribute of its rank, which is not compared."""
+
+    def __init__(self, rank):
+        super().__init__(4, 4)
+        self.rank = rank
 
 
-def test_not_refused(worlds):
-    assert worlds.run(3, allowed) == [None] * 3
+def different(rank):
+    """Lazy parameters are made in the first call, from equal seeds."""
+    graph = partition(DATA, method="block")
+    told = [
+        error_of(DisagreementError, distribute, seeded(mine if rank == 1 else others), graph)
+        for mine, others, _ in DIFFERENT
+    ]
+    model = distribute(seeded(lambda: pyg.SAGEConv(-1, 4).double()), graph)
+    model(graph.x, graph.edge_index)
+    assert distribute(model, graph) is model
+    distribute(Mine(rank).train(rank == 0), graph)
+    mixed = seeded(lambda: nn.ModuleList([pyg.SAGEConv(-1, 4), nn.Linear(2, 2)]), rank)
+    with pytest.raises(DisagreementError, match=r"they differ in 1\.weight, 1\.bias\. Make"):
+        distribute(mixed, graph)
+    return told
+
+
+def test_ranks_with_different_models(worlds):
+    told, *others = worlds.run(3, different)
+    assert others == [told] * 2
+    for message, (_, _, names) in zip(told, DIFFERENT, strict=True):
+        assert message.startswith("graph.distribute: ranks [1] have other parameters")
+        assert f"{names}. Make the same model" in message
+
+
+class Calls(nn.Module):
+    """A model which is nothing but a call."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, edge_index, **more):
+        return self.function(edge_index, **more)
+
+
+def as_sparse(graph):
+    sources, targets = graph.num_owned + graph.num_halo, graph.num_owned
+    values = torch.ones(graph.edge_index.shape[1], dtype=torch.float64)
+    edges = graph.edge_index.plain.flip(0)
+    return torch.sparse_coo_tensor(edges, values, (targets, sources), check_invariants=True)
+
+
+ROWS, EDGES = "rows, but this rank owns", "edges must be given as graph.edge_index"
+OTHER = "numbers of another kind"
+
+# arguments of a call of SAGEConv, and a part of the message
+MISUSE = [
+    (lambda g: (DATA.x, g.edge_index), ROWS),
+    (lambda g: (g.with_halo(g.x), g.edge_index), ROWS),
+    (lambda g: (torch.zeros(2, g.num_owned + 1, 4).double(), g.edge_index), ROWS),
+    (lambda g: (g.x, DATA.edge_index), EDGES),
+    (lambda g: (g.x, g.edge_index - 30), OTHER),
+    (lambda g: (g.x, as_sparse(g)), EDGES),
+    (lambda g: (g.x, "edges"), EDGES),
+    (lambda g: (g.x, g.edge_index.plain.double()), EDGES),
+    (lambda g: (g.x, g.edge_index.T.contiguous()), OTHER),
+    (lambda g: (g.x, g.edge_index[0]), OTHER),
+]
+# other models, and their arguments
+MISUSE_OF_OTHERS = [
+    (lambda: Calls(gcn_norm), lambda g: (g.edge_index.float(),)),
+    (lambda: Calls(partial(gcn_norm, num_nodes=30)), lambda g: (g.edge_index,)),
+    (lambda: Calls(get_laplacian), lambda g: (g.edge_index + 30,)),
+    (lambda: pyg.FastRGCNConv(24, 5, 3), lambda g: (g.number, g.edge_index, g.edge_type)),
+    (lambda: pyg.RGCNConv(24, 5, 3), lambda g: (None, g.edge_index, g.edge_type)),
+    (
+        lambda: pyg.GPSConv(4, None, norm=None).double(),
+        lambda g: (torch.zeros(g.num_owned + 1, 4).double(), g.edge_index),
+    ),
+]
+
+
+def misuse(rank):
+    """Refused on this rank before any communication: the ranks go on."""
+    graph = partition(DATA, method="block")
+    layer = distribute(seeded(lambda: sage().double()), graph)
+    where = f"^(propagate|edge_index) on rank {rank} of 3: "
+    for given, message in MISUSE:
+        with pytest.raises(ArgumentError, match=f"{where}.*{message}"):
+            layer(*given(graph))
+        assert layer(graph.x, graph.edge_index).shape == (graph.num_owned, 4)
+    for make, given in MISUSE_OF_OTHERS:
+        model = distribute(seeded(make), graph)
+        with pytest.raises(ArgumentError):
+            model(*given(graph))
+    with varcomm.debug():
+        x = graph.x if rank != 1 else DATA.x
+        return error_of(DisagreementError, layer, x, graph.edge_index)
+
+
+def test_arguments_that_do_not_fit(worlds):
+    for told in worlds.run(3, misuse):
+        assert "on rank 1: edge_index on rank 1 of 3: edges select from 24 rows" in told

@@ -239,10 +239,6 @@ def called_by_itself(rank):
         torch.testing.assert_close(part, whole[graph["a"].owned_ids], **CLOSE)
 
 
-def test_a_layer_called_with_edges_of_one_type(worlds):
-    assert worlds.run(3, called_by_itself) == [None] * 3
-
-
 def types_of_edges(rank):
     """Copies of edges are still of their type; ordinary tensors and other edges are refused."""
     torch.manual_seed(0)
@@ -262,11 +258,7 @@ def types_of_edges(rank):
     with pytest.raises(ArgumentError, match="no self loops"):
         layer(graph.x_dict, {kind: torch.cat([edges, loops], dim=1)})
     fewer = layer(graph.x_dict, {kind: edges[:, ::2]})
-    return fewer["b"].shape == (graph["b"].num_owned, 5)
-
-
-def test_types_of_edges(worlds):
-    assert worlds.run(3, types_of_edges) == [True] * 3
+    assert fewer["b"].shape == (graph["b"].num_owned, 5)
 
 
 def moved(rank):
@@ -281,11 +273,7 @@ def moved(rank):
         torch.testing.assert_close(part, whole[graph["a"].owned_ids], **CLOSE)
         part = distribute(layer, alone)(alone.x, alone.edge_index)
         torch.testing.assert_close(part, whole[alone.owned_ids], **CLOSE)
-    return "forward" in vars(layer)
-
-
-def test_moving_to_a_graph_with_one_type(worlds):
-    assert worlds.run(3, moved) == [False] * 3
+    assert "forward" not in vars(layer)
 
 
 def of_one_type(rank):
@@ -299,5 +287,6 @@ def of_one_type(rank):
     torch.testing.assert_close(part, whole[graph.owned_ids], **CLOSE)
 
 
-def test_a_layer_of_types_on_a_graph_with_one_type(worlds):
-    assert worlds.run(3, of_one_type) == [None] * 3
+@pytest.mark.parametrize("use", [called_by_itself, types_of_edges, moved, of_one_type])
+def test_single_layers(worlds, use):
+    assert worlds.run(3, use) == [None] * 3

@@ -57,7 +57,7 @@ def assert_part(data, method, ranks, hops):
     assert edges[: len(own)].tolist() == graph.edges.owned_ids.tolist() == own
     assert graph.edges.num_owned == graph.num_edges == len(own)
     ids = torch.tensor(owned + halo, dtype=torch.int64)
-    assert torch.equal(ids[graph.edge_index], data.edge_index[:, edges])
+    assert torch.equal(ids[graph.edge_index.plain], data.edge_index[:, edges])
     names = {name for name, _ in data if name.startswith("edge_")} - {"edge_index"}
     assert graph.edges.attributes.keys() == names
     assert all(torch.equal(graph[name], data[name][edges]) for name in names)

@@ -27,60 +27,49 @@ IDLE = "a rank owns nothing"
 slow = pytest.mark.slow
 
 
-def idle(data):
-    """Split nodes so that a rank owns nothing."""
-    ranks = torch.distributed.get_world_size()
-    if isinstance(data, Data):
-        return split_by(IDLE, data.num_nodes, ranks)
-    return {kind: split_by(IDLE, data[kind].num_nodes, ranks) for kind in data.node_types}
+def learn(net, graph, call, ids, ranks=1):
+    """Train a step, in which running statistics move twice.
 
-
-def compared(failures, model, call, whole, part, owned_ids):
-    """Train a step, twice over, alone and on ranks: outputs, gradients, running statistics.
-
-    `call` gives results that have rows of nodes, by the type of these, and results of all nodes.
+    `call` gives results that have rows of nodes, by the type of these, results of all nodes, and
+    the rows that were given.
     """
-    alone, together = model, copy.deepcopy(model)
-    distribute(together, part)
-    ids, inputs = owned_ids(part), []
-    for net, graph in ((alone, whole), (together, part)):
-        call(net, graph)  # running statistics move once more
-        rows, pooled, given = call(net, graph)
-        own = {key: slice(None) for key in rows} if graph is whole else ids
-        inputs.append(given)
-        torch.manual_seed(1)
-        loss = 0
-        for key, value in rows.items():
-            weight = torch.randn(len(owners_of(whole, key)), value.shape[1], dtype=value.dtype)
-            loss = loss + (value.sin() * weight[own[key]]).sum()
-        if graph is whole:
-            expected, expected_pooled = rows, pooled
-            loss = loss + sum(value.square().sum() for value in pooled.values())
-        else:
-            # each rank has all pooled values, which count once
-            share = torch.distributed.get_world_size()
-            loss = loss + sum(value.square().sum() for value in pooled.values()) / share
-        loss.backward()
+    call(net, graph)
+    rows, pooled, given = call(net, graph)
+    # each rank has all pooled values, which count once
+    loss = sum(value.square().sum() for value in pooled.values()) / ranks
+    for key, value in rows.items():
+        weight = (ids[key].view(-1, 1) * 3 + torch.arange(value.shape[1])).sin()
+        loss = loss + (value.sin() * weight).sum()
+    loss.backward()
+    return rows, pooled, {key: x.grad for key, x in given.items()}
+
+
+def check(rank, model, call, data, ids_of, **settings):
+    """Compare with one process; a rank owns nothing."""
+    failures, ranks = Failures(), torch.distributed.get_world_size()
+    stores = {None: data} if isinstance(data, Data) else {key: data[key] for key in NODES}
+    owners = {key: split_by(IDLE, store.num_nodes, ranks) for key, store in stores.items()}
+    graph = partition(data, method=owners.get(None, owners), **settings)
+    torch.manual_seed(0)
+    alone, ids = model().double(), ids_of(graph)
+    together = distribute(copy.deepcopy(alone), graph)
+    every = {key: torch.arange(store.num_nodes) for key, store in stores.items()}
+    expected = learn(alone, data, call, every)
+    got = learn(together, graph, call, ids, ranks)
     varcomm.data_parallel.sum_gradients(together)
-    with failures.named("outputs"):
-        torch.testing.assert_close(rows, {k: v[ids[k]] for k, v in expected.items()}, **FIRST)
-        torch.testing.assert_close(pooled, expected_pooled, **FIRST)
-    with failures.named("inputs"):
-        for key, x in inputs[0].items():
-            torch.testing.assert_close(inputs[1][key].grad, x.grad[ids[key]], **FIRST)
-    with failures.named("parameters"):
-        theirs = dict(alone.named_parameters())
-        for key, parameter in together.named_parameters():
-            torch.testing.assert_close(parameter.grad, theirs[key].grad, **FIRST)
-    with failures.named("running statistics"):
-        torch.testing.assert_close(together.state_dict(), alone.state_dict(), **FIRST)
-        moved = [value for key, value in alone.named_buffers() if key.endswith("running_mean")]
+    pairs = {"pooled": (got[1], expected[1])}
+    for what, at in (("rows", 0), ("inputs", 2)):
+        pairs[what] = got[at], {key: value[ids[key]] for key, value in expected[at].items()}
+    pairs["parameters"] = [[p.grad for p in net.parameters()] for net in (together, alone)]
+    pairs["running statistics"] = together.state_dict(), alone.state_dict()
+    for what, (mine, theirs) in pairs.items():
+        with failures.named(what):
+            torch.testing.assert_close(mine, theirs, **FIRST)
+    moved = [value for key, value in alone.named_buffers() if key.endswith("running_mean")]
+    with failures.named("moved"):
         assert moved
         assert all(value.abs().sum() > 0 for value in moved)
-
-
-def owners_of(whole, key):
-    return whole.x if isinstance(whole, Data) else whole[key].x
+    return failures
 
 
 class OnEdges(nn.Module):
@@ -103,13 +92,7 @@ def on_edges(model, graph):
 
 
 def check_edges(rank, hops):
-    failures, data = Failures(), wild()
-    for method in (idle(data),):
-        torch.manual_seed(0)
-        model = OnEdges().double()
-        graph = partition(data, method=method, hops=hops)
-        compared(failures, model, on_edges, data, graph, lambda part: {None: part.owned_ids})
-    return failures
+    return check(rank, OnEdges, on_edges, wild(), lambda g: {None: g.owned_ids}, hops=hops)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +152,9 @@ def on_papers(model, graph):
 
 
 def check_hetero(rank):
-    failures, data = Failures(), papers()
-    for method in (idle(data),):
-        torch.manual_seed(0)
-        graph = partition(data, method=method)
-        ids = {kind: graph[kind].owned_ids for kind in NODES}
-        compared(failures, Hetero().double(), on_papers, data, graph, lambda part, ids=ids: ids)
-    return failures
+    return check(
+        rank, Hetero, on_papers, papers(), lambda g: {kind: g[kind].owned_ids for kind in NODES}
+    )
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -200,25 +179,17 @@ def no_row_fits(rank):
     graph = partition(wild(), method="block")
     nodes, edges = torch.ones(graph.num_owned, 1), torch.ones(graph.num_edges, 1)
     norm, rows = batch_norm_on(graph), [nodes, edges]
-    told = [
-        error_of(norm, torch.ones(1000, 1) if rank == 1 else nodes),
-        error_of(norm, rows[rank % 2]),
-        error_of(norm, torch.ones(graph.num_owned + graph.num_halo, 1) if rank == 1 else edges),
-    ]
+    with_halo = torch.ones(graph.num_owned + graph.num_halo, 1)
+    for x, message in (
+        (torch.ones(1000, 1) if rank == 1 else nodes, "rank 1 of 3: x must have one row for each"),
+        (rows[rank % 2], "on rank 0 of nodes, on rank 1 of edges"),
+        (with_halo if rank == 1 else edges, "on rank 0 of edges, on rank 1 of nodes and the halo"),
+    ):
+        assert message in error_of(norm, x)
     assert norm(edges).shape == edges.shape
     # from now on it serves one kind of rows, and so does a copy
-    assert f"rank {rank} of 3" in error_of(norm, nodes)
-    assert f"rank {rank} of 3" in error_of(copy.deepcopy(norm), nodes)
-    return told
-
-
-def test_rows_that_do_not_fit_are_refused_on_all_ranks(worlds):
-    told, *others = worlds.run(3, no_row_fits)
-    assert others == [told] * 2
-    one, unlike, halo = told
-    assert "BatchNorm1d: refused on rank 1 of 3: x must have one row for each of the" in one
-    assert "on rank 0 of nodes, on rank 1 of edges" in unlike
-    assert "on rank 0 of edges, on rank 1 of nodes and the halo" in halo
+    for module in (norm, copy.deepcopy(norm)):
+        assert f"rank {rank} of 3" in error_of(module, nodes)
 
 
 def ambiguous(rank):
@@ -236,14 +207,13 @@ def ambiguous(rank):
     assert norm.running_mean.item() == pytest.approx(0.1 * 3.5)
     assert "x must have one row for each" in error_of(nodes, x)
     assert nodes(x[:2]).shape == (2, 1)
-    return told
+    assert told.startswith("BatchNorm1d: on every rank, x may have rows of nodes or of edges")
+    assert "varcomm.graph.global_norm(module, graph.nodes)" in told
 
 
 @pytest.mark.slow
 def test_rows_that_may_be_of_nodes_or_of_edges(worlds):
-    for told in worlds.run(2, ambiguous):
-        assert told.startswith("BatchNorm1d: on every rank, x may have rows of nodes or of edges")
-        assert "varcomm.graph.global_norm(module, graph.nodes)" in told
+    assert worlds.run(2, ambiguous) == [None] * 2
 
 
 def which_type(rank):
@@ -252,13 +222,17 @@ def which_type(rank):
     x, batch = graph["paper"].x, graph["paper"].batch
     read = pyg.SumAggregation()
     read.forward = global_readout(read, graph)
-    told = [
-        error_of(global_add_pool, x, batch, graph),
-        error_of(read, x, batch),
-        error_of(global_max_pool, torch.ones(100, 1), None, graph),
+    many = ": x has as many rows as there are nodes of 'author' and .*graph\\['author'\\]"
+    none = "x must have one row for each of the 3 owned nodes of 'author', or for each"
+    for message, call, *given in (
+        (f"^global_add_pool{many}", global_add_pool, x, batch, graph),
+        (f"^SumAggregation{many}", read, x, batch),
+        (none, global_max_pool, torch.ones(100, 1), None, graph),
         # on rank 0 it would do
-        error_of(global_add_pool, x if rank == 0 else x[:0], None, graph),
-    ]
+        ("refused on rank 1 of 3", global_add_pool, x if rank == 0 else x[:0], None, graph),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            call(*given)
     read.forward = global_readout(read, graph["paper"])
     expected = pyg.global_add_pool(data["paper"].x, data["paper"].batch)
     torch.testing.assert_close(global_add_pool(x, batch, graph["paper"]), expected, **FIRST)
@@ -266,15 +240,8 @@ def which_type(rank):
     edges = graph["paper", "cites", "paper"]
     count = global_add_pool(torch.ones(edges.num_owned), None, edges)
     assert count.item() == EDGES["paper", "cites", "paper"]
-    return told
 
 
-def test_pools_of_an_unknown_type_are_refused_on_all_ranks(worlds):
-    told, *others = worlds.run(3, which_type)
-    assert others == [told] * 2
-    many, read, none, unlike = told
-    for name, message in (("global_add_pool", many), ("SumAggregation", read)):
-        assert message.startswith(f"{name}: x has as many rows as there are nodes of 'author' and")
-        assert "graph['author']" in message
-    assert "x must have one row for each of the 3 owned nodes of 'author', or for each" in none
-    assert "refused on rank 1 of 3" in unlike
+@pytest.mark.parametrize("use", [no_row_fits, which_type])
+def test_rows_that_do_not_fit_are_refused_on_all_ranks(worlds, use):
+    assert worlds.run(3, use) == [None] * 3

@@ -1,33 +1,146 @@
 """Normalisation over the nodes of all ranks: as in one process, through two derivatives."""
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
+import torch_geometric.nn as pyg
+from torch import nn
 
 import varcomm
-from tests.graph.batches import FIRST, assert_same, partitions, whole
-from tests.graph.norms import NORMS, applied, buffers, made, names, on
+from tests.graph.batches import (
+    FIRST,
+    GRAPHS,
+    SECOND,
+    assert_same,
+    derivatives,
+    no_edges,
+    partitions,
+    whole,
+)
+from tests.graph.graphs import wild
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
+from varcomm import ArgumentError
+from varcomm.graph import global_norm, partition
+
+C = 4
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How to make a module, what it takes besides x, and the features of a node."""
+
+    make: Callable[[], nn.Module]
+    takes: str = "nothing"
+    features: tuple[int, ...] = (C,)
+
+    def arguments(self, given):
+        return {
+            "nothing": (),
+            "batch": (given.batch,),
+            "batch and size": (given.batch, GRAPHS),
+            "kinds": (given.kinds,),
+        }[self.takes]
+
+
+NORMS = {}
+
+
+def norm(name, make, *takes, features=(C,)):
+    for what in takes or ("nothing",):
+        suffix = f", {what}" if takes else ""
+        NORMS[name + suffix] = Norm(make, what, features)
+
+
+BATCHES = ("nothing", "batch", "batch and size")
+
+norm("BatchNorm1d", lambda: nn.BatchNorm1d(C))
+norm("BatchNorm1d sequences", lambda: nn.BatchNorm1d(C), features=(C, 3))
+norm("BatchNorm1d plain", lambda: nn.BatchNorm1d(C, affine=False, eps=0.1))
+norm("BatchNorm1d without bias", lambda: nn.BatchNorm1d(C, bias=False))
+norm("BatchNorm1d untracked", lambda: nn.BatchNorm1d(C, track_running_stats=False))
+norm("BatchNorm1d cumulative", lambda: nn.BatchNorm1d(C, momentum=None))
+norm("BatchNorm", lambda: pyg.BatchNorm(C, momentum=0.3))
+norm("BatchNorm single", lambda: pyg.BatchNorm(C, allow_single_element=True))
+norm("DiffGroupNorm", lambda: pyg.DiffGroupNorm(C, groups=3, lamda=0.5))
+norm("DiffGroupNorm untracked", lambda: pyg.DiffGroupNorm(C, 2, track_running_stats=False))
+norm("HeteroBatchNorm", lambda: pyg.HeteroBatchNorm(C, 4), "kinds")
+norm("HeteroBatchNorm cumulative", lambda: pyg.HeteroBatchNorm(C, 3, momentum=None), "kinds")
+norm(
+    "HeteroBatchNorm plain",
+    lambda: pyg.HeteroBatchNorm(C, 3, affine=False, track_running_stats=False),
+    "kinds",
+)
+norm("InstanceNorm", lambda: pyg.InstanceNorm(C), *BATCHES)
+norm(
+    "InstanceNorm tracked",
+    lambda: pyg.InstanceNorm(C, affine=True, track_running_stats=True),
+    *BATCHES,
+)
+norm("GraphNorm", lambda: pyg.GraphNorm(C), *BATCHES)
+norm("GraphNorm heads", lambda: pyg.GraphNorm(C), *BATCHES, features=(2, C))
+norm("LayerNorm", lambda: pyg.LayerNorm(C), *BATCHES)
+norm("LayerNorm plain", lambda: pyg.LayerNorm(C, affine=False), *BATCHES)
+norm("PairNorm", lambda: pyg.PairNorm(), *BATCHES)
+norm("PairNorm scaled", lambda: pyg.PairNorm(2.5, eps=0.1), *BATCHES)
+norm("PairNorm individually", lambda: pyg.PairNorm(2.5, scale_individually=True), *BATCHES)
+norm("MeanSubtractionNorm", lambda: pyg.MeanSubtractionNorm(), *BATCHES)
+norm("MeanSubtractionNorm heads", pyg.MeanSubtractionNorm, *BATCHES, features=(2, C))
+norm("GraphSizeNorm", lambda: pyg.GraphSizeNorm(), *BATCHES)
+
+
+def made(name, training=True):
+    """A module whose parameters are not what they start from."""
+    torch.manual_seed(0)
+    module = NORMS[name].make().double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += torch.rand_like(parameter)
+    return module.train(training)
+
+
+def on(module, graph):
+    module.forward = global_norm(module, graph)
+    return module
+
+
+def applied(name, module, given, total):
+    """Call a module twice, so that running statistics move twice; then differentiate."""
+    x = given.x.clone().requires_grad_()
+    more = NORMS[name].arguments(given)
+
+    def run():
+        module((1 + x.detach() / 2), *more)
+        return module(x, *more)
+
+    leaves = [x, *module.parameters()]
+    return derivatives(run, leaves, lambda out: total(out.sin() * given.weight), total)
+
+
+def buffers(module):
+    # PyG assigns those of InstanceNorm with their graph
+    return {key: value.detach().clone() for key, value in module.named_buffers()}
 
 
 def check(rank):
     failures, tracked = Failures(), []
-    graphs = partitions()[1:]
+    graph = partitions()[1]
     for name in NORMS:
         given = whole(*NORMS[name].features)
         # without running statistics both modes are the same
         for training in (True, False) if buffers(made(name)) else (True,):
             alone = made(name, training)
             expected = applied(name, alone, given, torch.sum)
-            for graph in graphs:
-                module = on(made(name, training), graph)
-                got = applied(name, module, given.rows(graph.owned_ids), graph.sum)
-                tracked.append(buffers(module))
-                with failures.named(name, training):
-                    assert_same(got, expected, graph.owned_ids)
-                with failures.named(name, training, "running statistics"):
-                    torch.testing.assert_close(tracked[-1], buffers(alone), **FIRST)
-                    assert list(module.state_dict()) == list(alone.state_dict())
+            module = on(made(name, training), graph)
+            got = applied(name, module, given.rows(graph.owned_ids), graph.sum)
+            tracked.append(buffers(module))
+            with failures.named(name, training):
+                assert_same(got, expected, graph.owned_ids)
+                torch.testing.assert_close(tracked[-1], buffers(alone), **FIRST)
+                assert list(module.state_dict()) == list(alone.state_dict())
     return failures, tracked
 
 
@@ -41,85 +154,266 @@ def test_as_in_one_process(worlds, ranks):
             assert all(torch.equal(one[key], two[key]) for key in one), "ranks differ"
 
 
-def check_halo(rank):
+def check_halo(failures, graph, name):
     """Copies in the halo are normalised as their originals, and count in no statistic."""
-    failures = Failures()
-    graphs = partitions()[:1]
+    given = whole(*NORMS[name].features)
+    ids = torch.cat([graph.owned_ids, graph.halo_ids])
+    # in one process, a node counts in the loss as often as it is on any rank
+    times = varcomm.all_reduce(torch.bincount(ids, minlength=len(given.x)))
+    times = times.view(-1, *[1] * (given.x.dim() - 1))
+    alone, module = made(name), on(made(name), graph)
+    x = given.x.clone().requires_grad_()
+    out = alone(x, *NORMS[name].arguments(given))
+    (out.sin() * given.weight * times).sum().backward()
+    own, rows = given.x[graph.owned_ids].requires_grad_(), given.rows(ids)
+    got = module(graph.with_halo(own), *NORMS[name].arguments(rows))
+    (got.sin() * rows.weight).sum().backward()
+    varcomm.data_parallel.sum_gradients(module)
+    with failures.named(name, "halo"):
+        torch.testing.assert_close(got, out[ids], **FIRST)
+        torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **FIRST)
+        torch.testing.assert_close(buffers(module), buffers(alone), **FIRST)
+        for mine, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, **FIRST)
+
+
+def check_narrow(failures, graph, name, dtype, close, parameters, shift=0):
+    """Against fp64; dtypes and running statistics as PyG's."""
+    given = whole(*NORMS[name].features)
+    given.x = (given.x + shift).to(dtype)
+    rows, alone = given.rows(graph.owned_ids), made(name)
+    expected = alone(given.x.double(), *NORMS[name].arguments(given))[graph.owned_ids]
+    theirs = made(name).to(parameters)(given.x, *NORMS[name].arguments(given))
+    module = on(made(name).to(parameters), graph)
+    got = module(rows.x, *NORMS[name].arguments(rows))
+    with failures.named(name, dtype, parameters, shift):
+        assert got.dtype == theirs.dtype
+        torch.testing.assert_close(got.double(), expected, rtol=close, atol=close)
+        for key, value in buffers(alone).items():
+            moved = module.get_buffer(key).to(value.dtype)
+            torch.testing.assert_close(moved, value, rtol=close, atol=close)
+
+
+def check_rows(rank):
+    failures, graph = Failures(), partitions()[0]
     for name in NORMS:
-        given = whole(*NORMS[name].features)
-        for graph in graphs:
-            ids = torch.cat([graph.owned_ids, graph.halo_ids])
-            # in one process, a node counts in the loss as often as it is on any rank
-            times = varcomm.all_reduce(torch.bincount(ids, minlength=len(given.x)))
-            times = times.view(-1, *[1] * (given.x.dim() - 1))
-            alone, module = made(name), on(made(name), graph)
-            x = given.x.clone().requires_grad_()
-            out = alone(x, *NORMS[name].arguments(given))
-            (out.sin() * given.weight * times).sum().backward()
-            own = given.x[graph.owned_ids].requires_grad_()
-            rows = given.rows(ids)
-            got = module(graph.with_halo(own), *NORMS[name].arguments(rows))
-            (got.sin() * rows.weight).sum().backward()
-            varcomm.data_parallel.sum_gradients(module)
-            with failures.named(name):
-                torch.testing.assert_close(got, out[ids], **FIRST)
-                torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **FIRST)
-                torch.testing.assert_close(buffers(module), buffers(alone), **FIRST)
-                for mine, theirs in zip(module.parameters(), alone.parameters(), strict=True):
-                    torch.testing.assert_close(mine.grad, theirs.grad, **FIRST)
-    return failures
-
-
-def test_rows_of_the_halo(worlds):
-    assert_none(worlds.run(3, check_halo))
-
-
-def check_narrow(rank):
-    """Against fp64; dtypes as PyG's, with parameters of fp32 and with narrow ones."""
-    failures = Failures()
-    graph, _ = partitions()
-    for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.05}.items():
-        for name in NORMS:
-            given = whole(*NORMS[name].features)
-            given.x = given.x.to(dtype)
-            rows, alone = given.rows(graph.owned_ids), made(name)
-            expected = alone(given.x.double(), *NORMS[name].arguments(given))[graph.owned_ids]
+        check_halo(failures, graph, name)
+        for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.05}.items():
             # a Linear takes its own dtype alone
-            for parameters in (
-                (dtype,) if name.startswith("DiffGroupNorm") else (dtype, torch.float32)
-            ):
-                theirs = made(name).to(parameters)(given.x, *NORMS[name].arguments(given))
-                module = on(made(name).to(parameters), graph)
-                got = module(rows.x, *NORMS[name].arguments(rows))
-                with failures.named(name, dtype, parameters):
-                    assert got.dtype == theirs.dtype
-                    torch.testing.assert_close(got.double(), expected, rtol=close, atol=close)
-                    for key, value in buffers(alone).items():
-                        moved = module.get_buffer(key).to(value.dtype)
-                        torch.testing.assert_close(moved, value, rtol=close, atol=close)
+            for parameters in {dtype} if name.startswith("Diff") else (dtype, torch.float32):
+                check_narrow(failures, graph, name, dtype, close, parameters)
+        # a mean of squares less the square of the mean would lose all digits of fp32
+        if name.startswith(("BatchNorm1d", "InstanceNorm", "LayerNorm", "PairNorm")):
+            check_narrow(failures, graph, name, torch.float32, 1e-2, torch.float32, shift=4096)
     return failures
 
 
-def test_narrow_floats(worlds):
-    assert_none(worlds.run(3, check_narrow))
+def test_rows_of_the_halo_and_narrow_floats(worlds):
+    assert_none(worlds.run(3, check_rows))
 
 
-def check_far_from_zero(rank):
-    """A mean of squares less the square of the mean would lose all digits of fp32."""
-    failures = Failures()
-    graph, _ = partitions()
-    for name in names("BatchNorm1d", "InstanceNorm", "LayerNorm", "PairNorm"):
-        given = whole(*NORMS[name].features)
-        given.x = (given.x + 4096).float()
+def bytes_sent(rank):
+    graph, found = partition(wild(), method="random"), []
+    for name, training, _ in SENT:
+        given = whole(*NORMS[name].features, nodes=24).rows(graph.owned_ids)
+        module = on(made(name, training), graph)
+        with varcomm.trace() as calls:
+            module(given.x, *NORMS[name].arguments(given))
+        found.append(sum(call.received for call in calls))
+    return found
+
+
+# values that each rank sends to each other rank
+SENT = [
+    ("BatchNorm1d", True, 2 * C),
+    ("BatchNorm1d", False, 0),
+    ("BatchNorm1d untracked", False, 2 * C),
+    ("BatchNorm1d sequences", True, 2 * C),
+    ("BatchNorm", True, 2 * C),
+    ("DiffGroupNorm", True, 2 * 3 * C),
+    ("HeteroBatchNorm, kinds", True, (2 * C + 1) * 4),
+    ("HeteroBatchNorm, kinds", False, 0),
+    ("InstanceNorm, nothing", True, 2 * C),
+    ("InstanceNorm, batch", True, 1 + (2 * C + 1) * 5),
+    ("InstanceNorm, batch and size", True, (2 * C + 1) * GRAPHS),
+    ("InstanceNorm tracked, batch", False, 0),
+    ("GraphNorm, nothing", True, 2 * C),
+    ("GraphNorm, batch and size", True, (2 * C + 1) * GRAPHS),
+    ("LayerNorm, nothing", True, 2),
+    ("LayerNorm, batch and size", True, 3 * GRAPHS),
+    ("PairNorm, nothing", True, C + 1),
+    ("PairNorm individually, batch and size", True, (C + 1) * GRAPHS),
+    ("MeanSubtractionNorm, nothing", True, C),
+    ("GraphSizeNorm, nothing", True, 0),
+    ("GraphSizeNorm, batch and size", True, GRAPHS),
+]
+
+
+def test_no_more_is_sent_than_is_said(worlds):
+    expected = [2 * 8 * values for _, _, values in SENT]
+    assert worlds.run(3, bytes_sent) == [expected] * 3
+
+
+def one_node(rank):
+    """Return which norms refuse a single node; other ranks own nothing, and must not go on."""
+    failures, refused = Failures(), set()
+    graph = partition(no_edges(1), method=torch.tensor([1]))
+    for name in NORMS:
+        given = whole(*NORMS[name].features, nodes=1)
         rows = given.rows(graph.owned_ids)
-        expected = made(name)(given.x.double(), *NORMS[name].arguments(given))
-        got = on(made(name).float(), graph)(rows.x, *NORMS[name].arguments(rows))
+        module, alone = on(made(name), graph), made(name)
+        try:
+            expected = alone(given.x, *NORMS[name].arguments(given))
+        except ValueError:
+            refused.add(name)
+            with pytest.raises(ArgumentError, match="expected more than 1 value per channel"):
+                module(rows.x, *NORMS[name].arguments(rows))
+            continue
+        got = module(rows.x, *NORMS[name].arguments(rows))
         with failures.named(name):
-            torch.testing.assert_close(
-                got.double(), expected[graph.owned_ids], rtol=1e-2, atol=1e-2
-            )
-    return failures
+            torch.testing.assert_close(got, expected[graph.owned_ids], **FIRST)
+            torch.testing.assert_close(buffers(module), buffers(alone), **FIRST)
+    return failures, refused
 
 
-def test_a_large_mean_costs_no_digits(worlds):
-    assert_none(worlds.run(3, check_far_from_zero))
+REFUSE_ONE = {
+    "BatchNorm1d",
+    "BatchNorm1d plain",
+    "BatchNorm1d without bias",
+    "BatchNorm1d untracked",
+    "BatchNorm1d cumulative",
+    "BatchNorm",
+    "DiffGroupNorm",
+    "DiffGroupNorm untracked",
+    "InstanceNorm, nothing",
+    "InstanceNorm tracked, nothing",
+}
+
+
+@pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
+def test_a_graph_of_one_node(worlds):
+    results = worlds.run(3, one_node)
+    assert_none([failures for failures, _ in results])
+    assert [refused for _, refused in results] == [REFUSE_ONE] * 3
+
+
+def no_nodes(rank):
+    graph = partition(no_edges(0), method="block")
+    for name in NORMS:
+        given, module = whole(*NORMS[name].features, nodes=0), on(made(name), graph)
+        before = buffers(module)
+        assert module(given.x, *NORMS[name].arguments(given)).shape == given.x.shape
+        after = buffers(module)
+        for key in before:
+            assert torch.equal(after[key], before[key]) or key.endswith("num_batches_tracked")
+
+
+def test_a_graph_without_nodes(worlds):
+    assert worlds.run(3, no_nodes) == [None] * 3
+
+
+def check_others(rank):
+    """What does not vary (torch takes 0 as the derivative of std); lazy norms; copies."""
+    graph, data = partition(wild(), method="random"), wild()
+    ids = graph.owned_ids
+
+    def twice(module, rows):
+        rows.requires_grad_()
+        first = torch.autograd.grad(module(rows)[:, 0].sum(), rows, create_graph=True)[0]
+        return first.detach(), torch.autograd.grad((first**2).sum(), rows)[0]
+
+    x = torch.full((24, C), 3.0, dtype=torch.float64)
+    expected = twice(pyg.LayerNorm(C).double(), x.clone())
+    got = twice(on(pyg.LayerNorm(C).double(), graph), x[ids])
+    torch.testing.assert_close(got[0], expected[0][ids], **SECOND)
+    assert got[1].isfinite().all()  # which torch's is not
+
+    alone, module = nn.LazyBatchNorm1d(), on(nn.LazyBatchNorm1d(), graph)
+    x = data.x.float()
+    torch.testing.assert_close(module(x[ids]), alone(x)[ids])
+    torch.testing.assert_close(module.state_dict(), alone.state_dict())
+    assert type(module) is nn.BatchNorm1d
+
+    module = on(made("BatchNorm"), graph)
+    twin = copy.deepcopy(module)
+    twin(graph.x)  # has statistics of its own
+    assert torch.equal(module.module.running_mean, torch.zeros(C).double())
+    assert twin.module.running_mean.all()
+
+
+def test_constant_rows_lazy_norms_and_copies(worlds):
+    assert worlds.run(3, check_others) == [None] * 3
+
+
+class OwnForward(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class OwnName(pyg.GraphNorm):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "known"),
+    [
+        (OwnName, True),
+        (OwnForward, False),
+        (nn.SyncBatchNorm, False),
+        (nn.BatchNorm2d, False),
+        (nn.LayerNorm, False),
+        (nn.InstanceNorm1d, False),
+        (lambda c: pyg.LayerNorm(c, mode="node"), False),
+        (lambda c: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(c)), False),
+        (lambda c: pyg.MessageNorm(), False),
+    ],
+)
+def test_which_modules_are_known(make, known):
+    module = make(C)
+    if known:
+        global_norm(module, None)
+    else:
+        name = type(module).__name__
+        with pytest.raises(ArgumentError, match=f"^{name} is not known .* Known are BatchNorm1d,"):
+            global_norm(module, None)
+
+
+X = torch.ones(3, C)
+ZEROS = torch.zeros(3, dtype=torch.int64)
+
+# a module, its arguments, and the name of the wrong one
+REFUSED = [
+    (lambda: nn.BatchNorm1d(C), (X[:2],), "x must have one row"),
+    (lambda: nn.BatchNorm1d(C), (torch.tensor(1.0),), "x must have one row"),
+    (lambda: nn.BatchNorm1d(C), ([1.0],), "x must be a torch.Tensor"),
+    (lambda: nn.BatchNorm1d(3), (X,), "x has 4 channels, but weight"),
+    (lambda: nn.BatchNorm1d(3, affine=False), (X,), "but running_mean"),
+    (lambda: nn.BatchNorm1d(C), (X.double(),), "but weight of"),
+    (lambda: nn.BatchNorm1d(C), (X.long(),), "x must be of floats"),
+    (lambda: nn.BatchNorm1d(C), (X[:, 0],), "x must be of floats"),
+    (lambda: pyg.InstanceNorm(C), (X.unsqueeze(-1),), "x must be of floats"),
+    (lambda: pyg.InstanceNorm(3, affine=True), (X,), "but weight"),
+    (lambda: pyg.GraphNorm(C), (X, ZEROS[:2]), "batch must be"),
+    (lambda: pyg.GraphNorm(C), (X, ZEROS.int()), "batch must be"),
+    (lambda: pyg.GraphNorm(C), (X, [0]), "batch must be a torch.Tensor"),
+    (lambda: pyg.GraphNorm(C), (X, ZEROS - 1), "numbers in batch"),
+    (lambda: pyg.GraphNorm(C), (X, ZEROS + 2, 2), "numbers in batch"),
+    (lambda: pyg.GraphNorm(C), (X, ZEROS, 1.0), "number of graphs"),
+    (lambda: pyg.GraphNorm(C), (X, ZEROS, -1), "number of graphs"),
+    (lambda: pyg.GraphNorm(C), (X.long(),), "x must be of floats"),
+    (lambda: pyg.LayerNorm(C), (X[:, 0],), "x must be of floats"),
+    (lambda: pyg.HeteroBatchNorm(C, 2), (X, ZEROS + 2), "type_vec"),
+    (lambda: pyg.HeteroBatchNorm(3, 2), (X, ZEROS), "but weight"),
+]
+
+
+def refused(rank):
+    graph = partition(no_edges(9), method="block")
+    for make, given, message in REFUSED:
+        torch.manual_seed(0)
+        with pytest.raises(ArgumentError, match=f"rank .* of 3.*: .*{message}"):
+            on(make(), graph)(*given)
+
+
+def test_refusals(worlds):
+    assert worlds.run(3, refused) == [None] * 3

@@ -12,6 +12,7 @@ import varcomm
 from tests.graph.graphs import grid, split_by, wild
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import edge_update, message_passing, partition
 from varcomm.testing import gradcheck, gradgradcheck
 
@@ -29,12 +30,11 @@ SMOOTH = ("sum", "mean", "std", "var", "softmax", "powermean", "learned softmax"
 
 def attributed(edge_index, nodes):
     generator = torch.Generator().manual_seed(2)
-
-    def draw(*shape):
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    edges = edge_index.shape[1]
-    return Data(x=draw(nodes, 4), edge_index=edge_index, edge_attr=draw(edges, 3))
+    x, edge_attr = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((nodes, 4), (edge_index.shape[1], 3))
+    )
+    return Data(x=x, edge_index=edge_index, edge_attr=edge_attr)
 
 
 def cases(ranks):
@@ -55,33 +55,27 @@ def cases(ranks):
     yield "one way", attributed(rows.edge_index, 6 * ranks), torch.arange(6 * ranks) // 6
 
 
-class EdgeMLP(torch.nn.Module):
-    """Looks at target, source and edge."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(4 + 4 + 3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 6)
-        ).double()
-
-    def forward(self, x_i, x_j, edge_attr):
-        return self.layers(torch.cat([x_i, x_j, edge_attr], dim=1)).sin() + 1.5
-
-
 class Model(torch.nn.Module):
+    """An MLP looks at target, source and edge."""
+
     def __init__(self, name):
         super().__init__()
         torch.manual_seed(0)
-        self.mlp = EdgeMLP()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4 + 4 + 3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 6)
+        ).double()
         self.aggr = AGGREGATIONS[name]()
 
+    def message(self, x_i, x_j, edge_attr):
+        return self.layers(torch.cat([x_i, x_j, edge_attr], dim=1)).sin() + 1.5
+
     def on_parts(self, graph, x, edge_attr):
-        return message_passing(graph, self.mlp, x, edge_attr, aggr=self.aggr)
+        return message_passing(graph, self.message, x, edge_attr, aggr=self.aggr)
 
     def alone(self, data, x, edge_attr):
         j, i = data.edge_index
         aggregate = aggregation_resolver(self.aggr)
-        return aggregate(self.mlp(x[i], x[j], edge_attr), i, dim_size=len(x), dim=0)
+        return aggregate(self.message(x[i], x[j], edge_attr), i, dim_size=len(x), dim=0)
 
 
 def outcome(model, call, given, weight, orders):
@@ -103,62 +97,92 @@ def outcome(model, call, given, weight, orders):
     return found
 
 
-def check_step(failures, name, ranks, orders):
-    for case, data, owner in cases(ranks):
-        model, graph = Model(name), partition(data, method=owner)
-        torch.manual_seed(1)
-        weight = torch.randn(data.num_nodes, 32, dtype=torch.float64)
-        ids, edge_ids = graph.owned_ids, graph.edges.owned_ids
-        given = (data.x, data.edge_attr), (graph.x, graph.edge_attr)
-        on_whole, on_parts = partial(model.alone, data), partial(model.on_parts, graph)
-        alone = outcome(model, on_whole, given[0], weight, orders)
-        parts = outcome(model, on_parts, given[1], weight[ids], orders)
-        for what, value in alone.items():
-            got, of_what = parts[what], what.split()[-1]
-            if of_what in ("output", "x"):
-                value = value[ids]
-            elif of_what == "edge_attr":
-                value = value[edge_ids]
-            else:  # a parameter's
-                got = varcomm.all_reduce(got)
-            bound = 1e-9 if what.startswith("second") else 1e-12
-            with failures.named(name, case, what):
-                torch.testing.assert_close(got, value, rtol=bound, atol=bound)
+def check_step(failures, name, case, data, graph):
+    model, orders = Model(name), 2 if name in SMOOTH else 1
+    torch.manual_seed(1)
+    weight = torch.randn(data.num_nodes, 32, dtype=torch.float64)
+    ids = {"output": graph.owned_ids, "x": graph.owned_ids, "edge_attr": graph.edges.owned_ids}
+    given = (data.x, data.edge_attr), (graph.x, graph.edge_attr)
+    alone = outcome(model, partial(model.alone, data), given[0], weight, orders)
+    on_parts = partial(model.on_parts, graph)
+    parts = outcome(model, on_parts, given[1], weight[graph.owned_ids], orders)
+    for what, value in alone.items():
+        got, of_what = parts[what], what.split()[-1]
+        if of_what in ids:
+            value = value[ids[of_what]]
+        else:  # a parameter's
+            got = varcomm.all_reduce(got)
+        bound = 1e-9 if what.startswith("second") else 1e-12
+        with failures.named(name, case, what):
+            torch.testing.assert_close(got, value, rtol=bound, atol=bound)
 
 
-def check_steps(rank, ranks, names):
+def product(x_i, x_j):
+    return (x_i * x_j**2).sin()
+
+
+def twice(step, x):
+    """Two steps, and the derivatives of a loss on their derivative."""
+    x = x.clone().requires_grad_()
+    out = step(step(x))
+    (force,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((force**2).sum(), x)
+    return out.detach(), force.detach(), second
+
+
+def check_numbers(failures, case, data, graph):
+    """On a rank without such edges, an empty tensor of one dimension stays part of the graph."""
+    j, i = data.edge_index
+    want = twice(lambda x: torch.zeros_like(x).index_add(0, i, product(x[i], x[j])), data.x[:, 0])
+    got = twice(partial(message_passing, graph, product), graph.x[:, 0])
+    for what, a, b in zip(("output", "first", "second"), got, want, strict=True):
+        with failures.named("numbers", case, what):
+            torch.testing.assert_close(a, b[graph.owned_ids], rtol=1e-10, atol=1e-10)
+
+
+def check_edges(failures, case, graph):
+    j, i = graph.edge_index
+    x = graph.with_halo(graph.x)
+    got = edge_update(graph, lambda a, b, e: a * b * e[:, :1], graph.x, graph.edge_attr)
+    with failures.named("at edges", case):
+        assert torch.equal(got, x[i] * x[j] * graph.edge_attr[:, :1])
+
+
+def check_traffic(failures):
+    """Only rows of sources travel, and once."""
+    graph = partition(wild(), method="random")
+    x = graph.x.requires_grad_()
+    target = torch.ones(graph.num_owned, 7, dtype=torch.float64, requires_grad=True)
+    with varcomm.trace() as calls:
+        out = message_passing(graph, lambda a, b: a[:, :1] * b, (x, target))
+    with varcomm.trace() as back:
+        out.sum().backward()
+    sent, received = graph.plan.nbytes(x), graph.num_halo * 4 * 8
+    with failures.named("traffic"):
+        assert [(call.sent, call.received) for call in calls] == [(sent, received)]
+        assert [(call.sent, call.received) for call in back] == [(received, sent)]
+
+
+def check(rank, ranks, names):
     failures = Failures()
-    for name in names:
-        check_step(failures, name, ranks, 2 if name in SMOOTH else 1)
+    check_traffic(failures)
+    for case, data, owner in cases(ranks):
+        graph = partition(data, method=owner)
+        check_edges(failures, case, graph)
+        check_numbers(failures, case, data, graph)
+        for name in names:
+            check_step(failures, name, case, data, graph)
     return failures
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_equals_one_process(worlds, ranks):
-    assert_none(worlds.run(ranks, check_steps, ranks, ["sum", "max", "std", "learned softmax"]))
+    assert_none(worlds.run(ranks, check, ranks, ["sum", "max", "std", "learned softmax"]))
 
 
 @pytest.mark.slow
 def test_other_aggregations(worlds):
-    assert_none(worlds.run(3, check_steps, 3, [*AGGREGATIONS]))
-
-
-def at_edges(rank, ranks):
-    failures = Failures()
-    for case, data, owner in cases(ranks):
-        graph = partition(data, method=owner)
-        j, i = graph.edge_index
-        x = graph.with_halo(graph.x)
-        expected = x[i] * x[j] * graph.edge_attr[:, :1]
-        got = edge_update(graph, lambda a, b, e: a * b * e[:, :1], graph.x, graph.edge_attr)
-        with failures.named(case):
-            assert torch.equal(got, expected)
-    return failures
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_values_at_the_edges(worlds, ranks):
-    assert_none(worlds.run(ranks, at_edges, ranks))
+    assert_none(worlds.run(3, check, 3, [*AGGREGATIONS]))
 
 
 def two_steps(graph, x, edge_attr):
@@ -169,8 +193,8 @@ def two_steps(graph, x, edge_attr):
 def derivatives(rank, ranks):
     for _, data, owner in list(cases(ranks))[1:]:
         graph = partition(data, method=owner)
-        for check in (gradcheck, gradgradcheck):
-            check(partial(two_steps, graph), graph.x, graph.edge_attr, fast_mode=True)
+        for proof in (gradcheck, gradgradcheck):
+            proof(partial(two_steps, graph), graph.x, graph.edge_attr, fast_mode=True)
 
 
 @pytest.mark.slow
@@ -202,8 +226,7 @@ def overlapped(rank):
     def message(x_i, x_j):
         return Logged.apply(x_i * x_j, log, len(x_j))
 
-    loss = message_passing(graph, message, graph.x.requires_grad_()).sum()
-    loss.backward()
+    message_passing(graph, message, graph.x.requires_grad_()).sum().backward()
     return log
 
 
@@ -212,81 +235,154 @@ def test_interior_messages_come_first_and_last(worlds):
     assert worlds.run(2, overlapped) == [[5, 1, 1, 5]] * 2
 
 
-def traffic(rank):
-    graph = partition(wild(), method="random")
-    x = graph.x.requires_grad_()
-    target = torch.ones(graph.num_owned, 7, dtype=torch.float64, requires_grad=True)
-    with varcomm.trace() as calls:
-        out = message_passing(graph, lambda a, b: a[:, :1] * b, (x, target))
-    with varcomm.trace() as back:
-        out.sum().backward()
-    sent, received = graph.plan.nbytes(x), graph.num_halo * 4 * 8
-    told = [[(call.sent, call.received) for call in found] for found in (calls, back)]
-    return told == [[(sent, received)], [(received, sent)]]
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_only_what_sources_have_travels_and_once(worlds, ranks):
-    assert worlds.run(ranks, traffic) == [True] * ranks
-
-
 def bipartite(rank):
     generator = torch.Generator().manual_seed(3)
     data = HeteroData()
-    data["author"].x = torch.randn(9, 3, dtype=torch.float64, generator=generator)
-    data["paper"].x = torch.randn(7, 2, dtype=torch.float64, generator=generator)
-    ends = [torch.randint(n, (40,), generator=generator) for n in (9, 7)]
-    data["author", "writes", "paper"].edge_index = torch.stack(ends)
+    for kind, shape in {"author": (9, 3), "paper": (7, 2)}.items():
+        data[kind].x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    j, i = (torch.randint(n, (40,), generator=generator) for n in (9, 7))
+    data["author", "writes", "paper"].edge_index = torch.stack([j, i])
     owners = {"author": torch.arange(9) % 3, "paper": 2 - torch.arange(7) // 3}
     graph = partition(data, method=owners)
-    edges = graph["author", "writes", "paper"]
+    x = graph["author"].x, graph["paper"].x
 
     def message(x_i, x_j):
         return x_i[:, :1] * x_j.cos()
 
-    parts = message_passing(edges, message, (graph["author"].x, graph["paper"].x), aggr="mean")
-    j, i = ends
+    parts = message_passing(graph["author", "writes", "paper"], message, x, aggr="mean")
     values = message(data["paper"].x[i], data["author"].x[j])
     alone = pyg.aggr.MeanAggregation()(values, i, dim_size=7, dim=0)
     torch.testing.assert_close(parts, alone[graph["paper"].owned_ids], rtol=1e-12, atol=1e-12)
-    with pytest.raises(varcomm.ArgumentError, match=r"several types.*author"):
-        message_passing(graph, message, data["author"].x)
+    with pytest.raises(ArgumentError, match=r"several types.*author"):
+        message_passing(graph, message, x[0])
 
 
 def test_edges_of_one_type(worlds):
     assert worlds.run(3, bipartite) == [None] * 3
 
 
-def numbers(step, x):
-    """Two steps whose messages are numbers, and the derivatives of a loss on their derivative."""
-    x = x.clone().requires_grad_()
-    out = step(step(x))
-    (force,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad((force**2).sum(), x)
-    return out.detach(), force.detach(), second
+def difference(x_i, x_j, *edge_values):
+    return x_i - x_j
 
 
-def check_numbers(rank, ranks):
-    failures = Failures()
-    for case, data, owner in cases(ranks):
-        graph = partition(data, method=owner)
-
-        def product(x_i, x_j):
-            return (x_i * x_j**2).sin()
-
-        def alone(x, edge_index=data.edge_index):
-            j, i = edge_index
-            return torch.zeros_like(x).index_add(0, i, product(x[i], x[j]))
-
-        want = numbers(alone, data.x[:, 0])
-        got = numbers(partial(message_passing, graph, product), graph.x[:, 0])
-        for what, a, b in zip(("output", "first", "second"), got, want, strict=True):
-            with failures.named(case, what):
-                torch.testing.assert_close(a, b[graph.owned_ids], rtol=1e-10, atol=1e-10)
-    return failures
+class OwnSum(pyg.aggr.Aggregation):
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        return self.reduce(x, index, ptr, dim_size, dim, reduce="sum")
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_messages_that_are_numbers(worlds, ranks):
-    """On a rank without such edges, an empty tensor of one dimension stays part of the graph."""
-    assert_none(worlds.run(ranks, check_numbers, ranks))
+class OwnLSTM(pyg.aggr.LSTMAggregation):
+    """A class of one's own does not make an aggregation of PyG another one."""
+
+
+NO_EXACT = "Aggregation is not known to be exact"
+
+# arguments of message passing after the graph, and a part of the message
+REFUSED = [
+    (lambda g: (g.x, difference), "message must be a function"),
+    (lambda g: (difference, (g.x, g.x, g.x)), "x must be a tensor"),
+    (lambda g: (difference, None), "x must be a torch.Tensor"),
+    (lambda g: (difference, g.with_halo(g.x)), r"x has shape \(\d+, 4\), but this rank owns 8"),
+    (lambda g: (difference, (g.x[1:], g.x)), "x of sources has shape"),
+    (lambda g: (difference, [g.x, g.x[1:]]), "x of targets has shape"),
+    (lambda g: (difference, torch.tensor(1.0)), "x has shape"),
+    (lambda g: (difference, g.x, g.edge_attr, wild().edge_weight), "edge value 1 has shape"),
+    (lambda g: (difference, g.x, "edge_attr"), "edge value 0 must"),
+    (lambda g: (difference, g.x.to("meta")), "x is on meta"),
+]
+REFUSED_AGGREGATIONS = {
+    "nonsense": "aggr must be",
+    "lstm": "aggr must be",
+    ("sum", "nonsense"): "aggr must be",
+    torch.sum: "aggr must be",
+    "median": f"Median{NO_EXACT}",
+    OwnLSTM: f"LSTM{NO_EXACT}",
+    "aggregation": NO_EXACT,
+}
+
+
+def made(aggr):
+    if isinstance(aggr, tuple):
+        return [*aggr]
+    return aggr(4, 4) if isinstance(aggr, type) else aggr
+
+
+def refused(rank):
+    """Rank 1 alone makes the mistake, which moves nothing; then all communicate."""
+    graph = partition(wild(), method="block")
+
+    def error_of_rank_1(where, message, step, *given, **more):
+        if rank == 1:
+            with pytest.raises(ArgumentError, match=f"^graph.{where}.*{message}"):
+                step(*given, **more)
+        assert message_passing(graph, difference, graph.x).shape == (8, 4)
+
+    where = "message_passing on rank 1 of 3: "
+    for given, message in REFUSED:
+        error_of_rank_1(where, message, message_passing, graph, *given(graph))
+    for aggr, message in REFUSED_AGGREGATIONS.items():
+        more = {"aggr": made(aggr)}
+        error_of_rank_1(where, message, message_passing, graph, difference, graph.x, **more)
+    no_graph = wild(), difference, graph.x
+    error_of_rank_1("message_passing: ", "graph must be a Partition", message_passing, *no_graph)
+    where = "edge_update on rank 1 of 3: "
+    error_of_rank_1(where, "message must be a function", edge_update, graph, None, graph.x)
+    fewer = graph, difference, graph.x, graph.edge_attr[1:]
+    error_of_rank_1(where, "edge value 0 has shape", edge_update, *fewer)
+    own, pygs = (message_passing(graph, difference, graph.x, aggr=a) for a in (OwnSum(), "sum"))
+    assert torch.equal(own, pygs)
+    several = partition(wild(), method="block", hops=2)
+    with pytest.raises(ArgumentError, match="halos of 2 hops, which are exchanged once"):
+        message_passing(several, difference, several.x)
+
+
+def test_refused_before_any_communication(worlds):
+    assert worlds.run(3, refused) == [None] * 3
+
+
+# a message of each kind, given its values and the number of its call, and what is wrong
+MESSAGES = [
+    (lambda x, call: x[1:] if call == 1 else x, "one row for each of the"),
+    (lambda x, call: x if call == 1 else x[1:], "one row for each of the"),
+    (lambda x, call: x.sum(), "one row for each of the"),
+    (lambda x, call: [x], "one row for each of the"),
+    (lambda x, call: x[:, :call], "rows of one shape and dtype"),
+    (lambda x, call: x if call == 1 else x.float(), "rows of one shape and dtype"),
+]
+
+
+def counted(make):
+    calls = []
+
+    def message(x_i, x_j):
+        calls.append(len(x_i))
+        return make(x_i, len(calls))
+
+    return message
+
+
+def wrong_message(rank):
+    """Rank 1 leaves an exchange that is in flight, and the others go on."""
+    graph = partition(wild(), method="block")
+    for make, message in MESSAGES:
+        if rank == 1:
+            where = "graph.message_passing on rank 1 of 3: the message must return"
+            with pytest.raises(ArgumentError, match=f"^{where} .*{message}"):
+                message_passing(graph, counted(make), graph.x)
+        else:
+            message_passing(graph, difference, graph.x)
+        assert message_passing(graph, difference, graph.x).shape == (8, 4)
+    told = []
+    short = counted(MESSAGES[0][0])
+    for x, step in (
+        (graph.x[rank % 2 :], difference),
+        (graph.x, short if rank == 1 else difference),
+    ):
+        with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+            message_passing(graph, step, x)
+        told.append(str(caught.value))
+    return told
+
+
+def test_wrong_messages_and_debug_in_which_all_ranks_raise(worlds):
+    for told in worlds.run(3, wrong_message):
+        assert all("on rank 1: graph.message_passing on rank 1 of 3: " in one for one in told)

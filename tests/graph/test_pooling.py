@@ -3,19 +3,73 @@
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from torch_geometric.data import Data
+from torch_geometric.utils import scatter, softmax
 
 import varcomm
-from tests.graph.batches import FIRST, GRAPHS, SECOND, partitions, whole
-from tests.graph.pools import POOLS, loss_of, loss_on, twice
+from tests.graph.batches import (
+    FIRST,
+    GRAPHS,
+    SECOND,
+    curved,
+    derivatives,
+    no_edges,
+    partitions,
+    whole,
+)
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm import graph as pooling
 from varcomm.graph import partition, replicated
 
+
+def scattered(reduce):
+    """PyG's pools have nodes along the last dimension but one; here they come first."""
+
+    def pool(x, batch, size=None):
+        if batch is not None:
+            return scatter(x, batch, 0, size, reduce)
+        if reduce == "max":
+            return x.max(dim=0, keepdim=True)[0]
+        return scatter(x, torch.zeros(len(x), dtype=torch.int64), 0, 1, reduce)
+
+    return pool
+
+
+def soft(x, batch, size=None):
+    batch = torch.zeros(len(x), dtype=torch.int64) if batch is None else batch
+    return softmax(x, batch, num_nodes=size)
+
+
+POOLS = {
+    "add": (pooling.global_add_pool, scattered("sum")),
+    "mean": (pooling.global_mean_pool, scattered("mean")),
+    "max": (pooling.global_max_pool, scattered("max")),
+    "min": (pooling.global_min_pool, scattered("min")),
+    "softmax": (pooling.global_softmax, soft),
+}
+
+
+def twice(pool, x, arguments, loss_of, total):
+    """Return a result, the gradient of a loss of it, and that of the gradient's squared length."""
+    x = x.clone().requires_grad_()
+    out, first, second = derivatives(lambda: pool(x, *arguments), [x], loss_of, total)
+    return out, first[0], second[0]
+
+
+def loss_of(name):
+    """Return a loss of what a pool gives: a row for each graph, or for each node."""
+    return (lambda out: (out.sin() * out).sum()) if name == "softmax" else curved
+
+
+def loss_on(graph, name):
+    """Return the same, counted once, where nodes are split."""
+    if name == "softmax":
+        return lambda out: graph.sum(out.sin() * out)
+    return lambda out: replicated(curved(out), graph)
+
+
 FEATURES = ((), (2, 3))
-EMPTY = torch.zeros(2, 0, dtype=torch.int64)
 
 
 def givens(features):
@@ -62,55 +116,100 @@ def test_as_in_one_process(worlds, ranks):
         assert all(map(torch.equal, first, other)), "ranks differ"
 
 
-def check_halo(rank):
+def check_halo(failures, given, graph, name, batch):
     """Rows of the halo do not count; softmax gives them what their originals have."""
-    failures, given = Failures(), whole(4)
-    graph = partitions()[0]
+    pool, alone = POOLS[name]
     ids = torch.cat([graph.owned_ids, graph.halo_ids])
-    for name, (pool, alone) in POOLS.items():
-        for batch in (None, given.batch):
-            expected = alone(given.x, batch)
-            expected = expected[ids] if name == "softmax" else expected
-            own = batch if batch is None else batch[ids]
-            got = [pool(given.x[ids], own, graph)]
-            if batch is not None and name != "softmax":
-                got.append(pool(given.x[ids], batch[graph.owned_ids], graph))
-            for result in got:
-                with failures.named(name):
-                    torch.testing.assert_close(result, expected, **FIRST)
-    return failures
+    expected = alone(given.x, batch)
+    expected = expected[ids] if name == "softmax" else expected
+    got = [pool(given.x[ids], None if batch is None else batch[ids], graph)]
+    if batch is not None and name != "softmax":
+        got.append(pool(given.x[ids], batch[graph.owned_ids], graph))
+    for result in got:
+        with failures.named(name, "halo"):
+            torch.testing.assert_close(result, expected, **FIRST)
 
 
-def test_rows_of_the_halo(worlds):
-    assert_none(worlds.run(3, check_halo))
+def of_rank(rank):
+    """A loss of its own for each rank, linear on rank 0."""
+    return (lambda out: 2 * out.sum()) if rank == 0 else (lambda out: (rank * out**3).sum())
 
 
-def check_unlike(rank):
-    """Each rank has a loss of its own, linear on rank 0; what arrives at all results is summed."""
-    failures, given, ranks = Failures(), whole(4), torch.distributed.get_world_size()
-
-    def of_rank(rank):
-        return (lambda out: 2 * out.sum()) if rank == 0 else (lambda out: (rank * out**3).sum())
+def check_adjoint(failures, given, graph, name, batch):
+    """What arrives at all results is summed."""
+    pool, alone = POOLS[name]
+    ids, ranks = graph.owned_ids, range(torch.distributed.get_world_size())
 
     def of_all(out):
-        return sum(of_rank(rank)(out) for rank in range(ranks))
+        return sum(of_rank(rank)(out) for rank in ranks)
 
-    graph = partitions()[1]
+    expected = twice(alone, given.x, (batch,), of_all, torch.sum)
+    own = None if batch is None else batch[ids], graph
+    got = twice(pool, given.x[ids], own, of_rank(torch.distributed.get_rank()), torch.sum)
+    with failures.named(name, "adjoint"):
+        torch.testing.assert_close(got[1], expected[1][ids], **FIRST)
+        torch.testing.assert_close(got[2], expected[2][ids], **SECOND)
+
+
+def check_narrow(failures, given, graph, name, batch):
+    pool, alone = POOLS[name]
     ids = graph.owned_ids
-    for name in ("add", "mean", "max", "min"):
-        pool, alone = POOLS[name]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = (given.x * 30).to(dtype)
+        expected = alone(x.double(), batch).to(dtype)
+        got = pool(x[ids], None if batch is None else batch[ids], graph)
+        with failures.named(name, dtype):
+            rows = ids if name == "softmax" else slice(None)
+            torch.testing.assert_close(got, expected[rows])
+
+
+def check_numbers(failures, given, graph):
+    """Integers and complex numbers."""
+    ids = graph.owned_ids
+    own = given.batch[ids], graph
+    for dtype in (torch.int32, torch.int64, torch.uint8):
+        x = (given.x * 30).abs().to(dtype)
+        for name in ("add", "mean", "max", "min"):
+            pool, alone = POOLS[name]
+            with failures.named(name, dtype):
+                expected = alone(x, given.batch)
+                torch.testing.assert_close(pool(x[ids], *own), expected, rtol=0, atol=0)
+    x, zeros = torch.complex(given.x, given.x.sin()), torch.zeros(5, 4).to(torch.complex128)
+    total = zeros.index_add(0, given.batch, x)
+    mean = total / given.batch.bincount().clamp(min=1).view(-1, 1)
+    for name, expected in {"add": total, "mean": mean}.items():
+        with failures.named(name, "complex"):
+            torch.testing.assert_close(POOLS[name][0](x[ids], *own), expected, **FIRST)
+
+
+def check_pyg(failures, given):
+    """PyG's own, with their arguments and dimensions, on a batch vector of the graph."""
+    cube = torch.stack([given.x, given.x.cos()])  # a batch of two values on the same nodes
+    graph = partition(no_edges(len(given.x), batch=given.batch), method="random")
+    ids = graph.owned_ids
+    for pool in (gnn.global_add_pool, gnn.global_mean_pool, gnn.global_max_pool):
+        for x, own in ((given.x[:, 0], given.x[ids, 0]), (cube, cube[:, ids])):
+            for size in (None, GRAPHS):
+                with failures.named(pool.__name__, x.dim(), size):
+                    got = pool(own, graph.batch, size=size)
+                    torch.testing.assert_close(got, pool(x, given.batch, size=size), **FIRST)
+
+
+def check_rows(rank):
+    failures, given, (graph, idle) = Failures(), whole(4), partitions()
+    for name in POOLS:
         for batch in (None, given.batch):
-            expected = twice(alone, given.x, (batch,), of_all, torch.sum)
-            own = (batch if batch is None else batch[ids], graph)
-            got = twice(pool, given.x[ids], own, of_rank(rank), torch.sum)
-            with failures.named(name):
-                torch.testing.assert_close(got[1], expected[1][ids], **FIRST)
-                torch.testing.assert_close(got[2], expected[2][ids], **SECOND)
+            check_halo(failures, given, graph, name, batch)
+            check_narrow(failures, given, graph, name, batch)
+            if name != "softmax":
+                check_adjoint(failures, given, idle, name, batch)
+    check_numbers(failures, given, graph)
+    check_pyg(failures, given)
     return failures
 
 
-def test_exact_adjoints(worlds):
-    assert_none(worlds.run(3, check_unlike))
+def test_halos_dtypes_and_exact_adjoints(worlds):
+    assert_none(worlds.run(3, check_rows))
 
 
 def check_operators(rank):
@@ -118,52 +217,19 @@ def check_operators(rank):
     graph = partitions()[1]
     given = whole(2).rows(graph.owned_ids)
     for name in ("mean", "max", "softmax"):
-        check_operator(lambda x, pool=POOLS[name][0]: pool(x, given.batch, graph), given.x)
 
+        def pool(x, name=name):
+            return POOLS[name][0](x, given.batch, graph)
 
-def check_operator(pool, x):
-    varcomm.testing.gradcheck(pool, x, fast_mode=True)
-    varcomm.testing.gradgradcheck(lambda x: pool(x.sin()) ** 2, x, fast_mode=True)
+        varcomm.testing.gradcheck(pool, given.x, fast_mode=True)
+        varcomm.testing.gradgradcheck(
+            lambda x, pool=pool: pool(x.sin()) ** 2, given.x, fast_mode=True
+        )
 
 
 @pytest.mark.slow
 def test_against_finite_differences(worlds):
     assert worlds.run(3, check_operators) == [None] * 3
-
-
-def check_dtypes(rank):
-    failures, given = Failures(), whole(4)
-    graph = partitions()[0]
-    ids = graph.owned_ids
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = (given.x * 30).to(dtype)
-        for name, (pool, alone) in POOLS.items():
-            for batch in (None, given.batch):
-                expected = alone(x.double(), batch).to(dtype)
-                own = batch if batch is None else batch[ids]
-                got = pool(x[ids], own, graph)
-                with failures.named(name, dtype):
-                    rows = ids if name == "softmax" else slice(None)
-                    torch.testing.assert_close(got, expected[rows])
-    for dtype in (torch.int32, torch.int64, torch.uint8):
-        x = (given.x * 30).abs().to(dtype)
-        for name in ("add", "mean", "max", "min"):
-            pool, alone = POOLS[name]
-            with failures.named(name, dtype):
-                got = pool(x[ids], given.batch[ids], graph)
-                torch.testing.assert_close(got, alone(x, given.batch), rtol=0, atol=0)
-    x, zeros = torch.complex(given.x, given.x.sin()), torch.zeros(5, 4).to(torch.complex128)
-    total = zeros.index_add(0, given.batch, x)
-    mean = total / given.batch.bincount().clamp(min=1).view(-1, 1)
-    for name, expected in {"add": total, "mean": mean}.items():
-        got = POOLS[name][0](x[ids], given.batch[ids], graph)
-        with failures.named(name, "complex"):
-            torch.testing.assert_close(got, expected, **FIRST)
-    return failures
-
-
-def test_dtypes(worlds):
-    assert_none(worlds.run(3, check_dtypes))
 
 
 def check_not_finite(rank):
@@ -196,15 +262,13 @@ def test_values_that_are_not_finite(worlds):
 
 
 def received(rank):
-    graph = partitions()[0]
-    return [received_of(graph, name, size) for name, size, *_ in SENT]
-
-
-def received_of(graph, name, size):
+    graph, found = partitions()[0], []
     given = whole(4).rows(graph.owned_ids)
-    with varcomm.trace() as calls:
-        POOLS[name][0](given.x, None if size is None else given.batch, graph, size)
-    return sum(call.received for call in calls)
+    for name, size, *_ in SENT:
+        with varcomm.trace() as calls:
+            POOLS[name][0](given.x, None if size is None else given.batch, graph, size)
+        found.append(sum(call.received for call in calls))
+    return found
 
 
 # a pool, the number of graphs, bytes in a single round, and bytes by pieces of a third
@@ -226,29 +290,8 @@ def test_no_more_is_sent_than_is_said(worlds):
     assert worlds.run(3, received) == [expected] * 3
 
 
-def as_in_pyg(rank):
-    """PyG's own, with their arguments and dimensions, on a batch vector of the graph."""
-    failures, given = Failures(), whole(4)
-    cube = torch.stack([given.x, given.x.cos()])  # a batch of two values on the same nodes
-    graph = partition(Data(x=given.x, batch=given.batch, edge_index=EMPTY), method="random")
-    ids = graph.owned_ids
-    for pool in (gnn.global_add_pool, gnn.global_mean_pool, gnn.global_max_pool):
-        for x in (given.x[:, 0], given.x, cube):
-            own = x[:, ids] if x.dim() == 3 else x[ids]
-            for size in (None, GRAPHS):
-                with failures.named(pool.__name__, x.dim(), size):
-                    got = pool(own, graph.batch, size=size)
-                    torch.testing.assert_close(got, pool(x, given.batch, size=size), **FIRST)
-    return failures
-
-
-def test_functions_of_pyg(worlds):
-    assert_none(worlds.run(3, as_in_pyg))
-
-
 def no_nodes(rank):
-    data = Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=0)
-    graph = partition(data, method="block")
+    graph = partition(no_edges(0), method="block")
     x, batch = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ArgumentError, match="there are no nodes"):
         pooling.global_max_pool(x, None, graph)
@@ -260,10 +303,6 @@ def test_a_graph_without_nodes(worlds):
     for results, mean in worlds.run(3, no_nodes):
         assert results == [[[0.0, 0.0]] * 2] * 4 + [[]]
         assert mean.isnan().all()
-
-
-def three_nodes_each(ranks):
-    return Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=3 * ranks)
 
 
 X = torch.ones(3, 2)
@@ -289,7 +328,7 @@ REFUSED = [
 
 
 def refused(rank):
-    graph = partition(three_nodes_each(3), method="block")
+    graph = partition(no_edges(9), method="block")
     for name, given, message in REFUSED:
         pool = {"softmax": "global_softmax"}.get(name, f"global_{name}_pool")
         with pytest.raises(ArgumentError, match=f"^{pool} on rank {rank} of 3: .*{message}"):

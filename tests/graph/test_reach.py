@@ -1,6 +1,7 @@
 """PyG's and torch's functions are exact on a partitioned graph's vectors, however reached."""
 
 import functools
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +134,7 @@ def with_halo(graph):
     def message(x, edge_index):
         row, col = edge_index
         rows = graph.with_halo(x) if graph is not None else x
-        return torch.zeros_like(x).index_add(0, col, (rows[row] - x[col]).sin())
+        return torch.zeros_like(x).index_add(0, col, (rows.sin()[row] - x[col]).sin())
 
     return message
 
@@ -154,6 +155,12 @@ AT_NODES = {
     "without loops": lambda x, e: by_hand(x, utils.remove_self_loops(e)[0]),
     "normalised": lambda x, e: utils.scatter(
         x[e[0]] * gcn_weight(x, e).view(-1, 1), e[1], dim_size=len(x)
+    ),
+    "by functions": lambda x, e: torch.scatter_add(
+        torch.zeros_like(x),
+        0,
+        e[1].view(-1, 1).expand(-1, 4),
+        torch.index_select(x, 0, e[0]).sin() - torch.index_select(input=x, dim=0, index=e[1]),
     ),
     "sorted": lambda x, e: by_hand(x, e[:, e[1].argsort()]),
 }
@@ -198,6 +205,14 @@ REFUSED = {
     "to_undirected": lambda g: utils.to_undirected(g.edge_index),
     "other edges": lambda g: torch.cat([g.edge_index, torch.tensor([[0], [1]])], dim=1),
     "negative samples": lambda g: utils.negative_sampling(g.edge_index, len(g.x)),
+    "ids in place": lambda g: g.edge_index[0].clamp_(max=1),
+    "a mask of ids": lambda g: g.edge_index[:, g.edge_index[0] < 5],
+    "pickled": lambda g: pickle.dumps(g.batch),
+    "a list of vectors": lambda g: g.x.index_add(0, torch.hstack([g.batch, g.batch]), g.x[[0, 0]]),
+    "a start that stays": lambda g: (g.x + 9).scatter_reduce(
+        0, g.edge_index[0].view(-1, 1).expand(-1, 4), g.x[g.edge_index[1]], "amax"
+    ),
+    "a table of all nodes": lambda g: torch.arange(24.0)[g.edge_index[1]],
     "a number of all nodes": lambda g: utils.degree(g.edge_index[1], 24),
     "products against the edges": lambda g: utils.scatter(
         g.x[g.edge_index[1]], g.edge_index[0], dim_size=len(g.x), reduce="mul"

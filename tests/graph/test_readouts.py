@@ -6,9 +6,7 @@ from torch import nn
 from torch_geometric.nn import aggr
 from torch_geometric.nn.models import MLP
 
-import varcomm
-from tests.graph.batches import FIRST, GRAPHS, SECOND, derivatives, partitions, whole
-from tests.graph.pools import curved
+from tests.graph.batches import FIRST, GRAPHS, assert_same, curved, derivatives, partitions, whole
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
@@ -100,33 +98,20 @@ def check_readout(failures, seen, name):
     given = whole(C)
     given = given.rows(given.batch.argsort(stable=True))
     x = given.x.abs() + 0.1 if name in POSITIVE else given.x
-    graphs = partitions()[1:]
+    graph = partitions()[1]
+    ids = graph.owned_ids
     by_pointers = name in ("sum", "max", "softmax", "variance preserving")
-    for number, more in enumerate(ways(given, by_pointers)):
+    both = zip(ways(given, by_pointers), ways(given.rows(ids), by_pointers), strict=True)
+    for number, (more, own) in enumerate(both):
         by_index = {"index": given.batch, "dim_size": GRAPHS}  # ptr has no second derivative
-        alone = by_index if "ptr" in more else more
-        expected = applied(made(name), x, alone, curved, torch.sum)
+        expected = applied(made(name), x, by_index if "ptr" in more else more, curved, torch.sum)
         with failures.named(name, number, "in one process"):
             torch.testing.assert_close(made(name)(x, **more), expected[0], **FIRST)
-        for graph in graphs:
-            ids, module = graph.owned_ids, on(made(name), graph)
-            own = list(ways(given.rows(ids), by_pointers))[number]
-
-            def loss(out, graph=graph):
-                return replicated(curved(out), graph)
-
-            got = applied(module, x[ids], own, loss, graph.sum)
-            seen.append(got[0])
-            with failures.named(name, number, graph.method):
-                torch.testing.assert_close(got[0], expected[0], **FIRST)
-            for kind, close in ((1, FIRST), (2, SECOND)):
-                mine, *others = got[kind]
-                with failures.named(name, number, graph.method, "derivatives", kind):
-                    torch.testing.assert_close(mine, expected[kind][0][ids], **close)
-                others = [varcomm.all_reduce(gradient) for gradient in others]
-                for one, two in zip(others, expected[kind][1:], strict=True):
-                    with failures.named(name, number, graph.method, "parameters", kind):
-                        torch.testing.assert_close(one, two, **close)
+        module = on(made(name), graph)
+        got = applied(module, x[ids], own, lambda out: replicated(curved(out), graph), graph.sum)
+        seen.append(got[0])
+        with failures.named(name, number):
+            assert_same(got, expected, ids, rows=False)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -138,52 +123,36 @@ def test_as_in_one_process(worlds, ranks):
         assert all(map(torch.equal, first, other)), "ranks differ"
 
 
-def check_cube(rank):
-    """Nodes along the last dimension but one, as PyG has them, or along another."""
-    failures, given = Failures(), whole(C)
+def check_rows(rank):
+    """Other dimensions of nodes, rows of the halo, and narrow floats."""
+    failures, given, (graph, idle) = Failures(), whole(C), partitions()
     cube = torch.stack([given.x.abs(), given.x.cos() + 2])
-    for name in sorted(READOUTS.keys() - TWO_DIMENSIONS - {"several, by attention"}):
-        for graph in partitions()[1:]:
-            ids = graph.owned_ids
-            module = on(made(name), graph)
-            expected = made(name)(cube, given.batch)
-            with failures.named(name):
-                torch.testing.assert_close(module(cube[:, ids], given.batch[ids]), expected)
-                first = module(cube[:, ids].movedim(1, 0), given.batch[ids], dim=0)
-                torch.testing.assert_close(first.movedim(0, 1), expected)
-    return failures
-
-
-def check_halo(rank):
-    failures, given = Failures(), whole(C)
-    for name in sorted(READOUTS):
-        graph = partitions()[0]
-        ids = torch.cat([graph.owned_ids, graph.halo_ids])
-        x = given.x.abs() + 0.1
-        got = on(made(name), graph)(x[ids], given.batch[ids])
-        with failures.named(name):
+    x, ids = given.x.abs() + 0.1, torch.cat([graph.owned_ids, graph.halo_ids])
+    for name in READOUTS:
+        with failures.named(name, "halo"):
+            got = on(made(name), graph)(x[ids], given.batch[ids])
             torch.testing.assert_close(got, made(name)(x, given.batch), **FIRST)
-    return failures
-
-
-def check_narrow(rank):
-    failures, given = Failures(), whole(C)
-    graph = partitions()[0]
-    for name in sorted(READOUTS):
         for dtype, close in {torch.float32: 1e-5, torch.bfloat16: 0.06}.items():
-            x = (given.x.abs() + 0.1).to(dtype)
-            theirs = made(name).to(dtype)(x, given.batch)
-            got = on(made(name).to(dtype), graph)(x[graph.owned_ids], given.batch[graph.owned_ids])
+            narrow, own = x.to(dtype), graph.owned_ids
+            theirs = made(name).to(dtype)(narrow, given.batch)
+            got = on(made(name).to(dtype), graph)(narrow[own], given.batch[own])
+            precise = made(name).to(dtype).double()(narrow.double(), given.batch)
             with failures.named(name, dtype):
                 assert got.dtype == theirs.dtype
-                precise = made(name).to(dtype).double()(x.double(), given.batch)
                 torch.testing.assert_close(got.double(), precise, rtol=close, atol=close)
+        if name in TWO_DIMENSIONS | {"several, by attention"}:
+            continue
+        module, own = on(made(name), idle), idle.owned_ids
+        expected = made(name)(cube, given.batch)
+        with failures.named(name, "cube"):
+            torch.testing.assert_close(module(cube[:, own], given.batch[own]), expected)
+            first = module(cube[:, own].movedim(1, 0), given.batch[own], dim=0)
+            torch.testing.assert_close(first.movedim(0, 1), expected)
     return failures
 
 
-@pytest.mark.parametrize("check", [check_cube, check_halo, check_narrow])
-def test_other_rows(worlds, check):
-    assert_none(worlds.run(3, check))
+def test_other_rows(worlds):
+    assert_none(worlds.run(3, check_rows))
 
 
 class OwnReduce(aggr.SumAggregation):

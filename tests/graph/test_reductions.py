@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from torch_geometric.data import Data
 
 import varcomm
+from tests.graph.batches import no_edges
 from tests.graph.graphs import split_by, wild
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
@@ -34,55 +34,6 @@ def test_second_and_third_derivatives_against_finite_differences(worlds, ranks):
     assert results == [None] * ranks
 
 
-def slope(rank, data, method):
-    """Forward mode gives what backward gives."""
-    graph = partition(data, method=method)
-    direction = graph.y[:, :1].expand_as(graph.x).contiguous()
-    _, forward = torch.func.jvp(lambda x: graph.mean(x**2), (graph.x,), (direction,))
-    return forward.item()
-
-
-def test_forward_mode(worlds):
-    data = wild()
-    expected = (2 * data.x * data.y[:, :1]).mean().item()
-    for got in worlds.run(3, slope, data, "block"):
-        assert got == pytest.approx(expected, rel=1e-13)
-
-
-def nothing_counts(rank, data, method):
-    graph = partition(data, method=method)
-    nobody = torch.zeros(graph.num_owned, dtype=torch.bool)
-    x = graph.x.requires_grad_()
-    total = graph.sum(x, nobody)
-    (gradient,) = torch.autograd.grad(total, x)
-    return total.item(), graph.mean(x, nobody).item(), gradient.abs().sum().item()
-
-
-def test_the_mean_of_nothing_is_nan_and_its_sum_zero(worlds):
-    for total, mean, gradient in worlds.run(3, nothing_counts, wild(), "block"):
-        assert total == gradient == 0
-        assert math.isnan(mean)
-
-
-def in_dtype(rank, dtype, values):
-    nodes = len(values)
-    data = Data(x=values.to(dtype), edge_index=torch.zeros(2, 0, dtype=torch.int64))
-    graph = partition(data, method=torch.arange(nodes) % torch.distributed.get_world_size())
-    with varcomm.trace() as calls:
-        total = graph.sum(graph.x)
-    assert sum(call.sent for call in calls) <= 16 * (torch.distributed.get_world_size() - 1)
-    return total.dtype, total.item(), graph.mean(graph.x).item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_summed_in_fp64_and_rounded_once(worlds, dtype):
-    """A large value and its negative leave the small ones whole, on one rank and over ranks."""
-    large = 2.0**15
-    values = torch.tensor([large, 0.125, 0.25, 0.5, 0.25, -large, 0.375, 0.5])
-    for got, total, mean in worlds.run(3, in_dtype, dtype, values):
-        assert (got, total, mean) == (dtype, 2.0, 0.25)
-
-
 # values, a mask, and the name of the wrong one
 REFUSED = [
     (torch.ones(4), None, "values must be floats"),
@@ -98,22 +49,38 @@ REFUSED = [
 ]
 
 
-def three_nodes_each(ranks):
-    return Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=3 * ranks)
-
-
-def refused(rank):
-    graph = partition(three_nodes_each(3), method="block")
+def check_on_three(rank):
+    data = wild()
+    graph = partition(data, method="block")
+    # forward mode gives what backward gives
+    direction = graph.y[:, :1].expand_as(graph.x).contiguous()
+    _, forward = torch.func.jvp(lambda x: graph.mean(x**2), (graph.x,), (direction,))
+    assert forward.item() == pytest.approx((2 * data.x * data.y[:, :1]).mean().item(), rel=1e-13)
+    # the mean of nothing is NaN, and its sum zero
+    nobody, x = torch.zeros(graph.num_owned, dtype=torch.bool), graph.x.requires_grad_()
+    total = graph.sum(x, nobody)
+    (gradient,) = torch.autograd.grad(total, x)
+    assert total.item() == gradient.abs().sum().item() == 0
+    assert graph.mean(x, nobody).isnan()
+    # summed in fp64 and rounded once: a large value and its negative leave the small ones whole
+    large = 2.0**15
+    values = torch.tensor([large, 0.125, 0.25, 0.5, 0.25, -large, 0.375, 0.5])
+    for dtype in (torch.float64, torch.bfloat16):
+        eight = partition(no_edges(8, x=values.to(dtype)), method=torch.arange(8) % 3)
+        with varcomm.trace() as calls:
+            total = eight.sum(eight.x)
+        assert sum(call.sent for call in calls) <= 16 * 2
+        assert (total.dtype, total.item(), eight.mean(eight.x).item()) == (dtype, 2.0, 0.25)
+    three = partition(no_edges(9), method="block")
     for values, mask, message in REFUSED:
         for kind in ("sum", "mean", "max"):
-            with pytest.raises(
-                ArgumentError, match=f"graph.{kind} on rank {rank} of 3: .*{message}"
-            ):
-                getattr(graph, kind)(values, mask)
+            where = f"graph.{kind} on rank {rank} of 3: "
+            with pytest.raises(ArgumentError, match=f"{where}.*{message}"):
+                getattr(three, kind)(values, mask)
 
 
-def test_refusals(worlds):
-    assert worlds.run(3, refused) == [None] * 3
+def test_forward_mode_sums_of_nothing_dtypes_and_refusals(worlds):
+    assert worlds.run(3, check_on_three) == [None] * 3
 
 
 def masked_before(rank, data, method):

@@ -21,8 +21,8 @@ def third(energy, total, x):
     return value.detach(), forces.detach(), second.detach(), last
 
 
-def check(rank):
-    failures, given = Failures(), whole(4)
+def check_third(failures, given):
+    """Energies, forces, what a loss of forces derives to, and once more."""
     x = (given.x / 4).requires_grad_()
 
     def of_pooled(pooled):
@@ -44,18 +44,10 @@ def check(rank):
             torch.testing.assert_close(got[0], expected[0], **FIRST)
             for mine, theirs in zip(got[1:], expected[1:], strict=True):
                 torch.testing.assert_close(mine, theirs[ids], **SECOND)
-    return failures
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_three_derivatives(worlds, ranks):
-    """Energies, forces, what a loss of forces derives to, and once more."""
-    assert_none(worlds.run(ranks, check))
-
-
-def check_parameters(rank):
+def check_parameters(failures, given):
     """A loss on forces, whose energy has parameters before the pool and after it."""
-    failures, given = Failures(), whole(4)
     torch.manual_seed(0)
     model = nn.ModuleDict({"before": nn.Linear(4, 5), "after": nn.Linear(5, 1)}).double()
 
@@ -88,45 +80,18 @@ def check_parameters(rank):
             torch.testing.assert_close(own.grad, x.grad[graph.owned_ids], **SECOND)
             for key, gradient in gradients.items():
                 torch.testing.assert_close(model.get_parameter(key).grad, gradient, **SECOND)
+
+
+def check(rank):
+    failures, given = Failures(), whole(4)
+    check_third(failures, given)
+    check_parameters(failures, given)
     return failures
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_what_a_loss_of_forces_teaches(worlds, ranks):
-    assert_none(worlds.run(ranks, check_parameters))
-
-
-def forward_mode(rank):
-    """The slope of what is counted once is the slope of any copy."""
-    value, slope = torch.func.jvp(
-        lambda x: replicated(varcomm.all_reduce(x) ** 2),
-        (torch.tensor(rank + 1.0),),
-        (torch.tensor(1.0),),
-    )
-    return value.item(), slope.item()
-
-
-def test_forward_mode(worlds):
-    assert worlds.run(3, forward_mode) == [(36.0, 36.0)] * 3
-
-
-def groups(rank):
-    """Of all ranks, of some of them, or of a graph's."""
-    some = torch.distributed.new_group([1, 2])
-    x = torch.ones(2, requires_grad=True)
-    with varcomm.trace() as calls:
-        loss = replicated(x, some if rank else None)
-        loss.sum().backward()
-    assert not calls
-    loss.detach().zero_()  # a tensor of its own
-    return x.tolist(), x.grad.tolist()
-
-
-def test_groups(worlds):
-    half, third = [0.5, 0.5], [1 / 3, 1 / 3]
-    for rank, (x, gradient) in enumerate(worlds.run(3, groups)):
-        assert x == [1.0, 1.0]
-        assert gradient == pytest.approx(half if rank else third)
+def test_three_derivatives_and_what_a_loss_of_forces_teaches(worlds, ranks):
+    assert_none(worlds.run(ranks, check))
 
 
 # values of ranks 0, 1 and 2, and the start of the message
@@ -137,7 +102,21 @@ UNLIKE = [
 ]
 
 
-def wrong(rank):
+def once(rank):
+    # the slope of what is counted once is the slope of any copy
+    start, direction = torch.tensor(rank + 1.0), torch.tensor(1.0)
+    found = torch.func.jvp(lambda x: replicated(varcomm.all_reduce(x) ** 2), (start,), (direction,))
+    assert [value.item() for value in found] == [36.0, 36.0]
+    # of all ranks, or of some of them
+    some = torch.distributed.new_group([1, 2])
+    x = torch.ones(2, requires_grad=True)
+    with varcomm.trace() as calls:
+        loss = replicated(x, some if rank else None)
+        loss.sum().backward()
+    assert not calls
+    loss.detach().zero_()  # a tensor of its own
+    assert x.tolist() == [1.0, 1.0]
+    assert x.grad.tolist() == pytest.approx([0.5, 0.5] if rank else [1 / 3, 1 / 3])
     for values, message in UNLIKE:
         with varcomm.debug(), pytest.raises(DisagreementError, match=message):
             replicated(values[rank > 0])
@@ -148,5 +127,5 @@ def wrong(rank):
             replicated(value)
 
 
-def test_refusals_and_values_that_are_compared(worlds):
-    assert worlds.run(3, wrong) == [None] * 3
+def test_forward_mode_groups_and_refusals(worlds):
+    assert worlds.run(3, once) == [None] * 3

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ from varcomm.graph.joined_edges import joined
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
-from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation
+from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation, varying
 from varcomm.ops.operator import checking
 from varcomm.plan.exchange_plan import ExchangePlan
 
@@ -33,8 +33,34 @@ if TYPE_CHECKING:
 
 __all__ = ["EdgeShard"]
 
-# the attribute of a result of with_halo
-_WITH_HALO = "_varcomm_with_halo"
+
+class _WithHalo(torch.Tensor):
+    """Rows with the halo's behind them, and what is computed of these row by row.
+
+    The number of rows alone does not show it: a rank may have no halo, and a table of the full
+    graph may have as many rows. Slices and rows that an index selects are ordinary tensors.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Compute as an ordinary tensor; select as one."""
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # a PartitionedIndex selects rows
+        out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        selects = getattr(func, "__name__", "") in ("__getitem__", "narrow", "split", "chunk")
+        return _ordinary(out) if selects else out
+
+
+def _ordinary(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)([_ordinary(one) for one in value])
+    return value.as_subclass(torch.Tensor) if isinstance(value, _WithHalo) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +134,7 @@ class EdgeShard(Numbering, Shard):
             int((source == target).sum()),
         )
         extent = extent_of(self.num_targets, *counts, device=ids.device)
-        edge_index = PartitionedIndex.make(ids, self, "edges", whole=True)
+        edge_index = PartitionedIndex.make(varying(ids, 1), self, "edges", whole=True)
         vars(self).update(counts=counts, extent=extent, edge_index=edge_index, _last=[])
 
     @property
@@ -173,13 +199,15 @@ class EdgeShard(Numbering, Shard):
         The adjoint adds the gradients of copies to the rows that they are copies of. Communication:
         ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
+        out = self.rows_and_halo(x, dim)
+        return out if torch.compiler.is_compiling() else out.as_subclass(_WithHalo)
+
+    def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Return what :meth:`with_halo` does, as an ordinary tensor."""
         if x.dim() == 1:
             # torch.cat drops an empty tensor of one dimension from the autograd graph
-            return self.with_halo(x.unsqueeze(1)).squeeze(1)
-        out = torch.cat([x, self.plan(x, dim=dim)], dim=dim)
-        # without a halo the number of rows does not show that the exchange has been made
-        setattr(out, _WITH_HALO, True)
-        return out
+            return self.rows_and_halo(x.unsqueeze(1)).squeeze(1)
+        return torch.cat([x, self.plan(x, dim=dim)], dim=dim)
 
     def nbytes(self) -> int:
         """Return the bytes of edges, ids, halo ids and plan on this rank."""
@@ -205,12 +233,12 @@ class EdgeShard(Numbering, Shard):
             x = torch.cat([x, x.new_zeros(targets - x.shape[dim], *x.shape[1:])])
         given = x.shape[dim]
         if kind == "target" and given == targets:
-            return x
+            return _ordinary(x)  # type: ignore[no-any-return]
         with checking("edge_index", self.group) as where:
             has_halo = self._has_halo(kind, x, given, where)
         if has_halo:
-            return x
-        x = self.with_halo(x, dim)
+            return _ordinary(x)  # type: ignore[no-any-return]
+        x = self.rows_and_halo(x, dim)
         if empty and self._unused is not None and x.requires_grad:
             self._unused.append(x.narrow(dim, 0, 0).sum())
         return x
@@ -224,7 +252,10 @@ class EdgeShard(Numbering, Shard):
                 "edge_index[0] from one and at edge_index[1] from the other."
             )
         if kind != "target" or self.has_loops:
-            if given == sources + halo and (self.hops > 1 or halo or hasattr(x, _WITH_HALO)):
+            known = self.hops > 1 or isinstance(x, _WithHalo)
+            if torch.compiler.is_compiling():  # where the number of rows has to show it
+                known = known or bool(halo)
+            if given == sources + halo and known:
                 return True
             if given == sources and kind != "target":
                 return False
@@ -254,7 +285,7 @@ class EdgeShard(Numbering, Shard):
         if self.hops > 1 and src.dim() == 1 and self._unused is None:
             # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
             # their owners send the degree.
-            return self.with_halo(out[: self.num_sources])
+            return self.rows_and_halo(out[: self.num_sources])
         if out.shape[dim] != self.layer_counts()[2]:
             return up_to_last(out)
         return out
@@ -273,7 +304,7 @@ class EdgeShard(Numbering, Shard):
             vars(self)["_unused"] = before
 
     def reduced(
-        self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce rows of edges, (E, *F), at their sources: (n, *F), with edges of all ranks."""
         if self.hops > 1:
@@ -281,19 +312,27 @@ class EdgeShard(Numbering, Shard):
                 "edges are counted where they leave a node, and halos of several hops lack these. "
                 "Partition the graph with hops=1."
             )
+        ids = index.line
+        assert ids is not None
         if how == "sum":
-            return self._sum_at_sources(index, src)
-        if how == "prod":
-            raise ArgumentError("products at the sources of edges are not known across ranks.")
-        top = self._extreme_at_sources(how, index, src.detach())
+            return self._sum_at_sources(ids, src)
+        if how == "prod" or not bool(src.detach().isfinite().all()):
+            raise ArgumentError(
+                "products, and extremes of infinite values, at the sources of edges are not known "
+                "across ranks."
+            )
+        top = self._extreme_at_sources(how, ids, src.detach())
         if not src.requires_grad:
             return top
         # edges with the extreme share its gradient evenly
-        equal = src.detach() == self.with_halo(top).index_select(0, index)
-        times = self._sum_at_sources(index, equal.to(src.dtype)).clamp(min=1)
-        share = equal / self.with_halo(times).index_select(0, index)
-        parts = self._sum_at_sources(index, src.masked_fill(~equal, 0) * share)
+        equal = src.detach() == self._rows_at(ids, top)
+        times = self._sum_at_sources(ids, equal.to(src.dtype)).clamp(min=1)
+        share = equal / self._rows_at(ids, times)
+        parts = self._sum_at_sources(ids, src.masked_fill(~equal, 0) * share)
         return parts + (top - parts).detach()
+
+    def _rows_at(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.rows_and_halo(x).index_select(0, ids)
 
     def _sum_at_sources(self, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         sources, halo, _ = self.layer_counts()

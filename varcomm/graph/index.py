@@ -47,7 +47,7 @@ class Numbering:
         raise _unknown("selecting rows")
 
     def reduced(
-        self, kind: Kind, how: How, index: torch.Tensor, src: torch.Tensor, size: int
+        self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce rows of `src` to `size` nodes or graphs of `index`, over all ranks."""
         raise _unknown("reducing at sources of edges")
@@ -135,10 +135,20 @@ class PartitionedIndex(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
-        kwargs = kwargs or {}
-        if func in _RULES:
-            return _RULES[func](func, *args, **kwargs)
+        kwargs = dict(kwargs or {})
+        name = _name_of(func)
+        if kwargs.get("out") is not None:
+            raise _refuse(func, plain_kind(*args, *kwargs.values()), "Do not give out=.")
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        if name in _RULES:
+            return _RULES[name](func, *args, **kwargs)
         return _other(func, args, kwargs)
+
+    def __copy__(self) -> PartitionedIndex:
+        return PartitionedIndex.make(
+            self.plain, self.of, self.kind, self.whole, self.line, self.offsets
+        )
 
 
 # the attribute of values at the nodes up to the last one that has an edge
@@ -175,13 +185,31 @@ def _refuse(func: Callable[..., Any], kind: str, more: str = "") -> ArgumentErro
     return ArgumentError(f"{name} is not known on a part of a graph for {what}. {more}")
 
 
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch; compiled code finds it by the function alone."""
+    if torch.compiler.is_compiling():
+        return _NAMES.get(func, "")
+    return getattr(func, "__name__", "")
+
+
 def _other(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute with local numbers: integers that result select nothing, and floats are refused."""
-    ids = [one for one in (*args, *kwargs.values()) if isinstance(one, PartitionedIndex)]
+    given = _first(*args, *kwargs.values())
+    name = _name_of(func)
+    if name.endswith("_") and not name.endswith("__"):
+        raise _refuse(func, given.kind, "Operations in place do not change what numbers stand for.")
     out = func(*[_unwrapped(one) for one in args], **{k: _unwrapped(v) for k, v in kwargs.items()})
-    if func in _FRESH or not ids:
-        return out
-    return _computed(func, out, ids[0])
+    return out if name in _FRESH else _computed(func, out, given)
+
+
+def _first(*values: Any) -> PartitionedIndex:
+    """Return the first vector among these and in lists of them."""
+    for value in values:
+        parts = value if isinstance(value, list | tuple) else (value,)
+        for part in parts:
+            if isinstance(part, PartitionedIndex):
+                return part
+    raise AssertionError
 
 
 def _unwrapped(value: Any) -> Any:
@@ -194,11 +222,11 @@ def _computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> An
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
         parts = [_computed(func, one, given) for one in out]
         return parts if isinstance(out, list) else tuple(parts)
-    if not isinstance(out, torch.Tensor) or out.dtype == torch.bool:
+    if not isinstance(out, torch.Tensor) or given.kind in ("loops", "no loops"):
         return out
-    if given.kind in ("loops", "no loops"):
+    if out.dtype == torch.bool and (given.kind == "graph" or out.dim() == 0):
         return out
-    if out.is_floating_point() or out.is_complex():
+    if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
         raise _refuse(func, given.kind)
     return PartitionedIndex.make(out, given.of, "computed")
 
@@ -233,12 +261,14 @@ class _NoEdges(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Concatenate as columns; all other results are ordinary tensors."""
-        if func in _CATS and all(one.dim() == 1 for one in args[0]):
-            columns = [one.as_subclass(torch.Tensor).unsqueeze(1) for one in args[0]]
+        tensors = args[0] if args else (kwargs or {}).get("tensors", ())
+        name = _name_of(func)
+        if name in _CATS and all(one.dim() == 1 for one in tensors):
+            columns = [one.as_subclass(torch.Tensor).unsqueeze(1) for one in tensors]
             return _of_no_edges(torch.cat(columns).squeeze(1))
         given = [_ordinary(one) for one in args]
         out = func(*given, **{name: _ordinary(one) for name, one in (kwargs or {}).items()})
-        return _of_no_edges(out) if func in _SIGNS else out
+        return _of_no_edges(out) if name in _SIGNS else out
 
 
 def _ordinary(value: Any) -> Any:
@@ -322,7 +352,7 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
     """Return the rows that an index selects from."""
     if index.kind == "computed" or index.offsets != (0, 0):
         raise _refuse(func, "computed")
-    empty = index.plain.shape[-1] == 0
+    empty = index.plain.numel() == 0 if not torch.compiler.is_compiling() else False
     return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
 
 
@@ -335,7 +365,7 @@ def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any, **kwar
             return PartitionedIndex.make(out, x.of, x.kind)
         out = x.plain.index_select(dim, index)
         kept = x.plain.dim() == 1 or (x.kind in _ENDS and dim % 2 == 1)
-        return PartitionedIndex.make(out, x.of, x.kind if kept else "computed")
+        return PartitionedIndex.make(out, x.of, x.kind if kept else "computed", offsets=x.offsets)
     return _of_no_edges(_rows(func, index, x, dim).index_select(dim, index.plain))
 
 
@@ -348,7 +378,7 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
     if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
         x[_selecting(key)] = value
     elif isinstance(key, PartitionedIndex) and key.kind == "target":
-        x[key.plain] = value
+        key.of.targets(x, 0, key.plain)[key.plain] = value
     else:
         raise _refuse(func, plain_kind(key))
 
@@ -395,10 +425,12 @@ def _reduction(
         return index.of.at_targets(out, src, dim)
     if index.kind not in ("source", "graph") or index.line is None:
         raise _refuse(func, index.kind)
+    if not torch.compiler.is_compiling():
+        _check_start(func, x, dim, index, how, include_self)
     rows = src.movedim(dim, 0)
-    total = index.of.reduced(index.kind, how, index.line, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
+    total = index.of.reduced(index, how, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
     total = total.to(x.dtype)
-    in_place = getattr(func, "__name__", "").endswith("_")
+    in_place = _name_of(func).endswith("_")
     if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
         x, total = up_to_last(x), total.narrow(dim, 0, x.shape[dim])
     elif x.shape[dim] != total.shape[dim]:
@@ -414,6 +446,17 @@ def _reduction(
         combine = {"amax": torch.maximum, "amin": torch.minimum, "prod": torch.mul}[how]
         total = combine(x.clone(), total)
     return x.copy_(total) if in_place else total
+
+
+def _check_start(
+    func: Callable[..., Any], x: Any, dim: int, index: PartitionedIndex, how: str, kept: bool
+) -> None:
+    """Raise unless rows without a value keep what they start from, and rows lie along `dim`."""
+    if index.plain.dim() > 1 and index.plain.shape[dim] > 1 and index.plain.stride(dim) == 0:
+        raise _refuse(func, index.kind, f"The vector does not lie along dimension {dim}.")
+    start = 1 if how == "prod" else 0
+    if not (kept and how in ("sum", "prod")) and bool((x.detach() != start).any()):
+        raise _refuse(func, index.kind, f"Reduce into a tensor of {start}s.")
 
 
 def _scatter_add(func: Callable[..., Any], x: Any, dim: int, index: Any, src: Any) -> Any:
@@ -459,15 +502,16 @@ def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: 
 
 def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     """Compare numbers; which edges are self loops is known."""
+    name = _name_of(func)
     both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
     kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
-        if a.of is not b.of or not a.of.has_loops or func not in _EQUAL:
+        if a.of is not b.of or not a.of.has_loops or name not in _EQUAL:
             raise _refuse(func, "edges", "Sources and targets have local ids, in no order.")
-        kind: Kind = "loops" if _EQUAL[func] else "no loops"
+        kind: Kind = "loops" if _EQUAL[name] else "no loops"
         whole = a.whole and b.whole
         return PartitionedIndex.make(func(a.plain, b.plain), a.of, kind, whole)
-    return func(plain(a), plain(b))
+    return _other(func, (a, b), {})
 
 
 def _not(func: Callable[..., Any], x: PartitionedIndex) -> Any:
@@ -508,6 +552,9 @@ def _add(func: Callable[..., Any], x: Any, other: Any, **kwargs: Any) -> Any:
         return _other(func, (x, other), kwargs)
     at = ("source", "target").index(x.kind)
     offsets = tuple([now + other * (at == end) for end, now in enumerate(x.offsets)])
+    if _name_of(func) == "add_":  # the memory may be the graph's
+        x.plain, x.line, x.whole, x.offsets = x.plain + other, None, False, offsets
+        return x
     return PartitionedIndex.make(x.plain + other, x.of, x.kind, offsets=offsets)
 
 
@@ -537,10 +584,11 @@ def _flip(func: Callable[..., Any], x: PartitionedIndex, *dims: Any) -> Any:
     dims = tuple(dims[0]) if dims and isinstance(dims[0], list | tuple) else dims
     out = x.plain.flip(dims)
     if x.kind in _ENDS and dims == (0,):
-        return PartitionedIndex.make(out, x.of, _PAIRS[_ENDS[x.kind][::-1]], x.whole)
+        pair = _PAIRS[_ENDS[x.kind][::-1]]
+        return PartitionedIndex.make(out, x.of, pair, x.whole, offsets=x.offsets)
     if x.kind in _ENDS or x.plain.dim() > 1:
         return _computed(func, out, x)
-    return PartitionedIndex.make(out, x.of, x.kind)
+    return PartitionedIndex.make(out, x.of, x.kind, offsets=x.offsets)
 
 
 def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
@@ -562,43 +610,40 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
     out = func(x.plain, *args, **kwargs)
     if isinstance(out, torch.Tensor):
         return out
-    return PartitionedIndex.make(out[0], x.of, x.kind), out[1]
+    return PartitionedIndex.make(out[0], x.of, x.kind, offsets=x.offsets), out[1]
 
 
 def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse, before torch looks at ids that it would find out of range."""
+    """Refuse, before torch looks at ids out of range; but not the number of one graph."""
+    if len(args) == 1 and not kwargs and args[0].kind == "graph" and args[0].plain.dim() == 0:
+        return func(args[0].plain)
     raise _refuse(func, plain_kind(*args, *kwargs.values()))
 
 
 def _copied(func: Callable[..., Any], x: PartitionedIndex, memo: Any) -> Any:
-    return PartitionedIndex.make(x.plain.clone(), x.of, x.kind, x.whole)
+    return PartitionedIndex.make(x.plain.clone(), x.of, x.kind, x.whole, None, x.offsets)
 
 
-def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
-    return func(x.plain, *args)
-
-
-_NAMESPACES = (torch, torch.Tensor, torch.nn.functional)
-
-
-def _named(names: str) -> list[Callable[..., Any]]:
-    """Return the functions and methods of torch with these names."""
-    found = [getattr(of, name, None) for name in names.split() for of in _NAMESPACES]
-    return [one for one in found if callable(one)]
-
-
-_SIGNS = set(_named("neg __neg__ mul __mul__ __rmul__"))
-_CATS = set(_named("cat concat concatenate"))
-_EQUAL = {
-    **dict.fromkeys(_named("eq __eq__"), True),
-    **dict.fromkeys(_named("ne not_equal __ne__"), False),
+_SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
+_CATS = {"cat", "concat", "concatenate"}
+_EQUAL = {"eq": True, "__eq__": True, "ne": False, "not_equal": False, "__ne__": False}
+_FRESH = {
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_tensor",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+    "isclose",
+    "allclose",
+    "__repr__",
+    "__format__",
 }
-_FRESH = set(
-    _named(
-        "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like "
-        "empty_like rand_like randn_like"
-    )
-)
 _BY_NAMES: dict[str, Callable[..., Any]] = {
     "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
     "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
@@ -621,8 +666,15 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "max amax": _greatest,
     "numel nelement": _numel,
     "sort argsort": _sort,
-    "embedding embedding_bag gather take take_along_dim": _never,
+    "embedding embedding_bag gather take take_along_dim put put_ index_copy index_copy_ scatter "
+    "scatter_ index_fill index_fill_ unique unique_consecutive item __int__ __index__": _never,
     "__deepcopy__": _copied,
-    "__reduce_ex__": _saved,
+    "__reduce_ex__": _never,
 }
-_RULES = {func: rule for names, rule in _BY_NAMES.items() for func in _named(names)}
+_RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
+_NAMES = {
+    getattr(of, name): name
+    for name in (*_RULES, *_FRESH, *_SIGNS)
+    for of in (torch, torch.Tensor, torch.nn.functional)
+    if callable(getattr(of, name, None))
+}

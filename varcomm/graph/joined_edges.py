@@ -38,7 +38,7 @@ class _JoinedEdges(Numbering):
         halos = []
         for edges, offset in self.parts:
             own = x.narrow(dim, offset, edges.num_sources)
-            halos.append(edges.with_halo(own, dim).narrow(dim, own.shape[dim], edges.num_halo))
+            halos.append(edges.rows_and_halo(own, dim).narrow(dim, own.shape[dim], edges.num_halo))
         return torch.cat([x, *halos], dim=dim)
 
     def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:

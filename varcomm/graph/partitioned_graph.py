@@ -118,7 +118,7 @@ class PartitionedGraph:
         for attributes in (self.attributes, *self._of_one_type):
             if name in attributes:
                 return attributes[name]
-        if name == "batch" and None in self.node_shards:  # PyG's data of one graph have None
+        if name == "batch" and None in self.node_shards:  # all nodes are one graph
             zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
             return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
         if name == "num_edges":  # with halos of several hops, the data have more

@@ -22,6 +22,7 @@ __all__ = [
     "extent_of",
     "kept_from_compilation",
     "uncompiled",
+    "varying",
 ]
 
 P = ParamSpec("P")
@@ -114,7 +115,14 @@ def extent_of(*counts: int, device: torch.device | None = None) -> torch.Tensor:
     """
     shape = (*(count + _ABOVE for count in counts), 0)
     # products of numbers of rows, as strides are, may be larger than any int64
-    return torch.empty_strided(shape, [0] * len(shape), device=device)
+    return varying(torch.empty_strided(shape, [0] * len(shape), device=device), *range(len(counts)))
+
+
+def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Let compiled code take a tensor whose sizes along these dimensions vary."""
+    # the mark of torch._dynamo.maybe_mark_dynamic, which would import the compiler
+    vars(tensor)["_dynamo_weak_dynamic_indices"] = set(dims)
+    return tensor
 
 
 def counts_in(extent: torch.Tensor) -> tuple[int, ...]:

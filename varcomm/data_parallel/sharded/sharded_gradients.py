@@ -120,8 +120,10 @@ class ShardedGradients:
     all ranks bit for bit. Sums in fp32 of narrow gradients ``g_r`` are within
     ``(P + 1) 2**-24 sum_r |g_r|`` of the exact sum, divided.
 
-    The method is ZeRO's second stage (Rajbhandari et al., SC20). In one process:
-    ``optimizer_factory(params)``, and backward from the mean of the losses of all ranks.
+    The method is ZeRO's second stage (Rajbhandari et al., SC20).
+
+    In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
+    ranks.
 
     Examples
     --------

@@ -104,9 +104,9 @@ class _Block:
 def _with_halo(edges: EdgeShard, x: torch.Tensor) -> torch.Tensor:
     """Append the halo's rows, which do not count in readouts by a batch vector."""
     if not isinstance(x, PartitionedIndex):
-        return edges.with_halo(x)
+        return edges.rows_and_halo(x)
     graphs = Graphs(edges.group, num_owned=edges.num_sources)
-    return PartitionedIndex.make(edges.with_halo(x.plain), graphs, x.kind, whole=True)
+    return PartitionedIndex.make(edges.rows_and_halo(x.plain), graphs, x.kind, whole=True)
 
 
 def _unwrap_forward(module: torch.nn.Module) -> Callable[..., Any] | None:

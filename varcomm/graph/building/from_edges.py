@@ -98,6 +98,8 @@ def from_edges(
 
     Notes
     -----
+    In one process: ``torch_geometric.data.Data`` of all edges and nodes.
+
     Communication: each edge, its id and its attributes once to the owner of its target; each node's
     attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
     in a rank's edges. Memory per rank is proportional to its input and its part.

@@ -100,6 +100,8 @@ def partition(
     The parts are not differentiable with respect to the full graph, and numeric arrays become
     tensors. With `src`, attributes of nodes and edges must be tensors or numeric arrays.
 
+    In one process: `data` itself.
+
     Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result.
     With `src`, that rank sends each rank its rows and edges.
 

@@ -1,12 +1,8 @@
 """Normalisation over the nodes or edges of all ranks, by the modules of PyTorch and PyG.
 
-Statistics are of owned rows, summed over ranks by exact operators. Rows of the halo are normalised
-as their originals are, and count in no statistic. The kind of rows, of nodes or edges and of which
-type, is found at the first call.
-
-A variance is the mean of squared distances from the mean. This takes two rounds of messages but
-loses no digits if means are large [1]_. Floats narrower than 4 bytes are normalised in fp32 and
-rounded once, as in torch's ``batch_norm``; rows are counted in int64.
+Statistics are of owned rows; rows of the halo are normalised as their originals are. A variance is
+the mean of squared distances from the mean: two rounds of messages, but no digits are lost if means
+are large [1]_. Floats narrower than 4 bytes are normalised in fp32 and rounded once.
 
 .. [1] Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance: Analysis and
    Recommendations", 1983.
@@ -16,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -24,14 +21,16 @@ from torch.nn.functional import batch_norm
 from torch_geometric.nn import norm
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.batches import (
-    Batch,
-    accumulated,
+from varcomm.graph.nn.graphs import Batch, accumulated
+from varcomm.graph.nn.rows import (
+    Rows,
+    Where,
+    batch_of,
     check_floats,
     check_ids,
-    result_dtype,
+    check_rows,
+    rows_of_any_kind,
 )
-from varcomm.graph.nn.rows import Rows, Where, batch_of, check_rows, rows_of_any_kind
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -54,9 +53,8 @@ def global_norm(module: torch.nn.Module, graph: Where) -> Callable[..., torch.Te
     -------
     callable
         Takes the arguments of ``module.forward`` for this rank: owned rows, or these and the halo,
-        and a batch vector of as many rows, int64. Graphs of a batch may span ranks; `batch_size` is
-        by default one more than the largest number on any rank. It raises ArgumentError before any
-        communication if they do not fit; at the first call on all ranks.
+        and a batch vector of as many rows, int64. It raises ArgumentError before any communication
+        if they do not fit; at the first call on all ranks.
 
     Raises
     ------
@@ -65,8 +63,7 @@ def global_norm(module: torch.nn.Module, graph: Where) -> Callable[..., torch.Te
 
     Notes
     -----
-    Every rank calls it at the same time, in the same mode. A module serves one kind of rows.
-    Running statistics have the same bits on all ranks.
+    A module serves one kind of rows. Running statistics have the same bits on all ranks.
 
     Communication: in training, :func:`varcomm.all_reduce` of C sums and then C squares, for C
     channels, in the dtype of `x` or fp32: once for ``BatchNorm1d`` and ``BatchNorm``, per soft
@@ -114,10 +111,7 @@ def is_global_norm(module: torch.nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _GlobalNorm:
-    """A ``forward`` that is copied with its module, as methods are.
-
-    Ranks agree once on the rows that it runs over; later calls are checked against these.
-    """
+    """A ``forward`` that is copied with its module; at its first call, ranks agree on the rows."""
 
     module: torch.nn.Module
     graph: Where
@@ -155,8 +149,9 @@ def _batch_norm(module: torch.nn.BatchNorm1d, rows: Rows, input: torch.Tensor) -
     nodes = Batch(rows, None, 1)
 
     def mean_of(values: torch.Tensor) -> torch.Tensor:
-        part = nodes.local_sum(values)
-        return nodes.all_reduce(part if part.dim() == 2 else part.sum(2)) / count
+        if values.dim() == 3:
+            values = values.sum(2, dtype=accumulated(values.dtype))
+        return nodes.sum(values) / count
 
     def at_rows(values: torch.Tensor) -> torch.Tensor:
         return values if input.dim() == 2 else values.unsqueeze(-1)
@@ -204,10 +199,10 @@ def _hetero_batch_norm(
     types = Batch(rows, type_vec, module.num_types)
     if not module.training and module.track_running_stats:
         mean, var = module.running_mean, module.running_var
-        dtype = result_dtype(x, mean, module.weight)
+        dtype = _dtype_with(x, mean, module.weight)
         x = x.to(accumulated(x.dtype))
     else:
-        dtype = result_dtype(x, module.weight)
+        dtype = _dtype_with(x, module.weight)
         with torch.no_grad():
             mean = types.mean(x)
             x = x.to(mean.dtype)
@@ -237,12 +232,12 @@ def _instance_norm(
         _check_channels(module, x, (2,), where)
         if not kept and batch is None:
             _check_count(rows.total, rows, where)
-    dtype = x.dtype if batch is None else result_dtype(x, module.weight)
+    dtype = x.dtype if batch is None else _dtype_with(x, module.weight)
     if kept:
         centred = x.to(accumulated(x.dtype)) - module.running_mean
         deviation = (module.running_var + module.eps).sqrt()
     else:
-        graphs = _graphs(module, rows, x, batch, batch_size)
+        graphs = batch_of(type(module).__name__, rows, x, batch, batch_size, dims=())
         mean, centred = _centred(x, graphs)
         squares = graphs.sum(centred.square())
         counts = graphs.counts.view(-1, 1)
@@ -263,7 +258,7 @@ def _graph_norm(module: norm.GraphNorm, x: torch.Tensor, graphs: Batch) -> torch
     out: torch.Tensor = x.to(mean.dtype) - graphs.at_nodes(mean * module.mean_scale)
     deviation = (graphs.mean(out.square()) + module.eps).sqrt()
     out = out / graphs.at_nodes(deviation) * module.weight + module.bias
-    return out.to(result_dtype(x, module.mean_scale, module.weight, module.bias))
+    return out.to(_dtype_with(x, module.mean_scale, module.weight, module.bias))
 
 
 def _layer_norm(module: norm.LayerNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
@@ -288,7 +283,7 @@ def _layer_norm(module: norm.LayerNorm, x: torch.Tensor, graphs: Batch) -> torch
     out = out / graphs.at_nodes(deviation)
     if module.weight is not None and module.bias is not None:
         out = out * module.weight + module.bias
-    return out.to(result_dtype(x, module.weight, module.bias))
+    return out.to(_dtype_with(x, module.weight, module.bias))
 
 
 def _pair_norm(module: norm.PairNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
@@ -311,7 +306,8 @@ def _mean_subtraction_norm(
     dim_size: int | None = None,
 ) -> torch.Tensor:
     """Subtract the mean of each graph: Yang et al., 2020."""
-    return _centred(x, _graphs(module, rows, x, batch, dim_size))[1].to(x.dtype)
+    graphs = batch_of(type(module).__name__, rows, x, batch, dim_size, dims=())
+    return _centred(x, graphs)[1].to(x.dtype)
 
 
 def _graph_size_norm(module: norm.GraphSizeNorm, x: torch.Tensor, graphs: Batch) -> torch.Tensor:
@@ -323,8 +319,6 @@ def _graph_size_norm(module: norm.GraphSizeNorm, x: torch.Tensor, graphs: Batch)
 def _over_graphs(
     normalise: Callable[..., torch.Tensor], dims: tuple[int, ...] = ()
 ) -> Callable[..., torch.Tensor]:
-    """Return a forward that checks its arguments and makes the graphs of the batch."""
-
     def forward(
         module: torch.nn.Module,
         rows: Rows,
@@ -332,30 +326,19 @@ def _over_graphs(
         batch: torch.Tensor | None = None,
         batch_size: int | None = None,
     ) -> torch.Tensor:
-        return normalise(module, x, _graphs(module, rows, x, batch, batch_size, dims))
+        graphs = batch_of(type(module).__name__, rows, x, batch, batch_size, dims)
+        return normalise(module, x, graphs)
 
     return forward
 
 
-def _graphs(
-    module: torch.nn.Module,
-    rows: Rows,
-    x: torch.Tensor,
-    batch: torch.Tensor | None,
-    size: int | None,
-    dims: tuple[int, ...] = (),
-) -> Batch:
-    """Check the arguments of a norm, and return its graphs."""
-    name = type(module).__name__
-    with checking(name, rows.group) as where:
-        check_floats(x, dims, where)
-    return batch_of(name, rows, x, batch, size)
-
-
 def _centred(x: torch.Tensor, graphs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of the graphs, and the rows without the means."""
     mean = graphs.mean(x)
     return mean, x.to(mean.dtype) - graphs.at_nodes(mean)
+
+
+def _dtype_with(*values: torch.Tensor | None) -> torch.dtype:
+    return reduce(torch.promote_types, [value.dtype for value in values if value is not None])
 
 
 def _evaluated(module: torch.nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
@@ -364,7 +347,7 @@ def _evaluated(module: torch.nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(module: Any) -> float:
-    """Count a call; return the part that its statistics have in the running ones."""
+    """Count a call, and return the part that its statistics have in the running ones."""
     count = module.num_batches_tracked
     if count is not None and (module.momentum is None or isinstance(module, torch.nn.BatchNorm1d)):
         count.add_(1)
@@ -377,7 +360,6 @@ def _move(
     factor: float,
     where: torch.Tensor | None = None,
 ) -> None:
-    """Move a running statistic, if there is one, towards a new one, in the dtype of the new one."""
     if running is not None:
         with torch.no_grad():
             moved = ((1 - factor) * running.to(new.dtype) + factor * new).to(running.dtype)

@@ -1,10 +1,7 @@
 """Pools over the nodes of each graph of a batch; graphs may span ranks.
 
-Each function takes the rows of this rank's owned nodes and the graph of each row, in any order, and
-returns one row per graph, the same on every rank.
-
-The functions are exact operators, as the collectives are: their backward sums the gradients of all
-ranks. If all ranks then compute the same loss, :func:`~varcomm.graph.replicated` counts it once::
+The functions are exact operators: their backward sums the gradients of all ranks. If all ranks then
+compute the same loss, :func:`~varcomm.graph.replicated` counts it once::
 
     pooled = global_mean_pool(x, graph.batch, graph)
     loss = replicated(F.cross_entropy(head(pooled), y), graph)
@@ -17,8 +14,7 @@ from __future__ import annotations
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.batches import Batch, accumulated, check_floats
-from varcomm.graph.nn.extremes import extreme, extreme_value, first_maximum
+from varcomm.graph.nn.graphs import Batch, accumulated, extreme, extreme_value, first_maximum
 from varcomm.graph.nn.rows import Where, batch_of, check_rows, node_rows
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
@@ -29,7 +25,6 @@ __all__ = [
     "global_mean_pool",
     "global_min_pool",
     "global_softmax",
-    "softmax_over",
 ]
 
 
@@ -42,17 +37,14 @@ def global_add_pool(
     Parameters
     ----------
     x : torch.Tensor
-        Rows of the owned nodes, (n, *F), or of these and the halo, which does not count. Any dtype
-        but bool; the same dtype and ``*F`` on every rank.
+        Rows of the owned nodes, (n, *F), or of these and the halo, which does not count; not bool.
     batch : torch.Tensor or None
-        The graph of each row, int64 of shape (n,), in any order; graphs may have nodes on several
-        ranks, or none. None: all nodes are one graph.
+        The graph of each row, int64 of shape (n,), in any order; None if all are of one graph.
     graph : PartitionedGraph, NodeShard or EdgeShard
-        The graph of the nodes; or the nodes themselves, ``graph["paper"]``, or edges. In a graph of
-        several types, the type with as many rows as `x` on all ranks.
+        The graph, or its nodes or edges of a type, ``graph["paper"]``. In a graph of several types,
+        the type with as many rows as `x` on all ranks.
     size : int, optional
-        Number of graphs, G, the same on every rank; None is one more than the largest number in
-        `batch` on any rank.
+        Number of graphs, G; None is one more than the largest number in `batch` on any rank.
 
     Returns
     -------
@@ -79,8 +71,8 @@ def global_add_pool(
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
     >>> def fn(rank):
-    ...     data = Data(x=torch.eye(3), batch=torch.tensor([0, 1, 0]), edge_index=torch.ones(2, 0))
-    ...     data.edge_index = data.edge_index.long()
+    ...     edge, batch = torch.tensor([[0], [1]]), torch.tensor([0, 1, 0])
+    ...     data = Data(x=torch.eye(3), batch=batch, edge_index=edge)
     ...     graph = varcomm.graph.partition(data, method="block")
     ...     return varcomm.graph.global_add_pool(graph.x, graph.batch, graph).tolist()
     >>> varcomm.launch(fn, 2)[1]
@@ -149,14 +141,13 @@ def global_max_pool(
 
     Notes
     -----
-    Nodes with the same maximum share the gradient evenly, across ranks; if `batch` is None, the
-    first node in the order of the full graph gets it. A maximum of 0 loses a share to the 0 that
-    torch starts from. All this as in PyG.
+    As in PyG, nodes with the same maximum share the gradient evenly; if `batch` is None, the first
+    node in the order of the full graph gets it; a maximum of 0 loses a share to the 0 that torch
+    starts from.
 
-    Communication: values and 4-byte counts (without `batch` 8-byte ids) go to the rank that
-    compares their piece, and values return: ``(P - 1) / P`` times G F of each. Up to 16 KiB, and on
-    two ranks, each rank compares all: ``P - 1`` times G F values and counts. In backward values
-    alone, the other way.
+    Communication: ``(P - 1) / P`` times G F values and 4-byte counts (without `batch` 8-byte ids),
+    and the same of values; up to 16 KiB, and on two ranks, ``P - 1`` times G F values and counts.
+    In backward values alone.
 
     In one process: :func:`torch_geometric.nn.global_max_pool`.
 
@@ -183,8 +174,6 @@ def global_min_pool(
 ) -> torch.Tensor:
     """Return the minimum of each feature over the nodes of each graph.
 
-    As :func:`global_max_pool`, with equal shares of the gradient also if `batch` is None.
-
     Parameters
     ----------
     x, batch, graph, size
@@ -193,10 +182,12 @@ def global_min_pool(
     Returns
     -------
     torch.Tensor
-        (G, *F), the same bits on every rank; 0 for graphs without nodes.
+        (G, *F), as of :func:`global_max_pool`.
 
     Notes
     -----
+    Nodes with the same minimum share the gradient evenly.
+
     Communication: as :func:`global_max_pool`.
 
     In one process: the minimum of each feature among ``x[batch == g]``, for graph g.
@@ -236,8 +227,7 @@ def global_softmax(
 
     Notes
     -----
-    ``exp(x - m) / sum(exp(x - m))``, where the maximum m of a graph is taken as a constant: it does
-    not change the result.
+    ``exp(x - m) / sum(exp(x - m))``, where the maximum m of a graph is a constant.
 
     Communication: maxima, G F, then :func:`varcomm.all_reduce` of G F sums.
 
@@ -255,16 +245,9 @@ def global_softmax(
     [[[1.0], [1.0]], [[1.0]]]
     """
     rows = node_rows("global_softmax", x, graph)
-    with checking("global_softmax", rows.group) as where:
-        check_rows(x, rows, where)
-        check_floats(x, (), where)
-    return softmax_over(x, batch_of("global_softmax", rows, x, batch, size))
-
-
-def softmax_over(x: torch.Tensor, graphs: Batch) -> torch.Tensor:
-    """Return the softmax of checked rows over their graphs."""
+    graphs = batch_of("global_softmax", rows, x, batch, size, dims=())
     wide = x.to(accumulated(x.dtype))
-    top = extreme_value("amax", wide[: graphs.rows.num_owned], graphs.owned())
+    top = extreme_value("amax", wide[: rows.num_owned], graphs)
     share = (wide - graphs.at_nodes(top)).exp()
     return (share / graphs.at_nodes(graphs.sum(share))).to(x.dtype)
 

@@ -14,9 +14,8 @@ from torch_geometric.nn import aggr
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import PartitionedIndex, plain
-from varcomm.graph.nn.batches import check_floats, check_ids, largest
-from varcomm.graph.nn.graphs import Graphs
-from varcomm.graph.nn.rows import Where, check_rows, node_rows
+from varcomm.graph.nn.graphs import Graphs, largest
+from varcomm.graph.nn.rows import Where, check_floats, check_ids, check_rows, node_rows
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -32,7 +31,7 @@ GLOBAL_READOUTS = tuple(
 
 
 def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torch.Tensor]:
-    """Return a ``forward`` of an aggregation over all nodes.
+    """Return a ``forward`` of an aggregation over all nodes, an exact operator.
 
     Parameters
     ----------
@@ -45,8 +44,7 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
     -------
     callable
         Takes the arguments of ``module.forward`` for this rank: rows of owned nodes along `dim`, or
-        of these and the halo, and `index` or `ptr` of as many. Returns the rows of all graphs on
-        every rank. An exact operator, as :func:`~varcomm.graph.global_add_pool`.
+        of these and the halo, and `index` or `ptr` of as many. Returns rows of all graphs.
 
     Raises
     ------
@@ -55,8 +53,8 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
 
     Notes
     -----
-    Communication: 8 bytes per rank for the number of graphs; then, for each graph, the sums of the
-    aggregation, or extremes as :func:`~varcomm.graph.global_max_pool`.
+    Communication: 8 bytes per rank for the number of graphs; for each graph, sums, or extremes as
+    :func:`~varcomm.graph.global_max_pool`.
 
     In one process: `module` itself.
 

@@ -1,4 +1,4 @@
-"""Kinds of rows that a normalisation, a pool or a readout may run over: nodes or edges of a type.
+"""Rows that a normalisation, a pool or a readout runs over: nodes or edges of a type.
 
 A single rank may have as many nodes as edges, or as many of one type as of another. So ranks agree
 on the kinds that fit on all of them.
@@ -7,7 +7,6 @@ on the kinds that fit on all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -15,66 +14,61 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import plain
-from varcomm.graph.nn.batches import Batch, check_ids, largest
+from varcomm.graph.nn.graphs import Batch, largest
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
+from varcomm.sizes import exact_int
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = ["Rows", "Where", "batch_of", "check_rows", "node_rows", "rows_of_any_kind"]
+__all__ = [
+    "Rows",
+    "Where",
+    "batch_of",
+    "check_floats",
+    "check_ids",
+    "check_rows",
+    "node_rows",
+    "rows_of_any_kind",
+]
 
 # A graph with rows of several kinds, or the rows themselves.
 Where: TypeAlias = PartitionedGraph | Shard
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of one kind: the owned ones, and the number of halo rows behind them.
 
     `name` stands for the rows in messages, `key` is their expression in code.
     """
 
-    shard: Shard
-    num_halo: int
-    name: str
-    key: str
-
-    @property
-    def group(self) -> Group:
-        """The ranks that the rows are sharded over."""
-        return self.shard.group
-
-    @property
-    def num_owned(self) -> int:
-        """Rows that this rank owns."""
-        return self.shard.num_owned
-
-    @property
-    def total(self) -> int:
-        """Rows of all ranks."""
-        return self.shard.sizes.total
+    def __init__(self, shard: Shard, num_halo: int, name: str, key: str) -> None:
+        self.shard, self.num_halo, self.name, self.key = shard, num_halo, name, key
+        self.group: Group = shard.group
+        self.num_owned, self.total = shard.num_owned, shard.sizes.total
 
     @property
     def owned_ids(self) -> torch.Tensor:
         """Ids of the owned rows in the full graph, ascending; int64."""
         return self.shard.owned_ids
 
+    def fits(self, x: torch.Tensor) -> tuple[bool, bool]:
+        """Return whether `x` has a row for each owned one, and whether for these and the halo."""
+        given = len(x) if x.dim() else -1
+        return given == self.num_owned, given == self.num_owned + self.num_halo
+
 
 def check_rows(x: torch.Tensor, rows: Rows, where: str) -> None:
     """Raise ArgumentError unless `x` has a row for each owned one, or for these and the halo."""
     checked_tensor(x, where, "x")
-    if not any(_fits(x, rows)):
+    if not any(rows.fits(x)):
         raise ArgumentError(where + _refusal(x, [rows]))
 
 
 def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
-    """Return the nodes that `x` has rows of.
-
-    Collective in a graph with several types of nodes: all ranks raise ArgumentError unless exactly
-    one type fits `x` on all ranks. Otherwise nothing is checked.
-    """
+    """Return the nodes that `x` has rows of; where there are several types, all ranks agree."""
     found = _fitting(name, x, _nodes(where))
     if len(found) > 1:
         raise ArgumentError(
@@ -85,10 +79,7 @@ def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
 
 
 def rows_of_any_kind(name: str, x: torch.Tensor, where: Where) -> Rows:
-    """Return the nodes, or else the edges, that `x` has rows of; collective.
-
-    All ranks raise ArgumentError if no kind fits `x` on all ranks, or several of different sizes.
-    """
+    """Return the nodes, or else the edges, that `x` has rows of, as all ranks agree."""
     found = _fitting(name, x, [*_nodes(where), *_edges(where)])
     if len({tuple(rows.shard.sizes) for rows in found}) > 1:
         raise ArgumentError(
@@ -119,21 +110,13 @@ def _edges(where: Where) -> list[Rows]:
         shards = {None: where}
     else:
         shards = {}
-    return [
-        Rows(
-            shard,
-            shard.edge_index.shape[1] - shard.num_owned,
-            "edges" if kind is None else f"edges of {kind!r}",
-            "graph.edges" if kind is None else f"graph[{kind!r}]",
-        )
-        for kind, shard in shards.items()
-    ]
-
-
-def _fits(x: torch.Tensor, rows: Rows) -> tuple[bool, bool]:
-    """Return whether `x` has a row for each owned one, and whether for these and the halo."""
-    given = len(x) if x.dim() else -1
-    return given == rows.num_owned, given == rows.num_owned + rows.num_halo
+    found = []
+    for kind, shard in shards.items():
+        name, key = "edges", "graph.edges"
+        if kind is not None:
+            name, key = f"edges of {kind!r}", f"graph[{kind!r}]"
+        found.append(Rows(shard, shard.edge_index.shape[1] - shard.num_owned, name, key))
+    return found
 
 
 def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
@@ -143,7 +126,7 @@ def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
 
     def local() -> list[tuple[bool, bool]]:
         checked_tensor(x, "", "x")
-        fits = [_fits(x, rows) for rows in kinds]
+        fits = [rows.fits(x) for rows in kinds]
         if not any(map(any, fits)):
             raise ArgumentError(_refusal(x, kinds))
         return fits
@@ -180,16 +163,58 @@ def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
     return f"x must have one row {wanted}; got shape {tuple(x.shape)}. Pass the rows of this rank."
 
 
+def check_floats(x: torch.Tensor, dims: tuple[int, ...], where: str) -> None:
+    """Raise ArgumentError unless `x` is of floats, and of one of `dims` dimensions if any."""
+    checked_tensor(x, where, "x")
+    if not x.is_floating_point() or (dims and x.dim() not in dims):
+        shapes = {2: "(rows, C)", 3: "(rows, C, L)"}
+        of = f" and shape {' or '.join(shapes[dim] for dim in dims)}" if dims else ""
+        raise ArgumentError(
+            f"{where}x must be of floats{of}; got {x.dtype} of shape {tuple(x.shape)}."
+        )
+
+
+def check_ids(
+    index: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str = "batch"
+) -> int:
+    """Return one more than the largest number in `index`, if it fits to `x` and `size`."""
+    checked_tensor(index, where, name)
+    if index.dtype != torch.int64 or index.shape != x.shape[:1]:
+        raise ArgumentError(
+            f"{where}{name} must be of torch.int64, with a number for each of the {len(x)} rows "
+            f"that are given; got {index.dtype} of shape {tuple(index.shape)}."
+        )
+    if size is not None and (exact_int(size) is None or size < 0):
+        raise ArgumentError(
+            f"{where}the number of graphs must be an int of at least 0; got {size!r}."
+        )
+    low, high = (int(end) for end in index.aminmax()) if len(index) else (0, -1)
+    if low < 0 or (size is not None and high >= size):
+        below = "" if size is None else f" and below {size}"
+        raise ArgumentError(
+            f"{where}numbers in {name} must be at least 0{below}; got {low} to {high}."
+        )
+    return high + 1
+
+
 def batch_of(
-    name: str, rows: Rows, x: torch.Tensor, index: torch.Tensor | None, size: int | None
+    name: str,
+    rows: Rows,
+    x: torch.Tensor,
+    index: torch.Tensor | None,
+    size: int | None,
+    dims: tuple[int, ...] | None = None,
 ) -> Batch:
-    """Check rows and batch vector of a call on this rank; if `size` is None, ask all ranks."""
+    """Check rows and batch vector of a call on this rank; if `size` is None, ask all ranks.
+
+    With `dims`, rows must be of floats, and of one of these dimensions if there are any.
+    """
     index = plain(index)
     with checking(name, rows.group) as where:
         check_rows(x, rows, where)
+        if dims is not None:
+            check_floats(x, dims, where)
         if index is None:
             return Batch(rows, None, 1)
         end = check_ids(index, size, x, where)
-    if size is None:
-        size = largest(end, rows.group, x.device)
-    return Batch(rows, index, size)
+    return Batch(rows, index, largest(end, rows.group, x.device) if size is None else size)

@@ -174,6 +174,8 @@ def assign_sharded(
     Positions stay on their rank. Ranks count positions, or weights, in ranges of the curve or of a
     coordinate, and narrow the ranges that hold a cut by 8 bits per round: at most 8 rounds for
     ``"hilbert"``, and for ``"rcb"`` at most 8 for each of the ``log2(parts)`` levels of boxes.
+    In one process: :func:`assign`.
+
     Communication: per round an :func:`all_reduce` of at most 2 KiB per cut.
 
     Examples
