@@ -189,7 +189,7 @@ SMALL = Data(x=torch.ones(90, 4), edge_index=grid(9, 10).edge_index)
 # call, error, and a part of its message
 REFUSED = [
     (lambda: parts(0), ArgumentError, "size"),
-    (lambda: simulate.partition(wild(), 2, torch.arange(24) % 4), ArgumentError, "ranks 0...3"),
+    (lambda: simulate.partition(wild(), 2, torch.arange(24) % 4), ArgumentError, "spans 0...3"),
     (lambda: inside(0, list), ArgumentError, "size"),
     (lambda: inside(2, lambda: inside(2, list)), GroupError, "initialised"),
     (lambda: inside(3, parts().part), ArgumentError, "2 ranks"),
