@@ -33,8 +33,8 @@ Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
 ## Functions of edges and of graphs
 
 `graph.edge_index` and `graph.batch` know what their numbers stand for, and so does what operations
-of torch make of them: copies, slices, masks, `flip`, added self loops. No matter where a call
-stands, inside a distributed model or outside, these are exact:
+of torch make of them: copies, slices, masks, `flip`, added self loops. With halos of one hop, these
+are exact no matter where a call stands, inside a distributed model or outside:
 
 | code, with `row, col = graph.edge_index` | on a partitioned graph |
 | --- | --- |
@@ -48,8 +48,10 @@ stands, inside a distributed model or outside, these are exact:
 
 What would mean this rank's numbers is an `ArgumentError`: arithmetic with ids that selects rows,
 `coalesce`, `to_undirected`, `to_dense_batch`, `one_hot`, negative sampling, `TopKPooling`, and
-comparing sources with targets by size. Code without such a vector cannot be seen: a mean over
-dimension 0, or `global_mean_pool(x, None)`, is that of this rank. Give `graph.batch`, which is
+comparing sources with targets by size. torch itself drops the meaning of a vector in
+`torch.tensor`, `torch.sparse_coo_tensor`, `tolist`, pickles and TorchScript: these have local ids.
+Code without such a vector cannot be seen: a mean over dimension 0, or `global_mean_pool(x, None)`,
+is that of this rank. Give `graph.batch`, which is
 zeros if the data have none, or take `graph.mean`.
 
 ## Aggregations

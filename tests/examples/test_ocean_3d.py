@@ -64,7 +64,7 @@ def own_part(rank):
     whole, part = sea.whole(), sea.part
     sea.part = lambda columns, dtype: made.append(len(columns)) or part(columns, dtype)
     graph = train.on_ranks(sea)
-    source, target = graph.edge_index
+    source, target = graph.edge_index.plain
     across = graph.edge_attr[:, 3] != 0
     assert (source[across] < graph.num_owned).all(), "columns are whole"
     assert (target < graph.num_owned).all()

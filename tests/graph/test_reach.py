@@ -1,7 +1,6 @@
 """PyG's and torch's functions are exact on a partitioned graph's vectors, however reached."""
 
 import functools
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -207,7 +206,6 @@ REFUSED = {
     "negative samples": lambda g: utils.negative_sampling(g.edge_index, len(g.x)),
     "ids in place": lambda g: g.edge_index[0].clamp_(max=1),
     "a mask of ids": lambda g: g.edge_index[:, g.edge_index[0] < 5],
-    "pickled": lambda g: pickle.dumps(g.batch),
     "a list of vectors": lambda g: g.x.index_add(0, torch.hstack([g.batch, g.batch]), g.x[[0, 0]]),
     "a start that stays": lambda g: (g.x + 9).scatter_reduce(
         0, g.edge_index[0].view(-1, 1).expand(-1, 4), g.x[g.edge_index[1]], "amax"

@@ -266,8 +266,8 @@ def parts_of_edges(rank, hops):
     assert torch.equal(both, torch.arange(graph.edge_index.shape[1]))
     assert (inner.diff() > 0).all()
     assert (outer.diff() > 0).all()
-    assert (graph.edge_index[0, inner] < graph.num_owned).all()
-    assert (graph.edge_index[0, outer] >= graph.num_owned).all()
+    assert (graph.edge_index.plain[0, inner] < graph.num_owned).all()
+    assert (graph.edge_index.plain[0, outer] >= graph.num_owned).all()
     assert graph.interior is inner, "found once"
     numbers = graph.edge_index.numel() + graph.num_halo + sum(graph.plan.send_counts)
     assert graph.edges.nbytes() == 8 * numbers + graph.edges.num_owned, "a byte per edge id"

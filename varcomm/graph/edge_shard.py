@@ -17,21 +17,25 @@ from varcomm.graph.index import (
     Numbering,
     PartitionedIndex,
     plain,
-    stops_at_last,
-    up_to_last,
 )
 from varcomm.graph.joined_edges import joined
+from varcomm.graph.nn.graphs import starts_from_zero
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation, varying
-from varcomm.ops.operator import checking
+from varcomm.ops.operator import checking, is_traced
 from varcomm.plan.exchange_plan import ExchangePlan
 
 if TYPE_CHECKING:
     from varcomm.graph.shard import NodeShard
 
 __all__ = ["EdgeShard"]
+
+
+_SELECT = frozenset(
+    ["__getitem__", "narrow", "split", "chunk", "index_select", "masked_select", "unbind"]
+)
 
 
 class _WithHalo(torch.Tensor):
@@ -53,8 +57,12 @@ class _WithHalo(torch.Tensor):
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # a PartitionedIndex selects rows
         out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        selects = getattr(func, "__name__", "") in ("__getitem__", "narrow", "split", "chunk")
+        selects = getattr(func, "__name__", "") in _SELECT
         return _ordinary(out) if selects else out
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or is_traced(x)
 
 
 def _ordinary(value: Any) -> Any:
@@ -118,7 +126,7 @@ class EdgeShard(Numbering, Shard):
     sources: NodeShard | None = field(init=False, repr=False, default=None)
     has_loops: bool = field(init=False, repr=False, default=True)
 
-    # see exchanges_for_no_edges
+    # see exchanges_for_no_edges; None outside of propagate, and in compiled code
     _unused: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
     # owned nodes up to the last one that has an edge, once asked for
     _last: list[int] = field(init=False, repr=False)
@@ -190,7 +198,7 @@ class EdgeShard(Numbering, Shard):
         return is_interior.nonzero().view(-1), (~is_interior).nonzero().view(-1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
-        """Fetch the halo's rows: (n, *F) of the owned sources gives (h, *F); the plan itself."""
+        """Return the halo's rows, (h, *F), of owned rows, (n, *F)."""
         return self.plan(x)
 
     def with_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -200,7 +208,7 @@ class EdgeShard(Numbering, Shard):
         ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
         out = self.rows_and_halo(x, dim)
-        return out if torch.compiler.is_compiling() else out.as_subclass(_WithHalo)
+        return out if _is_traced(x) else out.as_subclass(_WithHalo)
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return what :meth:`with_halo` does, as an ordinary tensor."""
@@ -227,10 +235,11 @@ class EdgeShard(Numbering, Shard):
     # What operations on edge_index call: see varcomm.graph.index.
 
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
-        """Return the rows that ends of edges select from: for sources, with the halo's rows."""
+        """Return `x`, with the halo's rows appended if sources select."""
         targets = self.layer_counts()[2]
-        if stops_at_last(x):
-            x = torch.cat([x, x.new_zeros(targets - x.shape[dim], *x.shape[1:])])
+        if x.shape[dim] < targets and self.is_up_to_last(x.shape[dim]):
+            missing = x.new_zeros(*x.shape[:dim], targets - x.shape[dim], *x.shape[dim + 1 :])
+            x = torch.cat([x, missing], dim=dim)
         given = x.shape[dim]
         if kind == "target" and given == targets:
             return _ordinary(x)  # type: ignore[no-any-return]
@@ -253,7 +262,7 @@ class EdgeShard(Numbering, Shard):
             )
         if kind != "target" or self.has_loops:
             known = self.hops > 1 or isinstance(x, _WithHalo)
-            if torch.compiler.is_compiling():  # where the number of rows has to show it
+            if _is_traced(x):  # where the number of rows has to show it
                 known = known or bool(halo)
             if given == sources + halo and known:
                 return True
@@ -268,9 +277,7 @@ class EdgeShard(Numbering, Shard):
     def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Return where to start a reduction at targets: `x`, if it has a row for each."""
         targets = self.layer_counts()[2]
-        if x.shape[dim] == targets:
-            return x
-        if self.is_up_to_last(x.shape[dim]):
+        if x.shape[dim] == targets or self.is_up_to_last(x.shape[dim]):
             return x
         if x.shape[dim] == 0 and src.shape[dim] == 0:  # PyG counts up to the last target
             return x.new_zeros(*x.shape[:dim], targets, *x.shape[dim + 1 :])
@@ -282,13 +289,18 @@ class EdgeShard(Numbering, Shard):
 
     def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the result of a local reduction at targets."""
-        if self.hops > 1 and src.dim() == 1 and self._unused is None:
+        if self.hops == 1 or self._unused is not None:
+            return out
+        if src.dim() == 1:
             # Outside of a propagate, degrees are counted: nodes of the halo lack edges here, and
             # their owners send the degree.
             return self.rows_and_halo(out[: self.num_sources])
-        if out.shape[dim] != self.layer_counts()[2]:
-            return up_to_last(out)
-        return out
+        if torch.compiler.is_compiling():
+            return out
+        raise ArgumentError(
+            "messages that are summed outside of a layer of PyG need halos of one hop: partition "
+            "the graph with hops=1."
+        )
 
     @contextmanager
     def exchanges_for_no_edges(self) -> Iterator[list[torch.Tensor]]:
@@ -326,7 +338,8 @@ class EdgeShard(Numbering, Shard):
             return top
         # edges with the extreme share its gradient evenly
         equal = src.detach() == self._rows_at(ids, top)
-        times = self._sum_at_sources(ids, equal.to(src.dtype)).clamp(min=1)
+        times = self._sum_at_sources(ids, equal.to(src.dtype))
+        times = (times + (top == 0).mul(starts_from_zero())).clamp(min=1)
         share = equal / self._rows_at(ids, times)
         parts = self._sum_at_sources(ids, src.masked_fill(~equal, 0) * share)
         return parts + (top - parts).detach()
@@ -359,6 +372,8 @@ class EdgeShard(Numbering, Shard):
             return self.layer_counts()[2]
         if kind == "source":
             return self.layer_counts()[0]
+        if self.hops > 1:
+            return self.layer_counts()[2]
         if self.sources is None or not self.has_loops:
             raise ArgumentError(
                 "the largest number in edges of two types of nodes says nothing about either. Give "

@@ -21,7 +21,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 
-__all__ = ["Numbering", "PartitionedIndex", "plain", "stops_at_last", "up_to_last"]
+__all__ = ["Numbering", "PartitionedIndex", "plain"]
 
 # What the numbers stand for: pairs of a source and a target, or the other way around; nodes at the
 # source or target of edges; graphs of a batch; which edges are self loops, and which are not;
@@ -97,9 +97,10 @@ class PartitionedIndex(torch.Tensor):
     kind : str
         Which of its numbers they are.
     line : torch.Tensor or None
-        The numbers along one dimension, if the tensor is expanded from it.
+        The numbers along one dimension, before they were viewed or expanded.
     whole : bool
-        Whether these are all edges, or all rows, of the graph on this rank.
+        Whether this is the complete vector of this rank: for masks and parts of it, counts are not
+        kept and compiled code does not know the number of self loops.
     offsets : tuple of int
         What was added to sources and targets, as nodes of several types are numbered together.
     """
@@ -149,21 +150,6 @@ class PartitionedIndex(torch.Tensor):
         return PartitionedIndex.make(
             self.plain, self.of, self.kind, self.whole, self.line, self.offsets
         )
-
-
-# the attribute of values at the nodes up to the last one that has an edge
-_UP_TO_LAST = "_varcomm_up_to_last"
-
-
-def up_to_last(values: torch.Tensor) -> torch.Tensor:
-    """Mark values that stop at the last node with an edge, as PyG does without `num_nodes`."""
-    setattr(values, _UP_TO_LAST, True)
-    return values
-
-
-def stops_at_last(values: torch.Tensor) -> bool:
-    """Return whether values stop at the last node with an edge."""
-    return hasattr(values, _UP_TO_LAST)
 
 
 def plain(value: Any) -> Any:
@@ -305,7 +291,8 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
     if key[first].kind in ("loops", "no loops"):
         key = tuple([_selecting(one) if at == first else one for at, one in enumerate(key)])
         return x[key]
-    dim = x.dim() - 1 if key[0] is Ellipsis and first == len(key) - 1 else first
+    after = sum(one is not None for one in key[first:])
+    dim = x.dim() - after if key[0] is Ellipsis else first
     before = key[1:first] if key[0] is Ellipsis else key[:first]
     if len(places) > 1 or not all(map(_is_all, before)):
         raise _refuse(func, key[first].kind)
@@ -426,13 +413,15 @@ def _reduction(
     if index.kind not in ("source", "graph") or index.line is None:
         raise _refuse(func, index.kind)
     if not torch.compiler.is_compiling():
+        if index.plain.dim() > 1 and index.plain.shape != src.shape:
+            raise _refuse(func, index.kind, "Expand the vector to the shape of the values.")
         _check_start(func, x, dim, index, how, include_self)
     rows = src.movedim(dim, 0)
     total = index.of.reduced(index, how, rows, x.shape[dim]).movedim(0, dim)  # type: ignore[arg-type]
     total = total.to(x.dtype)
     in_place = _name_of(func).endswith("_")
     if index.kind == "source" and index.of.is_up_to_last(x.shape[dim]):
-        x, total = up_to_last(x), total.narrow(dim, 0, x.shape[dim])
+        total = total.narrow(dim, 0, x.shape[dim])
     elif x.shape[dim] != total.shape[dim]:
         if x.shape[dim]:
             raise ArgumentError(
@@ -492,7 +481,9 @@ def _scatter_reduce(
 
 
 def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    count = x.of.count(x.kind, x.plain, x.whole) if isinstance(x, PartitionedIndex) else 0
+    if not isinstance(x, PartitionedIndex) or x.kind not in ("source", "target", "graph"):
+        raise _refuse(func, plain_kind(x, weights))
+    count = x.of.count(x.kind, x.plain, x.whole)
     if count < minlength and x.kind != "graph":
         raise _refuse(func, x.kind)
     values = torch.ones_like(x.plain) if weights is None else weights
@@ -506,7 +497,8 @@ def _compare(func: Callable[..., Any], a: Any, b: Any) -> Any:
     both = isinstance(a, PartitionedIndex) and isinstance(b, PartitionedIndex)
     kinds = {a.kind, b.kind} if both else set()
     if kinds == {"source", "target"}:
-        if a.of is not b.of or not a.of.has_loops or name not in _EQUAL:
+        same = a.of is b.of and a.offsets == b.offsets == (0, 0)
+        if not same or not a.of.has_loops or name not in _EQUAL:
             raise _refuse(func, "edges", "Sources and targets have local ids, in no order.")
         kind: Kind = "loops" if _EQUAL[name] else "no loops"
         whole = a.whole and b.whole
@@ -522,7 +514,8 @@ def _not(func: Callable[..., Any], x: PartitionedIndex) -> Any:
 
 
 def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
-    if plain_kind(a) == "computed" or plain_kind(b) == "computed":
+    ids = [one for one in (a, b) if isinstance(one, PartitionedIndex)]
+    if "computed" in {one.kind for one in ids} or len({one.kind for one in ids}) > 1:
         raise _refuse(func, "computed")
     return func(plain(a), plain(b))  # type: ignore[no-any-return]
 
@@ -536,7 +529,8 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, **kwarg
         return first.of.joined(ids)
     alike = all(one.kind == first.kind and one.of is first.of for one in ids)
     across = (first.plain.dim() == 2 and dim % 2 == 1) if first.kind in _ENDS else no_others
-    if not alike or not across or first.kind == "computed":
+    shifted = any(one.offsets != (0, 0) for one in ids)
+    if not alike or not across or shifted or first.kind == "computed":
         raise _refuse(func, first.kind)
     parts = [
         one.plain if isinstance(one, PartitionedIndex) else first.of.check_loops(one)
@@ -592,13 +586,17 @@ def _flip(func: Callable[..., Any], x: PartitionedIndex, *dims: Any) -> Any:
 
 
 def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or x.kind in ("computed", "loops", "no loops"):
+    if args or kwargs or x.kind in ("computed", "loops", "no loops") or x.offsets != (0, 0):
         return _other(func, (x, *args), kwargs)
     return torch.tensor(x.of.count(x.kind, x.plain, x.whole) - 1)
 
 
 def _numel(func: Callable[..., Any], x: PartitionedIndex) -> int:
-    """Return at least 1 of what other ranks may have more: PyG asks so if a graph has any."""
+    """Return at least 1 for vectors that may have elements on other ranks.
+
+    PyG skips empty vectors, ``index.max() if index.numel() else 0``, and a rank without elements
+    would miss a collective.
+    """
     count = x.plain.numel()
     return count or int(x.kind in ("edges", "reversed", "source", "graph"))
 
@@ -614,10 +612,13 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
 
 
 def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse, before torch looks at ids out of range; but not the number of one graph."""
-    if len(args) == 1 and not kwargs and args[0].kind == "graph" and args[0].plain.dim() == 0:
-        return func(args[0].plain)
+    """Refuse, before torch looks at ids out of range."""
     raise _refuse(func, plain_kind(*args, *kwargs.values()))
+
+
+def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
+    """Pickle the local numbers alone: another process does not have the graph."""
+    return func(x.plain, *args)
 
 
 def _copied(func: Callable[..., Any], x: PartitionedIndex, memo: Any) -> Any:
@@ -648,7 +649,7 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
     "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
     "__getitem__": _getitem,
-    "__setitem__ index_put_ index_put": _setitem,
+    "__setitem__": _setitem,
     "index_select": _index_select,
     "scatter_add scatter_add_": _scatter_add,
     "index_add index_add_": _index_add,
@@ -666,10 +667,11 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "max amax": _greatest,
     "numel nelement": _numel,
     "sort argsort": _sort,
-    "embedding embedding_bag gather take take_along_dim put put_ index_copy index_copy_ scatter "
-    "scatter_ index_fill index_fill_ unique unique_consecutive item __int__ __index__": _never,
+    "index_put_ index_put embedding embedding_bag gather take take_along_dim put put_ "
+    "index_copy index_copy_ scatter scatter_ index_fill index_fill_ unique unique_consecutive "
+    "item __int__ __index__": _never,
     "__deepcopy__": _copied,
-    "__reduce_ex__": _never,
+    "__reduce_ex__": _saved,
 }
 _RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
 _NAMES = {

@@ -37,8 +37,7 @@ class _JoinedEdges(Numbering):
             )
         halos = []
         for edges, offset in self.parts:
-            own = x.narrow(dim, offset, edges.num_sources)
-            halos.append(edges.rows_and_halo(own, dim).narrow(dim, own.shape[dim], edges.num_halo))
+            halos.append(edges.plan(x.narrow(dim, offset, edges.num_sources), dim=dim))
         return torch.cat([x, *halos], dim=dim)
 
     def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:

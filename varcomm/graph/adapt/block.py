@@ -30,6 +30,9 @@ Signature = tuple[Any, ...]
 
 def exchange_once(model: torch.nn.Module, running: Running) -> None:
     """Let a model exchange halos when it is called, if the graph's halos are of several hops."""
+    for module in model.modules():  # a part may have been distributed before
+        if module is not model:
+            _unwrap_forward(module)
     own = _unwrap_forward(model)
     if running.graph.hops > 1:
         vars(model)["forward"] = _Block(model, running, own)

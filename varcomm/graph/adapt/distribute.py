@@ -1,4 +1,4 @@
-"""``distribute``: let a model of PyTorch Geometric run on a partitioned graph."""
+"""``distribute``: check a model of PyTorch Geometric and let it run on a partitioned graph."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ __all__ = [
     "extreme_value",
     "first_maximum",
     "largest",
+    "starts_from_zero",
 ]
 
 Extreme = Literal["amax", "amin"]
@@ -101,6 +102,8 @@ class Graphs(Numbering):
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
         """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
+        if self.size is not None and size < self.size and index.whole:
+            raise ArgumentError(f"the batch has {self.size} graphs, more than dim_size={size}.")
         if self.num_owned is not None and not index.whole:
             raise ArgumentError(
                 "readouts of some nodes need halos of one hop: partition the graph with hops=1."
@@ -152,7 +155,7 @@ def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         result: torch.Tensor = getattr(values.detach(), how)(0)
         if values.is_floating_point():
             times = times.masked_fill(~_equal(values.detach(), result), 0)
-            count = times.sum(0) + (result == 0).mul(_counts_start())
+            count = times.sum(0) + (result == 0).mul(starts_from_zero())
             share = (times / count.clamp(min=1).double()).to(values.dtype)
             parts = values.masked_fill(times == 0, 0) * share
             result = _exactly(result, parts.sum(0))
@@ -235,7 +238,7 @@ def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
 
 
 @cache
-def _counts_start() -> bool:
+def starts_from_zero() -> bool:
     """Return whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from.
 
     It does in torch 2.13, and the share of that 0 is lost.
