@@ -20,6 +20,7 @@ REFUSED = {
     "`FakeTensorMode()`": ("distributed models",),
     "`FakeTensorMode(allow_non_fake_inputs=True)`": ("distributed models",),
     "`torch.jit.trace`": tuple(OPERATIONS),
+    "`torch.export` on one rank, `strict=False`": ("distributed models",),
     "`torch.export` on one rank, `strict=True`": ("distributed models",),
 }
 CASES = [

@@ -122,6 +122,11 @@ class PartitionedIndex(torch.Tensor):
         offsets: tuple[int, int] = (0, 0),
     ) -> PartitionedIndex:
         """Let a tensor of numbers carry what these stand for."""
+        if not torch.compiler.is_compiling() and type(plain) is not torch.Tensor:
+            raise ArgumentError(
+                f"edges of a partitioned graph cannot be of type {type(plain).__name__}. "
+                "Record the model with torch.compile or make_fx."
+            )
         out = plain.as_subclass(PartitionedIndex)
         out.plain, out.of, out.kind, out.whole, out.offsets = plain, of, kind, whole, offsets
         out.line = plain if plain.dim() == 1 else line
