@@ -46,7 +46,7 @@ are exact no matter where a call stands, inside a distributed model or outside:
 | `gcn_norm`, `get_laplacian`, `degree` | exact |
 | `add_self_loops`, `remove_self_loops`, `dropout_edge` | exact |
 
-What would mean this rank's numbers is an `ArgumentError`: arithmetic with ids that selects rows,
+Operations that would use the numbers of one rank raise `ArgumentError`: ids computed from ids,
 `coalesce`, `to_undirected`, `to_dense_batch`, `one_hot`, negative sampling, `TopKPooling`, and
 comparing sources with targets by size. torch itself drops the meaning of a vector in
 `torch.tensor`, `torch.sparse_coo_tensor`, `tolist`, pickles and TorchScript: these have local ids.

@@ -11,20 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index import (
-    How,
-    Kind,
-    Numbering,
-    PartitionedIndex,
-    plain,
-)
+from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary, plain
 from varcomm.graph.joined_edges import joined
 from varcomm.graph.nn.graphs import starts_from_zero
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation, varying
-from varcomm.ops.operator import checking, is_traced
+from varcomm.ops.operator import checking, in_graph
 from varcomm.plan.exchange_plan import ExchangePlan
 
 if TYPE_CHECKING:
@@ -58,17 +52,7 @@ class _WithHalo(torch.Tensor):
             return NotImplemented  # a PartitionedIndex selects rows
         out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         selects = getattr(func, "__name__", "") in _SELECT
-        return _ordinary(out) if selects else out
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or is_traced(x)
-
-
-def _ordinary(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)([_ordinary(one) for one in value])
-    return value.as_subclass(torch.Tensor) if isinstance(value, _WithHalo) else value
+        return ordinary(out, cls) if selects else out
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +192,7 @@ class EdgeShard(Numbering, Shard):
         ``plan.nbytes(x)`` from this rank; in backward, the halo's rows back to their owners.
         """
         out = self.rows_and_halo(x, dim)
-        return out if _is_traced(x) else out.as_subclass(_WithHalo)
+        return out if in_graph(x) else out.as_subclass(_WithHalo)
 
     def rows_and_halo(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return what :meth:`with_halo` does, as an ordinary tensor."""
@@ -242,11 +226,11 @@ class EdgeShard(Numbering, Shard):
             x = torch.cat([x, missing], dim=dim)
         given = x.shape[dim]
         if kind == "target" and given == targets:
-            return _ordinary(x)  # type: ignore[no-any-return]
+            return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
         with checking("edge_index", self.group) as where:
             has_halo = self._has_halo(kind, x, given, where)
         if has_halo:
-            return _ordinary(x)  # type: ignore[no-any-return]
+            return ordinary(x, _WithHalo)  # type: ignore[no-any-return]
         x = self.rows_and_halo(x, dim)
         if empty and self._unused is not None and x.requires_grad:
             self._unused.append(x.narrow(dim, 0, 0).sum())
@@ -262,7 +246,7 @@ class EdgeShard(Numbering, Shard):
             )
         if kind != "target" or self.has_loops:
             known = self.hops > 1 or isinstance(x, _WithHalo)
-            if _is_traced(x):  # where the number of rows has to show it
+            if in_graph(x):  # where the number of rows has to show it
                 known = known or bool(halo)
             if given == sources + halo and known:
                 return True
@@ -287,7 +271,7 @@ class EdgeShard(Numbering, Shard):
                 f"{targets} nodes. Give the number of owned nodes: x.size(0), or graph.num_owned."
             )
 
-    def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
+    def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Return the result of a local reduction at targets."""
         if self.hops == 1 or self._unused is not None:
             return out

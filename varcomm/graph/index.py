@@ -21,7 +21,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 
-__all__ = ["Numbering", "PartitionedIndex", "plain"]
+__all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
 
 # What the numbers stand for: pairs of a source and a target, or the other way around; nodes at the
 # source or target of edges; graphs of a batch; which edges are self loops, and which are not;
@@ -42,6 +42,11 @@ class Numbering:
     #: whether a source and a target with the same number are the same node
     has_loops = False
 
+    @property
+    def shards(self) -> Sequence[Any]:
+        """The edges of each type of the graph that these are."""
+        return (self,)
+
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return the rows that numbers of this kind select from, given those of this rank."""
         raise _unknown("selecting rows")
@@ -56,7 +61,7 @@ class Numbering:
         """Check that a local reduction at targets has a row for each, and return its start."""
         raise _unknown("reducing at targets of edges")
 
-    def at_targets(self, out: torch.Tensor, src: torch.Tensor, dim: int) -> torch.Tensor:
+    def at_targets(self, out: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Complete a local reduction at targets."""
         return out
 
@@ -143,8 +148,8 @@ class PartitionedIndex(torch.Tensor):
         """Carry on what the numbers stand for; select and reduce as on the full graph."""
         kwargs = dict(kwargs or {})
         name = _name_of(func)
-        if kwargs.get("out") is not None:
-            raise _refuse(func, plain_kind(*args, *kwargs.values()), "Do not give out=.")
+        if (out := kwargs.pop("out", None)) is not None:
+            raise _refuse(func, _first(*args, *kwargs.values(), out).kind, "Do not give out=.")
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if name in _RULES:
@@ -155,6 +160,10 @@ class PartitionedIndex(torch.Tensor):
         return PartitionedIndex.make(
             self.plain, self.of, self.kind, self.whole, self.line, self.offsets
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedIndex:
+        copied = self.plain.clone()
+        return PartitionedIndex.make(copied, self.of, self.kind, self.whole, None, self.offsets)
 
 
 def plain(value: Any) -> Any:
@@ -257,15 +266,16 @@ class _NoEdges(torch.Tensor):
         if name in _CATS and all(one.dim() == 1 for one in tensors):
             columns = [one.as_subclass(torch.Tensor).unsqueeze(1) for one in tensors]
             return _of_no_edges(torch.cat(columns).squeeze(1))
-        given = [_ordinary(one) for one in args]
-        out = func(*given, **{name: _ordinary(one) for name, one in (kwargs or {}).items()})
+        given = [ordinary(one, cls) for one in args]
+        out = func(*given, **{name: ordinary(one, cls) for name, one in (kwargs or {}).items()})
         return _of_no_edges(out) if name in _SIGNS else out
 
 
-def _ordinary(value: Any) -> Any:
+def ordinary(value: Any, kind: type[torch.Tensor]) -> Any:
+    """Return ordinary tensors in place of those of a subclass, also in lists and tuples."""
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)([_ordinary(one) for one in value])
-    return value.as_subclass(torch.Tensor) if isinstance(value, _NoEdges) else value
+        return type(value)([ordinary(one, kind) for one in value])
+    return value.as_subclass(torch.Tensor) if isinstance(value, kind) else value
 
 
 def _of_no_edges(values: torch.Tensor) -> torch.Tensor:
@@ -348,7 +358,7 @@ def _rows(func: Callable[..., Any], index: PartitionedIndex, x: torch.Tensor, di
     return index.of.selected_from(index.kind, x, dim % max(1, x.dim()), empty)
 
 
-def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+def _index_select(func: Callable[..., Any], x: Any, dim: int, index: Any) -> Any:
     if isinstance(x, PartitionedIndex):
         if isinstance(index, PartitionedIndex):
             if index.kind not in ("source", "target"):
@@ -366,13 +376,13 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
         x.plain[key], x.whole, x.offsets = value.plain, False, value.offsets
         return
     if isinstance(x, PartitionedIndex) or isinstance(value, PartitionedIndex):
-        raise _refuse(func, plain_kind(x, value))
+        raise _refuse(func, _first(x, value).kind)
     if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
         x[_selecting(key)] = value
     elif isinstance(key, PartitionedIndex) and key.kind == "target":
         key.of.targets(x, 0, key.plain)[key.plain] = value
     else:
-        raise _refuse(func, plain_kind(key))
+        raise _refuse(func, _first(key).kind)
 
 
 def _is_end(x: Any, key: Any, value: Any) -> bool:
@@ -387,14 +397,6 @@ def _is_end(x: Any, key: Any, value: Any) -> bool:
     )
 
 
-def plain_kind(*values: Any) -> str:
-    """Return the kind of the first vector among these."""
-    for value in values:
-        if isinstance(value, PartitionedIndex):
-            return value.kind
-    return "edges"
-
-
 def _reduction(
     func: Callable[..., Any],
     x: Any,
@@ -407,14 +409,14 @@ def _reduction(
 ) -> torch.Tensor:
     """Reduce rows of `src` into `x` at the nodes or graphs of `index`."""
     if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
-        raise _refuse(func, plain_kind(x, src))
+        raise _refuse(func, _first(x, src).kind)
     if isinstance(src, PartitionedIndex) or how not in ("sum", "amax", "amin", "prod"):
         raise _refuse(func, index.kind)
     if index.offsets != (0, 0):
         raise _refuse(func, "computed")
     if index.kind == "target":
         out = local(index.of.targets(x, dim, src), index.plain)
-        return index.of.at_targets(out, src, dim)
+        return index.of.at_targets(out, src)
     if index.kind not in ("source", "graph") or index.line is None:
         raise _refuse(func, index.kind)
     if not torch.compiler.is_compiling():
@@ -487,7 +489,7 @@ def _scatter_reduce(
 
 def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: int = 0) -> Any:
     if not isinstance(x, PartitionedIndex) or x.kind not in ("source", "target", "graph"):
-        raise _refuse(func, plain_kind(x, weights))
+        raise _refuse(func, _first(x, weights).kind)
     count = x.of.count(x.kind, x.plain, x.whole)
     if count < minlength and x.kind != "graph":
         raise _refuse(func, x.kind)
@@ -525,7 +527,7 @@ def _equal_all(func: Callable[..., Any], a: Any, b: Any) -> bool:
     return func(plain(a), plain(b))  # type: ignore[no-any-return]
 
 
-def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
+def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Any:
     ids = [one for one in tensors if isinstance(one, PartitionedIndex)]
     first = ids[0]
     no_others = len(ids) == len(tensors)
@@ -618,16 +620,12 @@ def _sort(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwargs: A
 
 def _never(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse, before torch looks at ids out of range."""
-    raise _refuse(func, plain_kind(*args, *kwargs.values()))
+    raise _refuse(func, _first(*args, *kwargs.values()).kind)
 
 
 def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
     """Pickle the local numbers alone: another process does not have the graph."""
     return func(x.plain, *args)
-
-
-def _copied(func: Callable[..., Any], x: PartitionedIndex, memo: Any) -> Any:
-    return PartitionedIndex.make(x.plain.clone(), x.of, x.kind, x.whole, None, x.offsets)
 
 
 _SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
@@ -675,7 +673,6 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "index_put_ index_put embedding embedding_bag gather take take_along_dim put put_ "
     "index_copy index_copy_ scatter scatter_ index_fill index_fill_ unique unique_consecutive "
     "item __int__ __index__": _never,
-    "__deepcopy__": _copied,
     "__reduce_ex__": _saved,
 }
 _RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}

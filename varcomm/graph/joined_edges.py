@@ -26,6 +26,11 @@ class _JoinedEdges(Numbering):
     sources_end: int
     targets_end: int
 
+    @property
+    def shards(self) -> Sequence[Any]:
+        """The edges of each type."""
+        return [edges for edges, _ in self.parts]
+
     def selected_from(self, kind: Kind, x: torch.Tensor, dim: int, empty: bool) -> torch.Tensor:
         """Return the rows of all types, for sources with the halos of all types."""
         if kind == "target":

@@ -65,9 +65,8 @@ class Running:
                 f"{where}these are numbers of another kind than edges: {edge_index.kind}."
             )
         shards = self.graph.edge_shards.values()
-        parts = getattr(edge_index.of, "parts", [(edge_index.of, 0)])
         if not torch.compiler.is_compiling() and not all(
-            any(edges is shard for shard in shards) for edges, _ in parts
+            any(edges is shard for shard in shards) for edges in edge_index.of.shards
         ):
             raise ArgumentError(
                 f"{where}these are the edges of another graph than the one that the model is "
