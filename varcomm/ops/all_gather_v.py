@@ -127,10 +127,8 @@ def all_gather_v(
     Notes
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
-
     Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
     for others once on arrival.
-
     In one process: ``torch.cat(shards, dim)``.
 
     Examples

@@ -110,11 +110,9 @@ def all_reduce(
     -----
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result
     counts once per rank.
-
     Communication: each rank sums a piece of ``1 / P`` and sends it to the others, in all
     ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each sums all,
     in a single round: ``P - 1`` times.
-
     In one process: ``sum(tensors)``.
 
     Examples

@@ -111,10 +111,8 @@ def all_to_all_v(
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
-
     Communication: each rank sends the bytes of `tensor` but for the block that it keeps. For
     ``dim=0`` nothing is copied, for others once on departure.
-
     In one process: rank r has ``torch.cat([blocks[r] for blocks in split], dim)``, where
     ``split[i]`` is ``tensor.split(send_sizes, dim)`` of rank i.
 
@@ -204,10 +202,8 @@ def transpose_v(
     Notes
     -----
     Adjoint: :func:`transpose_v` with split and concatenation exchanged, which is also its inverse.
-
     Communication: each rank sends the bytes of `tensor` but for the block that it keeps. One copy,
     on departure.
-
     In one process: rank r has ``whole.split(split_sizes, split_dim)[r]`` where it had
     ``whole.split(concat_sizes, concat_dim)[r]``.
 

@@ -135,10 +135,8 @@ def broadcast(
 
     Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
     `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
-
     Communication: `src` describes its tensor to all in 1 KiB; then each other rank receives its
     bytes once, by a tree if the engine has one.
-
     In one process: ``tensor.clone()``.
 
     Examples
@@ -194,10 +192,8 @@ def reduce(
     Notes
     -----
     Adjoint: :func:`broadcast` from `dst`.
-
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
     `async_op`, `dst` sums all, in a single round. Each other rank sends the bytes of `tensor` once.
-
     In one process: ``sum(tensors)``.
 
     Examples

@@ -12,8 +12,6 @@ from varcomm.errors import ArgumentError
 from varcomm.sizes import checked_dim, checked_sizes
 from varcomm.transport.group import Group
 
-__all__ = ["checked_flag", "checked_shard", "checked_tensor", "checked_whole"]
-
 
 def checked_flag(value: object, name: str, where: str) -> None:
     """Raise ArgumentError if `value` is not a bool."""

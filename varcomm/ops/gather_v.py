@@ -141,10 +141,8 @@ def gather_v(
     Notes
     -----
     Adjoint: :func:`scatter_v` from `dst`.
-
     Communication: each rank but `dst` sends its shard. For ``dim=0`` nothing is copied, for others
     once on arrival.
-
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
@@ -215,10 +213,8 @@ def scatter_v(
 
     Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
     `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
-
     Communication: `src` describes its tensor to all in 1 KiB, then sends each other rank its shard.
     For ``dim=0`` nothing is copied, for others once on departure.
-
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

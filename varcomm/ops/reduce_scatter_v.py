@@ -55,10 +55,8 @@ def reduce_scatter_v(
     Notes
     -----
     Adjoint: :func:`all_gather_v` with the same arguments.
-
     Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums the
     received rows in rank order. For ``dim=0`` nothing is copied, for others once on departure.
-
     In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

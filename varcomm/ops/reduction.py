@@ -11,15 +11,6 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
-__all__ = [
-    "SMALL",
-    "accumulated",
-    "accumulation_dtype",
-    "checked_summable",
-    "pieces",
-    "sum_in_rank_order",
-]
-
 # Up to here a second round of messages costs more than the bytes that it saves.
 SMALL = 16 * 1024
 

@@ -54,9 +54,7 @@ def shard_v(
     Notes
     -----
     Adjoint: the rows are put back at their place among zeros: this rank's part of the gradient.
-
     Communication: none, except that ranks compare `sizes` and `dim` inside :func:`varcomm.debug`.
-
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

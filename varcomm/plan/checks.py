@@ -11,8 +11,6 @@ from varcomm.ops.operator import in_graph
 from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
 
-__all__ = ["checked_count_matrix", "checked_index", "checked_indices", "checked_range"]
-
 
 def checked_index(
     index: torch.Tensor, num_rows: int, name: str, rows: str, where: str = ""

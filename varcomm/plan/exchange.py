@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from math import prod
+from secrets import randbits
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import ByNumber, extent_of
+from varcomm.ops.compilation import extent_of
 from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, named
-
-__all__ = ["Exchange", "ExchangeAdjoint", "IndexedAllToAllV", "Routes", "numbered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +104,27 @@ class Numbered:
     @property
     def routes(self) -> Routes:
         """The plan; ArgumentError if no graph or caller has kept it."""
-        what = f"exchange on {self.group}: the plan of a traced or compiled graph"
-        return _plans.find(self.number, what)
+        found = _plans.get(int(self.number))
+        if found is None:
+            raise ArgumentError(
+                f"exchange on {self.group}: the plan of a traced or compiled graph exists no "
+                "longer, or is of another process. Keep it as long as the graph."
+            )
+        return found
 
 
-_plans: ByNumber[Routes] = ByNumber()
+# Plans that are alive, by number; numbers of another process are others.
+_plans: WeakValueDictionary[int, Routes] = WeakValueDictionary()
+_numbers = count(randbits(62))
 
 
 def numbered(routes: Routes) -> torch.Tensor:
-    """Return a number for the plan, a tensor that keeps the plan alive."""
-    number = _plans.give(routes)
+    """Return a number for the plan: a tensor, which keeps the plan alive.
+
+    torch.compile makes constants of ints.
+    """
+    place = next(_numbers)
+    number, _plans[place] = torch.tensor(place), routes
     number.routes = routes  # type: ignore[attr-defined]
     return number
 

@@ -52,10 +52,8 @@ class ExchangePlan(Routes):
     Notes
     -----
     Adjoint: :meth:`adjoint`, which sends rows back and sums, at each owner, all copies of a row.
-
     Communication: :meth:`nbytes` from this rank, whenever the plan is called: each row that another
     rank needs, once for each such rank, in one message to each.
-
     In one process: ``torch.cat(shards)[needed]``, of the rows of all ranks; its adjoint is
     ``zeros.index_add(0, needed, tensor)``.
 

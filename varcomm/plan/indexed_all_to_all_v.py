@@ -63,9 +63,7 @@ def indexed_all_to_all_v(
     Notes
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
-
     Communication: each row goes once to each other rank that it is for. One copy, on departure.
-
     In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``,
     of the tensor and the indices of each rank.
 

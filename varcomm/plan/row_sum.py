@@ -8,8 +8,6 @@ from math import prod
 
 import torch
 
-__all__ = ["RowSum"]
-
 _WIDE = 16  # elements per row from which bags are faster, however few copies there are
 _DENSE = 2  # copies per row, on average, from which they are faster for any width
 
