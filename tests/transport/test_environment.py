@@ -108,7 +108,7 @@ REFUSALS = [
     (TORCHRUN | {"RANK": "one"}, "RANK='one'"),
     (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
     (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE"),
-    (without(TORCHRUN, "RANK"), "RANK"),
+    (without(TORCHRUN, "RANK"), "Export RANK"),
     (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR not"),
     (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT not"),
     (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE"),

@@ -119,11 +119,6 @@ def all_gather_v(
         ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory format of
         `tensor`.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.

@@ -101,11 +101,6 @@ def all_reduce(
         The sum, a new tensor of the shape, dtype and memory format of `tensor`; the same on all
         ranks, bit for bit.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result

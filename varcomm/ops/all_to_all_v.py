@@ -103,11 +103,6 @@ def all_to_all_v(
         ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. Contiguous for
         ``dim=0``, a transposed view of contiguous memory for others; ``channels_last`` is kept.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
@@ -193,11 +188,6 @@ def transpose_v(
         ``split_sizes[rank]`` rows along `split_dim` and ``sum(concat_sizes)`` along `concat_dim`;
         dtype of `tensor`. Contiguous for ``concat_dim=0``, a transposed view of contiguous memory
         for others; ``channels_last`` is kept.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
 
     Notes
     -----

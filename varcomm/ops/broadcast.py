@@ -121,20 +121,14 @@ def broadcast(
     Raises
     ------
     ArgumentError
-        Before any data moves: on every rank, if `tensor` on `src` is no dense tensor; on this rank,
-        if `src` is no rank of the group.
-    DisagreementError
-        On every rank, if other transforms of ``torch.func`` reach the tensor on `src` than those
-        that others pass.
-    GroupError
-        On this rank, before any communication.
+        On every rank, before any data moves, if `tensor` on `src` is no dense tensor.
 
     Notes
     -----
     Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
 
-    Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
-    `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
+    Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
+    in place of None and ask for its gradient.
     Communication: `src` describes its tensor to all in 1 KiB; then each other rank receives its
     bytes once, by a tree if the engine has one.
     In one process: ``tensor.clone()``.
@@ -183,11 +177,6 @@ def reduce(
         On `dst` the sum, the same at every run, bit for bit; shape, dtype and memory format of
         `tensor`. Elsewhere zeros of the same shape, which belong to the graph as well: every rank
         enters backward.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
 
     Notes
     -----

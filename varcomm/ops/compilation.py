@@ -82,9 +82,5 @@ def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
 
 
 def counts_in(extent: torch.Tensor) -> tuple[int, ...]:
-    """Return the numbers that a shape holds.
-
-    >>> counts_in(extent_of(3, 0, 10**12))
-    (3, 0, 1000000000000)
-    """
+    """Return the numbers that a shape holds."""
     return tuple(count - _ABOVE for count in extent.shape[:-1])

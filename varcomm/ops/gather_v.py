@@ -133,11 +133,6 @@ def gather_v(
         format of `tensor`. Elsewhere a tensor of zero rows, which belongs to the graph: every rank
         enters backward, for instance through its ``sum()``.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`scatter_v` from `dst`.
@@ -198,21 +193,16 @@ def scatter_v(
     Raises
     ------
     ArgumentError
-        Before any data moves: on every rank, if `tensor` does not match `sizes` and `dim` on `src`;
-        on this rank, if `sizes`, `dim` or `src` are wrong in themselves.
+        On every rank, before any data moves, if `tensor` does not match `sizes` and `dim` on `src`.
     DisagreementError
         On a rank whose `sizes` are not those of `src`.
-        On every rank, if other transforms of ``torch.func`` reach the tensor on `src` than those
-        that others pass.
-    GroupError
-        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`gather_v` to `src`.
 
-    Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
-    `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
+    Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
+    in place of None and ask for its gradient.
     Communication: `src` describes its tensor to all in 1 KiB, then sends each other rank its shard.
     For ``dim=0`` nothing is copied, for others once on departure.
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.

@@ -47,11 +47,6 @@ def reduce_scatter_v(
         ``sizes[rank]`` rows along `dim`, the same bit for bit at every run; dtype and memory format
         of `tensor`.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`all_gather_v` with the same arguments.

@@ -42,15 +42,6 @@ def shard_v(
     torch.Tensor or Handle
         ``sizes[rank]`` rows along `dim`: a view of `tensor`, as :meth:`torch.Tensor.narrow` gives.
 
-    Raises
-    ------
-    ArgumentError
-        If `sizes`, `dim` and `tensor` do not match on this rank.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if `sizes` or `dim` differ between ranks.
-    GroupError
-        If this rank is not in `group`.
-
     Notes
     -----
     Adjoint: the rows are put back at their place among zeros: this rank's part of the gradient.

@@ -50,12 +50,10 @@ class Routes:
 
     @property
     def number(self) -> torch.Tensor:
-        """A number by which a graph finds these routes, as long as it keeps that tensor."""
         return numbered(self)
 
     @property
     def routes(self) -> Routes:
-        """Itself; for :class:`Numbered`, the plan."""
         return self
 
     def rows(self) -> tuple[int, int]:
@@ -87,10 +85,7 @@ class Unchecked(Routes):
 
 @dataclass(frozen=True, eq=False)
 class Numbered:
-    """The part of a plan that a graph holds: the numbers of rows, and a number to find the rest.
-
-    So the same compiled code serves plans with other neighbours.
-    """
+    """The part of a plan that a graph holds, so that compiled code serves other plans too."""
 
     group: Group
     number: torch.Tensor

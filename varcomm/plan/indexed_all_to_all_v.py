@@ -55,11 +55,6 @@ def indexed_all_to_all_v(
         The received rows, sender by sender, each in the sender's order; dtype of `tensor`. For
         ``dim != 0`` a transposed view of contiguous memory; ``channels_last`` is kept.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
@@ -85,7 +80,8 @@ def indexed_all_to_all_v(
         checked_tensor(tensor, where)
         dim = checked_dim(dim, tensor.shape, where)
         index, send_counts = checked_indices(indices, tensor.shape[dim], ranks, where)
-        recv_counts = checked_count_matrix(sizes, send_counts, ranks, where)
+        matrix = checked_count_matrix(sizes, send_counts, ranks, where)
+        recv_counts = tuple(row[ranks.rank] for row in matrix)
         plan = Routes(ranks, index, send_counts, recv_counts, tensor.shape[dim])
         if index.device != tensor.device:
             raise ArgumentError(

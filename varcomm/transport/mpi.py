@@ -2,11 +2,8 @@
 
 ``init(backend="mpi")`` starts MPI under ``mpiexec`` or ``srun``, joins the ranks in a Gloo world
 and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes. Messages go
-from and to the memory of tensors. For small messages that equals MPI's own Allgatherv and Alltoallv
-in speed, and takes half their time from 1 MB on (MPICH 5.0.2).
-
-mpi4py loads the first ``libmpi`` that it finds: beside the interpreter (``pip install mpich``), or
-on the system's path. ``MPI4PY_LIBMPI=<path>`` names another. It must belong to the ``mpiexec``.
+from and to the memory of tensors, at the speed of MPI's own Allgatherv and Alltoallv for small ones
+and in half their time from 1 MB on (MPICH 5.0.2).
 """
 
 from __future__ import annotations
@@ -168,9 +165,8 @@ def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
     while not done():
         if monotonic() > end:
             raise RuntimeError(
-                f"{where} timed out after {seconds:g} s. Look for a rank that has failed, that "
-                "calls something else or in another order (varcomm.debug() names it), that "
-                "expects another size, or that computes for longer than this."
+                f"{where} timed out after {seconds:g} s. Look for a rank that has failed, calls "
+                "something else or expects another size: varcomm.debug() names it."
             )
         os.sched_yield()
 
@@ -222,8 +218,7 @@ def gpu_aware() -> bool:
 def start(place: Place, limit: timedelta) -> Store:
     """Start MPI, unless it runs, and return a store of its ranks; collective.
 
-    MPI ends at exit. If another rank never starts it, the process ends with code 1 after `limit`.
-    Raises LaunchError if MPI has other ranks than the launcher, or refuses calls from threads.
+    If another rank never starts it, the process ends with code 1 after `limit`.
     """
     if not MPI.Is_initialized():
         # MPI waits for the others with the lock of the interpreter; this timer needs no lock
@@ -236,15 +231,13 @@ def start(place: Place, limit: timedelta) -> Store:
     if (world.rank, world.size) != (place.rank, place.size):
         raise LaunchError(
             f"this is rank {place.rank} of {place.size} to {place.launcher}, but rank {world.rank} "
-            f"of {world.size} to MPI ({MPI.Get_library_version().splitlines()[0]}). Start the "
-            "ranks with the mpiexec of that library or with srun, not with torchrun, or set "
-            "MPI4PY_LIBMPI to the library of your mpiexec."
+            f"of {world.size} to MPI ({MPI.Get_library_version().splitlines()[0]}). Start ranks "
+            "with the mpiexec of that library, or set MPI4PY_LIBMPI to the library of yours."
         )
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise LaunchError(
-            f"rank {place.rank}: MPI was started without support for threads, but backward passes "
-            "communicate from threads of their own. Let varcomm.init start it, or ask for "
-            "MPI.THREAD_MULTIPLE."
+            f"rank {place.rank}: MPI was started without support for threads, in which backward "
+            "communicates. Let varcomm.init start it, or ask for MPI.THREAD_MULTIPLE."
         )
     return _store(limit)
 

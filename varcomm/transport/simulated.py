@@ -1,6 +1,5 @@
 """Simulated group: one real rank, no peers, nothing sent.
 
-It serves to plan a run: a rank computes its own messages and memory without the others.
 torch.distributed's backend "fake" holds the ranks; the engine here answers for them.
 """
 
@@ -92,19 +91,14 @@ def _kept(
 
 @contextmanager
 def alone(size: int, rank: int) -> Iterator[None]:
-    """Make this process rank `rank` of a simulated world of `size` ranks.
-
-    Raises ArgumentError if there is no such rank, GroupError if torch.distributed is initialised.
-    """
-    ranks = at_least(1, size, "size")
-    rank = checked_rank(rank, ranks, "rank")
+    """Make this process rank `rank` of a simulated world of `size` ranks."""
+    rank = checked_rank(rank, at_least(1, size, "size"), "rank")
     if dist.is_initialized():
         raise GroupError(
             f"torch.distributed is initialised already, as rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}. A simulated world needs a process that is in none: leave "
-            "the other one first, or torch.distributed.destroy_process_group()."
+            f"{dist.get_world_size()}. Call torch.distributed.destroy_process_group() first."
         )
-    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    dist.init_process_group("fake", rank=rank, world_size=size)
     try:
         yield
     finally:
