@@ -11,7 +11,6 @@ import torch.autograd.forward_ad as forward_ad
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import varcomm
 from tests.ops.primitives import PRIMITIVES, case
@@ -361,39 +360,3 @@ def transformed(rank):
 @SLOW
 def test_transforms_in_compiled_code(compiling):
     assert compiling(2, transformed) == [[True, True]] * 2
-
-
-def begun_without_gradient(rank, backend):
-    def fn(x):
-        with torch.no_grad():
-            handle = varcomm.all_gather_v(x, [3, 3], async_op=True)
-        return handle.wait()
-
-    x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
-    compiled, _ = counted(fn, backend)
-    return [torch.autograd.grad(each(x).pow(2).sum(), x)[0].tolist() for each in (fn, compiled)]
-
-
-@SLOW
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_wait_asks_for_the_gradient(compiling, backend):
-    assert compiling(2, begun_without_gradient, backend) == [[[0.0, 4.0, 8.0]] * 2] * 2
-
-
-def checkpoints(rank):
-    def part(x):
-        return varcomm.all_gather_v(x.sin(), [3, 3]).sin()
-
-    x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
-    inside, _ = counted(part)
-    (want,) = torch.autograd.grad(part(x).sum(), x)
-    (got,) = torch.autograd.grad(checkpoint(inside, x, use_reentrant=False).sum(), x)
-    # the other way round torch fails on an effect that it would compute again
-    with pytest.raises(AssertionError, match="tensors_saved_with_vc_check to be Tensors"):
-        counted(lambda x: checkpoint(part, x, use_reentrant=False))[0](x)
-    return torch.equal(got, want)
-
-
-@SLOW
-def test_compiled_code_goes_inside_a_checkpoint(compiling):
-    assert compiling(2, checkpoints) == [True, True]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import varcomm
 from tests.plan.naive import (
-    SHAPES,
     WORLDS,
     all_to_all_needs,
     in_a_ring,
@@ -64,14 +63,6 @@ def expected(needs, rank):
         "started": received,
         "adjoint": needs.summed(needs.copies(2), rank).tolist(),
     }
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_plan_and_what_it_does(worlds, shape, ranks):
-    needs = SHAPES[shape](ranks)
-    want = [[expected(needs, rank)] * 2 for rank in range(ranks)]
-    assert worlds.run(ranks, by_both_ways, needs) == want
 
 
 @settings(deadline=None, max_examples=12)
@@ -163,22 +154,6 @@ def test_signatures_that_callers_rely_on():
         signature = inspect.signature(getattr(varcomm, name))
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         assert str(inspect.Signature(bare)) == expected
-
-
-def without_a_plan(rank, ranks):
-    """``indexed_all_to_all_v`` equals a plan of the same needs; sizes may be of any library."""
-    needs = all_to_all_needs(ranks)
-    x, matrix = torch.randn(needs.sizes[rank], 2), needs.matrix
-    want = needs.plan_of_needed(rank)(x)
-    kinds = (matrix, [list(row) for row in matrix], np.array(matrix), torch.tensor(matrix))
-    index = needs.index_of(rank, torch.int32)
-    found = [varcomm.indexed_all_to_all_v(x, index, kind) for kind in kinds]
-    return all(torch.equal(y, want) for y in found)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_exchange_without_a_plan(worlds, ranks):
-    assert worlds.run(ranks, without_a_plan, ranks) == [True] * ranks
 
 
 # --- copies and files

@@ -246,30 +246,6 @@ launch(stay, 2, os.getpid())
     assert parent.returncode == -death
 
 
-@pytest.mark.slow
-def test_no_rank_outlives_its_parent_whose_forked_child_lives(tmp_path):
-    """The child has the parent's ends of the sockets too, and keeps them open."""
-    code = """
-import os, time
-from varcomm import Ranks
-pool = Ranks(2)
-print(*pool.run(lambda rank: os.getpid()), flush=True)
-child = os.fork()
-if child:
-    print(child, flush=True)
-time.sleep(60)
-"""
-    with script(tmp_path, code) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        child = int(parent.stdout.readline())
-        try:
-            parent.kill()
-            assert all_end(pids)
-            assert is_running(child)
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
 WITHOUT_GUARD = """
 from varcomm import launch
 class Point:

@@ -40,8 +40,7 @@ class _Launcher(NamedTuple):
 
 def _of_mpi(name: str, prefix: str, job: str) -> _Launcher:
     words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    rank, size, local_rank, local_size = (f"{prefix}_{word}" for word in words)
-    return _Launcher(name, rank, size, local_rank, local_size, job)
+    return _Launcher(name, *(f"{prefix}_{word}" for word in words), job)
 
 
 # SLURM is last because `mpirun` inside an allocation starts its daemons by `srun`, whose variables
@@ -84,7 +83,7 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
             "need 0 <= rank < size."
         )
     local_rank = _integer(environ, launcher.local_rank, 0 if launcher.name == "torchrun" else None)
-    point = None if mpi else _meeting_point(launcher, environ, rank, size)
+    point = None if mpi else _meeting_point(launcher, environ, size)
     lasting = point == "env://" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, size, local_rank, point, launcher.name, lasting)
 
@@ -94,38 +93,22 @@ def _has_started(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     sign = launcher.local_rank if launcher.name == "MPICH" else launcher.rank
     if sign not in environ or launcher.name != "SLURM":
         return sign in environ
-    step = _integer(environ, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
-    return step < _FIRST_SPECIAL_STEP
+    return _integer(environ, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) < _FIRST_SPECIAL_STEP
 
 
-def _meeting_point(
-    launcher: _Launcher, environ: Mapping[str, str], rank: int, size: int
-) -> str | None:
+def _meeting_point(launcher: _Launcher, environ: Mapping[str, str], size: int) -> str | None:
     """Return the address, with a port derived from the job: two jobs on one host do not meet."""
-    if launcher.name == "torchrun":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing and size > 1:
-            raise LaunchError(
-                f"RANK={rank} and WORLD_SIZE={size} are set, but {' and '.join(missing)} not. "
-                "Start with torchrun, or export them for every rank."
-            )
-        # torchrun's agent may already serve the store at that port
+    if launcher.name == "torchrun":  # its agent may already serve the store
         return "env://" if size > 1 else None
-    host = "127.0.0.1"
-    if "MASTER_ADDR" in environ:
-        host = environ["MASTER_ADDR"]
-    elif size > 1 and launcher.name == "SLURM":
-        nodes = next((environ[name] for name in _NODES if name in environ), None)
-        if nodes is None:
-            raise LaunchError(
-                f"SLURM_PROCID={rank} is set, but {', '.join(_NODES)} are not. "
-                "Export MASTER_ADDR=<host of rank 0> for every rank."
-            )
-        host = first_host(nodes)
-    elif size > 1 and _integer(environ, launcher.local_size, 0) != size:
+    host = environ.get("MASTER_ADDR")
+    if host is None and (size == 1 or _integer(environ, launcher.local_size, 0) == size):
+        host = "127.0.0.1"
+    elif host is None and launcher.name == "SLURM":
+        host = first_host(next((environ[name] for name in _NODES if name in environ), ""))
+    if host is None:
         raise LaunchError(
-            f"{launcher.name} started {size} ranks on several hosts, but does not say where rank 0 "
-            "is. Export MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
+            f"{launcher.name} started {size} ranks, but does not say where rank 0 is. Export "
+            "MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
         )
     job = ".".join(environ.get(name, "") for name in launcher.job.split())
     derived = 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
@@ -133,14 +116,10 @@ def _meeting_point(
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def first_host(nodes: str) -> str:
+def first_host(nodes: str) -> str | None:
     """Return the first host of a SLURM node list: ``node01`` of ``node[01-04,07],login1``."""
     hosts = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", nodes.strip())
-    if hosts is None:
-        raise LaunchError(
-            f"cannot read a host from the SLURM node list {nodes!r}. Export MASTER_ADDR."
-        )
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0])
+    return hosts and re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0])
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -377,10 +377,7 @@ def _end(
 
 
 def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
-    """Join the other ranks, then serve the parent until it sends `_STOP`.
-
-    The arguments come from the command line; `rank` is -1 if ``mpiexec`` sets it.
-    """
+    """Join the other ranks, then serve the parent; `rank` is -1 if ``mpiexec`` sets it."""
     place = Place(int(rank), int(size), int(rank), f"file://{folder}/rendezvous", "varcomm.launch")
     if uses_mpi(backend):
         place = environment.read(os.environ, mpi=True)
@@ -400,8 +397,7 @@ def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
         target=_end_with_parent, args=(connection, int(parent), folder), daemon=True
     )
     watch.start()
-    # A crash or SIGUSR1 writes the stack of the main thread: the kernel delivers signals there
-    # first, and the task runs there.
+    # a crash or SIGUSR1 writes the stack of the main thread, which runs the task
     with Path(folder, f"stack-{place.rank}").open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
@@ -415,11 +411,7 @@ def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
 
 
 def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
-    """Wait for the end of the parent, and end with it.
-
-    The parent's end of the socket closes then, unless a process that it forked holds it open. All
-    that this rank has started is in its process group, and ends too.
-    """
+    """Wait for the end of the parent, or of its socket; then end with all that was started here."""
     watch = select.poll()
     watch.register(connection, 0)  # no event asked for: a hang-up is always reported
     while os.getppid() == parent and not watch.poll(1000):

@@ -3,6 +3,8 @@
 torch.distributed's backend "fake" holds the ranks; the engine here answers for them.
 """
 
+# ruff: noqa: D102, Engine documents its methods
+
 from __future__ import annotations
 
 import gc
@@ -23,7 +25,7 @@ Schedule = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Data that an engine was asked to move in one call, in bytes per rank of the group."""
+    """Bytes per rank of the group that an engine was asked to move in one call."""
 
     schedule: Schedule  # for an exchange, its :data:`varcomm.transport.engine.Peers`
     rank: int  # this rank, within the group
@@ -53,17 +55,14 @@ class Simulated(Engine):
     simulated = True
 
     def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Copy this rank's shard to its place; the others are zeros."""
         return _kept("all_gather", group, out, data, counts, [len(data)] * group.size, 0)
 
     def exchange(
         self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
     ) -> Works:
-        """Keep this rank's own piece; the others are zeros."""
         return _kept(peers, group, out, data, recv, send, sum(send[: group.rank]))
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Leave the root's data; on other ranks they become zeros."""
         at_src = group.rank == src
         send = [len(data) * at_src] * group.size
         recv = [len(data) * (rank == src) for rank in range(group.size)]

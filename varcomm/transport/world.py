@@ -44,10 +44,8 @@ class World:
 
     Attributes
     ----------
-    rank : int
-        This rank, ``0 <= rank < size``.
-    size : int
-        Number of ranks.
+    rank, size : int
+        This rank, and the number of ranks.
     local_rank : int
         This rank among those on the same host.
     device : torch.device
@@ -82,10 +80,8 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     ----------
     backend : str, optional
         As in :func:`torch.distributed.init_process_group`. By default NCCL and Gloo if there are
-        GPUs, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py
-        (``varcomm[mpi]``) for varcomm's collectives and plans, under ``mpiexec`` or ``srun``.
-        ``MPI4PY_LIBMPI`` names the MPI library. MPI that runs already needs
-        ``MPI.THREAD_MULTIPLE``.
+        GPUs, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py for varcomm's
+        collectives and plans, under ``mpiexec`` or ``srun``; ``MPI4PY_LIBMPI`` names its library.
     timeout : float or timedelta
         Seconds after which joining, and each collective, gives up; at most 24 days.
 
@@ -126,9 +122,7 @@ def uses_mpi(backend: str | None) -> bool:
     if backend is None or re.search(r"\bmpi\b", backend.lower()) is None:
         return False
     if backend.lower() != "mpi":
-        raise ArgumentError(
-            f'backend "mpi" serves tensors on every device; got {backend!r}. Pass "mpi" alone.'
-        )
+        raise ArgumentError(f'backend "mpi" serves every device: pass it alone; got {backend!r}.')
     return True
 
 
