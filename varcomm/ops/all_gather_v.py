@@ -100,8 +100,7 @@ def all_gather_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. The other dimensions
-        are the same on all ranks.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
         Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int

@@ -98,8 +98,7 @@ def all_reduce(
     Returns
     -------
     torch.Tensor or Handle
-        The sum, a new tensor of the shape, dtype and memory format of `tensor`; the same on all
-        ranks, bit for bit.
+        A new tensor of the shape, dtype and memory format of `tensor`; the same bits on all ranks.
 
     Notes
     -----

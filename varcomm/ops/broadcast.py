@@ -101,8 +101,8 @@ def broadcast(
     Parameters
     ----------
     tensor : torch.Tensor or None
-        On `src`, any shape and dtype. Elsewhere it is not read and may be None: dtype, shape and
-        ``requires_grad`` come from `src`. One that requires a gradient nevertheless gets zeros.
+        On `src`, any shape and dtype. Elsewhere it is not read and may be None; its gradient is
+        zeros.
     src : int
         The rank, within `group`, that has the tensor.
     use_fp32 : bool
@@ -115,8 +115,7 @@ def broadcast(
     Returns
     -------
     torch.Tensor or Handle
-        On every rank, `src` included, a new tensor; shape, dtype and memory format of the one on
-        `src`.
+        A new tensor; shape, dtype and memory format of the one on `src`.
 
     Raises
     ------
@@ -175,8 +174,7 @@ def reduce(
     -------
     torch.Tensor or Handle
         On `dst` the sum, the same at every run, bit for bit; shape, dtype and memory format of
-        `tensor`. Elsewhere zeros of the same shape, which belong to the graph as well: every rank
-        enters backward.
+        `tensor`. Elsewhere zeros that belong to the graph: every rank enters backward.
 
     Notes
     -----

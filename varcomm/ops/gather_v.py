@@ -113,8 +113,7 @@ def gather_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. The other dimensions
-        are the same on all ranks.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
         Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
@@ -130,8 +129,8 @@ def gather_v(
     -------
     torch.Tensor or Handle
         On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory
-        format of `tensor`. Elsewhere a tensor of zero rows, which belongs to the graph: every rank
-        enters backward, for instance through its ``sum()``.
+        format of `tensor`. Elsewhere zero rows that belong to the graph: every rank enters
+        backward.
 
     Notes
     -----
@@ -172,8 +171,7 @@ def scatter_v(
     ----------
     tensor : torch.Tensor or None
         On `src`, ``sum(sizes)`` rows along `dim`; any dtype. Elsewhere it is not read and may be
-        None: dtype, shape and ``requires_grad`` come from `src`. One that requires a gradient
-        nevertheless gets zeros.
+        None; its gradient is zeros.
     sizes : sequence of int
         Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int

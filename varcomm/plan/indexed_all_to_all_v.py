@@ -34,7 +34,7 @@ def indexed_all_to_all_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's rows along `dim`; any dtype. The other dimensions are the same on all ranks.
+        This rank's rows along `dim`; any dtype.
     indices : sequence of torch.Tensor
         ``indices[r]``: rows that this rank sends to rank r; one dimension, int32 or int64, on the
         device of `tensor`. Rows may repeat, within a tensor and between them.
@@ -59,20 +59,16 @@ def indexed_all_to_all_v(
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
     Communication: each row goes once to each other rank that it is for. One copy, on departure.
-    In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``,
-    of the tensor and the indices of each rank.
+    In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``.
 
     Examples
     --------
     >>> import torch, varcomm
     >>> def fn(rank):
-    ...     rows = torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
-    ...     to_other = torch.tensor([2, 0]) if rank == 0 else torch.tensor([1])
-    ...     to_self = torch.tensor([], dtype=torch.int64)
-    ...     indices = [to_self, to_other] if rank == 0 else [to_other, to_self]
-    ...     return varcomm.indexed_all_to_all_v(rows, indices, [[0, 2], [1, 0]])
+    ...     rows, one = torch.tensor([1.0, 2.0]) + 10 * rank, torch.tensor([rank])
+    ...     return varcomm.indexed_all_to_all_v(rows, [one, one], [[1, 1], [1, 1]])
     >>> varcomm.launch(fn, 2)
-    [tensor([12.]), tensor([3., 1.])]
+    [tensor([ 1., 12.]), tensor([ 1., 12.])]
     """
     ranks = resolve(group)
     flags = {"use_fp32": use_fp32, "async_op": async_op}
