@@ -151,17 +151,16 @@ def _found(group: Group, device: torch.device) -> Engine:
         from varcomm.transport.simulated import Simulated
 
         return Simulated()
-    direct = device.type == "cpu"
+    engine: Engine
     if resolve(None).over_mpi:
-        from varcomm.transport.mpi import MPIEngine, gpu_aware  # mpi4py is an optional package
+        from varcomm.transport.mpi import MPIEngine  # mpi4py is an optional package
 
-        engine: Engine = MPIEngine()
-        direct = direct or gpu_aware()
+        engine = MPIEngine()
     else:
         from varcomm.transport.gloo import Gloo
 
         engine = Gloo()
-    if direct:
+    if device.type == "cpu":
         return engine
     from varcomm.transport.pinned import Pinned
 

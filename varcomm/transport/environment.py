@@ -40,7 +40,8 @@ class _Launcher(NamedTuple):
 
 def _of_mpi(name: str, prefix: str, job: str) -> _Launcher:
     words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return _Launcher(name, *(f"{prefix}_{word}" for word in words), job)
+    rank, size, local_rank, local_size = (f"{prefix}_{word}" for word in words)
+    return _Launcher(name, rank, size, local_rank, local_size, job)
 
 
 # SLURM is last because `mpirun` inside an allocation starts its daemons by `srun`, whose variables

@@ -11,7 +11,6 @@ and in half their time from 1 MB on (MPICH 5.0.2).
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import logging
 import os
@@ -21,13 +20,11 @@ import sys
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -51,8 +48,7 @@ except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can 
 
 logger = logging.getLogger("varcomm")
 
-# The bytes at an address: 0.1 us, where mpi4py would describe a tensor by DLPack in 5 us.
-_at = MPI.buffer.fromaddress
+_at = MPI.buffer.fromaddress  # 0.1 us; to describe a tensor by DLPack takes 5 us
 _test_all = MPI.Request.Testall
 
 # From this many ranks and up to this many bytes MPI's all-gather, a tree, is faster than messages.
@@ -74,7 +70,6 @@ class MPIEngine(Engine):
         comm, places = _communicator(group), _places(counts)
         in_place = data.data_ptr() == out.data_ptr() + places[group.rank]
         sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
-        _settle(data)
         arriving = [_at(out.data_ptr(), total), counts, places, MPI.BYTE]
         return [_Messages(group, "all_gather", [comm.Iallgatherv(sent, arriving)], (out, data))]
 
@@ -85,7 +80,6 @@ class MPIEngine(Engine):
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
         comm = _communicator(group)
-        _settle(data)
         request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
         return [_Messages(group, "broadcast", [request], (data,))]
 
@@ -105,7 +99,6 @@ def _exchange(
     comm, rank, places = _communicator(group), group.rank, _places(recv)
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
-    _settle(data)
     receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
     requests: list[Any] = []
     for begin, memory, at, counts in (receiving, (comm.Isend, leaving, starts, send)):
@@ -114,7 +107,7 @@ def _exchange(
                 requests.append(begin([_at(memory + at[peer], counts[peer]), MPI.BYTE], peer))
     to, start, own = places[rank], starts[rank], send[rank]
     if own and arriving + to != leaving + start:
-        if own <= _COPIED_BY_PYTHON and not data.is_cuda:
+        if own <= _COPIED_BY_PYTHON:
             _at(arriving + to, own)[:] = _at(leaving + start, own)
         else:
             out.narrow(0, to, own).copy_(data.narrow(0, start, own))
@@ -137,9 +130,7 @@ class _Messages:
             # MPI may still read and write the buffers: kept for good
             self._group.unfinished.append((None, self._buffers))
             self._requests = []
-            # of several messages MPI says only that one of them failed
-            status = error.Get_error_class() == MPI.ERR_IN_STATUS
-            reason = "a message failed" if status else MPI.Get_error_string(error.Get_error_class())
+            reason = MPI.Get_error_string(error.Get_error_class())
             raise RuntimeError(
                 f"{self._name} on {self._group} failed: {reason}. Mostly ranks expect other sizes "
                 "than their peers send (varcomm.debug() names them), or a peer has ended."
@@ -155,10 +146,7 @@ class _Messages:
 
 
 def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
-    """Test until `done`; MPI's own wait has no timeout and ignores Ctrl-C.
-
-    Without the yield, three ranks on two cores take 1000 times as long.
-    """
+    """Test until `done`; MPI's own wait has no timeout and ignores Ctrl-C."""
     end = monotonic() + seconds
     while not done():
         if monotonic() > end:
@@ -166,7 +154,7 @@ def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
                 f"{where} timed out after {seconds:g} s. Look for a rank that has failed, calls "
                 "something else or expects another size: varcomm.debug() names it."
             )
-        os.sched_yield()
+        os.sched_yield()  # else three ranks on two cores take 1000 times as long
 
 
 def _communicator(group: Group) -> MPI.Intracomm:
@@ -194,23 +182,6 @@ def _is_finished(requests: list[MPI.Request] | None) -> bool:
         return requests is not None and _test_all(requests)
     except MPI.Exception:
         return False
-
-
-def _settle(tensor: Tensor) -> None:
-    """Wait for the current stream, which MPI ignores."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-
-
-@cache
-def gpu_aware() -> bool:
-    """Return whether this MPI reads and writes CUDA memory, as Open MPI and MPICH report it."""
-    library, answer, cuda = ctypes.CDLL(MPI.__file__), ctypes.c_int(0), 0
-    if hasattr(library, "MPIX_Query_cuda_support"):
-        return bool(library.MPIX_Query_cuda_support())
-    if hasattr(library, "MPIX_GPU_query_support"):
-        library.MPIX_GPU_query_support(cuda, ctypes.byref(answer))
-    return bool(answer.value)
 
 
 def start(place: Place, limit: timedelta) -> Store:
@@ -269,10 +240,7 @@ def _store(limit: timedelta) -> Store:
 
 
 def _finish(owner: int, limit: timedelta) -> None:
-    """End MPI at exit, together with all ranks.
-
-    After an uncaught exception the process ends without it, so that the launcher ends the others.
-    """
+    """End MPI at exit with all ranks; after an exception the launcher ends the others."""
     forked, failed = os.getpid() != owner, getattr(sys, "last_value", None) is not None
     if forked or failed or MPI.Is_finalized():
         return
