@@ -51,7 +51,7 @@ WRONG = [
     ("with sizes", indices(sizes=[[3, 1, 1]] * 3), "sizes[1][0]"),
     ("from_needed", needed([1, 4]), "needed must"),
     ("from_needed", needed(torch.tensor([1.0])), "needed must"),
-    ("from_needed", needed(LONGS.view(2, 1)), "needed must have"),
+    ("from_needed", needed(LONGS.view(2, 1)), "needed must be"),
     ("from_needed", needed(torch.tensor([1, 5])), "needed spans 1...5"),
     ("from_needed", needed(torch.tensor([0, 4, 1])), "needed must come owner by owner"),
     ("from_needed", needed(torch.tensor([1, 4]), (2, 3)), "sizes must have"),

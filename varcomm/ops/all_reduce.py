@@ -90,10 +90,8 @@ def all_reduce(
         The same shape and dtype on all ranks, any but bool. It is not changed.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------

@@ -85,10 +85,8 @@ def all_to_all_v(
         Rows for, and from, each rank; zeros allowed.
     dim : int
         The dimension that is split and concatenated.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
@@ -165,10 +163,8 @@ def transpose_v(
         The dimension that is whole now and sharded in the result; and the reverse.
     split_sizes, concat_sizes : sequence of int
         Rows per rank along these dimensions; zeros allowed, identical on all ranks.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------

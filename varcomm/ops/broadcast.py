@@ -105,12 +105,8 @@ def broadcast(
         zeros.
     src : int
         The rank, within `group`, that has the tensor.
-    use_fp32 : bool
-        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    use_fp32, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
@@ -165,10 +161,8 @@ def reduce(
         The rank, within `group`, that gets the sum.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------

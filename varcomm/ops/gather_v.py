@@ -114,16 +114,10 @@ def gather_v(
     ----------
     tensor : torch.Tensor
         This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
     dst : int
         The rank, within `group`, of the result.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    sizes, dim, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
@@ -172,16 +166,10 @@ def scatter_v(
     tensor : torch.Tensor or None
         On `src`, ``sum(sizes)`` rows along `dim`; any dtype. Elsewhere it is not read and may be
         None; its gradient is zeros.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
     src : int
         The rank, within `group`, that has the whole.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    sizes, dim, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------

@@ -30,16 +30,10 @@ def reduce_scatter_v(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; the same shape and dtype on all ranks, any but bool.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    sizes, dim, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------

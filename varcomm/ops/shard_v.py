@@ -28,14 +28,10 @@ def shard_v(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; any dtype.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     async_op : bool
         Return a :class:`~varcomm.Handle`, as the other operations do; there is nothing to wait for.
+    sizes, dim, group
+        As in :func:`all_gather_v`.
 
     Returns
     -------

@@ -24,7 +24,7 @@ def checked_index(
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(index).__name__}.")
     if index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
         raise ArgumentError(
-            f"{where}{name} must have one dimension, of torch.int64 or torch.int32; got shape "
+            f"{where}{name} must be of torch.int64 or torch.int32 and of one dimension; got shape "
             f"{tuple(index.shape)} of {index.dtype}."
         )
     if in_graph(None) and not in_graph(index):

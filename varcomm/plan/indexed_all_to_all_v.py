@@ -40,14 +40,10 @@ def indexed_all_to_all_v(
         device of `tensor`. Rows may repeat, within a tensor and between them.
     sizes : sequence of sequence of int
         ``sizes[i][j]``: rows that rank i sends to rank j; the same on all ranks.
-    use_fp32 : bool
-        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
     dim : int
         The dimension that `indices` count along.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    use_fp32, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
