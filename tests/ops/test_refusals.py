@@ -175,12 +175,28 @@ def sizes_unlike_the_root(rank):
     varcomm.scatter_v(F(3) if rank == 0 else None, [2, 1] if rank == 0 else [1, 2])
 
 
-def test_sizes_that_are_not_those_of_the_root():
+def transforms_unlike_the_root(rank):
+    with varcomm.debug():  # ranks compare the call outside the transform
+        torch.func.grad(lambda x: varcomm.broadcast(x if rank == 0 else None).sum())(F(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (sizes_unlike_the_root, r"sizes \[1, 2\] are not those of the root, rank 0"),
+        (
+            transforms_unlike_the_root,
+            "transforms of torch.func reach the tensor of the root, rank 0",
+        ),
+    ],
+)
+def test_calls_unlike_that_of_the_root(call, message):
     """The rank that differs raises, which ends the others: they are in the exchange already."""
-    message = r"scatter_v on rank 1 of 2: sizes \[1, 2\] are not those of the root, rank 0"
-    with pytest.raises(LaunchError, match=message) as caught:
-        varcomm.launch(sizes_unlike_the_root, 2, timeout=60)
-    assert isinstance(caught.value.__cause__, DisagreementError)
+    with pytest.raises(
+        LaunchError, match=f"_v on rank 1 of 2: {message}|cast on .*: {message}"
+    ) as e:
+        varcomm.launch(call, 2, timeout=60)
+    assert isinstance(e.value.__cause__, DisagreementError)
 
 
 def others(rank):

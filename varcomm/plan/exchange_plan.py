@@ -106,19 +106,10 @@ class ExchangePlan(Routes):
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
 
-        Returns
-        -------
-        ExchangePlan
-            On the device of the indices.
-
         Raises
         ------
         ArgumentError, DisagreementError
             On every rank, if the arguments of one are wrong, or their `sizes` differ.
-
-        Notes
-        -----
-        Communication: short messages to agree; without `sizes` 8 bytes to each other rank.
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
@@ -155,19 +146,10 @@ class ExchangePlan(Routes):
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
 
-        Returns
-        -------
-        ExchangePlan
-            Its result has the needed rows in the order given; on the device of `needed`.
-
         Raises
         ------
         ArgumentError, DisagreementError
             On every rank, if the arguments of one are wrong, or their `sizes` differ.
-
-        Notes
-        -----
-        Communication: short messages to agree, and 8 bytes per other rank and per needed row.
         """
         ranks, what = resolve(group), "ExchangePlan.from_needed"
 
@@ -201,10 +183,8 @@ class ExchangePlan(Routes):
         ----------
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
-        dim : int
-            Sharded dimension.
-        use_fp32 : bool
-            In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
+        dim, use_fp32
+            As in :func:`all_gather_v`.
 
         Returns
         -------
@@ -225,10 +205,8 @@ class ExchangePlan(Routes):
         ----------
         tensor : torch.Tensor
             ``sum(recv_counts)`` rows along `dim`; any dtype but bool.
-        dim : int
-            Sharded dimension.
-        use_fp32 : bool
-            Sum floats narrower than 4 bytes in fp32 and round once.
+        dim, use_fp32
+            As in :func:`reduce_scatter_v`.
 
         Returns
         -------
@@ -283,10 +261,7 @@ class ExchangePlan(Routes):
     def from_state_dict(cls, state: dict[str, Any], group: GroupLike = None) -> Self:
         """Make the plan again from each rank's :meth:`state_dict`; collective.
 
-        Raises
-        ------
-        ArgumentError, DisagreementError
-            On every rank, if the states are not those of these ranks, or not of one plan.
+        All ranks raise if the states are not those of these ranks, or not of one plan.
         """
         ranks, what = resolve(group), "ExchangePlan.from_state_dict"
         expected = {"rank", "send_index", "send_counts", "recv_counts", "num_rows"}
