@@ -91,13 +91,14 @@ def _kept(
 @contextmanager
 def alone(size: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a simulated world of `size` ranks."""
-    rank = checked_rank(rank, at_least(1, size, "size"), "rank")
+    ranks = at_least(1, size, "size")
+    rank = checked_rank(rank, ranks, "rank")
     if dist.is_initialized():
         raise GroupError(
             f"torch.distributed is initialised already, as rank {dist.get_rank()} of "
             f"{dist.get_world_size()}. Call torch.distributed.destroy_process_group() first."
         )
-    dist.init_process_group("fake", rank=rank, world_size=size)
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:
         yield
     finally:
