@@ -14,7 +14,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import extent_of
+from varcomm.ops.compilation import counts_in, extent_of
 from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
@@ -58,6 +58,9 @@ class Routes:
 
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
+        if torch.compiler.is_compiling():
+            received, owned = counts_in(self.extent)
+            return received, owned
         return self.num_received, self.num_rows
 
     def elements(self, row: int) -> tuple[list[int], list[int]]:
@@ -93,7 +96,6 @@ class Numbered:
     num_rows: int
 
     def rows(self) -> tuple[int, int]:
-        """Return how many rows this rank receives, and how many it owns."""
         return self.num_received, self.num_rows
 
     @property

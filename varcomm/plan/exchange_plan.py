@@ -13,7 +13,6 @@ import torch
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.compilation import counts_in
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import Handle, call, checking, in_graph
 from varcomm.ops.reduction import checked_summable
@@ -215,13 +214,6 @@ class ExchangePlan(Routes):
             every run.
         """
         return call(_adjoint, self, tensor, (), dim, use_fp32, False)
-
-    def rows(self) -> tuple[int, int]:
-        """Return how many rows this rank receives, and how many it owns."""
-        if torch.compiler.is_compiling():
-            received, owned = counts_in(self.extent)
-            return received, owned
-        return self.num_received, self.num_rows
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
