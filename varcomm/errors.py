@@ -29,15 +29,6 @@ class VarcommError(Exception):
     ----------
     on_all_ranks : bool
         Whether every rank of the group raises the error.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> try:
-    ...     varcomm.ShardSizes([3, -1])
-    ... except varcomm.VarcommError as error:
-    ...     print(f"{type(error).__name__}: {error}")
-    ArgumentError: sizes must not be negative; got [3, -1].
     """
 
     on_all_ranks = False
@@ -52,19 +43,7 @@ class GroupError(VarcommError, RuntimeError):
 
 
 class DisagreementError(VarcommError, RuntimeError):
-    """Calls of ranks that do not match; raised on every rank.
-
-    Examples
-    --------
-    >>> import torch, varcomm
-    >>> def fn(rank):
-    ...     try:
-    ...         varcomm.ExchangePlan.from_needed(torch.tensor([0]), [1, 1 + rank])
-    ...     except varcomm.DisagreementError as error:
-    ...         return str(error)
-    >>> print(varcomm.launch(fn, 2)[1])
-    ExchangePlan.from_needed: ranks [1] have other sizes than rank 0.
-    """
+    """Calls of ranks that do not match; raised on every rank."""
 
     on_all_ranks = True
 

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ShardSizes(tuple[int, ...]):
-    """Rows per rank: a tuple of non-negative ints, else ArgumentError; equal to a plain tuple.
+    """Rows per rank: a tuple of non-negative ints, else ArgumentError.
 
     Parameters
     ----------
@@ -76,27 +76,21 @@ class ShardSizes(tuple[int, ...]):
         Raises ArgumentError if a row is out of range, or is not an integer.
         """
         ends = list(accumulate(self))
-        if not isinstance(index, torch.Tensor):
-            row = exact_int(index)
-            if row is None:
-                raise ArgumentError(
-                    f"index must be an integer or a tensor of integers; got {index!r}."
-                )
-            self._require(row)
-            return bisect_right(ends, row)
-        if not holds_integers(index):
-            raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
-        if index.numel():
-            self._require(*map(int, index.aminmax()))
-        of_ranks = torch.tensor(ends, dtype=torch.int64, device=index.device)
-        return torch.searchsorted(of_ranks, index.to(torch.int64).contiguous(), right=True)
-
-    def _require(self, *rows: int) -> None:
+        if isinstance(index, torch.Tensor):
+            if not holds_integers(index):
+                raise ArgumentError(f"index must be a tensor of integers; got {index.dtype}.")
+            rows = [*map(int, index.aminmax())] if index.numel() else []
+        else:
+            rows = [at_least(0, index, "index")]
         for row in rows:
             if not 0 <= row < self.total:
                 raise ArgumentError(
                     f"index {row} is out of range for {self.total} rows (sizes {list(self)})."
                 )
+        if not isinstance(index, torch.Tensor):
+            return bisect_right(ends, rows[0])
+        of_ranks = torch.tensor(ends, dtype=torch.int64, device=index.device)
+        return torch.searchsorted(of_ranks, index.to(torch.int64).contiguous(), right=True)
 
     @classmethod
     def balanced(cls, n: int, parts: int, multiple_of: int = 1) -> Self:
@@ -119,8 +113,6 @@ class ShardSizes(tuple[int, ...]):
     def chunked(cls, n: int, parts: int) -> Self:
         """Split `n` rows into `parts` as :func:`torch.chunk`, DTensor and fully_shard do.
 
-        Each rank gets ``ceil(n / parts)`` rows; the last ranks may have fewer, or none.
-
         >>> ShardSizes.chunked(14, 8)
         ShardSizes(2, 2, 2, 2, 2, 2, 2, 0)
         """
@@ -141,10 +133,6 @@ class ShardSizes(tuple[int, ...]):
 
         All ranks raise ArgumentError if one rank has no such number. `group` is a ProcessGroup or
         DeviceMesh; None is the whole world.
-
-        >>> import varcomm
-        >>> varcomm.launch(lambda rank: varcomm.ShardSizes.from_local(rank + 1), 2)[0]
-        ShardSizes(1, 2)
         """
         # collectives import this module, and agreement only inside debug()
         from varcomm.transport.agreement import share
@@ -178,22 +166,21 @@ def checked_sizes(
         raise ArgumentError(
             f"{where}{name} must be a list or tuple of ints, one per rank; got {sizes!r}."
         )
-    given, checked = list(sizes), []
-    for place, entry in enumerate(given):
-        value = exact_int(entry)
+    given = list(sizes)
+    checked = [exact_int(entry) for entry in given]
+    for place, value in enumerate(checked):
         if value is None:
             raise ArgumentError(
-                f"{where}{name} must hold ints; got {given!r}, where entry {place} is {entry!r} "
-                f"of type {type(entry).__name__}."
+                f"{where}{name} must hold ints; got {given!r}, where entry {place} is "
+                f"{given[place]!r} of type {type(given[place]).__name__}."
             )
-        checked.append(value)
-    if any(value < 0 for value in checked):
+    if any(value < 0 for value in checked):  # type: ignore[operator]
         raise ArgumentError(f"{where}{name} must not be negative; got {given!r}.")
     if ranks is not None and len(checked) != ranks:
         raise ArgumentError(
             f"{where}{name} must have one entry per rank, {ranks}; got {len(checked)}: {given!r}."
         )
-    return tuple(checked)
+    return tuple(checked)  # type: ignore[arg-type]
 
 
 def checked_dim(dim: int, shape: Sequence[int], where: str = "", name: str = "dim") -> int:

@@ -4,39 +4,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-import varcomm
 from tests.ops.primitives import case
-
-
-def refused(rank):
-    x = torch.ones(3, 2)
-
-    def batched(async_op):
-        def call(x):
-            y = varcomm.all_gather_v(x, [2, 2], async_op=async_op)
-            return y.wait() if async_op else y
-
-        return call
-
-    plan = varcomm.ExchangePlan.from_indices([torch.tensor([0])] * 2, 2)
-    calls = (
-        lambda: torch.func.vmap(batched(False))(x),
-        lambda: torch.func.vmap(batched(True))(x),
-        lambda: torch.func.jacrev(batched(False))(x[0]),
-        lambda: torch.func.hessian(lambda x: varcomm.all_reduce(x**3).sum())(x[0]),
-        lambda: torch.func.vmap(plan)(x),
-        lambda: torch.func.vmap(lambda x: varcomm.broadcast(x))(x),
-    )
-    told = []
-    for call in calls:
-        with pytest.raises(varcomm.ArgumentError, match="vmap") as caught:
-            call()
-        told.append(f"on rank {rank} of 2" in str(caught.value))
-    return told, varcomm.all_reduce(torch.tensor(1)).item()
-
-
-def test_vmap_is_refused(worlds):
-    assert worlds.run(2, refused) == [([True] * 6, 2)] * 2
 
 
 def reverse_over_forward(rank, name):

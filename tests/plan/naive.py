@@ -114,28 +114,10 @@ def in_a_ring(ranks):
     return Needs(sizes, tuple(tuple(row) for row in indices))
 
 
-def for_last_rank(ranks):
-    """Only the last rank needs rows, and no rank needs its rows."""
-    indices = [[()] * ranks for _ in range(ranks)]
-    for rank in range(ranks - 1):
-        indices[rank][-1] = (1, 0)
-    return Needs((2,) * ranks, tuple(map(tuple, indices)))
-
-
-def of_nobody(ranks):
-    return Needs((2,) * ranks, (((),) * ranks,) * ranks)
-
-
 def many_copies(ranks, copies=7):
     """Each rank has many copies of the one row of rank 0."""
     nothing = ((),) * ranks
     return Needs((1,) + (0,) * (ranks - 1), (((0,) * copies,) * ranks, *(nothing,) * (ranks - 1)))
-
-
-SHAPES = {
-    f.__name__: f
-    for f in (all_to_all_needs, of_first_rank, in_a_ring, for_last_rank, of_nobody, many_copies)
-}
 
 
 def three_still_exchange(rank):

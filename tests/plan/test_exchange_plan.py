@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import varcomm
 from tests.plan.naive import (
-    SHAPES,
     WORLDS,
     all_to_all_needs,
     in_a_ring,
@@ -64,14 +63,6 @@ def expected(needs, rank):
         "started": received,
         "adjoint": needs.summed(needs.copies(2), rank).tolist(),
     }
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_plan_and_what_it_does(worlds, shape, ranks):
-    needs = SHAPES[shape](ranks)
-    want = [[expected(needs, rank)] * 2 for rank in range(ranks)]
-    assert worlds.run(ranks, by_both_ways, needs) == want
 
 
 @settings(deadline=None, max_examples=12)
@@ -165,22 +156,6 @@ def test_signatures_that_callers_rely_on():
         assert str(inspect.Signature(bare)) == expected
 
 
-def without_a_plan(rank, ranks):
-    """``indexed_all_to_all_v`` equals a plan of the same needs; sizes may be of any library."""
-    needs = all_to_all_needs(ranks)
-    x, matrix = torch.randn(needs.sizes[rank], 2), needs.matrix
-    want = needs.plan_of_needed(rank)(x)
-    kinds = (matrix, [list(row) for row in matrix], np.array(matrix), torch.tensor(matrix))
-    index = needs.index_of(rank, torch.int32)
-    found = [varcomm.indexed_all_to_all_v(x, index, kind) for kind in kinds]
-    return all(torch.equal(y, want) for y in found)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_exchange_without_a_plan(worlds, ranks):
-    assert worlds.run(ranks, without_a_plan, ranks) == [True] * ranks
-
-
 # --- copies and files
 
 
@@ -245,55 +220,33 @@ def states_of(worlds, ranks, needs):
     return [torch.load(io.BytesIO(file), weights_only=True) for file in files]
 
 
-def swapped(worlds):
-    zero, one, two = states_of(worlds, 3, all_to_all_needs(3))
-    return [one, zero, two], ArgumentError, "rank 0 of 3 (and on 1 more: [1]): ", "of rank 1 of 3."
-
-
-def of_another_world(worlds):
-    zero, one = states_of(worlds, 2, all_to_all_needs(2))
-    two = states_of(worlds, 3, all_to_all_needs(3))[2]
-    return [zero, one, two], ArgumentError, "rank 0 of 3 (and on 1 more: [1]): ", "rank 0 of 2."
-
-
-def of_another_plan(worlds):
-    states = states_of(worlds, 3, all_to_all_needs(3))
-    states[1] = states_of(worlds, 3, in_a_ring(3))[1]
+def wrong_states(worlds):
+    """Yield states of three ranks, the kind of the error, who refuses, a part of the message."""
+    whole, ring = (states_of(worlds, 3, needs(3)) for needs in (all_to_all_needs, in_a_ring))
+    other = states_of(worlds, 2, all_to_all_needs(2))
+    yield (
+        [whole[1], whole[0], whole[2]],
+        ArgumentError,
+        "0 of 3 (and on 1 more: [1])",
+        "rank 1 of 3.",
+    )
+    yield [*other, whole[2]], ArgumentError, "0 of 3 (and on 1 more: [1])", "rank 0 of 2."
+    mixed = [whole[0], ring[1], whole[2]]
     said = "which send [2, 0, 2]: these are states of different plans."
-    return states, DisagreementError, "rank 0 of 3 (and on 2 more: [1, 2]): it expects ", said
+    yield mixed, DisagreementError, "0 of 3 (and on 2 more: [1, 2]): it expects ", said
+    for changed, said in (
+        ({"send_counts": [1, 1, 1]}, ""),
+        ({"num_rows": 2}, "spans 2...2, out of range for 2 own rows."),
+    ):
+        yield [*ring[:2], ring[2] | changed], ArgumentError, "2 of 3: ", said
+    yield [{}, None, {"rank": 0}], ArgumentError, "0 of 3 (and on 2 more: [1, 2])", "is not what"
 
 
-def with_counts_of_others(worlds):
-    states = states_of(worlds, 3, in_a_ring(3))
-    states[2]["send_counts"] = [1, 1, 1]
-    return states, ArgumentError, "rank 2 of 3: ", ""
-
-
-def with_rows_out_of_range(worlds):
-    states = states_of(worlds, 3, in_a_ring(3))
-    states[2]["num_rows"] = 2
-    return states, ArgumentError, "rank 2 of 3: ", "spans 2...2, out of range for 2 own rows."
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [swapped, of_another_world, of_another_plan, with_counts_of_others, with_rows_out_of_range],
-)
-def test_states_that_do_not_fit_are_refused_on_all_ranks(worlds, wrong):
-    states, kind, who, said = wrong(worlds)
-    kinds, messages, after = zip(*worlds.run(3, refused, states), strict=True)
-    assert kinds == (kind,) * 3
-    assert len(set(messages)) == 1
-    assert f": refused on {who}" in messages[0]
-    assert said in messages[0]
-    assert after == ([1.0],) * 3
-
-
-def no_state(rank):
-    for state in ({}, None, [1], {"rank": 0}):
-        with pytest.raises(ArgumentError, match=r"refused on rank 0 of 2 .*: this is not what"):
-            ExchangePlan.from_state_dict(state)
-
-
-def test_other_objects_than_a_state_are_refused_on_all_ranks(worlds):
-    worlds.run(2, no_state)
+def test_states_that_do_not_fit_are_refused_on_all_ranks(worlds):
+    for states, kind, who, said in wrong_states(worlds):
+        kinds, messages, after = zip(*worlds.run(3, refused, states), strict=True)
+        assert kinds == (kind,) * 3
+        assert len(set(messages)) == 1
+        assert f": refused on rank {who}" in messages[0]
+        assert said in messages[0]
+        assert after == ([1.0],) * 3

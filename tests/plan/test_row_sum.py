@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
 from tests.ops.primitives import random
 from varcomm.plan.row_sum import RowSum
@@ -110,28 +109,3 @@ def test_strides_and_sums_of_nothing():
     assert torch.equal(RowSum(nothing, 3)(torch.zeros(0, 20)), torch.zeros(3, 20))
     assert RowSum(nothing, 0)(torch.zeros(0, 2)).shape == (0, 2)
     assert RowSum(torch.tensor([1]), 2)(torch.zeros(1, 0, 3)).shape == (2, 0, 3)
-
-
-def allocated(fn):
-    """Return the bytes of each piece of memory that `fn` allocates, ascending."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiled:
-        fn()
-    events = profiled.profiler.kineto_results.events()
-    sizes = (event.nbytes() for event in events if event.name() == "[memory]")
-    return sorted(size for size in sizes if size > 0)  # negative ones are given back
-
-
-def test_memory():
-    """Turns allocate the result; bags allocate two integers per row as well."""
-    for copies, dtype in product((halo, dense), (torch.float32, torch.float16)):
-        index = torch.cat(copies(6000))
-        sums, values = RowSum(index, 6000), torch.randn(len(index), 32).to(dtype)
-        sums(values)  # which plans
-        result = 6000 * 32 * dtype.itemsize
-        assert allocated(lambda s=sums, v=values: s(v)) == [4 * 6001, 4 * 6001, result]
-    index = torch.cat(halo(6000))
-    for dtype in (torch.float32, torch.float64, torch.int64):
-        values = torch.ones(len(index), 3, dtype=dtype)
-        assert allocated(lambda v=values: RowSum(index, 6000)(v)) == [6000 * 3 * dtype.itemsize]

@@ -200,6 +200,16 @@ def check_make_fx(op):
     close(traced(DIRECTION), op.one_y([DIRECTION] * len(op.thetas))[op.rank])
 
 
+@transform("`torch.func.vmap`")
+def check_vmap(op):
+    torch.func.vmap(op.call)(torch.stack([op.x(THETA)] * 2))
+
+
+@transform("`torch.func.hessian`")
+def check_hessian(op):
+    torch.func.hessian(op.loss)(THETA)
+
+
 class Program(nn.Module):
     def __init__(self, op):
         super().__init__()

@@ -254,7 +254,7 @@ def test_the_table_of_ranks(worlds):
     ]
 
 
-def late(rank, compared):
+def late(rank):
     """Rank 1 comes when others have given up, and they go on in the same group."""
     group, began = of_group(), time.monotonic()
 
@@ -268,7 +268,7 @@ def late(rank, compared):
         time.sleep(3)
     else:
         assert "rank 1 has not come" in error_of(reduce)
-    block = varcomm.debug(60) if rank == 1 and compared else nullcontext()
+    block = varcomm.debug(60) if rank == 1 else nullcontext()
     with pytest.raises(CommunicationError) as caught, block:
         reduce()
     again = message_of(gather, CommunicationError, limit=60)
@@ -276,16 +276,12 @@ def late(rank, compared):
     return str(caught.value), again
 
 
-@pytest.mark.parametrize("compared", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_group_in_which_ranks_have_given_up_is_closed(worlds, compared):
-    answers = worlds.run(3, late, compared)
+def test_a_group_in_which_ranks_have_given_up_is_closed(worlds):
+    answers = worlds.run(3, late)
     for _, again in answers[::2]:
-        start = "all_gather_v: this group has been given up: all_reduce on rank "
-        assert again.startswith(start)
+        assert again.startswith("all_gather_v: this group has been given up: all_reduce on rank ")
         assert "rank 1 has not come within" in again
-    if compared:
-        given_up = "ranks 0, 2 have given up waiting for this rank in call 1 of the group inside"
-        assert answers[1][0].startswith(f"all_reduce on rank 1 of 3: {given_up}")
+    assert "other ranks have given up call 1 of the group inside" in answers[1][0]
 
 
 def too_late(rank, async_op):
@@ -310,7 +306,7 @@ def test_a_call_that_fails_is_described(worlds, async_op):
     for rank in (0, 2):
         message = answers[rank]
         assert re.match(rf"all_gather_v on rank {rank} of 3: failed after \d\.\d s: ", message)
-        assert "float32 [2, 5] here, with dim 0, sizes [2, 2, 2], " in message
+        assert "dtype float32, shape [2, 5], dim 0, sizes [2, 2, 2], " in message
         assert "The group is of ranks 0-2. It has failed on 2 of 3: 0, 2; rank 1 not " in message
 
 
@@ -347,18 +343,16 @@ def by_environment(rank):
         varcomm.all_reduce(F(rank))
 
 
-def test_environment_variable(monkeypatch):
+def test_environment_variables(monkeypatch):
     monkeypatch.setenv("VARCOMM_DEBUG", "1")
     varcomm.launch(by_environment, 2)
 
 
 @pytest.mark.slow
 def test_environment_variables_that_are_wrong_or_off(monkeypatch):
+    monkeypatch.setenv("VARCOMM_DEBUG", "off")
+    assert varcomm.launch(lambda rank: debugging(), 1) == [False]
     monkeypatch.setenv("VARCOMM_DEBUG", "1")
     monkeypatch.setenv("VARCOMM_DEBUG_TIMEOUT", "-2 s")
     with pytest.raises(varcomm.LaunchError, match=r"VARCOMM_DEBUG_TIMEOUT|exited with code 1"):
         varcomm.launch(by_environment, 1)
-    monkeypatch.delenv("VARCOMM_DEBUG_TIMEOUT")
-    for value in ("0", "off", "False", ""):
-        monkeypatch.setenv("VARCOMM_DEBUG", value)
-        assert varcomm.launch(lambda rank: debugging(), 1) == [False]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -201,22 +200,6 @@ def start(tmp_path):
 
 def left_in_shared_memory():
     return set(Path("/dev/shm").glob("mpich_shm_*"))
-
-
-@pytest.mark.slow
-def test_two_jobs_of_mpiexec_at_once(start):
-    """In the second the caller has started MPI, and ends it."""
-    own = (
-        "from mpi4py import MPI\nimport atexit\natexit.register(lambda: say(MPI.Is_finalized()))\n"
-    )
-    with ThreadPoolExecutor() as threads:
-        first = threads.submit(start, [*MPIEXEC, "3"], TOTAL + SAY)
-        time.sleep(0.1)
-        second = threads.submit(start, [*MPIEXEC, "2"], own + TOTAL + SAY)
-    first, second = first.result(), second.result()
-    assert sorted(first.stdout.splitlines()) == ["0 3 0 cpu 6", "1 3 1 cpu 6", "2 3 2 cpu 6"]
-    ended = ["0 2 0 cpu 3", "1 2 1 cpu 3", "False", "False"]
-    assert sorted(second.stdout.splitlines()) == ended
 
 
 @pytest.mark.slow

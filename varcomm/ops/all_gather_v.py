@@ -100,8 +100,7 @@ def all_gather_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. The other dimensions
-        are the same on all ranks.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
     sizes : sequence of int
         Rows per rank along `dim`; zeros allowed, identical on all ranks.
     dim : int
@@ -119,18 +118,11 @@ def all_gather_v(
         ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory format of
         `tensor`.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`reduce_scatter_v` with the same arguments.
-
     Communication: each rank sends its shard to every other rank. For ``dim=0`` nothing is copied,
     for others once on arrival.
-
     In one process: ``torch.cat(shards, dim)``.
 
     Examples

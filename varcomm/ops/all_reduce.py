@@ -90,31 +90,21 @@ def all_reduce(
         The same shape and dtype on all ranks, any but bool. It is not changed.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
-        The sum, a new tensor of the shape, dtype and memory format of `tensor`; the same on all
-        ranks, bit for bit.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
+        A new tensor of the shape, dtype and memory format of `tensor`; the same bits on all ranks.
 
     Notes
     -----
     Adjoint: :func:`all_reduce` itself. A loss that all ranks compute identically from the result
     counts once per rank.
-
     Communication: each rank sums a piece of ``1 / P`` and sends it to the others, in all
     ``2 (P - 1) / P`` times the bytes of `tensor`. Up to 16 KiB, and with `async_op`, each sums all,
     in a single round: ``P - 1`` times.
-
     In one process: ``sum(tensors)``.
 
     Examples

@@ -34,8 +34,9 @@ class AllToAllV(Operator):
 
     def start(self, x: torch.Tensor) -> Pending:
         """Send blocks whose rows are along `concat_dim`, so that received blocks need no copy."""
-        front = x.movedim(self.concat_dim, 0)
-        split = self._split_dim_in_front()
+        front, split = x.movedim(self.concat_dim, 0), 0
+        if self.split_dim != self.concat_dim:  # its place once `concat_dim` is the first
+            split = self.split_dim + (self.split_dim < self.concat_dim)
         packed = packing.pack(front, self.split_sizes, split)
         send = [rows * prod(packing.rest(front.shape, split)) for rows in self.split_sizes]
 
@@ -50,12 +51,6 @@ class AllToAllV(Operator):
         rows = packing.like(kept, self.concat_dim, sum(self.concat_sizes))
         front = x.new_empty(rows[self.concat_dim], *packing.rest(rows, self.concat_dim))
         return packing.back(front, self.concat_dim, packing.memory_format(x))
-
-    def _split_dim_in_front(self) -> int:
-        """Return where `split_dim` is once `concat_dim` has become the first."""
-        if self.split_dim == self.concat_dim:
-            return 0
-        return self.split_dim + (self.split_dim < self.concat_dim)
 
     @property
     def adjoint(self) -> Self:
@@ -85,38 +80,26 @@ def all_to_all_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        ``sum(send_sizes)`` rows along `dim`, those for rank 0 first; any dtype. The other
-        dimensions are the same on all ranks.
+        ``sum(send_sizes)`` rows along `dim`, those for rank 0 first; any dtype.
     send_sizes, recv_sizes : sequence of int
-        Rows for, and from, each rank; zeros allowed. Rank r receives as many rows from this rank as
-        this rank sends to r.
+        Rows for, and from, each rank; zeros allowed.
     dim : int
         The dimension that is split and concatenated.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
-        ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. Contiguous for
-        ``dim=0``, a transposed view of contiguous memory for others; ``channels_last`` is kept.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
+        ``sum(recv_sizes)`` rows along `dim`, sender by sender; dtype of `tensor`. For ``dim != 0``
+        a transposed view of contiguous memory; ``channels_last`` is kept.
 
     Notes
     -----
     Adjoint: :func:`all_to_all_v` with `send_sizes` and `recv_sizes` exchanged.
-
     Communication: each rank sends the bytes of `tensor` but for the block that it keeps. For
     ``dim=0`` nothing is copied, for others once on departure.
-
-    In one process: rank r has ``torch.cat([blocks[r] for blocks in split], dim)``, where
-    ``split[i]`` is ``tensor.split(send_sizes, dim)`` of rank i.
+    In one process: rank r has ``torch.cat([x.split(sizes, dim)[r] for x, sizes in ranks], dim)``.
 
     Examples
     --------
@@ -174,42 +157,27 @@ def transpose_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard along `concat_dim`, with ``concat_sizes[rank]`` rows there and all
-        ``sum(split_sizes)`` along `split_dim`; any dtype.
-    split_dim : int
-        The dimension that is whole now and sharded in the result.
-    split_sizes : sequence of int
-        Rows of each rank along `split_dim` in the result, zeros allowed.
-    concat_dim : int
-        The dimension that is sharded now and whole in the result.
-    concat_sizes : sequence of int
-        Rows of each rank along `concat_dim` now, zeros allowed.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+        This rank's shard: ``concat_sizes[rank]`` rows along `concat_dim` and ``sum(split_sizes)``
+        along `split_dim`; any dtype.
+    split_dim, concat_dim : int
+        The dimension that is whole now and sharded in the result; and the reverse.
+    split_sizes, concat_sizes : sequence of int
+        Rows per rank along these dimensions; zeros allowed, identical on all ranks.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
-        ``split_sizes[rank]`` rows along `split_dim` and ``sum(concat_sizes)`` along `concat_dim`;
-        dtype of `tensor`. Contiguous for ``concat_dim=0``, a transposed view of contiguous memory
-        for others; ``channels_last`` is kept.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
+        ``split_sizes[rank]`` rows along `split_dim` and ``sum(concat_sizes)`` along `concat_dim`,
+        in memory as the result of :func:`all_to_all_v`.
 
     Notes
     -----
     Adjoint: :func:`transpose_v` with split and concatenation exchanged, which is also its inverse.
-
     Communication: each rank sends the bytes of `tensor` but for the block that it keeps. One copy,
     on departure.
-
-    In one process: rank r has ``whole.split(split_sizes, split_dim)[r]`` where it had
-    ``whole.split(concat_sizes, concat_dim)[r]``.
+    In one process: rank r has ``whole.split(split_sizes, split_dim)[r]``.
 
     Examples
     --------

@@ -101,44 +101,31 @@ def broadcast(
     Parameters
     ----------
     tensor : torch.Tensor or None
-        On `src`, any shape and dtype. Elsewhere it is not read and may be None: dtype, shape and
-        ``requires_grad`` come from `src`. One that requires a gradient nevertheless gets zeros.
+        On `src`, any shape and dtype. Elsewhere it is not read and may be None; its gradient is
+        zeros.
     src : int
         The rank, within `group`, that has the tensor.
-    use_fp32 : bool
-        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    use_fp32, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
-        On every rank, `src` included, a new tensor; shape, dtype and memory format of the one on
-        `src`.
+        A new tensor; shape, dtype and memory format of the one on `src`.
 
     Raises
     ------
     ArgumentError
-        Before any data moves: on every rank, if `tensor` on `src` is no dense tensor; on this rank,
-        if `src` is no rank of the group.
-    DisagreementError
-        On every rank, if other transforms of ``torch.func`` reach the tensor on `src` than those
-        that others pass.
-    GroupError
-        On this rank, before any communication.
+        On every rank, before any data moves, if `tensor` on `src` is no dense tensor.
 
     Notes
     -----
     Adjoint: :func:`reduce` to `src`. The gradients of all ranks are summed.
 
-    Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
-    `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
-
+    Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
+    in place of None and ask for its gradient.
     Communication: `src` describes its tensor to all in 1 KiB; then each other rank receives its
     bytes once, by a tree if the engine has one.
-
     In one process: ``tensor.clone()``.
 
     Examples
@@ -174,30 +161,20 @@ def reduce(
         The rank, within `group`, that gets the sum.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
         On `dst` the sum, the same at every run, bit for bit; shape, dtype and memory format of
-        `tensor`. Elsewhere zeros of the same shape, which belong to the graph as well: every rank
-        enters backward.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
+        `tensor`. Elsewhere zeros that belong to the graph: every rank enters backward.
 
     Notes
     -----
     Adjoint: :func:`broadcast` from `dst`.
-
     Communication: each rank sums a piece of ``1 / P`` and sends it to `dst`. Up to 16 KiB, and with
     `async_op`, `dst` sums all, in a single round. Each other rank sends the bytes of `tensor` once.
-
     In one process: ``sum(tensors)``.
 
     Examples

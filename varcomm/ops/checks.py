@@ -5,45 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from varcomm.errors import ArgumentError
 from varcomm.sizes import checked_dim, checked_sizes
 from varcomm.transport.group import Group
 
-__all__ = ["checked_flag", "checked_shard", "checked_tensor", "checked_whole"]
-
 
 def checked_flag(value: object, name: str, where: str) -> None:
     """Raise ArgumentError if `value` is not a bool."""
-    if isinstance(value, bool):
-        return
-    hint = ""
-    if isinstance(value, dist.ProcessGroup | DeviceMesh):
-        hint = " Pass a group as group=..."
-    elif isinstance(value, type(dist.ReduceOp.SUM)):
-        hint = " varcomm sums; torch.distributed.all_reduce has other reductions."
-    raise ArgumentError(f"{where}{name} must be True or False; got {value!r}.{hint}")
+    if not isinstance(value, bool):
+        raise ArgumentError(
+            f"{where}{name} must be True or False; got {value!r}. Pass a group as group=...; for "
+            "other reductions than sums call torch.distributed.all_reduce."
+        )
 
 
 def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
     """Raise ArgumentError unless `tensor` is a plain dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
+    # a DTensor has ranks of its own; float4 has two values per byte
+    two_per_byte = str(tensor.dtype) == "torch.float4_e2m1fn_x2"
+    special = tensor.is_quantized or tensor.is_nested or hasattr(tensor, "to_local") or two_per_byte
+    if tensor.layout != torch.strided or special:
         raise ArgumentError(
-            f"{where}{name} must be dense; got {kind} of {tensor.dtype}. Convert it: to_dense(), "
-            "dequantize(), or to_padded_tensor()."
-        )
-    if str(tensor.dtype) == "torch.float4_e2m1fn_x2":
-        raise ArgumentError(
-            f"{where}{name} of {tensor.dtype} has two values per byte. Pass view(torch.uint8)."
-        )
-    if hasattr(tensor, "to_local"):  # DTensor, which has ranks of its own
-        raise ArgumentError(
-            f"{where}{name} must be this rank's own; got {type(tensor).__name__}. Pass to_local()."
+            f"{where}{name} must be dense and this rank's own; got {type(tensor).__name__} of "
+            f"{tensor.dtype}, {tensor.layout}. Convert it: to_dense(), dequantize(), "
+            "to_padded_tensor(), to_local() of a DTensor, view(torch.uint8) of float4."
         )
 
 

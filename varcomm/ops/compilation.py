@@ -5,29 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from itertools import count
-from secrets import randbits
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from varcomm.errors import ArgumentError
-
-__all__ = [
-    "UNCOMPILED",
-    "ByNumber",
-    "counts_in",
-    "extent_of",
-    "kept_from_compilation",
-    "uncompiled",
-    "varying",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
-Known = TypeVar("Known")
 
 # The reason that torch.compile and torch.export print where they may not break a graph.
 UNCOMPILED = "it runs as it is, between graphs; torch.export takes it with strict=False"
@@ -76,34 +60,6 @@ class _Disabled(ModuleType):
         return self.fn
 
 
-class ByNumber(Generic[Known]):
-    """Objects that are alive, by number, so that one graph serves each of them.
-
-    A number is a tensor, because torch.compile makes constants of ints. Another process has other
-    numbers.
-    """
-
-    def __init__(self) -> None:
-        self._alive: WeakValueDictionary[int, Known] = WeakValueDictionary()
-        self._numbers = count(randbits(62))
-
-    def give(self, known: Known) -> torch.Tensor:
-        """Return a number for an object; it is valid as long as the object is alive."""
-        number = next(self._numbers)
-        self._alive[number] = known
-        return torch.tensor(number)
-
-    def find(self, number: torch.Tensor, what: str) -> Known:
-        """Return the object of a number, or raise ArgumentError, which calls the object `what`."""
-        found = self._alive.get(int(number))
-        if found is None:
-            raise ArgumentError(
-                f"{what} exists no longer, or is of another process. Keep it as long as the graph, "
-                "and record the graph where it runs."
-            )
-        return found
-
-
 # torch.compile makes constants of sizes 0 and 1; an extent has none.
 _ABOVE = 2
 
@@ -126,9 +82,5 @@ def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
 
 
 def counts_in(extent: torch.Tensor) -> tuple[int, ...]:
-    """Return the numbers that a shape holds.
-
-    >>> counts_in(extent_of(3, 0, 10**12))
-    (3, 0, 1000000000000)
-    """
+    """Return the numbers that a shape holds."""
     return tuple(count - _ABOVE for count in extent.shape[:-1])

@@ -11,8 +11,6 @@ from torch._subclasses.fake_tensor import is_fake
 
 from varcomm.ops import packing
 
-__all__ = ["differing", "digest"]
-
 
 def digest(value: object) -> object:
     """Return a digest of a dense tensor, array or plain value; of others, only their type.

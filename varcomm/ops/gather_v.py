@@ -113,38 +113,24 @@ def gather_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype. The other dimensions
-        are the same on all ranks.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
+        This rank's shard, with ``sizes[rank]`` rows along `dim`; any dtype.
     dst : int
         The rank, within `group`, of the result.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    sizes, dim, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
         On `dst`, ``sum(sizes)`` rows along `dim`, shard after shard in rank order; dtype and memory
-        format of `tensor`. Elsewhere a tensor of zero rows, which belongs to the graph: every rank
-        enters backward, for instance through its ``sum()``.
-
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
+        format of `tensor`. Elsewhere zero rows that belong to the graph: every rank enters
+        backward.
 
     Notes
     -----
     Adjoint: :func:`scatter_v` from `dst`.
-
     Communication: each rank but `dst` sends its shard. For ``dim=0`` nothing is copied, for others
     once on arrival.
-
     In one process: ``torch.cat(shards, dim)``.
 
     Examples
@@ -179,18 +165,11 @@ def scatter_v(
     ----------
     tensor : torch.Tensor or None
         On `src`, ``sum(sizes)`` rows along `dim`; any dtype. Elsewhere it is not read and may be
-        None: dtype, shape and ``requires_grad`` come from `src`. One that requires a gradient
-        nevertheless gets zeros.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
+        None; its gradient is zeros.
     src : int
         The rank, within `group`, that has the whole.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    sizes, dim, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
@@ -200,25 +179,18 @@ def scatter_v(
     Raises
     ------
     ArgumentError
-        Before any data moves: on every rank, if `tensor` does not match `sizes` and `dim` on `src`;
-        on this rank, if `sizes`, `dim` or `src` are wrong in themselves.
+        On every rank, before any data moves, if `tensor` does not match `sizes` and `dim` on `src`.
     DisagreementError
         On a rank whose `sizes` are not those of `src`.
-        On every rank, if other transforms of ``torch.func`` reach the tensor on `src` than those
-        that others pass.
-    GroupError
-        On this rank, before any communication.
 
     Notes
     -----
     Adjoint: :func:`gather_v` to `src`.
 
-    Backward is collective. ``torch.autograd.grad(loss, inputs)`` runs only the nodes that lead to
-    `inputs`: pass ``torch.empty(0, requires_grad=True)`` in place of None and ask for its gradient.
-
+    Backward is collective: for ``torch.autograd.grad``, pass ``torch.empty(0, requires_grad=True)``
+    in place of None and ask for its gradient.
     Communication: `src` describes its tensor to all in 1 KiB, then sends each other rank its shard.
     For ``dim=0`` nothing is copied, for others once on departure.
-
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

@@ -1,10 +1,9 @@
 """A collective as a linear operator, and the one rule by which all operators are differentiated.
 
-A primitive is a pair of :class:`Operator` classes, each the other's adjoint. The derivative of an
-operator is the operator, and its backward applies the adjoint. Beside its result every application
-returns a *token*, an empty tensor that autograd connects to the input, and that a derivative gets
-as a further input. So a second derivative is recorded on all ranks or on none, even if the gradient
-on one rank depends on nothing, and no rank waits for a peer that has nothing to differentiate.
+The derivative of an operator is the operator; its backward applies the adjoint. Each application
+also returns a *token*: an empty tensor that autograd connects to the input, and a further input of
+derivatives. So a second derivative is recorded on all ranks or on none, even if the gradient on one
+rank depends on nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial, wraps
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
@@ -32,27 +31,6 @@ from varcomm.transport.debug import debugging
 from varcomm.transport.engine import EngineFailure, Pending, engine_for, span
 from varcomm.transport.group import Group, named
 
-__all__ = [
-    "Handle",
-    "Operator",
-    "TensorOrHandle",
-    "apply",
-    "begin",
-    "call",
-    "checking",
-    "fake_mode",
-    "in_forward_mode",
-    "in_graph",
-    "is_recorded",
-    "is_traced",
-    "refuse_linearize",
-    "refuse_vmap",
-    "run",
-    "start",
-    "torch_operator",
-]
-
-R = TypeVar("R")
 Kind = TypeVar("Kind", bound=type["Operator"])
 Tensors = tuple[Tensor, Tensor]
 
@@ -105,8 +83,7 @@ def _plain(value: Any) -> Any:
 class checking:
     """Surround the checks of a call's arguments; returns the beginning of their messages.
 
-    `flags` must be bools. Inside :func:`varcomm.debug` a wrong argument on one rank is an error on
-    all ranks.
+    `flags` must be bools. Inside debug(), a wrong argument on one rank is an error on all ranks.
     """
 
     def __init__(self, name: str, group: Group, **flags: bool) -> None:
@@ -153,7 +130,7 @@ def call(
     use_fp32: bool,
     async_op: bool,
 ) -> TensorOrHandle:
-    """Apply ``make(owner, x, sizes, dim, use_fp32, async_op)``, which checks its arguments, to `x`.
+    """Apply ``make(owner, x, sizes, dim, use_fp32, async_op)``, which checks its arguments.
 
     The owner, a group or plan, keeps the operator for calls with equal arguments.
     """
@@ -164,7 +141,7 @@ def call(
         or type(sizes) not in _SIZES
         or not _INT.issuperset(map(type, sizes))  # torch.jit.trace has tensors for ints
         or x.is_nested
-        or _dispatch_mode(_PROXY)
+        or records_graph()
     ):
         return run(make(owner, x, sizes, dim, use_fp32, async_op), x, async_op)
     kept: dict[Any, Operator] = vars(owner).setdefault("operators", {})
@@ -201,7 +178,7 @@ def _apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result, and the token of a call that can be differentiated.
 
-    A derivative passes the tokens and, if ranks compare calls, the number of its call.
+    A derivative passes the tokens and the number `of` its call.
     """
     given = [token for token in tokens if token is not None] if tokens else ()
     recorded = is_recorded(x, given)
@@ -291,7 +268,7 @@ def _run(
     operator: Operator, x: Tensor, recorded: bool, of: int | None
 ) -> tuple[Tensor, int | None]:
     """Return the result, and the number of the call if ranks compare calls."""
-    if is_traced(x):
+    if _is_traced(x):
         return _recorded(operator, x, None)[0], None
     pending = _started(operator, x, recorded, of)
     # detached from a view's base: the caller may write into the result
@@ -336,35 +313,31 @@ def _failed(
 ) -> CommunicationError:
     from varcomm.transport.failure import failure
 
-    described = operator.describe(torch.empty(shape, dtype=dtype, device="meta"))
-    held = ", ".join(f"{word} {value}" for word, value in described.items())
-    kind = str(dtype).removeprefix("torch.")
-    details = f"It is of {kind} {list(shape)} here, with {held}. "
-    return failure(operator.name, operator.group, began, error, details)
+    words = operator.describe(torch.empty(shape, dtype=dtype, device="meta"))
+    words = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), **words}
+    details = ", ".join(f"{word} {value}" for word, value in words.items())
+    return failure(operator.name, operator.group, began, error, f"Here it has {details}. ")
 
 
 # --- Asynchronous calls have two nodes of autograd. In backward the node of the wait starts the
-# adjoint, and the node of the start waits for it. Derivatives of a backward, transforms of
-# torch.func, forward mode and graphs apply the operator at once.
+# adjoint, and the node of the start waits for it. All other derivatives communicate at once.
 
 
 class Handle:
     """A collective in flight, or done.
 
     Computations between the call with ``async_op=True`` and :meth:`wait` overlap with the messages,
-    and their gradients with those of backward. The tensor that was passed must not be changed
-    meanwhile. All ranks make their calls and waits in the same order. In compiled code the call
-    communicates at once.
+    in backward too. The passed tensor must not change meanwhile. All ranks call and wait in the
+    same order. Compiled code communicates at once.
 
     Examples
     --------
     >>> import torch, varcomm
     >>> def fn(rank):
     ...     handle = varcomm.all_reduce(torch.tensor([rank, 10]), async_op=True)
-    ...     meanwhile = rank + 1
-    ...     return handle.wait().tolist(), meanwhile
+    ...     return handle.wait()
     >>> varcomm.launch(fn, 2)
-    [([1, 20], 1), ([1, 20], 2)]
+    [tensor([ 1, 20]), tensor([ 1, 20])]
     """
 
     def __init__(self, finish: Callable[[], Tensor]) -> None:
@@ -384,7 +357,7 @@ class Handle:
         if self._result is None:
             assert self._finish is not None
             self._result = self._finish()
-            self._finish = None  # it holds the input and the sent bytes
+            self._finish = None  # it holds the input
         return self._result
 
     def meanwhile(self, x: Tensor) -> Tensor:
@@ -415,36 +388,49 @@ def start(operator: Operator, x: Tensor) -> Handle:
         with torch.enable_grad():  # wait() decides whether there is a gradient
             result = apply(operator, x)
         return Handle(lambda: result if torch.is_grad_enabled() else result.detach())
-    call = _Call(operator)
-    ticket = _Start.apply(x, call, is_recorded(x))  # type: ignore[no-untyped-call]
-    return Handle(lambda: _Wait.apply(x, ticket, call)[0])  # type: ignore[no-untyped-call]
+    flight = _Flight(operator)
+    ticket = _Start.apply(x, flight, is_recorded(x))  # type: ignore[no-untyped-call]
+    return Handle(lambda: _Wait.apply(x, ticket, flight)[0])  # type: ignore[no-untyped-call]
 
 
-class _InFlight:
-    """An operator that has started on a tensor, which must not change until it is waited for."""
+class _Flight:
+    """An asynchronous call, shared by its two nodes in autograd's graph.
 
-    def __init__(
-        self, operator: Operator, x: Tensor, recorded: bool, of: int | None = None
-    ) -> None:
-        self.operator, self.x, self.version = operator, x, _version(x)
-        self.pending = _started(operator, x, recorded, of)
+    In forward it is in flight from the start to the wait, in backward from the wait to the start.
+    Meanwhile the tensor that it sends must not change.
+    """
 
-    def wait(self, changed: str) -> Tensor:
-        """Return the result; raise ArgumentError with `changed` if the tensor has changed."""
-        operator, number = self.operator, self.pending.number
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        self.sent: tuple[Operator, Tensor, int, Pending] | None = None
+        self.result: Tensor | None = None  # of a backward that communicated at once
+
+    def begin(self, operator: Operator, x: Tensor, recorded: bool, of: int | None = None) -> None:
+        self.sent = operator, x, _version(x), _started(operator, x, recorded, of)
+
+    def wait(self, name: str, period: str) -> tuple[Tensor, int | None]:
+        """Return the result, and the number of the call if ranks compare calls."""
+        assert self.sent is not None
+        operator, x, version, pending = self.sent
         error = None
-        if _version(self.x) != self.version:
-            error = ArgumentError(f"{operator.name} on {operator.group}{changed}")
-        if number is not None and debugging():
+        if _version(x) != version:
+            where = "" if operator is self.operator else ", in backward"
+            error = ArgumentError(
+                f"{operator.name} on {operator.group}{where}: the {name} was changed in place "
+                f"between {period}. Change a clone."
+            )
+        if pending.number is not None and debugging():
             from varcomm.transport.agreement import compare, fail
 
             what = f"wait for {operator.name}"
             if error is not None:
                 fail(operator.group, what, error)
-            compare(operator.group, {"operation": what, "which call": number})
+            compare(operator.group, {"operation": what, "which call": pending.number})
         if error is not None:
             raise error
-        return self.pending.wait().data
+        result = pending.wait().data
+        self.sent = None  # only now: a refused wait is refused again
+        return result, pending.number
 
 
 def _version(tensor: Tensor) -> int:
@@ -452,52 +438,34 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-@dataclass(eq=False)
-class _Call:
-    """An asynchronous call, shared by its two nodes in autograd's graph."""
-
-    operator: Operator
-    # in forward from the start to the wait, in backward from the wait to the start
-    flight: _InFlight | Tensor | None = None
-
-
 class _Start(torch.autograd.Function):
     """Begin to communicate; in backward, wait for the adjoint. Returns the ticket for the wait."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, recorded: bool) -> Tensor:
-        ctx.call = call
-        call.flight = _InFlight(call.operator, x, recorded)
+    def forward(ctx: Any, x: Tensor, flight: _Flight, recorded: bool) -> Tensor:
+        ctx.flight = flight
+        flight.begin(flight.operator, x, recorded)
         return _token(x)
 
     @staticmethod
     def backward(ctx: Any, of_ticket: Tensor) -> tuple[Tensor | None, None, None]:
         # tickets lead only from start to wait, so the backward of the wait has just run
-        begun, ctx.call.flight = ctx.call.flight, None
-        if isinstance(begun, _InFlight):
-            begun = begun.wait(
-                ", in backward: the gradient was changed in place between its start, in the "
-                "backward of wait(), and its end, in the backward of async_op=True. Let hooks "
-                "return new tensors."
-            )
-        return begun, None, None
+        flight, result = ctx.flight, ctx.flight.result
+        if flight.sent is not None:
+            result, _ = flight.wait("gradient", "the backward of wait() and that of async_op=True")
+        flight.result = None
+        return result, None, None
 
 
 class _Wait(torch.autograd.Function):
     """Wait for the result; in backward, begin the adjoint. Gradients reach `x` by the ticket."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ticket: Tensor, call: _Call) -> Tensors:
-        begun = call.flight
-        assert isinstance(begun, _InFlight)
-        result = begun.wait(
-            ": the tensor was changed in place between async_op=True and wait(). Change a clone, "
-            "or wait first."
-        )
-        call.flight = None  # only now: a refused wait is refused again
-        ctx.call, ctx.number = call, begun.pending.number
+    def forward(ctx: Any, x: Tensor, ticket: Tensor, flight: _Flight) -> Tensors:
+        result, ctx.number = flight.wait("tensor", "async_op=True and wait()")
         token = _token(x)
-        ctx.save_for_backward(token)
+        _keep(ctx, flight.operator, token)
+        ctx.flight = flight
         return result, token
 
     @staticmethod
@@ -505,17 +473,14 @@ class _Wait(torch.autograd.Function):
         ctx: Any, gradient: Tensor, of_token: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         (token,) = ctx.saved_tensors
-        adjoint = ctx.call.operator.adjoint
+        flight, adjoint = ctx.flight, ctx.operator.adjoint
         _check_gradient(adjoint, gradient)
-        has_start = ctx.needs_input_grad[1]  # not if the call started under no_grad()
-        recorded = is_recorded(gradient, (token, of_token))
-        if has_start and not recorded and not in_graph(gradient):
-            ctx.call.flight = _InFlight(adjoint.in_one_round, gradient, False, ctx.number)
-            return None, token.new_empty(0), None
-        result, _ = _apply(adjoint, gradient, (token, of_token), ctx.number)
-        if not has_start:
-            return result, None, None
-        ctx.call.flight = result
+        if not ctx.needs_input_grad[1]:  # the call started under no_grad()
+            return _apply(adjoint, gradient, (token, of_token), ctx.number)[0], None, None
+        if is_recorded(gradient, (token, of_token)) or in_graph(gradient):
+            flight.result, _ = _apply(adjoint, gradient, (token, of_token), ctx.number)
+        else:
+            flight.begin(adjoint.in_one_round, gradient, False, ctx.number)
         return None, token.new_empty(0), None
 
 
@@ -527,48 +492,13 @@ def refuse_vmap(where: str) -> NoReturn:
     )
 
 
-def refuse_linearize(where: str, writers: str) -> None:
-    """Raise ArgumentError if ``torch.func.linearize`` records.
-
-    It keeps tensors that do not depend on the tangents, and `writers` write into some of them.
-    """
-    if torch.compiler.is_compiling() or not _dispatch_mode(_PROXY):
-        return
-    x = torch.empty(0)
-    has_level = forward_ad.unpack_dual(x).primal is not x  # of forward mode, without torch.func
-    if has_level and not torch._C._are_functorch_transforms_active():
-        raise ArgumentError(
-            f"{where}torch.func.linearize keeps tensors that {writers} write into, and its result "
-            "would be wrong when called twice. Use torch.func.jvp."
-        )
-
-
-def in_forward_mode(jvp: Callable[..., R]) -> Callable[..., R]:
-    """Turn forward mode on in a ``jvp``, where torch turns it off, for transforms around it.
-
-    The ``jvp`` also gets the tensors that `ctx` saved, without tangents.
-    """
-
-    @wraps(jvp)
-    def differentiated(ctx: Any, *tangents: Tensor | None) -> R:
-        saved = ctx.saved_tensors
-        if not torch._C._are_functorch_transforms_active():
-            return jvp(ctx, saved, *tangents)
-        with forward_ad._set_fwd_grad_enabled(True):
-            plain = [None if x is None else forward_ad.unpack_dual(x).primal for x in saved]
-            return jvp(ctx, plain, *tangents)
-
-    return differentiated
-
-
 # --- Graphs: for torch.compile, make_fx, torch.export and fake tensors each class is one operator
 #
 #     varcomm::NAME(x, token, after, group, rank, ...fields) -> (result, token)
 #
-# Its kernel is `Operator.start`, its fake kernel `Operator.result`, its backward the rule above. It
-# is an effect, so that no compiler drops or moves it: other ranks wait for it. `after` is the token
-# of the call before, a dependency that keeps the order in generated code too. The rank is an
-# argument because two ranks may share a cache of compiled code.
+# It is an effect, so that no compiler drops or moves it. `after` is the token of the call before,
+# which keeps the order in generated code. Two ranks may share a cache of compiled code, so the rank
+# is an argument.
 
 _library = torch.library.Library("varcomm", "DEF")
 
@@ -584,32 +514,27 @@ _TYPES = {
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe
 
 
-def is_traced(x: Tensor | None) -> bool:
-    """Return whether calls on `x` are recorded or pretended; for None, whether they would be."""
-    if _dispatch_mode(_PROXY) is not None:
-        return True
-    if x is None:
-        return fake_mode() is not None
-    return isinstance(x, (FakeTensor, FunctionalTensor))
-
-
-def fake_mode() -> object:
-    """Return the FakeTensorMode that is entered, or None."""
-    return _dispatch_mode(_FAKE)
+def records_graph() -> bool:
+    """Return whether make_fx or torch.export records calls."""
+    return _dispatch_mode(_PROXY) is not None
 
 
 def in_graph(x: Tensor | None) -> bool:
-    """Return whether a graph is recorded, by torch.compile or otherwise (:func:`is_traced`)."""
-    return torch.compiler.is_compiling() or is_traced(x)
+    """Return whether calls on `x` are recorded or pretended; for None, whether they would be."""
+    return torch.compiler.is_compiling() or _is_traced(x)
+
+
+def _is_traced(x: Tensor | None) -> bool:
+    if records_graph():
+        return True
+    if x is None:
+        return _dispatch_mode(_FAKE) is not None
+    return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 def _recorded(operator: Operator, x: Tensor, token: Tensor | None) -> Tensors:
     arguments = operator.arguments()
-    if (
-        isinstance(x, FakeTensor)
-        and not torch.compiler.is_compiling()
-        and not _dispatch_mode(_PROXY)
-    ):
+    if isinstance(x, FakeTensor) and not (torch.compiler.is_compiling() or records_graph()):
         # beside a fake `x`, tensors must be fakes; a recorder makes constants of them by itself
         convert = x.fake_mode.from_tensor
         real = (isinstance(a, Tensor) and not isinstance(a, FakeTensor) for a in arguments)

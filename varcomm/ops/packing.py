@@ -11,27 +11,8 @@ from math import prod
 
 import torch
 
-from varcomm.transport.engine import EngineFailure, Peers, Work, engine_for, note
+from varcomm.transport.engine import Counts, Engine, EngineFailure, Peers, Works, engine_for, note
 from varcomm.transport.group import Group
-
-__all__ = [
-    "all_gather",
-    "as_bytes",
-    "back",
-    "broadcast",
-    "exchange",
-    "flat",
-    "like",
-    "memory_format",
-    "new",
-    "pack",
-    "plain",
-    "rest",
-    "taken",
-    "unpack",
-]
-
-Works = Sequence[Work]
 
 _IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -50,10 +31,9 @@ def exchange(
     They arrive in the flat `out`, if it is given. `peers` names the pairs of ranks with a message.
     """
     out = values.new_empty(sum(recv)) if out is None else out
-    engine = engine_for(group, values.device)
 
-    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
-        return engine.exchange(group, room, data, nbytes[0], nbytes[1], peers)
+    def begin(engine: Engine, to: torch.Tensor, data: torch.Tensor, *nbytes: Counts) -> Works:
+        return engine.exchange(group, to, data, nbytes[0], nbytes[1], peers)
 
     return _begun(name, group, values, out, send, recv, begin), out
 
@@ -75,11 +55,11 @@ def all_gather(
         recv = counts if group.rank == root else [0] * group.size
         return exchange(name, group, values, send, recv, "one")
     out = values.new_empty(sum(counts)) if out is None else out
-    engine, send = engine_for(group, values.device), [counts[group.rank]] * group.size
 
-    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
-        return engine.all_gather(group, room, data, nbytes[0])
+    def begin(engine: Engine, to: torch.Tensor, data: torch.Tensor, *nbytes: Counts) -> Works:
+        return engine.all_gather(group, to, data, nbytes[0])
 
+    send = [counts[group.rank]] * group.size
     return _begun(name, group, values, out, send, counts, begin), out
 
 
@@ -88,9 +68,8 @@ def broadcast(name: str, group: Group, values: torch.Tensor, src: int) -> Works:
     count, ranks = values.numel(), range(group.size)
     send = [count if group.rank == src else 0 for _ in ranks]
     recv = [count if group.rank != src == rank else 0 for rank in ranks]
-    engine = engine_for(group, values.device)
 
-    def begin(room: torch.Tensor, data: torch.Tensor, *nbytes: Sequence[int]) -> Works:
+    def begin(engine: Engine, to: torch.Tensor, data: torch.Tensor, *nbytes: Counts) -> Works:
         return engine.broadcast(group, data, src) if count else ()
 
     return _begun(name, group, values, values, send, recv, begin)
@@ -105,7 +84,8 @@ def _begun(
     recv: Sequence[int],
     begin: Callable[..., Works],
 ) -> Works:
-    """Return ``begin(out, values, recv, send)`` in bytes, as engines count."""
+    """Return ``begin(engine, out, values, recv, send)`` in bytes, as engines count."""
+    engine = engine_for(group, values.device)
     if group.size == 1:
         note(name, group, (), ())
         if values.data_ptr() != out.data_ptr():
@@ -115,7 +95,7 @@ def _begun(
     sends, receives = [n * width for n in send], [n * width for n in recv]
     note(name, group, sends, receives)
     try:
-        return begin(as_bytes(out), as_bytes(values), receives, sends)
+        return begin(engine, as_bytes(out), as_bytes(values), receives, sends)
     except RuntimeError as error:
         raise EngineFailure(str(error)) from error
 

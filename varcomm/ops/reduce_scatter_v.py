@@ -30,16 +30,10 @@ def reduce_scatter_v(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; the same shape and dtype on all ranks, any but bool.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
     use_fp32 : bool
         Sum floats narrower than 4 bytes in fp32 and round once.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    sizes, dim, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
@@ -47,18 +41,11 @@ def reduce_scatter_v(
         ``sizes[rank]`` rows along `dim`, the same bit for bit at every run; dtype and memory format
         of `tensor`.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: :func:`all_gather_v` with the same arguments.
-
     Communication: each rank sends every other rank its rows, in the dtype of `tensor`, and sums the
     received rows in rank order. For ``dim=0`` nothing is copied, for others once on departure.
-
     In one process: ``sum(tensors).split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

@@ -11,15 +11,6 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
-__all__ = [
-    "SMALL",
-    "accumulated",
-    "accumulation_dtype",
-    "checked_summable",
-    "pieces",
-    "sum_in_rank_order",
-]
-
 # Up to here a second round of messages costs more than the bytes that it saves.
 SMALL = 16 * 1024
 
@@ -49,9 +40,6 @@ def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1
     """Return that sum before it is rounded to the parts' dtype, as a new tensor.
 
     Parts are multiplied by `factor` before they are added, so that their sum does not overflow.
-
-    >>> accumulated([torch.ones(2).half(), torch.ones(2).half()], True, 0.5)
-    tensor([1., 1.])
     """
     first, *others = parts
     dtype = accumulation_dtype(first.dtype, use_fp32)
@@ -77,8 +65,8 @@ def accumulation_dtype(dtype: torch.dtype, use_fp32: bool) -> torch.dtype:
 def pieces(x: torch.Tensor, group: Group, one_round: bool) -> ShardSizes | None:
     """Return the elements of `x` that each rank sums for the others, or None if each sums all.
 
-    Pieces take two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`; all on each
-    rank take one round and ``P - 1`` times. An asynchronous call cannot begin a second round.
+    Pieces take two rounds of messages and ``2 (P - 1) / P`` times the bytes of `x`, else one round
+    and ``P - 1`` times. An asynchronous call cannot begin a second round.
     """
     if one_round or group.size <= 2 or x.numel() * x.element_size() <= SMALL:
         return None

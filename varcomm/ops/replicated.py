@@ -19,8 +19,6 @@ from varcomm.ops.operator import Operator, torch_operator
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
-__all__ = ["ReplicatedGather", "ReplicatedShard", "ReplicatedSum", "ReplicatedUse"]
-
 
 @torch_operator
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -12,13 +13,10 @@ import torch.autograd.forward_ad as forward_ad
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.operator import in_graph, refuse_vmap
-from varcomm.transport.agreement import announce, compare, debugging, share
+from varcomm.ops.operator import in_graph
+from varcomm.transport.agreement import announce, compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["root_input"]
-
-R = TypeVar("R")
 RootInput = tuple[torch.Tensor, tuple[int, ...], torch.memory_format]
 
 _FORMATS = {
@@ -39,8 +37,7 @@ def root_input(
 
     Other ranks get an empty tensor in its place, with the dtype, device type and ``requires_grad``
     of the root's. A tensor that they pass is not read; its gradient is zeros. `check` raises
-    ArgumentError at the root if its tensor cannot be used; then all ranks raise. `sizes` must be
-    the same on all ranks.
+    ArgumentError at the root if its tensor cannot be used; then all ranks raise.
     """
     where = f"{name} on {group.label}: "
 
@@ -60,11 +57,10 @@ def root_input(
         own = x if group.rank == src else _nothing_of(x)
         return own, tuple(x.shape), packing.memory_format(x)
 
-    digest = zlib.crc32(repr(list(sizes)).encode())
+    digest, transforms = zlib.crc32(repr(list(sizes)).encode()), _transforms_of(tensor)
     if debugging():
         call = {"operation": name, "root": src, "sizes": list(sizes)}
-        _outside_transforms(tensor, where, lambda: compare(group, call))
-    transformed = _agreed_transforms(name, tensor, src, group, where)
+        _outside_transforms(lambda: compare(group, call))
 
     def describe() -> dict[str, Any]:
         x = checked()
@@ -75,6 +71,7 @@ def root_input(
             "memory_format": str(packing.memory_format(x)),
             "requires_grad": torch.is_grad_enabled() and x.requires_grad,
             "has_tangent": _has_tangent(x),
+            "transforms": transforms,
             "sizes": digest,
         }
 
@@ -82,6 +79,13 @@ def root_input(
     if root["sizes"] != digest:
         raise DisagreementError(
             f"{where}sizes {list(sizes)} are not those of the root, rank {src}."
+        )
+    transformed = root["transforms"]
+    if transformed and transforms != transformed:  # ranks would differ in derivatives
+        raise DisagreementError(
+            f"{where}transforms of torch.func reach the tensor of the root, rank {src}, in another "
+            "way than this rank's. Pass a tensor that depends on the arguments of the transformed "
+            "function as the root's does; it is not read."
         )
     shape, memory_format = tuple(root["shape"]), _FORMATS[root["memory_format"]]
     if group.rank == src:
@@ -107,61 +111,21 @@ def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows.narrow(0, 0, 0).reshape(-1)
 
 
-class _Outside(torch.autograd.Function):
-    """Run a job below all transforms of ``torch.func``."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, where: str, job: Callable[[], None]) -> torch.Tensor:
+def _outside_transforms(job: Callable[[], object]) -> None:
+    """Run a job on plain tensors: transforms of ``torch.func`` belong to a thread."""
+    if not torch._C._are_functorch_transforms_active():
         job()
-        return x.new_empty(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keep nothing."""
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return tangent.new_empty(0)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor, where: str, job: object) -> Any:
-        refuse_vmap(where)
+        return
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(job).result()
 
 
-def _outside_transforms(tensor: torch.Tensor | None, where: str, job: Callable[[], R]) -> R:
-    """Return ``job()``, run on plain tensors; raise ArgumentError if vmap batches `tensor`."""
-    if not torch._C._are_functorch_transforms_active():
-        return job()
-    results: list[R] = []
-    x = tensor if isinstance(tensor, torch.Tensor) else torch.empty(0)
-    _Outside.apply(x, where, lambda: results.append(job()))  # type: ignore[no-untyped-call]
-    return results[0]
-
-
-def _agreed_transforms(
-    name: str, tensor: torch.Tensor | None, src: int, group: Group, where: str
-) -> int:
-    """Return how many transforms of ``torch.func`` reach the root's tensor; collective in any.
-
-    They must reach the tensors of other ranks too, or ranks would differ in derivatives.
-    """
-    if not torch._C._are_functorch_transforms_active():
+def _transforms_of(tensor: torch.Tensor | None) -> int:
+    """Return how many transforms of ``torch.func`` reach a tensor."""
+    if tensor is None or not torch._C._are_functorch_transforms_active():
         return 0
-    own, inner = 0, tensor
-    while (
-        inner is not None and (plain := torch.func.debug_unwrap(inner, recurse=False)) is not inner
-    ):
-        own, inner = own + 1, plain
-    depths = _outside_transforms(tensor, where, lambda: share(name, lambda: own, group))
-    for rank, depth in enumerate(depths):
-        if depths[src] and depth != depths[src]:
-            raise DisagreementError(
-                f"{name} on {group.size} ranks: transforms of torch.func reach the tensor of the "
-                f"root, rank {src}, in another way than that of rank {rank}. There, pass a tensor "
-                "that depends on the arguments of the transformed function as the root's does; it "
-                "is not read."
-            )
-    return depths[src]
+    inner = torch.func.debug_unwrap(tensor, recurse=False)
+    return 0 if inner is tensor else 1 + _transforms_of(inner)
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

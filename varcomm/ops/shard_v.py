@@ -28,35 +28,20 @@ def shard_v(
     ----------
     tensor : torch.Tensor
         ``sum(sizes)`` rows along `dim`; any dtype.
-    sizes : sequence of int
-        Rows per rank along `dim`; zeros allowed, identical on all ranks.
-    dim : int
-        Sharded dimension.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
     async_op : bool
         Return a :class:`~varcomm.Handle`, as the other operations do; there is nothing to wait for.
+    sizes, dim, group
+        As in :func:`all_gather_v`.
 
     Returns
     -------
     torch.Tensor or Handle
         ``sizes[rank]`` rows along `dim`: a view of `tensor`, as :meth:`torch.Tensor.narrow` gives.
 
-    Raises
-    ------
-    ArgumentError
-        If `sizes`, `dim` and `tensor` do not match on this rank.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if `sizes` or `dim` differ between ranks.
-    GroupError
-        If this rank is not in `group`.
-
     Notes
     -----
     Adjoint: the rows are put back at their place among zeros: this rank's part of the gradient.
-
     Communication: none, except that ranks compare `sizes` and `dim` inside :func:`varcomm.debug`.
-
     In one process: ``tensor.split(sizes, dim)``, of which rank r has the r-th.
 
     Examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,8 +11,6 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.operator import in_graph
 from varcomm.sizes import checked_sizes
 from varcomm.transport.group import Group
-
-__all__ = ["checked_count_matrix", "checked_index", "checked_indices", "checked_range"]
 
 
 def checked_index(
@@ -23,19 +22,14 @@ def checked_index(
     """
     if not isinstance(index, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(index).__name__}.")
-    if index.dtype not in (torch.int32, torch.int64):
-        hint = " Give an empty one its dtype." if index.numel() == 0 else ""
+    if index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
         raise ArgumentError(
-            f"{where}{name} must be of torch.int64 or torch.int32; got {index.dtype}.{hint}"
-        )
-    if index.dim() != 1:
-        raise ArgumentError(
-            f"{where}{name} must have one dimension; got shape {tuple(index.shape)}."
+            f"{where}{name} must be of torch.int64 or torch.int32 and of one dimension; got shape "
+            f"{tuple(index.shape)} of {index.dtype}."
         )
     if in_graph(None) and not in_graph(index):
         raise ArgumentError(
-            f"{where}{name} must be a fake tensor, as others are inside FakeTensorMode. Pass "
-            "mode.from_tensor(index), or make an ExchangePlan before."
+            f"{where}{name} must be a fake tensor: pass mode.from_tensor(index), or a plan."
         )
     if not in_graph(index):
         checked_range(index, num_rows, name, rows, where)
@@ -58,17 +52,9 @@ def checked_indices(
     indices: Sequence[torch.Tensor], num_rows: int, group: Group, where: str = ""
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the rows for all ranks as one index, and the count for each."""
-    if isinstance(indices, torch.Tensor) or not isinstance(indices, Sequence):
-        raise ArgumentError(
-            f"{where}indices must be a list of tensors, one per rank; got {type(indices).__name__}."
-        )
-    if len(indices) != group.size:
-        raise ArgumentError(
-            f"{where}indices must have one tensor per rank, {group.size}; got {len(indices)}."
-        )
     checked = [
         checked_index(index, num_rows, f"indices[{rank}]", "own rows", where)
-        for rank, index in enumerate(indices)
+        for rank, index in enumerate(_per_rank(indices, "indices", group, where))
     ]
     if len({index.device for index in checked}) > 1:
         devices = [str(index.device) for index in checked]
@@ -78,21 +64,11 @@ def checked_indices(
 
 def checked_count_matrix(
     sizes: Sequence[Sequence[int]], send_counts: Sequence[int], group: Group, where: str = ""
-) -> tuple[int, ...]:
-    """Return the rows that this rank gets from each by ``sizes[i][j]``, rows from i to j."""
-    scalar = getattr(sizes, "ndim", 1) == 0  # of numpy or torch: iterable by its type alone
-    if scalar or isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise ArgumentError(
-            f"{where}sizes must be a list of lists, sizes[i][j] the rows that rank i sends to rank "
-            f"j; got {type(sizes).__name__}."
-        )
-    rows = list(sizes)
-    if len(rows) != group.size:
-        raise ArgumentError(
-            f"{where}sizes must have one list per rank, {group.size}; got {len(rows)}."
-        )
+) -> list[tuple[int, ...]]:
+    """Return ``sizes[i][j]``, rows from i to j, if this rank sends as many."""
     matrix = [
-        checked_sizes(row, f"sizes[{rank}]", group.size, where) for rank, row in enumerate(rows)
+        checked_sizes(row, f"sizes[{rank}]", group.size, where)
+        for rank, row in enumerate(_per_rank(sizes, "sizes", group, where))
     ]
     for rank, (count, size) in enumerate(zip(send_counts, matrix[group.rank], strict=True)):
         if count != size:
@@ -100,4 +76,18 @@ def checked_count_matrix(
                 f"{where}indices[{rank}] has {count} rows, but sizes[{group.rank}][{rank}] is "
                 f"{size}."
             )
-    return tuple(row[group.rank] for row in matrix)
+    return matrix
+
+
+def _per_rank(entries: Iterable[Any], name: str, group: Group, where: str) -> list[Any]:
+    scalar = getattr(entries, "ndim", 1) == 0  # of numpy or torch: iterable by its type alone
+    if scalar or not isinstance(entries, Iterable):
+        raise ArgumentError(
+            f"{where}{name} must be a list of one entry per rank; got {type(entries).__name__}."
+        )
+    found = list(entries)
+    if len(found) != group.size:
+        raise ArgumentError(
+            f"{where}{name} must have one entry per rank, {group.size}; got {len(found)}."
+        )
+    return found

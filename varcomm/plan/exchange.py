@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from math import prod
+from secrets import randbits
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 
+from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import ByNumber, extent_of
+from varcomm.ops.compilation import counts_in, extent_of
 from varcomm.ops.operator import Operator, checking, torch_operator
 from varcomm.plan.checks import checked_range
 from varcomm.plan.row_sum import RowSum
 from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group, named
-
-__all__ = ["Exchange", "ExchangeAdjoint", "IndexedAllToAllV", "Routes", "numbered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,16 +50,17 @@ class Routes:
 
     @property
     def number(self) -> torch.Tensor:
-        """A number by which a graph finds these routes, as long as it keeps that tensor."""
         return numbered(self)
 
     @property
     def routes(self) -> Routes:
-        """Itself; for :class:`Numbered`, the plan."""
         return self
 
     def rows(self) -> tuple[int, int]:
         """Return how many rows this rank receives, and how many it owns."""
+        if torch.compiler.is_compiling():
+            received, owned = counts_in(self.extent)
+            return received, owned
         return self.num_received, self.num_rows
 
     def elements(self, row: int) -> tuple[list[int], list[int]]:
@@ -85,10 +88,7 @@ class Unchecked(Routes):
 
 @dataclass(frozen=True, eq=False)
 class Numbered:
-    """The part of a plan that a graph holds: the numbers of rows, and a number to find the rest.
-
-    So the same compiled code serves plans with other neighbours.
-    """
+    """The part of a plan that a graph holds, so that compiled code serves other plans too."""
 
     group: Group
     number: torch.Tensor
@@ -96,22 +96,32 @@ class Numbered:
     num_rows: int
 
     def rows(self) -> tuple[int, int]:
-        """Return how many rows this rank receives, and how many it owns."""
         return self.num_received, self.num_rows
 
     @property
     def routes(self) -> Routes:
         """The plan; ArgumentError if no graph or caller has kept it."""
-        what = f"exchange on {self.group}: the plan of a traced or compiled graph"
-        return _plans.find(self.number, what)
+        found = _plans.get(int(self.number))
+        if found is None:
+            raise ArgumentError(
+                f"exchange on {self.group}: the plan of a traced or compiled graph exists no "
+                "longer, or is of another process. Keep it as long as the graph."
+            )
+        return found
 
 
-_plans: ByNumber[Routes] = ByNumber()
+# Plans that are alive, by number; numbers of another process are others.
+_plans: WeakValueDictionary[int, Routes] = WeakValueDictionary()
+_numbers = count(randbits(62))
 
 
 def numbered(routes: Routes) -> torch.Tensor:
-    """Return a number for the plan, a tensor that keeps the plan alive."""
-    number = _plans.give(routes)
+    """Return a number for the plan: a tensor, which keeps the plan alive.
+
+    torch.compile makes constants of ints.
+    """
+    place = next(_numbers)
+    number, _plans[place] = torch.tensor(place), routes
     number.routes = routes  # type: ignore[attr-defined]
     return number
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from zlib import crc32
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from varcomm.errors import ArgumentError, DisagreementError, GroupError
 from varcomm.ops import packing
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.compilation import counts_in
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import Handle, call, checking, in_graph
 from varcomm.ops.reduction import checked_summable
@@ -21,19 +20,19 @@ from varcomm.plan.checks import checked_count_matrix, checked_index, checked_ind
 from varcomm.plan.exchange import Exchange, ExchangeAdjoint, Routes, numbered
 from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share
-from varcomm.transport.engine import Pending, is_simulated
+from varcomm.transport.engine import Peers, Pending, is_simulated
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
-__all__ = ["ExchangePlan"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan(Routes):
     """Rows that go to each rank: checked and agreed upon once, used at every step.
 
-    Made by :meth:`from_indices` or :meth:`from_needed`. It is a linear operator from own rows to
-    received rows, and can be differentiated any number of times.
+    Made by :meth:`from_indices` or :meth:`from_needed`; a linear operator from own rows to received
+    rows.
 
     Attributes
     ----------
@@ -46,23 +45,16 @@ class ExchangePlan(Routes):
     num_rows : int
         Rows that this rank owns.
     identity : int
-        A digest of the arguments of all ranks, the same on all: :func:`varcomm.debug` compares it.
-        0 if ranks did not agree on the plan.
+        A digest of the arguments of all ranks, which :func:`varcomm.debug` compares.
 
     Notes
     -----
     Adjoint: :meth:`adjoint`, which sends rows back and sums, at each owner, all copies of a row.
-
-    Communication: :meth:`nbytes` from this rank, whenever the plan is called: each row that another
-    rank needs, once for each such rank, in one message to each.
-
-    In one process: ``torch.cat(shards)[needed]``, of the rows of all ranks; its adjoint is
-    ``zeros.index_add(0, needed, tensor)``.
+    Communication: :meth:`nbytes` per call from this rank, in one message to each neighbour.
+    In one process: ``torch.cat(shards)[needed]``.
 
     Examples
     --------
-    Each of two ranks needs the other's last row:
-
     >>> import torch, varcomm
     >>> def fn(rank):
     ...     sizes = varcomm.ShardSizes([2, 3])
@@ -108,52 +100,33 @@ class ExchangePlan(Routes):
         num_rows : int
             Rows that this rank owns.
         sizes : sequence of sequence of int, optional
-            ``sizes[i][j]``: rows that rank i sends to rank j. Without it ranks exchange the counts.
+            ``sizes[i][j]``: rows that rank i sends to rank j; identical on all ranks. Without it
+            ranks exchange the counts.
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
 
-        Returns
-        -------
-        ExchangePlan
-            On the device of the indices.
-
         Raises
         ------
-        ArgumentError
-            On every rank, if on one of them an index is out of range or of another dtype, or
-            `sizes` do not match the indices.
-        DisagreementError
-            On every rank, if one expects other numbers of rows than it will be sent.
-
-        Notes
-        -----
-        Communication: short messages to agree, and a count of 8 bytes to each other rank.
+        ArgumentError, DisagreementError
+            On every rank, if the arguments of one are wrong, or their `sizes` differ.
         """
         ranks, what = resolve(group), "ExchangePlan.from_indices"
 
-        def check() -> tuple[int, torch.Tensor, tuple[int, ...], tuple[int, ...] | None]:
+        def check() -> tuple[int, torch.Tensor, tuple[int, ...], list[tuple[int, ...]] | None]:
             (rows,) = checked_sizes([num_rows], "num_rows")
             index, counts = checked_indices(indices, rows, ranks)
-            if sizes is None:
-                return rows, index, counts, None
-            return rows, index, counts, checked_count_matrix(sizes, counts, ranks)
+            matrix = None if sizes is None else checked_count_matrix(sizes, counts, ranks)
+            return rows, index, counts, matrix
 
-        (rows, index, send_counts, expected), digests = agree_and_share(
-            what, check, lambda own: _digest_of(own[1], (own[0], *own[2])), ranks
-        )
-        identity = crc32(repr(digests).encode())
-        if expected is not None and _is_simulated(ranks):
-            return cls(ranks, index, send_counts, expected, rows, identity)
-        recv_counts = _exchanged_counts(send_counts, index.device, ranks)
+        def public(own: tuple[Any, ...]) -> tuple[int, int]:
+            rows, index, counts, matrix = own
+            return _digest_of(matrix), _digest_of(digest(index), rows, counts)
 
-        def compare() -> None:
-            if expected is not None and expected != recv_counts:
-                raise DisagreementError(
-                    f"by its sizes it expects {list(expected)} rows from the ranks, "
-                    f"which send {list(recv_counts)}."
-                )
-
-        agree(what, compare, ranks)
+        (rows, index, send_counts, matrix), identity = _agreed(what, check, public, ranks)
+        if matrix is None:
+            recv_counts = _exchanged_counts(send_counts, index.device, ranks)
+        else:
+            recv_counts = tuple(row[ranks.rank] for row in matrix)
         return cls(ranks, index, send_counts, recv_counts, rows, identity)
 
     @classmethod
@@ -172,22 +145,10 @@ class ExchangePlan(Routes):
         group : ProcessGroup or DeviceMesh, optional
             Ranks that take part; None is the whole world.
 
-        Returns
-        -------
-        ExchangePlan
-            Its result has the needed rows in the order given; on the device of `needed`.
-
         Raises
         ------
-        ArgumentError
-            On every rank, if on one of them `needed` or `sizes` are wrong.
-        DisagreementError
-            On every rank, if their `sizes` differ.
-
-        Notes
-        -----
-        Communication: short messages to agree, a count of 8 bytes to each other rank, and 8 bytes
-        for each needed row, to its owner.
+        ArgumentError, DisagreementError
+            On every rank, if the arguments of one are wrong, or their `sizes` differ.
         """
         ranks, what = resolve(group), "ExchangePlan.from_needed"
 
@@ -198,52 +159,37 @@ class ExchangePlan(Routes):
             if bool((owner.diff() < 0).any()):
                 k = int((owner.diff() < 0).nonzero()[0])
                 raise ArgumentError(
-                    "needed must come owner by owner, as received rows do; entry "
-                    f"{k} is row {int(ids[k])} of rank {int(owner[k])}, and entry {k + 1} is row "
-                    f"{int(ids[k + 1])} of rank {int(owner[k + 1])}. Sort it."
+                    f"needed must come owner by owner; row {int(ids[k])} of rank {int(owner[k])} "
+                    f"is before row {int(ids[k + 1])} of rank {int(owner[k + 1])}. Sort it."
                 )
             return owned, owner
 
         def public(own: tuple[ShardSizes, torch.Tensor]) -> tuple[int, int]:
-            return crc32(repr(tuple(own[0])).encode()), _digest_of(needed, own[0])
+            return _digest_of(tuple(own[0])), _digest_of(digest(needed), tuple(own[0]))
 
-        (owned, owner), digests = agree_and_share(what, check, public, ranks)
-        if others := [rank for rank, (given, _) in enumerate(digests) if given != digests[0][0]]:
-            raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
+        (owned, owner), identity = _agreed(what, check, public, ranks)
         recv_counts = tuple(torch.bincount(owner, minlength=ranks.size).tolist())
         send_counts = _exchanged_counts(recv_counts, needed.device, ranks)
         offsets = torch.tensor(owned.offsets, device=needed.device)
         ids = needed.to(torch.int64) - offsets[owner]
-        with explained(what, ranks):
-            works, asked = packing.exchange(
-                what, ranks, ids, recv_counts, send_counts, "neighbours"
-            )
-            send_index = Pending(works, lambda: asked).wait()
-        identity = crc32(repr(digests).encode())
+        send_index = _exchanged(what, ids, recv_counts, send_counts, ranks)
         return cls(ranks, send_index, send_counts, recv_counts, owned[ranks.rank], identity)
 
     def __call__(self, tensor: torch.Tensor, dim: int = 0, use_fp32: bool = True) -> torch.Tensor:
-        """Send own rows to the ranks that need them, and return the rows that this rank receives.
+        """Send own rows to the ranks that need them, and return the received rows.
 
         Parameters
         ----------
         tensor : torch.Tensor
             `num_rows` rows along `dim`; any dtype. The other dimensions are the same on all ranks.
-        dim : int
-            Sharded dimension.
-        use_fp32 : bool
-            In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
+        dim, use_fp32
+            As in :func:`all_gather_v`.
 
         Returns
         -------
         torch.Tensor
             ``sum(recv_counts)`` rows along `dim`, rank by rank, in the order of the sender. For
             ``dim != 0`` a transposed view of contiguous memory.
-
-        Raises
-        ------
-        ArgumentError
-            Before any communication, if `tensor` or `dim` do not match the plan on this rank.
         """
         return call(_forward, self, tensor, (), dim, use_fp32, False)
 
@@ -258,30 +204,16 @@ class ExchangePlan(Routes):
         ----------
         tensor : torch.Tensor
             ``sum(recv_counts)`` rows along `dim`; any dtype but bool.
-        dim : int
-            Sharded dimension.
-        use_fp32 : bool
-            Sum floats narrower than 4 bytes in fp32 and round once.
+        dim, use_fp32
+            As in :func:`reduce_scatter_v`.
 
         Returns
         -------
         torch.Tensor
             `num_rows` rows along `dim`, zeros for rows without a copy; the same bit for bit at
             every run.
-
-        Raises
-        ------
-        ArgumentError
-            Before any communication, if `tensor` or `dim` do not match the plan on this rank.
         """
         return call(_adjoint, self, tensor, (), dim, use_fp32, False)
-
-    def rows(self) -> tuple[int, int]:
-        """Return how many rows this rank receives, and how many it owns."""
-        if torch.compiler.is_compiling():
-            received, owned = counts_in(self.extent)
-            return received, owned
-        return self.num_received, self.num_rows
 
     def nbytes(self, tensor: torch.Tensor, dim: int = 0) -> int:
         """Return the bytes that this rank sends to others when the plan is called with `tensor`."""
@@ -321,25 +253,18 @@ class ExchangePlan(Routes):
     def from_state_dict(cls, state: dict[str, Any], group: GroupLike = None) -> Self:
         """Make the plan again from each rank's :meth:`state_dict`; collective.
 
-        Raises
-        ------
-        ArgumentError
-            On every rank, if one of them has the state of another rank or of another number of
-            ranks, or its parts do not match each other.
-        DisagreementError
-            On every rank, if the states are not of one plan.
+        All ranks raise if the states are not those of these ranks, or not of one plan.
         """
         ranks, what = resolve(group), "ExchangePlan.from_state_dict"
+        expected = {"rank", "send_index", "send_counts", "recv_counts", "num_rows"}
 
         def check() -> tuple[torch.Tensor, ...]:
-            expected = {"rank", "send_index", "send_counts", "recv_counts", "num_rows"}
             if not isinstance(state, dict) or not expected <= state.keys():
                 raise ArgumentError("this is not what ExchangePlan.state_dict returns.")
-            if state["rank"] != ranks.rank or len(state["send_counts"]) != ranks.size:
-                raise ArgumentError(
-                    f"this state is of rank {state['rank']} of {len(state['send_counts'])}."
-                )
-            return state["send_index"].split(list(state["send_counts"]))  # type: ignore[no-any-return]
+            counts: list[int] = state["send_counts"]
+            if state["rank"] != ranks.rank or len(counts) != ranks.size:
+                raise ArgumentError(f"this state is of rank {state['rank']} of {len(counts)}.")
+            return state["send_index"].split(counts)  # type: ignore[no-any-return]
 
         plan = cls.from_indices(agree(what, check, ranks), state["num_rows"], group=group)
 
@@ -389,25 +314,42 @@ def _checked_dim(
     return dim
 
 
-def _digest_of(index: torch.Tensor, numbers: Iterable[int]) -> int:
-    return crc32(repr((digest(index), list(numbers))).encode())
+def _digest_of(*values: object) -> int:
+    return crc32(repr(values).encode())
 
 
-def _is_simulated(group: Group) -> bool:
-    """Return whether the group has other ranks that do not exist."""
-    return group.size > 1 and is_simulated(group)
+def _agreed(
+    what: str, check: Callable[[], T], public: Callable[[T], tuple[int, int]], group: Group
+) -> tuple[T, int]:
+    """Return this rank's checked arguments, and the identity of the plan; collective.
+
+    `public` returns digests: of the sizes, which are equal on all ranks, and of all arguments.
+    """
+    own, digests = agree_and_share(what, check, public, group)
+    if others := [rank for rank, given in enumerate(digests) if given[0] != digests[0][0]]:
+        raise DisagreementError(f"{what}: ranks {others} have other sizes than rank 0.")
+    return own, _digest_of(digests)
 
 
 def _exchanged_counts(counts: Sequence[int], device: torch.device, group: Group) -> tuple[int, ...]:
     """Send each rank one count, and return the count from each; collective."""
-    if _is_simulated(group):
+    if group.size > 1 and is_simulated(group):
         raise GroupError(
             f"on {group}: in a simulated world no other rank says which rows it needs. Use the "
-            "part of a graph that varcomm.simulate.partition returns, with its plan; or pass the "
-            "sizes of all ranks to ExchangePlan.from_indices."
+            "plan of varcomm.simulate.partition, or pass sizes to ExchangePlan.from_indices."
         )
-    ones = [1] * group.size
-    mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    with explained("ExchangePlan", group):
-        works, theirs = packing.exchange("ExchangePlan", group, mine, ones, ones)
-        return tuple(Pending(works, lambda: theirs).wait().tolist())
+    ones, mine = [1] * group.size, torch.tensor(counts, dtype=torch.int64, device=device)
+    return tuple(_exchanged("ExchangePlan", mine, ones, ones, group, "all").tolist())
+
+
+def _exchanged(
+    what: str,
+    values: torch.Tensor,
+    send: Sequence[int],
+    recv: Sequence[int],
+    group: Group,
+    peers: Peers = "neighbours",
+) -> torch.Tensor:
+    with explained(what, group):
+        works, received = packing.exchange(what, group, values, send, recv, peers)
+        return Pending(works, lambda: received).wait()

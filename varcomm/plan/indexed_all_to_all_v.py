@@ -34,20 +34,16 @@ def indexed_all_to_all_v(
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's rows along `dim`; any dtype. The other dimensions are the same on all ranks.
+        This rank's rows along `dim`; any dtype.
     indices : sequence of torch.Tensor
         ``indices[r]``: rows that this rank sends to rank r; one dimension, int32 or int64, on the
         device of `tensor`. Rows may repeat, within a tensor and between them.
     sizes : sequence of sequence of int
         ``sizes[i][j]``: rows that rank i sends to rank j; the same on all ranks.
-    use_fp32 : bool
-        In the adjoint: sum floats narrower than 4 bytes in fp32 and round once.
     dim : int
         The dimension that `indices` count along.
-    group : ProcessGroup or DeviceMesh, optional
-        Ranks that take part; None is the whole world.
-    async_op : bool
-        Return a :class:`~varcomm.Handle`; call its ``wait()``.
+    use_fp32, group, async_op
+        As in :func:`all_gather_v`.
 
     Returns
     -------
@@ -55,31 +51,20 @@ def indexed_all_to_all_v(
         The received rows, sender by sender, each in the sender's order; dtype of `tensor`. For
         ``dim != 0`` a transposed view of contiguous memory; ``channels_last`` is kept.
 
-    Raises
-    ------
-    ArgumentError, GroupError
-        On this rank, before any communication.
-
     Notes
     -----
     Adjoint: rows go back to their owners, which sum the copies of each row in a fixed order.
-
     Communication: each row goes once to each other rank that it is for. One copy, on departure.
-
-    In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``,
-    of the tensor and the indices of each rank.
+    In one process: rank r has ``torch.cat([x.index_select(dim, index[r]) for x, index in ranks])``.
 
     Examples
     --------
     >>> import torch, varcomm
     >>> def fn(rank):
-    ...     rows = torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
-    ...     to_other = torch.tensor([2, 0]) if rank == 0 else torch.tensor([1])
-    ...     to_self = torch.tensor([], dtype=torch.int64)
-    ...     indices = [to_self, to_other] if rank == 0 else [to_other, to_self]
-    ...     return varcomm.indexed_all_to_all_v(rows, indices, [[0, 2], [1, 0]])
+    ...     rows, one = torch.tensor([1.0, 2.0]) + 10 * rank, torch.tensor([rank])
+    ...     return varcomm.indexed_all_to_all_v(rows, [one, one], [[1, 1], [1, 1]])
     >>> varcomm.launch(fn, 2)
-    [tensor([12.]), tensor([3., 1.])]
+    [tensor([ 1., 12.]), tensor([ 1., 12.])]
     """
     ranks = resolve(group)
     flags = {"use_fp32": use_fp32, "async_op": async_op}
@@ -87,7 +72,8 @@ def indexed_all_to_all_v(
         checked_tensor(tensor, where)
         dim = checked_dim(dim, tensor.shape, where)
         index, send_counts = checked_indices(indices, tensor.shape[dim], ranks, where)
-        recv_counts = checked_count_matrix(sizes, send_counts, ranks, where)
+        matrix = checked_count_matrix(sizes, send_counts, ranks, where)
+        recv_counts = tuple(row[ranks.rank] for row in matrix)
         plan = Routes(ranks, index, send_counts, recv_counts, tensor.shape[dim])
         if index.device != tensor.device:
             raise ArgumentError(

@@ -8,8 +8,6 @@ from math import prod
 
 import torch
 
-__all__ = ["RowSum"]
-
 _WIDE = 16  # elements per row from which bags are faster, however few copies there are
 _DENSE = 2  # copies per row, on average, from which they are faster for any width
 
@@ -19,25 +17,10 @@ class RowSum:
     """The transpose of ``x.index_select(0, index)``, the same at every run bit for bit.
 
     The copies of a row are added one after the other, in the order of the index: for a plan, that
-    of rank 0 first. Two ways give the same bits.
+    of rank 0 first. Two ways return the same bits: ``index_add_``, which on the CPU keeps the order
+    of the index; and torch's sum over the bags of an embedding, which writes each row once, sums
+    narrow floats in fp32 registers and has no atomics on a GPU.
 
-    *In turn*: ``index_add_``, which on the CPU keeps to the order of the index, and for integers
-    is exact in any order.
-
-    *In bags*: the places of each row's copies are listed once, and torch's sum over the bags of an
-    embedding writes each row once. It sums narrow floats in fp32 registers and has no atomics on a
-    GPU, where ``index_add_`` has no fixed order. torch allocates two integers per row for it.
-
-    Attributes
-    ----------
-    index : torch.Tensor
-        The row of each value; int64, shape (m,).
-    num_rows : int
-        Rows of the result.
-
-    Examples
-    --------
-    >>> import torch
     >>> RowSum(torch.tensor([2, 0, 2]), 3)(torch.tensor([1.0, 2.0, 4.0]))
     tensor([2., 0., 5.])
     """
@@ -57,19 +40,9 @@ class RowSum:
         return places, bounds
 
     def __call__(self, values: torch.Tensor, use_fp32: bool = True) -> torch.Tensor:
-        """Sum rows.
+        """Return the sums of `values`, one row per entry of the index; zeros without an entry.
 
-        Parameters
-        ----------
-        values : torch.Tensor
-            A row for each entry of the index; any dtype that can be summed; shape (m, ...).
-        use_fp32 : bool
-            Sum floats narrower than 4 bytes in fp32 and round once. Bags on a GPU always do.
-
-        Returns
-        -------
-        torch.Tensor
-            Zeros for rows without a copy; shape (num_rows, ...), dtype of `values`.
+        Floats narrower than 4 bytes are summed in fp32 if `use_fp32`; by bags on a GPU, always.
         """
         if values.is_complex():
             parts = torch.view_as_real(values.resolve_conj())

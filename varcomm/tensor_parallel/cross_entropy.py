@@ -18,7 +18,8 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_shard, checked_tensor
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import apply, checking, refuse_linearize
+from varcomm.ops.forward_mode import refuse_linearize
+from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduction import accumulation_dtype
 from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
 from varcomm.sizes import ShardSizes, checked_sizes, exact_int

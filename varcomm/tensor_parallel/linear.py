@@ -21,7 +21,8 @@ from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import apply, begin, checking, in_forward_mode, is_recorded
+from varcomm.ops.forward_mode import in_forward_mode
+from varcomm.ops.operator import apply, begin, checking, is_recorded
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.layout import (

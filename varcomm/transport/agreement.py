@@ -20,7 +20,14 @@ from varcomm import errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging
-from varcomm.transport.engine import NO_LIMIT, EngineFailure, Works, engine_for, is_simulated
+from varcomm.transport.engine import (
+    NO_LIMIT,
+    EngineFailure,
+    Works,
+    engine_for,
+    is_simulated,
+    wait_for,
+)
 from varcomm.transport.failure import explained
 from varcomm.transport.group import Group
 from varcomm.transport.serialization import from_bytes, to_bytes
@@ -58,8 +65,8 @@ _KINDS = {
 def agree(what: str, local: Callable[[], T], group: Group) -> T:
     """Run `local` on every rank and return this rank's result, or raise on all; collective.
 
-    If `local` raises on one rank, every rank raises the same message: an error of the kind that the
-    first failing rank raised, or an ArgumentError if that is no error of varcomm.
+    All ranks raise the error of the first failing rank; an ArgumentError if that is no error of
+    varcomm.
     """
     return agree_and_share(what, local, lambda _: None, group)[0]
 
@@ -72,10 +79,7 @@ def share(what: str, local: Callable[[], T], group: Group) -> list[T]:
 def agree_and_share(
     what: str, local: Callable[[], T], public: Callable[[T], S], group: Group
 ) -> tuple[T, list[S]]:
-    """Run `local` on every rank; return its result here, and ``public(result)`` of every rank.
-
-    One round of messages; raises as :func:`agree` does.
-    """
+    """Run `local` on every rank; return its result here, and ``public(result)`` of every rank."""
     cause: Exception | None = None
     call: dict[str, Any] = {"operation": what, "is set-up": True}
     try:
@@ -140,8 +144,7 @@ def announce(
 ) -> dict[str, Any]:
     """Return on every rank the JSON values that `local` returns on `src`; collective.
 
-    If `local` raises ArgumentError on `src`, every rank raises it. In a simulated group the root
-    has the values of this rank.
+    If `local` raises ArgumentError on `src`, every rank raises it.
     """
     engine, device = engine_for(group, group.device()), group.device()
     if engine.simulated:
@@ -182,13 +185,11 @@ def all_gather_object(value: Any, group: Group, timeout: timedelta = NO_LIMIT) -
     first = message[:_LENGTH].ljust(_LENGTH, b"\0")
     answers = _all_gather(first, [_LENGTH] * group.size, group, timeout)
     lengths = [_HEAD + int.from_bytes(answer[:_HEAD], "little") for answer in answers]
-    left = [max(0, length - _LENGTH) for length in lengths]
-    if any(left):
+    if any(length > _LENGTH for length in lengths):
+        left = [max(0, length - _LENGTH) for length in lengths]
         rests = _all_gather(message[_LENGTH:], left, group, timeout)
         answers = [first + rest for first, rest in zip(answers, rests, strict=True)]
-    return [
-        from_bytes(answer[_HEAD:length]) for answer, length in zip(answers, lengths, strict=True)
-    ]
+    return [from_bytes(answer[_HEAD:n]) for answer, n in zip(answers, lengths, strict=True)]
 
 
 def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta) -> list[bytes]:
@@ -206,10 +207,10 @@ def _all_gather(own: bytes, counts: list[int], group: Group, timeout: timedelta)
 def _done(start: Callable[..., Works], *arguments: Any, timeout: timedelta = NO_LIMIT) -> None:
     """Start a call of an engine and wait for it, or raise EngineFailure."""
     try:
-        for work in start(*arguments):
-            work.wait(timeout)
+        works = start(*arguments)
     except RuntimeError as error:
         raise EngineFailure(str(error)) from error
+    wait_for(works, timeout)
 
 
 def _not_called(group: Group, calls: Calls) -> DisagreementError:
@@ -223,58 +224,42 @@ def _not_called(group: Group, calls: Calls) -> DisagreementError:
 
 def _gathered(call: dict[str, Any], group: Group) -> list[dict[str, Any]]:
     """Return the calls of all ranks; inside debug(), name the ranks that do not come."""
+    what, began = call["operation"], time.monotonic()
     if not debugging():
-        with explained(call["operation"], group):
+        with explained(what, group):
             return all_gather_object(call, group)
     if group.given_up:
-        raise CommunicationError(
-            f"{call['operation']}: this group has been given up: {group.given_up}"
-        )
+        raise CommunicationError(f"{what}: this group has been given up: {group.given_up}")
     group.compared_calls += 1
     call |= {"number": group.compared_calls, "at": failure.user_line()}
-    here, began = {"group": group.name, "call": call["number"]}, time.monotonic()
-    more = {"operation": call["operation"], "at": call["at"], "left with": ""}
+    here = {"group": group.name, "call": call["number"]}
+    more = {"operation": what, "at": call["at"], "left with": ""}
     failure.leave_note({**here, "of ranks": failure.spans(group.ranks), **more})
     try:
         return all_gather_object(call, group, debug_timeout())
     except EngineFailure as error:
-        group.given_up = _absent(call["operation"], here, group, began, error)
-        # a rank that comes later must not take what is in flight for another call
-        failure.leave_note(_given_up(here))
-        failure.leave(group)
+        group.given_up = f"{what} on {group}: {_absent(here, group, began, error)}"
+        failure.leave(group)  # a rank that comes later must not read what is in flight
         raise CommunicationError(group.given_up) from error.__cause__
 
 
-def _given_up(here: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the note of a rank that has stopped to wait."""
-    return {"gave up": f"{here['group']} {here['call']}"}
-
-
-def _absent(
-    what: str, here: Mapping[str, Any], group: Group, began: float, error: RuntimeError
-) -> str:
-    """Return a message that names the ranks missing in a call, and the last place of all ranks."""
-    after = time.monotonic() - began
-    found, _ = failure.notes(group)
+def _absent(here: Mapping[str, Any], group: Group, began: float, error: RuntimeError) -> str:
+    """Return the ranks missing in a call, and the last place of all ranks."""
+    after, (found, _) = time.monotonic() - began, failure.notes(group)
     missing = [rank for rank, note in enumerate(found) if not here.items() <= note.items()]
-    gone = [rank for rank, note in enumerate(found) if _given_up(here).items() <= note.items()]
-    have = "rank {} has" if len(missing or gone) == 1 else "ranks {} have"
-    if gone and not missing:
-        reason = f"{have.format(failure.spans(gone))} given up waiting for this rank in"
-    else:
-        absent = have.format(failure.spans(missing)) if missing else "a rank has"
-        reason = f"{absent} not come within {after:.1f} s to"
+    have = "rank {} has" if len(missing) == 1 else "ranks {} have"
+    have = have.format(failure.spans(missing))
+    reason = f"{have} not come within {after:.1f} s to" if missing else "other ranks have given up"
     # the name of a group matters only if another group has the same ranks
     groups, lists = ({note.get(word) for note in found} for word in ("group", "of ranks"))
-    hidden = {"gave up"} if len(groups) > len(lists) else {"gave up", "group"}
+    hidden = set() if len(groups) > len(lists) else {"group"}
     nothing = {"at": "no note: is it inside varcomm.debug?"}
     rows = ({w: note[w] for w in note if w not in hidden} or nothing for note in found)
     return (
-        f"{what} on {group}: {reason} call {here['call']} of the group inside varcomm.debug "
+        f"{reason} call {here['call']} of the group inside varcomm.debug "
         f"({failure.brief(error)}).{_numbering(group)} Where ranks were last:\n"
         f"{failure.table(rows)}\n"
-        "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...), "
-        "VARCOMM_DEBUG_TIMEOUT."
+        "If a rank is only slow, raise the timeout: varcomm.debug(timeout=...)."
     )
 
 

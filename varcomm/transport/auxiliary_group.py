@@ -1,7 +1,6 @@
 """Auxiliary groups: further groups with the ranks of a group, made by these ranks alone.
 
-Ranks match the calls on a group by their order. A call whose order depends on no other call, such
-as one in the middle of a backward or in a second thread, needs a group of its own.
+A call whose order depends on no other call, such as one in a second thread, needs its own group.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ __all__ = ["Lane", "aside", "free_lanes", "take_lane", "weakly"]
 
 
 def aside(group: Group) -> Group:
-    """Return a second group of the ranks of `group` for one other thread; collective at first.
-
-    It is on Gloo: short messages must not wait between the kernels of a GPU.
-    """
+    """Return a second group of the ranks of `group` for one thread; collective at first."""
     if "aside" not in group.auxiliary:
         name = share("a second group", _new_name, group)[0]
         backends = _kind(group)[0] if is_simulated(group) else "gloo"
@@ -37,11 +33,7 @@ def aside(group: Group) -> Group:
 
 @dataclass(eq=False)
 class Lane:
-    """An auxiliary group that one user has to itself.
-
-    A lane that its user leaves with calls in flight is not used again, because its ranks may have
-    made different calls.
-    """
+    """An auxiliary group that one user has to itself, until it leaves without calls in flight."""
 
     number: int  # equal on all its ranks
     group: Callable[[], Group]
@@ -66,13 +58,10 @@ def free_lanes(group: Group) -> dict[str, Any]:
 def take_lane(group: Group, offers: Sequence[dict[str, Any]]) -> Lane | None:
     """Return a lane with the ranks of `group`, or None if there can be none; collective.
 
-    One rank needs no lane. A part of a world that torch.distributed has bound to GPUs has none:
-    only all ranks together can split the world's communicator.
-
-    `offers` holds the result of :func:`free_lanes` on each rank. Users leave when the garbage
-    collector finds them, at different times per rank: a lane is free if it is so on all ranks.
+    `offers` holds the result of :func:`free_lanes` on each rank: a lane is free if it is so on all.
     """
     world = resolve(None)
+    # only all ranks together can split a world that torch.distributed has bound to GPUs
     bound = world.process_group.bound_device_id is not None
     if group.size == 1 or (group.size < world.size and bound):
         return None
@@ -103,10 +92,8 @@ def _new_name() -> str:
 def _made(group: Group, backends: str, name: str) -> Callable[[], Group]:
     """Make a process group with the ranks of `group`, by a call of these alone.
 
-    ``new_group(use_local_synchronization=True)`` derives the name under which ranks meet from the
-    groups that a rank is in. Ranks in different numbers of groups never meet, and a new group can
-    read the addresses that a destroyed one left in the store. Here the caller passes `name`: equal
-    on all members, and used for no other group.
+    ``new_group(use_local_synchronization=True)`` derives its name from the groups that a rank is
+    in, so ranks in different numbers of groups never meet. `name` is equal on all members, and new.
     """
     world, ranks = distributed_c10d._world, list(group.ranks)
     _, store = world.pg_map[cast(dist.ProcessGroup, dist.group.WORLD)]

@@ -41,9 +41,8 @@ if os.environ.get("VARCOMM_DEBUG", "").lower() not in {"", "0", "false", "no", "
 def debug(timeout: float | timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
     """Compare every call between ranks before its data moves, in forward and in backward.
 
-    All ranks of a group enter it together. If operations, or their dims, sizes, dtypes, shapes or
-    ``requires_grad`` do not match, or one rank's arguments are wrong, all ranks raise one
-    :class:`~varcomm.errors.DisagreementError` that names the ranks and the lines of their programs.
+    All ranks of a group enter it together. If their calls do not match, or one rank's arguments are
+    wrong, all ranks raise one :class:`~varcomm.errors.DisagreementError` with a table of the ranks.
     If a rank does not come, the others raise after `timeout` and print where that rank was last.
     ``VARCOMM_DEBUG=1`` does this throughout, with ``VARCOMM_DEBUG_TIMEOUT`` in seconds.
 

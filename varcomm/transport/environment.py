@@ -1,8 +1,4 @@
-"""Variables of launchers: the rank, the number of ranks and the address at which they meet.
-
-torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) and ``srun`` start a process per rank and describe
-it in variables of their own. :func:`read` is a pure function that returns one :class:`Place`.
-"""
+"""Variables of launchers: the rank, the number of ranks and the address at which they meet."""
 
 from __future__ import annotations
 
@@ -19,9 +15,8 @@ from varcomm.errors import LaunchError
 class Place:
     """Place of a process among the ranks of its job, and the address at which they meet.
 
-    `local_rank` counts the ranks on this host. `meeting_point` is an ``init_method`` of
-    :func:`torch.distributed.init_process_group`; None for a single rank, and under MPI. A
-    `lasting_store` outlives the ranks, so it may hold the addresses of an earlier start.
+    `meeting_point` is an ``init_method`` for torch; None for a single rank, and under MPI. A
+    `lasting_store` may hold the addresses of an earlier start.
     """
 
     rank: int = 0
@@ -69,29 +64,15 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
     """Return this process's place by the variables of its launcher; one rank without a launcher.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` win over derived ones. Empty variables count as unset. Ranks
-    that `mpi` joins need no meeting point. Raises LaunchError if variables are missing, are not
-    integers, or contradict each other.
-
-    Examples
-    --------
-    >>> read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
-    ...       "MASTER_ADDR": "node01", "MASTER_PORT": "29500"}) == Place(
-    ...     rank=1, size=2, local_rank=1, meeting_point="env://", launcher="torchrun")
-    True
+    that `mpi` joins need no meeting point. LaunchError if variables are missing or wrong.
     """
     environ = {name: value for name, value in environ.items() if value.strip()}
     launcher = next((one for one in _LAUNCHERS if _has_started(one, environ)), None)
     if launcher is None:
-        if "PMI_RANK" in environ:
+        if "PMI_RANK" in environ or _integer(environ, "WORLD_SIZE", 1) != 1:
             raise LaunchError(
-                f"PMI_RANK={environ['PMI_RANK']!r} is set, but MPI_LOCALRANKID is not: "
-                "the rank on this host is unknown. "
-                "Export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank."
-            )
-        if _integer(environ, "WORLD_SIZE", 1) != 1:
-            raise LaunchError(
-                f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set, but RANK is not. "
-                "Export both, or neither to run as one rank."
+                "PMI_RANK or WORLD_SIZE is set, but MPI_LOCALRANKID or RANK is not. Export RANK, "
+                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every rank."
             )
         return Place()
     *first, last = launcher.sizes.split()
@@ -103,7 +84,7 @@ def read(environ: Mapping[str, str], mpi: bool = False) -> Place:
             "need 0 <= rank < size."
         )
     local_rank = _integer(environ, launcher.local_rank, 0 if launcher.name == "torchrun" else None)
-    point = None if mpi else _meeting_point(launcher, environ, rank, size)
+    point = None if mpi else _meeting_point(launcher, environ, size)
     lasting = point == "env://" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, size, local_rank, point, launcher.name, lasting)
 
@@ -113,41 +94,22 @@ def _has_started(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     sign = launcher.local_rank if launcher.name == "MPICH" else launcher.rank
     if sign not in environ or launcher.name != "SLURM":
         return sign in environ
-    step = _integer(environ, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
-    return step < _FIRST_SPECIAL_STEP
+    return _integer(environ, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) < _FIRST_SPECIAL_STEP
 
 
-def _meeting_point(
-    launcher: _Launcher, environ: Mapping[str, str], rank: int, size: int
-) -> str | None:
-    """Return the address, with a port derived from the job: two jobs on one host do not meet.
-
-    The port is below those that the system assigns; torch's default if the job has no name.
-    """
-    if launcher.name == "torchrun":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing and size > 1:
-            raise LaunchError(
-                f"RANK={rank} and WORLD_SIZE={size} are set, but {' and '.join(missing)} not. "
-                "Start with torchrun, or export them for every rank."
-            )
-        # torchrun's agent may already serve the store at that port
+def _meeting_point(launcher: _Launcher, environ: Mapping[str, str], size: int) -> str | None:
+    """Return the address, with a port derived from the job: two jobs on one host do not meet."""
+    if launcher.name == "torchrun":  # its agent may already serve the store
         return "env://" if size > 1 else None
-    host = "127.0.0.1"
-    if "MASTER_ADDR" in environ:
-        host = environ["MASTER_ADDR"]
-    elif size > 1 and launcher.name == "SLURM":
-        nodes = next((environ[name] for name in _NODES if name in environ), None)
-        if nodes is None:
-            raise LaunchError(
-                f"SLURM_PROCID={rank} is set, but {', '.join(_NODES)} are not. "
-                "Export MASTER_ADDR=<host of rank 0> for every rank."
-            )
-        host = first_host(nodes)
-    elif size > 1 and _integer(environ, launcher.local_size, 0) != size:
+    host = environ.get("MASTER_ADDR")
+    if host is None and (size == 1 or _integer(environ, launcher.local_size, 0) == size):
+        host = "127.0.0.1"
+    elif host is None and launcher.name == "SLURM":
+        host = first_host(next((environ[name] for name in _NODES if name in environ), ""))
+    if host is None:
         raise LaunchError(
-            f"{launcher.name} started {size} ranks on several hosts, but does not say where rank 0 "
-            "is. Export MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
+            f"{launcher.name} started {size} ranks, but does not say where rank 0 is. Export "
+            "MASTER_ADDR=<its host> and MASTER_PORT=<a free port there> for every rank."
         )
     job = ".".join(environ.get(name, "") for name in launcher.job.split())
     derived = 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 29_500
@@ -155,18 +117,10 @@ def _meeting_point(
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list.
-
-    >>> first_host("node[01-04,07],login1"), first_host("rack[2-3]n[7,9]-ib"), first_host("a,b")
-    ('node01', 'rack2n7-ib', 'a')
-    """
+def first_host(nodes: str) -> str | None:
+    """Return the first host of a SLURM node list: ``node01`` of ``node[01-04,07],login1``."""
     hosts = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", nodes.strip())
-    if hosts is None:
-        raise LaunchError(
-            f"cannot read a host from the SLURM node list {nodes!r}. Export MASTER_ADDR."
-        )
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0])
+    return hosts and re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0])
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,6 +1,5 @@
 """Errors of calls that could not be completed, and notes of ranks on their last call.
 
-A collective that lacks a rank reports a timeout or a closed connection on the others, and no more.
 Each rank leaves notes in the store of torch.distributed, which answers in place of a lost rank.
 """
 
@@ -50,13 +49,18 @@ def failure(
     if dist.is_initialized() and dist.get_rank() == 0:
         time.sleep(_SERVED)  # it serves the store, which other ranks still ask
     failed = failed_ranks(found)
-    others = {rank: found[rank] for rank in range(group.size) if rank not in failed}
-    late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-    limit = " varcomm.init(timeout=...) sets how long ranks wait." if late else ""
+    lost = [rank for rank in range(group.size) if rank not in failed]
+    ends = {rank: found[rank]["ended with"] for rank in lost if "ended with" in found[rank]}
+    others = [f"rank {rank} ended with {end}" for rank, end in ends.items()]
+    if silent := [rank for rank in lost if rank not in ends]:
+        ranks = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
+        others.append(f"{ranks} not come to it, gone, or cut off")
+    if not answered:
+        others = ["of others nothing is known: the store in which ranks met has ended"]
+    rest = "; ".join(others) or "so all have come to it, and the network or the timeout has failed"
     return CommunicationError(
         f"{what} on {group}: failed after {after:.1f} s: {brief(error)}. {details}"
-        f"{members(group)} It has failed on {len(failed)} of {group.size}: {spans(failed)}; "
-        f"{_others(others, answered)}{limit}"
+        f"{members(group)} It has failed on {len(failed)} of {group.size}: {spans(failed)}; {rest}."
     )
 
 
@@ -66,24 +70,8 @@ def leave(group: Group) -> None:
         engine_for(group, group.device()).leave(group)
 
 
-def _others(others: Mapping[int, Note], answered: bool) -> str:
-    if not answered:
-        return "of others nothing is known: the store in which ranks met has ended, or the network."
-    if not others:
-        return "so all have come to it, and the network or the time limit has failed."
-    ends = {rank: note["ended with"] for rank, note in others.items() if "ended with" in note}
-    texts = [f"rank {rank} ended with {end}" for rank, end in ends.items()]
-    if silent := [rank for rank in others if rank not in ends]:
-        ranks = f"rank{'s' if len(silent) > 1 else ''} {spans(silent)}"
-        texts.append(f"{ranks} not come to it, gone, or cut off")
-    return "; ".join(texts) + "."
-
-
 class explained:
-    """Context of communication outside operators: an EngineFailure becomes a CommunicationError.
-
-    It can be entered several times; the call began when it was made.
-    """
+    """Context of communication outside operators: an EngineFailure becomes a CommunicationError."""
 
     def __init__(self, what: str, group: Group) -> None:
         self._what, self._group, self._began = what, group, time.monotonic()
@@ -111,8 +99,7 @@ def notes(
 ) -> tuple[list[Note], bool]:
     """Return the note of each rank of a group, and whether the store answered.
 
-    Looks again for two seconds until `until` returns True. A stopped host never answers: the thread
-    that asks stays until the host goes on or this process ends.
+    Looks again for two seconds until `until` returns True. A stopped host never answers its thread.
     """
     found: list[Note] = [{} for _ in range(group.size)]
     if dist.is_initialized():
@@ -174,11 +161,7 @@ def _is_of_a_library(frame: FrameType) -> bool:
 
 
 def brief(error: BaseException) -> str:
-    r"""Return the message of an engine's error, without its place in the engine's sources.
-
-    >>> brief(RuntimeError("[/src/pair.cc:14] Connection closed by peer. This may\nbe ..."))
-    'Connection closed by peer'
-    """
+    """Return the message of an engine's error, without its place in the engine's sources."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     said = text.split("] ", 1)[-1] if text.startswith("[/") else text
     return said.partition(". This ")[0]

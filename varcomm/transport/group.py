@@ -23,15 +23,8 @@ GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 class Group:
     """The ranks that take part in an operation, seen from one of them.
 
-    There is one object per process group; :func:`resolve` returns it.
-
-    Attributes
-    ----------
-    process_group : torch.distributed.ProcessGroup
-    rank, size : int
-        This rank within the group, and the number of ranks.
-    label, name : str
-        Name of this rank in messages; name of the group in torch.distributed, equal on all ranks.
+    There is one object per process group; :func:`resolve` returns it. `label` names this rank in
+    messages; `name` is that of torch.distributed, equal on all ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -79,9 +72,7 @@ class Group:
         try:
             config = dist.get_backend_config(self.process_group)
         except (TypeError, ValueError) as error:
-            raise GroupError(
-                f"the group of {self.label} was destroyed. Make another one, or call before."
-            ) from error
+            raise GroupError(f"the group of {self.label} was destroyed.") from error
         return dict(pair.split(":", 1) for pair in config.split(","))
 
     def timeout(self) -> timedelta:
@@ -115,10 +106,7 @@ def _forget_all(owner: int = os.getpid()) -> None:
 
 
 def resolve(group: GroupLike) -> Group:
-    """Return the Group of a ProcessGroup, of a one-dimensional DeviceMesh, or of all ranks (None).
-
-    Raises GroupError if there is none that this rank can use.
-    """
+    """Return the Group of a ProcessGroup, a one-dimensional DeviceMesh, or all ranks (None)."""
     if torch.compiler.is_dynamo_compiling():  # it follows no dict of groups
         return Group(_process_group(group))
     given = dist.group.WORLD if group is None else group
@@ -131,10 +119,9 @@ def resolve(group: GroupLike) -> Group:
         ranks, own = group.mesh.tolist(), list(found.ranks)
         if ranks != own:
             raise GroupError(
-                f"the mesh has ranks {ranks} of the world, in this order, of which torch has made "
-                f"a group in the order {own}: the first in the one is not the first in the other. "
-                "Name ranks of a mesh in ascending order, or pass a group that keeps yours: "
-                f"torch.distributed.new_group({ranks}, sort_ranks=False)."
+                f"the mesh has ranks {ranks} of the world, of which torch has made a group in the "
+                f"order {own}. Name ranks of a mesh in ascending order, or pass a group that keeps "
+                f"yours: torch.distributed.new_group({ranks}, sort_ranks=False)."
             )
         found._checked_mesh = group
     return found
@@ -150,19 +137,16 @@ def _process_group(group: GroupLike) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names
-            named = "without names" if names is None else names
             pick = "mesh.get_group(0)" if names is None else f"mesh[{names[0]!r}]"
             raise GroupError(
                 f"group must be one dimension of a DeviceMesh; got a mesh of {group.ndim} "
-                f"dimensions {named}. Pick one: {pick}."
+                f"dimensions. Pick one: {pick}."
             )
         if group.get_coordinate() is None:
             raise GroupError(f"rank {dist.get_rank()} of the world is not in the mesh {group}.")
         process_group = group.get_group()
     if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):
-        raise GroupError(
-            f"rank {dist.get_rank()} of the world is not in this group. Only its members may call."
-        )
+        raise GroupError(f"rank {dist.get_rank()} of the world is not in this group.")
     if not isinstance(process_group, dist.ProcessGroup):
         raise GroupError(
             "group must be None, a ProcessGroup or a one-dimensional DeviceMesh; "
@@ -188,13 +172,12 @@ def _of(process_group: dist.ProcessGroup) -> Group:
 
 
 def named(name: str, rank: int) -> Group:
-    """Return the group of a graph that was traced on `rank`; GroupError if this is another rank."""
+    """Return the group of a graph that was traced on `rank`."""
     try:
         process_group = cast(Any, distributed_c10d)._resolve_process_group(name)
     except RuntimeError as error:
         raise GroupError(
-            f"the group {name!r} of a traced or compiled graph does not exist in this process. "
-            "Trace again, after the group has been made."
+            f"the group {name!r} of a traced or compiled graph does not exist. Trace again."
         ) from error
     group = _of(process_group)
     if group.rank != rank:

@@ -1,16 +1,13 @@
 """Local ranks that run functions: :func:`launch` once, :class:`Ranks` many times.
 
-Ranks are plain interpreters, one :mod:`subprocess` each, or all below one ``mpiexec``. Processes of
-:mod:`multiprocessing` would import the caller's ``__main__``, which a notebook does not have and a
-script without a guard does not survive. Parent and child share one socket; its closed end shows
-that the other process has ended.
+Ranks are plain interpreters, one :mod:`subprocess` each, or all below one ``mpiexec``: processes of
+:mod:`multiprocessing` would import the caller's ``__main__``. Parent and child share one socket;
+its closed end shows that the other process has ended.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
-import io
 import json
 import math
 import os
@@ -31,7 +28,6 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -65,10 +61,9 @@ def launch(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on `world_size` new local processes, joined in a process group.
 
-    Works in a script (with or without a ``__main__`` guard), a notebook and a doctest, with
-    functions, lambdas and closures defined there. Each rank runs torch with
-    ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of its own; a module that a
-    rank imports may not, so guard its launches.
+    Works in a script, a notebook and a doctest, with functions, lambdas and closures defined there.
+    Each rank runs torch with ``max(1, cpu_count // world_size)`` threads. `fn` may launch ranks of
+    its own; a module that a rank imports may not.
 
     Parameters
     ----------
@@ -79,8 +74,7 @@ def launch(
     *args
         Pickled arguments of `fn`.
     timeout : float or timedelta
-        Seconds for `fn` without the start of the processes; at most 24 days. Collectives of the
-        world have no timeout of their own.
+        Seconds for `fn`, without the start of the processes; at most 24 days.
     backend : str or None
         As in :func:`init`; None chooses NCCL if there are GPUs; ``"mpi"`` runs ``mpiexec``.
 
@@ -94,21 +88,16 @@ def launch(
     ArgumentError
         If an argument is wrong or cannot be pickled; nothing is started.
     LaunchError
-        If a rank fails, dies or does not finish in time, or if a module calls this while a rank
-        imports it. The message holds the traceback of the rank that failed first, or the stacks of
-        unfinished ranks.
+        If a rank fails, dies or does not finish in time. The message holds the traceback of the
+        rank that failed first, or the stacks of unfinished ranks.
     MissingPackageError
         If `fn` or `args` need cloudpickle, or `backend` an MPI, that is not installed.
 
     Examples
     --------
     >>> import torch, varcomm
-    >>> def total(rank, base):
-    ...     value = torch.tensor(base + rank)
-    ...     torch.distributed.all_reduce(value)
-    ...     return value.item()
-    >>> varcomm.launch(total, 2, 10)
-    [21, 21]
+    >>> varcomm.launch(lambda rank, base: varcomm.all_reduce(torch.tensor(base + rank)), 2, 10)
+    [tensor(21), tensor(21)]
     """
     with Ranks(world_size, timeout, backend=backend) as ranks:
         return ranks.run(fn, *args)
@@ -130,10 +119,10 @@ class _Report(NamedTuple):
 class Ranks:
     """Local ranks that stay alive, so that only the first :meth:`run` pays for their imports.
 
-    They start at the first run, and again at the run after one that failed. Global variables,
-    process groups and random states remain from run to run. All ranks end with :meth:`close`, with
-    a ``with`` block, and with this process, even if it is killed. Threads may share them: their
-    calls wait for each other. A forked child gets its own.
+    They start at the first run, and again after a run that failed. Global variables, process groups
+    and random states remain from run to run. All ranks end with :meth:`close`, with a ``with``
+    block, and with this process, even if it is killed. Threads may share them. A forked child gets
+    its own.
 
     Parameters
     ----------
@@ -166,10 +155,7 @@ class Ranks:
     def run(
         self, fn: Callable[..., T], *args: Any, timeout: float | timedelta | None = None
     ) -> list[T]:
-        """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch`.
-
-        `timeout` is in seconds; by default that of the pool.
-        """
+        """Run ``fn(rank, *args)`` on every rank and return the results, as :func:`launch`."""
         limit = self.timeout if timeout is None else checked_seconds(timeout)
         task = pickle.dumps((sys.path, _pickled_call(fn, args)))
         with self._held():
@@ -192,8 +178,7 @@ class Ranks:
             for worker in self._workers:
                 with suppress(OSError):
                     worker.connection.send_bytes(_STOP)
-            # A rank's end of the socket closes with its process. A process that was waited for no
-            # longer owns its id, so it is signalled before.
+            # a process that was waited for no longer owns its id, so wait for its socket
             leaving = {worker.connection for worker in self._workers}
             deadline = time.monotonic() + _FAREWELL
             while leaving and (gone := wait(leaving, max(0.0, deadline - time.monotonic()))):
@@ -221,8 +206,7 @@ class Ranks:
         if module := _importing_module():
             raise LaunchError(
                 f"rank {os.environ.get('RANK')} imports module {module!r}, which launches ranks "
-                "when it is imported: each would do so again. Guard what it launches by "
-                'if __name__ == "__main__":'
+                'again. Guard the launch by if __name__ == "__main__":'
             )
         # the path of a socket may have 107 characters
         elsewhere = "/tmp" if len(tempfile.gettempdir()) > 80 else None
@@ -238,13 +222,12 @@ class Ranks:
             server.bind(f"{self._folder}/ranks")
             server.listen(self.world_size)
             for rank in [-1] if self._mpi else range(self.world_size):
-                # a rank that Ctrl-C keeps out of this list loses its connection, and ends
+                # In a session of its own: Ctrl-C in the terminal is ours to handle, and killing
+                # its process group ends all that the rank has started.
                 process = subprocess.Popen(
                     [*python, *map(str, (self._owner, rank, self.world_size, self.backend or ""))],
                     env=self._environment(rank),
                     stdin=subprocess.DEVNULL,
-                    # A process group of its own: Ctrl-C in the terminal is ours to handle, and
-                    # killing it ends all that the rank has started.
                     start_new_session=True,
                 )
                 self._processes.append(process)
@@ -394,10 +377,7 @@ def _end(
 
 
 def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
-    """Join the other ranks, then serve the parent until it sends `_STOP`.
-
-    The arguments come from the command line; `rank` is -1 if ``mpiexec`` sets it.
-    """
+    """Join the other ranks, then serve the parent; `rank` is -1 if ``mpiexec`` sets it."""
     place = Place(int(rank), int(size), int(rank), f"file://{folder}/rendezvous", "varcomm.launch")
     if uses_mpi(backend):
         place = environment.read(os.environ, mpi=True)
@@ -417,8 +397,7 @@ def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
         target=_end_with_parent, args=(connection, int(parent), folder), daemon=True
     )
     watch.start()
-    # A crash or SIGUSR1 writes the stack of the main thread: the kernel delivers signals there
-    # first, and the task runs there.
+    # a crash or SIGUSR1 writes the stack of the main thread, which runs the task
     with Path(folder, f"stack-{place.rank}").open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
@@ -432,11 +411,7 @@ def serve(folder: str, parent: str, rank: str, size: str, backend: str) -> None:
 
 
 def _end_with_parent(connection: Connection[Any, Any], parent: int, folder: str) -> None:
-    """Wait for the end of the parent, and end with it.
-
-    The parent's end of the socket closes then, unless a process that it forked holds it open. All
-    that this rank has started is in its process group, and ends too.
-    """
+    """Wait for the end of the parent, or of its socket; then end with all that was started here."""
     watch = select.poll()
     watch.register(connection, 0)  # no event asked for: a hang-up is always reported
     while os.getppid() == parent and not watch.poll(1000):
@@ -499,27 +474,19 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle ``(fn, args)``, or raise if the ranks could not read it."""
     if not callable(fn):
         raise ArgumentError(f"fn must be callable as fn(rank, *args); got {fn!r}.")
-    by_name = importlib.util.find_spec("cloudpickle") is None
+    data, trouble = b"", None
     try:
-        if not by_name:
-            return _dumps((fn, args))
-        buffer = io.BytesIO()
-        _PicklerByName(buffer).dump((fn, args))
-        return buffer.getvalue()
+        data = _dumps((fn, args))
     except Exception as error:
-        if by_name:
-            raise MissingPackageError(
-                f"{fn!r} and its arguments cannot be sent to the ranks by name ({error}). "
-                'To send them by value: pip install "varcomm[launch]"'
-            ) from error
+        trouble = error
+    # without cloudpickle functions go by name, and in the ranks `__main__` is another module
+    if sys.modules.get("cloudpickle") is None and (trouble or b"__main__" in data):
+        raise MissingPackageError(
+            f"{fn!r} and its arguments cannot be sent to the ranks by name ({trouble}). "
+            'To send them by value: pip install "varcomm[launch]"'
+        ) from trouble
+    if trouble is not None:
         raise ArgumentError(
-            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {error!r}"
-        ) from error
-
-
-class _PicklerByName(pickle.Pickler):
-    """Refuses objects of ``__main__``, which in the ranks is another module."""
-
-    def persistent_id(self, obj: object) -> None:
-        if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
-            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
+            f"{fn!r} or its arguments cannot be pickled to be sent to the ranks: {trouble!r}"
+        ) from trouble
+    return data

@@ -2,17 +2,15 @@
 
 ``init(backend="mpi")`` starts MPI under ``mpiexec`` or ``srun``, joins the ranks in a Gloo world
 and marks it: groups, objects and DDP use Gloo, the engine here moves varcomm's bytes. Messages go
-from and to the memory of tensors. For small messages that equals MPI's own Allgatherv and Alltoallv
-in speed, and takes half their time from 1 MB on (MPICH 5.0.2).
-
-mpi4py loads the first ``libmpi`` that it finds: beside the interpreter (``pip install mpich``), or
-on the system's path. ``MPI4PY_LIBMPI=<path>`` names another. It must belong to the ``mpiexec``.
+from and to the memory of tensors, at the speed of MPI's own Allgatherv and Alltoallv for small ones
+and in half their time from 1 MB on (MPICH 5.0.2).
 """
+
+# ruff: noqa: D102, Engine documents its methods
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import logging
 import os
@@ -22,13 +20,11 @@ import sys
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -52,8 +48,7 @@ except (ImportError, RuntimeError) as error:  # a RuntimeError if no libmpi can 
 
 logger = logging.getLogger("varcomm")
 
-# The bytes at an address: 0.1 us, where mpi4py would describe a tensor by DLPack in 5 us.
-_at = MPI.buffer.fromaddress
+_at = MPI.buffer.fromaddress  # 0.1 us; to describe a tensor by DLPack takes 5 us
 _test_all = MPI.Request.Testall
 
 # From this many ranks and up to this many bytes MPI's all-gather, a tree, is faster than messages.
@@ -68,7 +63,6 @@ class MPIEngine(Engine):
     """Non-blocking messages of MPI, over a communicator of the group's ranks."""
 
     def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Send the shard to all others, and receive theirs into `out`: no copies."""
         own, total = counts[group.rank], sum(counts)
         if group.size < _MANY_RANKS or total > _FEW_BYTES:
             to_all, start = [own] * group.size, [0] * group.size
@@ -76,20 +70,16 @@ class MPIEngine(Engine):
         comm, places = _communicator(group), _places(counts)
         in_place = data.data_ptr() == out.data_ptr() + places[group.rank]
         sent = MPI.IN_PLACE if in_place else [_at(data.data_ptr(), own), own, MPI.BYTE]
-        _settle(data)
         arriving = [_at(out.data_ptr(), total), counts, places, MPI.BYTE]
         return [_Messages(group, "all_gather", [comm.Iallgatherv(sent, arriving)], (out, data))]
 
     def exchange(
         self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
     ) -> Works:
-        """Send and receive between ranks that have bytes for each other."""
         return _exchange("exchange", group, out, data, recv, send, _places(send))
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Run MPI's own broadcast, a tree."""
         comm = _communicator(group)
-        _settle(data)
         request = comm.Ibcast([_at(data.data_ptr(), data.numel()), MPI.BYTE], src)
         return [_Messages(group, "broadcast", [request], (data,))]
 
@@ -99,7 +89,6 @@ class MPIEngine(Engine):
 
 
 def _places(counts: Counts) -> list[int]:
-    """Return where the bytes of each rank start."""
     return [0, *accumulate(counts)][:-1]
 
 
@@ -110,7 +99,6 @@ def _exchange(
     comm, rank, places = _communicator(group), group.rank, _places(recv)
     arriving, leaving = out.data_ptr(), data.data_ptr()
     others = (*range(rank + 1, group.size), *range(rank))
-    _settle(data)
     receiving: tuple[Any, int, Counts, Counts] = comm.Irecv, arriving, places, recv
     requests: list[Any] = []
     for begin, memory, at, counts in (receiving, (comm.Isend, leaving, starts, send)):
@@ -119,7 +107,7 @@ def _exchange(
                 requests.append(begin([_at(memory + at[peer], counts[peer]), MPI.BYTE], peer))
     to, start, own = places[rank], starts[rank], send[rank]
     if own and arriving + to != leaving + start:
-        if own <= _COPIED_BY_PYTHON and not data.is_cuda:
+        if own <= _COPIED_BY_PYTHON:
             _at(arriving + to, own)[:] = _at(leaving + start, own)
         else:
             out.narrow(0, to, own).copy_(data.narrow(0, start, own))
@@ -142,9 +130,7 @@ class _Messages:
             # MPI may still read and write the buffers: kept for good
             self._group.unfinished.append((None, self._buffers))
             self._requests = []
-            # of several messages MPI says only that one of them failed
-            status = error.Get_error_class() == MPI.ERR_IN_STATUS
-            reason = "a message failed" if status else MPI.Get_error_string(error.Get_error_class())
+            reason = MPI.Get_error_string(error.Get_error_class())
             raise RuntimeError(
                 f"{self._name} on {self._group} failed: {reason}. Mostly ranks expect other sizes "
                 "than their peers send (varcomm.debug() names them), or a peer has ended."
@@ -160,19 +146,15 @@ class _Messages:
 
 
 def _poll(where: str, done: Callable[[], bool], seconds: float) -> None:
-    """Test until `done`; MPI's own wait has no timeout and ignores Ctrl-C.
-
-    Without the yield, three ranks on two cores take 1000 times as long.
-    """
+    """Test until `done`; MPI's own wait has no timeout and ignores Ctrl-C."""
     end = monotonic() + seconds
     while not done():
         if monotonic() > end:
             raise RuntimeError(
-                f"{where} timed out after {seconds:g} s. Look for a rank that has failed, that "
-                "calls something else or in another order (varcomm.debug() names it), that "
-                "expects another size, or that computes for longer than this."
+                f"{where} timed out after {seconds:g} s. Look for a rank that has failed, calls "
+                "something else or expects another size: varcomm.debug() names it."
             )
-        os.sched_yield()
+        os.sched_yield()  # else three ranks on two cores take 1000 times as long
 
 
 def _communicator(group: Group) -> MPI.Intracomm:
@@ -202,28 +184,10 @@ def _is_finished(requests: list[MPI.Request] | None) -> bool:
         return False
 
 
-def _settle(tensor: Tensor) -> None:
-    """Wait for the current stream, which MPI ignores."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-
-
-@cache
-def gpu_aware() -> bool:
-    """Return whether this MPI reads and writes CUDA memory, as Open MPI and MPICH report it."""
-    library, answer, cuda = ctypes.CDLL(MPI.__file__), ctypes.c_int(0), 0
-    if hasattr(library, "MPIX_Query_cuda_support"):
-        return bool(library.MPIX_Query_cuda_support())
-    if hasattr(library, "MPIX_GPU_query_support"):
-        library.MPIX_GPU_query_support(cuda, ctypes.byref(answer))
-    return bool(answer.value)
-
-
 def start(place: Place, limit: timedelta) -> Store:
     """Start MPI, unless it runs, and return a store of its ranks; collective.
 
-    MPI ends at exit. If another rank never starts it, the process ends with code 1 after `limit`.
-    Raises LaunchError if MPI has other ranks than the launcher, or refuses calls from threads.
+    If another rank never starts it, the process ends with code 1 after `limit`.
     """
     if not MPI.Is_initialized():
         # MPI waits for the others with the lock of the interpreter; this timer needs no lock
@@ -236,15 +200,13 @@ def start(place: Place, limit: timedelta) -> Store:
     if (world.rank, world.size) != (place.rank, place.size):
         raise LaunchError(
             f"this is rank {place.rank} of {place.size} to {place.launcher}, but rank {world.rank} "
-            f"of {world.size} to MPI ({MPI.Get_library_version().splitlines()[0]}). Start the "
-            "ranks with the mpiexec of that library or with srun, not with torchrun, or set "
-            "MPI4PY_LIBMPI to the library of your mpiexec."
+            f"of {world.size} to MPI ({MPI.Get_library_version().splitlines()[0]}). Start ranks "
+            "with the mpiexec of that library, or set MPI4PY_LIBMPI to the library of yours."
         )
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise LaunchError(
-            f"rank {place.rank}: MPI was started without support for threads, but backward passes "
-            "communicate from threads of their own. Let varcomm.init start it, or ask for "
-            "MPI.THREAD_MULTIPLE."
+            f"rank {place.rank}: MPI was started without support for threads, in which backward "
+            "communicates. Let varcomm.init start it, or ask for MPI.THREAD_MULTIPLE."
         )
     return _store(limit)
 
@@ -278,10 +240,7 @@ def _store(limit: timedelta) -> Store:
 
 
 def _finish(owner: int, limit: timedelta) -> None:
-    """End MPI at exit, together with all ranks.
-
-    After an uncaught exception the process ends without it, so that the launcher ends the others.
-    """
+    """End MPI at exit with all ranks; after an exception the launcher ends the others."""
     forked, failed = os.getpid() != owner, getattr(sys, "last_value", None) is not None
     if forked or failed or MPI.Is_finalized():
         return

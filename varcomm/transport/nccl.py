@@ -1,8 +1,6 @@
-"""Uneven bytes on NCCL, for tensors on GPUs.
+"""Uneven bytes on NCCL, for tensors on GPUs; only the current stream waits, not the host."""
 
-Calls run on NCCL's own stream, after the current stream; their works let the current stream wait
-for them. The host does not wait.
-"""
+# ruff: noqa: D102, Engine documents its methods
 
 from __future__ import annotations
 
@@ -20,12 +18,8 @@ class NCCL(Engine):
     """NCCL, through torch.distributed."""
 
     def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Write into `out` without a buffer.
-
-        For a list of uneven tensors NCCL runs one group of broadcasts. A list of even tensors would
-        pass through a buffer, so even shards use the call for one tensor.
-        """
         pg = group.process_group
+        # a list of uneven tensors is one group of broadcasts; one of even tensors has a buffer
         if len(set(counts)) == 1:
             return [_all_gather_single(out, data, group=pg, async_op=True)]
         return [dist.all_gather(list(out.split(list(counts))), data, group=pg, async_op=True)]
@@ -33,10 +27,8 @@ class NCCL(Engine):
     def exchange(
         self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
     ) -> Works:
-        """Run one group of sends and receives, without those of zero bytes."""
         pg = group.process_group
         return [dist.all_to_all_single(out, data, list(recv), list(send), pg, async_op=True)]
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Through NCCL's own."""
         return [dist.broadcast(data, group=group.process_group, group_src=src, async_op=True)]

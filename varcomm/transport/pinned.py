@@ -3,6 +3,8 @@
 It lets several ranks share one GPU, which NCCL refuses, while a program is written.
 """
 
+# ruff: noqa: D102, Engine documents its methods
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ class Pinned(Engine):
     engine: Engine
 
     def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Copy the shard to the CPU, and the result back."""
         arriving = _empty(out)
         works = self.engine.all_gather(group, arriving, _fetched(data), counts)
         return [_Arrival(works, arriving, out)]
@@ -30,13 +31,11 @@ class Pinned(Engine):
     def exchange(
         self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
     ) -> Works:
-        """Copy sent bytes to the CPU, and received ones back."""
         arriving = _empty(out)
         works = self.engine.exchange(group, arriving, _fetched(data), recv, send, peers)
         return [_Arrival(works, arriving, out)]
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Copy `data` to the CPU on the root, and back on the others."""
         moving = _fetched(data) if group.rank == src else _empty(data)
         works = self.engine.broadcast(group, moving, src)
         return works if group.rank == src else [_Arrival(works, moving, data)]

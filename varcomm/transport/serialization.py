@@ -15,19 +15,16 @@ from typing import Any
 import torch
 
 # By name: an unknown attribute of torch would be imported.
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-_MAKE: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda items: tuple(map(_decoded, items)),
-    "set": lambda items: set(map(_decoded, items)),
-    "bytes": base64.b85decode,
-    "dict": lambda pairs: {_decoded(key): _decoded(value) for key, value in pairs},
-    "dtype": lambda name: dtype_of(name),
-    "tensor": lambda parts: _tensor(*map(_decoded, parts)),
+# How values of a kind become JSON, and the reverse.
+_KINDS: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": ((set, frozenset), sorted, set),
+    "bytes": (bytes, lambda value: base64.b85encode(value).decode(), base64.b85decode),
+    "dict": (dict, lambda value: [list(pair) for pair in value.items()], dict),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda n: dtype_of(n)),
+    "tensor": (torch.Tensor, lambda value: _parts(value), lambda parts: _tensor(*parts)),
 }
 
 
@@ -37,9 +34,6 @@ def to_bytes(value: Any) -> bytes:
     Plain are None, a bool, int, float, str, bytes, torch.dtype, Tensor, and a list, tuple, set or
     dict of such. Subclasses become their base class; tensors keep their kind of device and
     `requires_grad`.
-
-    >>> from_bytes(to_bytes({1: ("a", None, b"b"), "more": [0.1, {2}]}))
-    {1: ('a', None, b'b'), 'more': [0.1, {2}]}
     """
     return json.dumps(_encoded(value), separators=(",", ":")).encode()
 
@@ -57,21 +51,9 @@ def _encoded(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [*map(_encoded, value)]
-    if isinstance(value, tuple):
-        return {"tuple": [*map(_encoded, value)]}
-    if isinstance(value, set | frozenset):
-        return {"set": [*map(_encoded, sorted(value))]}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b85encode(value).decode()}
-    if isinstance(value, dict):
-        return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if type(value) is torch.Tensor and value.layout == torch.strided:
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().tobytes()
-        parts = value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data
-        return {"tensor": [*map(_encoded, parts)]}
+    for name, (kind, encode, _) in _KINDS.items():
+        if isinstance(value, kind):
+            return {name: _encoded(encode(value))}
     raise TypeError(f"{value!r} of type {type(value).__qualname__} is no plain value")
 
 
@@ -79,9 +61,17 @@ def _decoded(encoded: Any) -> Any:
     if isinstance(encoded, list):
         return [*map(_decoded, encoded)]
     if isinstance(encoded, dict):
-        ((kind, content),) = encoded.items()
-        return _MAKE[kind](content)
+        ((name, content),) = encoded.items()
+        return _KINDS[name][2](_decoded(content))
     return encoded
+
+
+def _parts(value: torch.Tensor) -> list[Any]:
+    if type(value) is not torch.Tensor or value.layout != torch.strided:
+        raise TypeError(f"a {type(value).__qualname__} of {value.layout} is no plain value")
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return [value.dtype, tuple(value.shape), value.device.type, value.requires_grad, data]
 
 
 def _tensor(
@@ -98,7 +88,7 @@ def _tensor(
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name, such as ``"float32"``, or raise ValueError."""
-    found = _DTYPES.get(name)
+    found = _DTYPES.get(f"torch.{name}")
     if found is None:
         raise ValueError(f"{name!r} is no dtype")
     return found

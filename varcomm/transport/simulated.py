@@ -1,8 +1,9 @@
 """Simulated group: one real rank, no peers, nothing sent.
 
-It serves to plan a run: a rank computes its own messages and memory without the others.
 torch.distributed's backend "fake" holds the ranks; the engine here answers for them.
 """
+
+# ruff: noqa: D102, Engine documents its methods
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Schedule = Literal["all_gather", "broadcast", "all", "neighbours", "one"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Data that an engine was asked to move in one call, in bytes per rank of the group."""
+    """Bytes per rank of the group that an engine was asked to move in one call."""
 
     schedule: Schedule  # for an exchange, its :data:`varcomm.transport.engine.Peers`
     rank: int  # this rank, within the group
@@ -54,17 +55,14 @@ class Simulated(Engine):
     simulated = True
 
     def all_gather(self, group: Group, out: Tensor, data: Tensor, counts: Counts) -> Works:
-        """Copy this rank's shard to its place; the others are zeros."""
         return _kept("all_gather", group, out, data, counts, [len(data)] * group.size, 0)
 
     def exchange(
         self, group: Group, out: Tensor, data: Tensor, recv: Counts, send: Counts, peers: Peers
     ) -> Works:
-        """Keep this rank's own piece; the others are zeros."""
         return _kept(peers, group, out, data, recv, send, sum(send[: group.rank]))
 
     def broadcast(self, group: Group, data: Tensor, src: int) -> Works:
-        """Leave the root's data; on other ranks they become zeros."""
         at_src = group.rank == src
         send = [len(data) * at_src] * group.size
         recv = [len(data) * (rank == src) for rank in range(group.size)]
@@ -92,17 +90,13 @@ def _kept(
 
 @contextmanager
 def alone(size: int, rank: int) -> Iterator[None]:
-    """Make this process rank `rank` of a simulated world of `size` ranks.
-
-    Raises ArgumentError if there is no such rank, GroupError if torch.distributed is initialised.
-    """
+    """Make this process rank `rank` of a simulated world of `size` ranks."""
     ranks = at_least(1, size, "size")
     rank = checked_rank(rank, ranks, "rank")
     if dist.is_initialized():
         raise GroupError(
             f"torch.distributed is initialised already, as rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}. A simulated world needs a process that is in none: leave "
-            "the other one first, or torch.distributed.destroy_process_group()."
+            f"{dist.get_world_size()}. Call torch.distributed.destroy_process_group() first."
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:

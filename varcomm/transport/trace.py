@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +25,9 @@ class Call:
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> with varcomm.simulate.world(2, rank=0), varcomm.trace() as calls:
-    ...     _ = varcomm.all_gather_v(torch.zeros(1, 2), [1, 2])
-    >>> calls[0]
-    Call(name='all_gather_v', sent_to={1: 8}, received_from={1: 16})
-    >>> calls[0].sent, calls[0].received
-    (8, 16)
+    >>> import varcomm
+    >>> varcomm.Call("all_gather_v", sent_to={1: 8}, received_from={1: 16, 2: 4}).received
+    20
     """
 
     name: str
@@ -64,11 +60,9 @@ class Traffic:
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> with varcomm.simulate.world(3, rank=0), varcomm.trace() as calls:
-    ...     _ = varcomm.all_gather_v(torch.zeros(1, 2), [1, 2, 0])
-    >>> calls.total
-    Traffic(calls=1, messages_sent=2, messages_received=1, sent=16, received=16)
+    >>> import varcomm
+    >>> varcomm.Trace([varcomm.Call("broadcast", {1: 8, 2: 8}, {})]).total
+    Traffic(calls=1, messages_sent=2, messages_received=0, sent=16, received=0)
     """
 
     calls: int = 0
@@ -82,23 +76,16 @@ class Traffic:
 class Trace(Sequence[Call]):
     """The calls of a :func:`trace`, in order; prints as a table by operation and by peer.
 
-    A Trace equals a list of the same calls.
-
     Attributes
     ----------
     calls : list of Call
-        The calls in the order in which they started.
+        The calls in the order in which they started; a Trace equals a list of the same calls.
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> x = torch.zeros(1, 2, requires_grad=True)
-    >>> with varcomm.simulate.world(2, rank=0), varcomm.trace() as calls:
-    ...     varcomm.all_gather_v(x, [1, 2]).sum().backward()
-    >>> [call.name for call in calls]
-    ['all_gather_v', 'reduce_scatter_v']
-    >>> calls.total.sent, calls.total.received
-    (24, 24)
+    >>> import varcomm
+    >>> varcomm.Trace([varcomm.Call("broadcast", {1: 8}, {})]).by_peer()
+    {1: Traffic(calls=1, messages_sent=1, messages_received=0, sent=8, received=0)}
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -147,29 +134,31 @@ class Trace(Sequence[Call]):
         """Return the table."""
         columns = ("calls", "sent", "bytes", "received", "bytes")
         peers = {f"rank {rank}": traffic for rank, traffic in self.by_peer().items()}
-        rows = [("operation", *columns), *_numbers({**self.by_operation(), "total": self.total})]
-        of_peers = [("peer", *columns), *_numbers(peers)]
-        widths = [max(map(len, column)) for column in zip(*rows, *of_peers, strict=True)]
+        rows: list[tuple[str, ...]] = []
+        for word, sums in (
+            ("operation", {**self.by_operation(), "total": self.total}),
+            ("peer", peers),
+        ):
+            rows.append((word, *columns))
+            for name, t in sums.items():
+                numbers = t.calls, t.messages_sent, t.sent, t.messages_received, t.received
+                rows.append((name, *(f"{number:,}" for number in numbers)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in (*rows, *of_peers)
+            for row in rows
         ]
-        return "\n".join([*lines[: len(rows)], "", *lines[len(rows) :]])
-
-
-def _numbers(sums: Mapping[str, Traffic]) -> Iterator[tuple[str, ...]]:
-    for name, t in sums.items():
-        numbers = (t.calls, t.messages_sent, t.sent, t.messages_received, t.received)
-        yield name, *(f"{number:,}" for number in numbers)
+        lines.insert(-len(peers) - 1, "")
+        return "\n".join(lines)
 
 
 @contextmanager
 def trace() -> Iterator[Trace]:
     """Count the messages and bytes of each operation, in forward and backward, on this rank.
 
-    Messages by which ranks agree on calls are not counted: set-up, :func:`varcomm.debug`, and the
-    1 KiB with which the root of `broadcast` and `scatter_v` describes its tensor. Inside, torch's
-    profiler shows each operation as a range ``varcomm::name``.
+    Set-up, :func:`varcomm.debug`, and the 1 KiB with which the root of `broadcast` and `scatter_v`
+    describes its tensor are not counted. Inside, torch's profiler shows each operation as a range
+    ``varcomm::name``.
 
     Yields
     ------
@@ -183,10 +172,7 @@ def trace() -> Iterator[Trace]:
     ...     with varcomm.trace() as t:
     ...         varcomm.all_gather_v(torch.zeros(rank + 1), [1, 2])
     ...     return t
-    >>> t = varcomm.launch(fn, 2)[0]
-    >>> t[0]
-    Call(name='all_gather_v', sent_to={1: 4}, received_from={1: 8})
-    >>> print(t)
+    >>> print(varcomm.launch(fn, 2)[0])
     operation     calls  sent  bytes  received  bytes
     all_gather_v      1     1      4         1      8
     total             1     1      4         1      8

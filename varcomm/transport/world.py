@@ -19,8 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Its functions have the world as a default argument: imported after `join`, as PyG does, they would
-# keep the group, and `_leave` could not end its threads.
+# imported after `join`, its functions would keep the world as a default argument
 import torch.distributed.nn.functional
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
@@ -45,10 +44,8 @@ class World:
 
     Attributes
     ----------
-    rank : int
-        This rank, ``0 <= rank < size``.
-    size : int
-        Number of ranks.
+    rank, size : int
+        This rank, and the number of ranks.
     local_rank : int
         This rank among those on the same host.
     device : torch.device
@@ -57,11 +54,8 @@ class World:
     Examples
     --------
     >>> import varcomm
-    >>> def fn(rank):
-    ...     world = varcomm.init()
-    ...     return world.rank, world.size, world.device.type
-    >>> varcomm.launch(fn, 2)
-    [(0, 2, 'cpu'), (1, 2, 'cpu')]
+    >>> varcomm.launch(lambda rank: varcomm.init().device, 2)
+    [device(type='cpu'), device(type='cpu')]
     """
 
     rank: int
@@ -79,17 +73,15 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     """Join the ranks of the job.
 
     Reads the variables of torchrun, ``mpirun`` (Open MPI, MPICH, MVAPICH2) or ``srun``; without a
-    launcher this process is the only rank. If ``torch.distributed`` is initialised already, the
-    world is only described.
+    launcher this process is the only rank. If ``torch.distributed`` is initialised already, only
+    describes the world.
 
     Parameters
     ----------
     backend : str, optional
         As in :func:`torch.distributed.init_process_group`. By default NCCL and Gloo if there are
-        GPUs, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py
-        (``varcomm[mpi]``) for varcomm's collectives and plans, under ``mpiexec`` or ``srun``.
-        ``MPI4PY_LIBMPI`` names the MPI library. MPI that runs already needs
-        ``MPI.THREAD_MULTIPLE``.
+        GPUs, else Gloo. ``"mpi"`` is Gloo for groups and objects, and MPI by mpi4py for varcomm's
+        collectives and plans, under ``mpiexec`` or ``srun``; ``MPI4PY_LIBMPI`` names its library.
     timeout : float or timedelta
         Seconds after which joining, and each collective, gives up; at most 24 days.
 
@@ -103,8 +95,8 @@ def init(backend: str | None = None, timeout: float | timedelta = 600.0) -> Worl
     ArgumentError
         If `timeout` is not a positive number or timedelta, or `backend` combines MPI with another.
     LaunchError
-        If the launcher's variables are incomplete or contradict each other, if the host has fewer
-        GPUs than ranks, if the ranks do not find each other, or if MPI has other ranks.
+        If the launcher's variables are wrong, the host has fewer GPUs than ranks, the ranks do not
+        find each other, or MPI has other ranks.
     MissingPackageError
         If `backend` is MPI, and mpi4py or an MPI library is not installed.
 
@@ -130,9 +122,7 @@ def uses_mpi(backend: str | None) -> bool:
     if backend is None or re.search(r"\bmpi\b", backend.lower()) is None:
         return False
     if backend.lower() != "mpi":
-        raise ArgumentError(
-            f'backend "mpi" serves tensors on every device; got {backend!r}. Pass "mpi" alone.'
-        )
+        raise ArgumentError(f'backend "mpi" serves every device: pass it alone; got {backend!r}.')
     return True
 
 
@@ -179,25 +169,19 @@ def join(place: Place, backend: str | None, timeout: float | timedelta) -> None:
 def _gpu(place: Place, visible: int) -> int:
     if place.local_rank < visible:
         return place.local_rank
-    # These launchers can bind one GPU to each rank, which then sees no other.
-    if visible == 1 and place.launcher in {"SLURM", "Open MPI", "MPICH", "MVAPICH2"}:
+    # launchers of MPI and SLURM can bind one GPU to each rank, which then sees no other
+    if visible == 1 and place.launcher not in {"torchrun", "no launcher"}:
         return 0
     raise LaunchError(
-        f"rank {place.rank} is local rank {place.local_rank} on a host where it sees "
-        f"{visible} GPUs. Start at most one rank per GPU, or run on the CPU: "
-        'varcomm.init(backend="gloo").'
+        f"rank {place.rank} is local rank {place.local_rank} on a host where it sees {visible} "
+        'GPUs. Start one rank per GPU, or run on the CPU: varcomm.init(backend="gloo").'
     )
 
 
 def _leave(group: Callable[[], object], owner: int) -> None:
-    """Destroy the process group at exit, if it is still the one that `join` created.
-
-    A thread of the group that releases a tensor while the interpreter ends would abort the process,
-    so `group` is a weak reference, and the threads are joined here.
-    """
-    # after an uncaught exception the peers may wait in a collective, and cannot take part
-    failed = getattr(sys, "last_value", None) is not None
-    forked = os.getpid() != owner  # a child of a rank is no member
+    """Destroy the process group at exit: its threads could abort the ending interpreter."""
+    # after an uncaught exception the peers may wait in a collective; a forked child is no member
+    failed, forked = getattr(sys, "last_value", None) is not None, os.getpid() != owner
     if not (forked or failed) and dist.is_initialized() and dist.group.WORLD is group():
         dist.destroy_process_group()
         forget_destroyed()
@@ -207,13 +191,10 @@ def _leave(group: Callable[[], object], owner: int) -> None:
 def meeting_store(place: Place, limit: timedelta) -> Store:
     """Return a store common to the ranks of this start, and to them alone; collective.
 
-    torchrun's agent serves one store for all its starts. After a failure the store still holds the
-    addresses of the ended ranks (pytorch issue 135712), and no variable of torchrun identifies the
-    start: agents count restarts each on their own. So each rank writes a new name, and waits for an
-    answer to that name. Rank 0 answers every name, those of ended ranks as well, until all ranks
-    have come to the part of the store in its answer.
-
-    Raises RuntimeError if the others do not come within `limit`, which becomes the store's timeout.
+    torchrun's agent serves one store for all its starts: after a failure the store still holds the
+    addresses of the ended ranks (pytorch issue 135712), and no variable identifies the start. So
+    each rank writes a new name. Rank 0 answers every name, those of ended ranks as well, until all
+    ranks have come to the part of the store in its answer, or raises RuntimeError after `limit`.
     """
     if place.size == 1:
         return HashStore()
