@@ -44,11 +44,11 @@ SUITES = {
 def parse():
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    names = arguments.comma_separated(arguments.one_of(tuple(SUITES), "a suite"))
+    names = arguments.separated(arguments.one_of(tuple(SUITES), "a suite"))
     suites = f"some of {', '.join(SUITES)} (default: ops)"
     parser.add_argument("--suite", type=names, default=["ops"], metavar="NAME,...", help=suites)
     add_case_arguments(parser)
-    some = arguments.comma_separated(str)
+    some = arguments.separated(str)
     parser.add_argument("--operations", type=some, metavar="NAME,...", help="of these suites")
     parser.add_argument("--no-peers", action="store_true", help="leave out other libraries")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth against bytes")

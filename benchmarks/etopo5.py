@@ -8,6 +8,7 @@ netCDF 3, from the data sets of PMEL's Ferret, in the public domain.
 import argparse
 import os
 import tempfile
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,9 +16,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from measuring import Measured, arguments, reset_peak, status, table
-from relief import band, saved_sea
 
 import varcomm as vc
+
+
+def band(is_sea, rows, first_id):
+    """Edges into the sea cells of some rows, and their columns and rows."""
+    # first_id is the number of the first sea cell of the row before the first one
+    above = max(0, rows.start - 1)
+    around = np.asarray(is_sea[above : rows.stop + 1])
+    number = np.cumsum(around.reshape(-1), dtype=np.int64).reshape(around.shape) - 1 + first_id
+    inner = slice(rows.start - above, rows.stop - above)
+    edges = []
+    for up, right in product((-1, 0, 1), repeat=2):
+        if (up, right) != (0, 0):
+            top, bottom = max(inner.start, -up), min(inner.stop, len(around) - up)
+            source = np.roll(number[top + up : bottom + up], -right, axis=1)
+            both = around[top:bottom] & np.roll(around[top + up : bottom + up], -right, axis=1)
+            edges.append(torch.from_numpy(np.stack([source[both], number[top:bottom][both]])))
+    row, column = np.nonzero(around[inner])
+    pos = np.stack([column, row + rows.start], axis=1).astype(np.float32)
+    return torch.cat(edges, dim=1), torch.from_numpy(pos)
 
 
 def build(rank, path, ranks, method):
@@ -47,7 +66,9 @@ def main():
     parser.add_argument("--method", choices=["block", "hilbert", "rcb"], default="block")
     options = arguments(parser, ranks=4)
     with tempfile.TemporaryDirectory() as folder:
-        what = saved_sea(options.file, folder), options.ranks, options.method
+        path = f"{folder}/sea.npy"  # which ranks map into memory
+        np.save(path, vc.simulate.read_sea(options.file))
+        what = path, options.ranks, options.method
         parts = vc.launch(build, options.ranks, *what, timeout=1200)
     print(f"from_edges with {options.method} on {options.ranks} ranks")
     rows = [

@@ -7,44 +7,34 @@ etopo5.py.
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 from measuring import Measured, arguments, median, reset_peak, table
-from relief import band, saved_sea
-from torch_geometric.data import Data
 
 import varcomm as vc
 from varcomm.models import MeshGraphNet
 
 
-def ocean(path):
+def ocean(file):
     """Sea cells with 4 features, and edges to 8 neighbours with 3."""
-    is_sea = np.load(path)
-    edge_index, pos = band(is_sea, range(len(is_sea)), 0)
-    # columns and rows to the sphere
-    angle = pos * torch.tensor([2 * torch.pi / is_sea.shape[1], torch.pi / is_sea.shape[0]])
-    east, south = angle[:, 0], angle[:, 1]
-    xyz = torch.stack([south.sin() * east.cos(), south.sin() * east.sin(), south.cos()], dim=1)
-    source, target = edge_index
-    return Data(
-        x=torch.cat([xyz, south.sin()[:, None]], dim=1),
-        pos=xyz,
-        edge_index=edge_index,
-        edge_attr=(xyz[source] - xyz[target]) * is_sea.shape[0],
-        y=(3 * east).sin()[:, None] * (2 * south).cos()[:, None],
-    )
+    is_sea = vc.simulate.read_sea(file)
+    data = vc.simulate.ocean(is_sea)
+    x, y, z = data.pos.T[:, :, None]
+    source, target = data.edge_index
+    data.edge_attr = (data.pos[source] - data.pos[target]) * is_sea.shape[0]
+    data.x = torch.cat([data.pos, (1 - z * z).clamp(min=0).sqrt()], dim=1)
+    data.y = (3 * torch.atan2(y, x)).sin() * (2 * z * z - 1)
+    return data
 
 
-def train(rank, path, width, blocks, steps):
+def train(rank, file, width, blocks, steps):
     """Seconds of each step, the peak of memory, bytes sent per step, and the last loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    graph = vc.graph.partition(ocean(path))
+    graph = vc.graph.partition(ocean(file))
     model = MeshGraphNet(4, 3, 1, hidden_channels=width, num_blocks=blocks)
     model = vc.graph.distribute(model, graph)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -67,12 +57,10 @@ def main():
     parser.add_argument("file", type=Path, help="etopo20.cdf or etopo20.cdf.xz")
     options = arguments(parser, width=64, blocks=4, steps=3, rounds=2)
     runs = {1: [], 2: []}
-    with tempfile.TemporaryDirectory() as folder:
-        path = saved_sea(options.file, folder)
-        what = path, options.width, options.blocks, options.steps
-        for _ in range(options.rounds):
-            for ranks, parts in runs.items():
-                parts += vc.launch(train, ranks, *what, timeout=1800)
+    what = options.file.absolute(), options.width, options.blocks, options.steps
+    for _ in range(options.rounds):
+        for ranks, parts in runs.items():
+            parts += vc.launch(train, ranks, *what, timeout=1800)
     # the first step of a run warms up
     seconds = {n: median([s for part in parts for s in part[0][1:]]) for n, parts in runs.items()}
     memory = {n: max(part[1] for part in parts) for n, parts in runs.items()}

@@ -47,20 +47,23 @@ def test_relief_of_the_earth(relief, tmp_path, capsys):
 
 def test_machines_have_sources(capsys):
     assert main(["simulate", "--machines"]) == 0
-    printed = capsys.readouterr().out
-    for name in vc.simulate.MACHINES:
-        assert f"{name}: " in printed
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.split() == ["name", *vc.simulate.MACHINES]
+    assert last.startswith("source: ")
 
 
 def test_a_mesh(tmp_path, capsys):
     path = channel(tmp_path / "square.vtu", 9, 9)
-    assert main([*SMALL, "--mesh", str(path), "--ranks", "2,3", "--method", "rcb"]) == 0
+    assert main([*SMALL, "--mesh", str(path), "--ranks", "2,3"]) == 0
     assert "81 nodes, 288 edges" in capsys.readouterr().out
 
 
-def test_a_picture_of_an_unknown_kind(capsys):
-    assert main(["simulate", "--plot", "scaling.txt"]) == 1
-    assert "scaling.txt" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "line", ["--plot scaling.txt", "--plot none/a.png", "--grid 7", "--grid 7x2", "--relief a.cdf"]
+)
+def test_an_impossible_picture_or_graph(line, capsys):
+    assert main(["simulate", *line.split()]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_edges_of_the_sea():

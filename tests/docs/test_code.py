@@ -111,14 +111,6 @@ def check_dtensors(one, other):
         torch.testing.assert_close(found["output"], found["expected"])
     assert (len(one["own"]), len(other["own"])) == (1, 4)
     assert (len(one["back"]), len(other["back"])) == (3, 2)
-    x = one["rows"].clone().requires_grad_()
-    torch.manual_seed(0)
-    weight = torch.randn(2, 3, requires_grad=True)
-    energy = torch.tanh(x @ weight).square().sum()
-    (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    (energy + force.square().sum()).backward()
-    torch.testing.assert_close(one["of_weight"], weight.grad)
-    torch.testing.assert_close(torch.cat([one["of_rows"], other["of_rows"]]), x.grad)
 
 
 # A check of the tensors on 2 ranks, and the tensors that are equal on both.

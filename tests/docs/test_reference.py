@@ -29,8 +29,8 @@ SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.shardin
 WITHOUT_EXAMPLE = {"varcomm.graph.PartitionedGraph"} | {
     f"varcomm.simulate.{name}"
     for name in (
-        *("Counts", "Machine", "Parts", "Point", "Sample", "Scaling", "Seconds", "Step"),
-        *("Times", "Work", "measure", "read_sea"),
+        *("Counts", "Machine", "Parts", "Sample", "Scaling", "Step", "Times", "Work"),
+        *("read_sea", "sample"),
     )
 }
 

@@ -39,18 +39,6 @@ def test_neighbours_are_those_of_brute_force(atoms, box):
     assert (box.min() < 3) <= len(found), "an atom is near its own images"
 
 
-def test_true_forces_are_slopes_of_the_energy_by_formula_and_by_autograd():
-    data = crystal.as_graph(crystal.shaken(3, 0.1, seed=1))
-    forces = crystal.true_forces(data.pos, data.edge_index, data.shifts)
-    pos = data.pos.clone().requires_grad_()
-    energies = crystal.LennardJones()(data.types, pos, data.edge_index, data.shifts)
-    (slope,) = torch.autograd.grad(energies.sum(), pos)
-    torch.testing.assert_close(-slope, forces, rtol=1e-10, atol=1e-12)
-    assert -9 * crystal.DEPTH < energies.mean() < -4 * crystal.DEPTH
-    assert forces.sum(0).abs().max() < 1e-13
-    assert forces.square().mean().sqrt() > 0.02
-
-
 def move(rank, which, timestep):
     """Return the total energies of a crystal that moves for 0.08 ps, and its lists of pairs."""
     potential, start = example("atoms", "potential"), crystal.perfect(3)

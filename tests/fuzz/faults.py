@@ -50,40 +50,37 @@ def call_of(name, setting, rank):
 
 def deviating(fault):
     """Return the call of the culprit, or None if the operation has no such argument."""
-    s, name, kind, ranks = fault.setting, fault.name, fault.kind, fault.setting.ranks
+    s, name, kind = fault.setting, fault.name, fault.kind
     case = PRIMITIVES[name](s)
-    shape, op = case.shapes[fault.culprit], case.bind
-    is_local = shape is None or name == "shard_v"
+    shape, has_sizes = case.shapes[fault.culprit], name not in WITHOUT_SIZES
     if kind == "operation":
         other = "all_reduce" if name != "all_reduce" else "reduce"
         return lambda: PRIMITIVES[other](s).bind()(torch.zeros(s.whole))
     if kind == "root" and name in ROOTED:
-        return call_of(name, replace(s, root=(s.root + 1) % ranks), fault.culprit)
-    if kind == "dim" and name not in WITHOUT_SIZES:
-        return call_of(name, Setting(s.sizes, 1, s.rest, s.root), fault.culprit)
-    if kind in ("root", "dim") or is_local or kind in OF_ROOT.get(name, ()):
+        return call_of(name, replace(s, root=(s.root + 1) % s.ranks), fault.culprit)
+    if kind == "dim" and has_sizes:
+        return call_of(name, replace(s, dim=1), fault.culprit)
+    if kind in ("root", "dim", *OF_ROOT.get(name, ())) or shape is None or name == "shard_v":
         return None
-    if kind == "size" and name == "indexed_all_to_all_v":
+    if (name, kind) == ("indexed_all_to_all_v", "size"):
         return None  # rows without an index are accepted
     x = torch.zeros(shape)
-    if kind in ("not a tensor", "dtype", "requires_grad", "row", "size"):
-        given = {
-            "not a tensor": lambda: [1, 2],
-            "dtype": x.double,
-            "requires_grad": x.requires_grad_,
-            "row": lambda: torch.zeros(*shape[:-1], shape[-1] + 1),
-            "size": lambda: torch.zeros(shape[0] + 1, *shape[1:]),
-        }[kind]
-        return lambda: op()(given())
-    if name in WITHOUT_SIZES or name in ("indexed_all_to_all_v", "transpose_v"):
+    given = {
+        "not a tensor": lambda: [1, 2],
+        "dtype": x.double,
+        "requires_grad": x.requires_grad_,
+        "row": lambda: torch.zeros(*shape[:-1], shape[-1] + 1),
+        "size": lambda: torch.zeros(shape[0] + 1, *shape[1:]),
+    }
+    if kind in given:
+        return lambda: case.bind()(given[kind]())
+    if not has_sizes or name in ("indexed_all_to_all_v", "transpose_v"):
         return None
     wrong, is_length = getattr(varcomm, name), kind == "sizes of another length"
     if name == "all_to_all_v":
-        counts = [0] * (ranks - is_length), [0] * ranks
+        counts = [0] * (s.ranks - is_length), [0] * s.ranks
         return lambda: wrong(x, *counts, dim=0 if is_length else 7)
-    if is_length:
-        return lambda: wrong(x, [*s.sizes, 0])
-    return lambda: wrong(x, list(s.sizes), dim=7)
+    return lambda: wrong(x, [*s.sizes, *[0] * is_length], dim=0 if is_length else 7)
 
 
 def on_ranks(rank, fault):

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as pyg
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 
@@ -22,6 +23,13 @@ from varcomm.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 POOL = 4  # ranks of `make fuzz`; a program uses all or some of them
 DTYPES = (torch.float64, torch.complex128)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def for_each(strategy, count, number, call):
+    """Call a function with `count` examples of a strategy, drawn by the seed `number`."""
+    quiet = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    decorated = given(strategy)(lambda drawn: call(drawn))
+    seed(number)(settings(max_examples=count, phases=(Phase.generate,), **quiet)(decorated))()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from conftest import Worlds
 from tests.faults.stage import problem, scenes
@@ -27,19 +26,10 @@ def draw(run, job, pool, examples, number):
     """Run examples of one seed by ``run(pool, function, example)``; return them with answers."""
     found = []
 
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(drawn=job.drawn(pool))
     def example(drawn):
         found.append((drawn, run(pool, job.on_ranks, drawn)))
 
-    example()
+    programs.for_each(job.drawn(pool), examples, number, example)
     # a rank returns None if the operation has no such argument
     return [(drawn, answers) for drawn, answers in found if answers[0] is not None]
 

@@ -29,7 +29,8 @@ def repeated(fn):
     )
 
 
-def primitives(rank, ranks):
+def changes(rank, ranks):
+    """Count changes of the bits of each primitive and of a graph network, and their gradients."""
     found = {}
     for name in PRIMITIVES:
         c = case(name, "off by one", ranks)
@@ -42,19 +43,9 @@ def primitives(rank, ranks):
             return bits(y, gradient)
 
         found[name] = repeated(run)
-    return found
-
-
-@pytest.mark.parametrize("ranks", WORLDS[:2])
-def test_primitives(worlds, ranks):
-    for found in worlds.run(ranks, primitives, ranks):
-        assert found == dict.fromkeys(PRIMITIVES, 0)
-
-
-def graph_network(rank):
     graph = partition(wild(), method="random")
 
-    def run():
+    def network():
         torch.manual_seed(0)
         model = nn.ModuleList([pyg.GATConv(4, 4), pyg.SAGEConv(4, 4)]).double()
         first, second = distribute(model, graph)
@@ -63,12 +54,13 @@ def graph_network(rank):
         sum_gradients(model)
         return bits(y, *(p.grad for p in model.parameters()))
 
-    return repeated(run)
+    return found | {"network": repeated(network)}
 
 
 @pytest.mark.parametrize("ranks", WORLDS[:2])
-def test_a_graph_network(worlds, ranks):
-    assert worlds.run(ranks, graph_network) == [0] * ranks
+def test_primitives_and_a_graph_network(worlds, ranks):
+    for found in worlds.run(ranks, changes, ranks):
+        assert found == dict.fromkeys([*PRIMITIVES, "network"], 0)
 
 
 ROWS = 997

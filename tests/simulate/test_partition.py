@@ -103,12 +103,3 @@ def test_thousands_of_ranks():
         assert graph.num_owned == int(parts.owned[17])
         assert graph.plan.neighbours == (16, 18)
         assert graph.halo(torch.ones(graph.num_owned, 3)).shape == (1, 3)
-
-
-def test_an_interrupted_save_leaves_nothing(tmp_path):
-    def interrupt(rank):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        vc.simulate.partition(wild(), 2, "block").save(tmp_path / "parts", interrupt)
-    assert not list(tmp_path.iterdir())

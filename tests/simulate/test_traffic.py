@@ -9,7 +9,7 @@ from torch_geometric.nn import GATConv
 import varcomm as vc
 from tests.graph.graphs import wild
 from tests.worlds import WORLDS
-from varcomm.models import MeshGraphNet
+from varcomm.cli.simulate import prepare
 
 
 def calls_of_primitives(rank):
@@ -54,19 +54,14 @@ def whole_graph():
 def trained(graph, kind):
     torch.manual_seed(0)
     if kind == "mesh graph net":
-        model = MeshGraphNet(8, 3, 2, hidden_channels=16, num_blocks=2)
-        features = (graph.x, graph.edge_index, graph.edge_attr)
+        step = prepare(16, 2)(graph)
     else:
-        model, features = GATConv(8, 2), (graph.x, graph.edge_index)
-    model = vc.graph.distribute(model, graph)
-    optimizer = torch.optim.Adam(model.parameters())
+        model = vc.graph.distribute(GATConv(8, 2), graph)
 
-    def step():
-        optimizer.zero_grad()
-        loss = graph.mean(mse_loss(model(*features), graph.y, reduction="none"))
-        loss.backward()
-        vc.data_parallel.sum_gradients(model)
-        optimizer.step()
+        def step():
+            loss = mse_loss(model(graph.x, graph.edge_index), graph.y, reduction="none")
+            graph.mean(loss).backward()
+            vc.data_parallel.sum_gradients(model)
 
     step()
     with vc.trace() as calls:

@@ -34,9 +34,7 @@ engine, forward and backward. A time is that of the slowest rank, from the input
 to a new output: the median over repetitions.
 
   bytes   of the full tensor; of exchanges, the mean over ranks
-  count   elements in these bytes
   shards  how shards differ, an entry of --skews
-  us      time per call in microseconds
   algbw   bytes / time, in GB/s
   busbw   bytes that the busiest rank must send or receive / time, in GB/s:
           that of nccl-tests if shards are even
@@ -46,18 +44,20 @@ example:
   %(prog)s --world 2 --sizes 1M,16M --skews even,1:8
 """
 
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _LIMIT = 600.0  # seconds for one case
 _SAMPLE = 2e-3  # seconds per sample; ranks leave a barrier tens of microseconds apart
 _MOST_CALLS = 100
 _FEWEST, _MOST = 15, 200  # repetitions
-_WIDTHS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": -8, "bytes": 10, "count": 10}
-_WIDTHS |= {"shards": 6, "us": 8, "algbw": 7, "busbw": 7, "wire": 5}
+# Widths of columns; a negative width aligns to the left.
+_COLUMNS = {"operation": -20, "pass": -8, "ranks": 5, "dtype": -8, "bytes": 10, "count": 10}
+_COLUMNS |= {"shards": 6, "us": 8, "algbw": 7, "busbw": 7, "wire": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add_case_arguments(parser)
-    names = arguments.comma_separated(arguments.one_of(OPERATIONS, "an operation"))
+    names = arguments.separated(arguments.one_of(OPERATIONS, "an operation"))
     some = f"some of {', '.join(OPERATIONS)} (default: all)"
     parser.add_argument(
         "--operations", type=names, default=OPERATIONS, metavar="NAME,...", help=some
@@ -66,20 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that choose engine, ranks, sizes and effort."""
-    several, add = arguments.comma_separated, parser.add_argument
+    several, add = arguments.separated, parser.add_argument
     add("--engine", choices=("gloo", "nccl", "mpi"), default="gloo", help="default: gloo")
     started = "numbers of ranks to start here (default: 2,3); omit it under torchrun or mpiexec"
     add("--world", type=several(arguments.positive), metavar="N,...", help=started)
     skews = "even, empty (the first rank has no rows), or weights that ranks use in turn"
+    dtype = arguments.one_of(_DTYPES, "a dtype to measure")
     for name, read, letter, default, words in (
         ("--sizes", arguments.nbytes, "B", "768,16K,64K,1M,16M", "bytes, with K, M or G"),
         ("--skews", arguments.skew, "S", "even,1:2,1:8,empty", skews),
-        ("--dtypes", arguments.float_dtype, "D", "float32,bfloat16", "names of torch"),
+        ("--dtypes", dtype, "D", "float32,bfloat16", f"some of {', '.join(_DTYPES)}"),
     ):
         words = f"{words} (default: {default})"
         add(name, type=several(read), default=default, metavar=f"{letter},...", help=words)
     duration = "time for a case, of 15 to 200 repetitions (default: 0.5)"
-    add("--seconds", type=arguments.seconds, default=0.5, help=duration)
+    add("--seconds", type=float, default=0.5, help=duration)
     add("--repeat", type=arguments.positive, metavar="N", help="exact number of repetitions")
     add("--json", type=Path, metavar="FILE", help="also write the results to a file")
 
@@ -90,12 +91,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     check_options(options, parser)
     run_all = cases(options, parser, [("ops", name) for name in options.operations])
     if speaks := is_first_rank():
-        print(line(_WIDTHS, _WIDTHS.values()), flush=True)
+        print(line(_COLUMNS, _COLUMNS.values()), flush=True)
     try:
         for case, on_ranks in run_all:
             results.append(on_ranks(measure, case, options.seconds, options.repeat))
             if speaks:
-                print(line(cells(results[-1]), _WIDTHS.values()), flush=True)
+                print(line(cells(results[-1]), _COLUMNS.values()), flush=True)
     finally:
         if speaks and options.json is not None:
             record = {"command": sys.argv[1:], "torch": torch.__version__, "results": results}
@@ -108,7 +109,10 @@ def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     if options.engine == "nccl" and not torch.cuda.is_available():
         parser.error("--engine nccl: this machine has no GPU that torch can use")
     if options.json is not None and is_first_rank():
-        arguments.check_writable(options.json, parser)
+        try:
+            options.json.open("ab").close()
+        except OSError as error:
+            parser.error(f"{options.json} cannot be written: {error.strerror}")
 
 
 def cases(
@@ -159,10 +163,7 @@ def measure(rank: int, case: Case, seconds: float, repetitions: int | None) -> d
 def summary(
     case: Case, nbytes: int, skew: float, fewest: tuple[int, int], sent: int, samples: list[float]
 ) -> dict[str, Any]:
-    """Return the numbers of a line from those of this rank; collective.
-
-    `fewest` are the fewest bytes that this rank can send and receive, `sent` the bytes it sent.
-    """
+    """Return the numbers of a line; collective. `fewest` and `sent` are bytes of this rank."""
     least_sent, least_received, traced = over_ranks([*fewest, sent], vc.init().device).unbind(1)
     least, total = float(least_sent.sum()), float(traced.sum())
     busiest = float(torch.maximum(least_sent, least_received).max())
@@ -195,8 +196,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Return seconds per call of the slowest rank, for each function and repetition; collective.
 
-    In each repetition all functions run once, in an order that is drawn again each time and is the
-    same on all ranks. A call of less than 2 ms is repeated until it takes that long.
+    The order of functions is drawn again for each repetition, the same on all ranks.
     """
     pace = [min(_sample(run, 1, device) for _ in range(3)) for run in runs.values()]
     pace = over_ranks(pace, device).amax(0).tolist()
@@ -218,14 +218,12 @@ def in_turns(
 
 def _sample(run: Callable[[], object], calls: int, device: torch.device | str) -> float:
     dist.barrier()
-    is_cuda = torch.device(device).type == "cuda"
-    if is_cuda:
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else int
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         run()
-    if is_cuda:
-        torch.cuda.synchronize()
+    wait()
     return (time.perf_counter() - start) / calls
 
 

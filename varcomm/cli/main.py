@@ -33,13 +33,7 @@ exit status: 0 success, 1 failure, 2 usage error, 130 Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        Arguments after ``varcomm``; None reads the command line.
-    """
+    """Run a command and return the exit status; None reads the arguments of the process."""
     given = sys.argv[1:] if arguments is None else [*arguments]
     raw = argparse.RawDescriptionHelpFormatter
     prog = "varcomm" if Path(sys.argv[0]).stem == "varcomm" else "python -m varcomm"

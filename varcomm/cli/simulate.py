@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from itertools import count, takewhile
 from pathlib import Path
@@ -13,10 +12,10 @@ import numpy as np
 import torch
 
 from varcomm import simulate
-from varcomm.cli.arguments import comma_separated, number_of, positive, progress
-from varcomm.cli.partition import METHODS
+from varcomm.cli.arguments import number_of, positive, progress, separated
+from varcomm.simulate.table import aligned
 
-__all__ = ["DESCRIPTION", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "add_arguments", "prepare", "run"]
 
 DESCRIPTION = """\
 Cut a graph for each number of ranks, run a training step of MeshGraphNet as a
@@ -34,13 +33,14 @@ ranks of a machine. One process does all of this.
 
 Counts and bytes are the maximum over ranks. The graph is a mesh file, NOAA's
 relief of the Earth (etopo5.cdf: the ocean at 1/12 degree), or a grid of
-latitudes and longitudes without land.
+latitudes and longitudes without land, cut along a Hilbert curve.
 
 example:
   %(prog)s --grid 360x720 --ranks 1,8,64 --plot scaling.png
 """
 
 _PIECE = 1500  # nodes of the piece on which steps run
+_METHOD = "hilbert"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,93 +49,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     graph = parser.add_mutually_exclusive_group()
     graph.add_argument("--mesh", type=Path, help="a mesh in any format that meshio reads")
     graph.add_argument("--relief", type=Path, help="etopo5.cdf, etopo20.cdf or etopo60.cdf, or .xz")
-    graph.add_argument(
-        "--grid", type=_grid, default="180x360", help="rows x columns; default 180x360"
-    )
-    ranks = "ascending, separated by commas; default: 1,2,4,... to 4096"
-    default = [2**place for place in range(13)]
-    add("--ranks", type=comma_separated(positive), default=default, help=ranks)
+    words, grid = "rows x columns; default 180x360", separated(positive, "x")
+    graph.add_argument("--grid", type=grid, default="180x360", help=words)
+    words, default = "default: 1,2,4,... to 4096", [2**place for place in range(13)]
+    add("--ranks", type=separated(positive), default=default, metavar="N,...", help=words)
     machines, named = list(simulate.MACHINES), "a name that --machines lists; default h100-ndr"
     add("--machine", choices=machines, default="h100-ndr", metavar="MACHINE", help=named)
-    add("--machines", action="store_true", help="list machines and the sources of their numbers")
+    add("--machines", action="store_true", help="list machines and their numbers")
     add("--width", type=positive, default=128, help="features of nodes and edges; default 128")
     add("--blocks", type=positive, default=8, help="layers that exchange halos; default 8")
-    method = f"how to cut the graph: {', '.join(METHODS)}; default hilbert"
-    add("--method", choices=METHODS, default="hilbert", metavar="METHOD", help=method)
     add("--weak", action="store_true", help="also let the grid grow with the ranks; not for meshes")
     add("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg or .pdf")
-
-
-def _grid(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text)
-    if found is None or int(found[1]) < 1 or int(found[2]) < 3:
-        raise argparse.ArgumentTypeError(f"{text!r}: give rows x columns, as 180x360")
-    return int(found[1]), int(found[2])
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Cut, simulate, and print the predictions."""
     if options.machines:
-        for machine in simulate.MACHINES.values():
-            print(f"{machine.name}: {machine.source}\n")
+        known = [vars(each) for each in simulate.MACHINES.values()]
+        *rows, source, _ = ([name, *(str(each[name]) for each in known)] for name in known[0])
+        print(*aligned(rows), f"source: {source[1]}", sep="\n")
         return 0
     from varcomm.graph.files.plot import check_target
     from varcomm.simulate.picture import draw
 
-    sizes, plot, method = options.ranks, options.plot, options.method
-    chain = _checked(options, parser)
-    if plot is not None:
-        check_target(plot)
+    if options.weak and options.mesh is not None:
+        parser.error("--weak coarsens a grid; a mesh cannot be coarsened")
+    if options.plot is not None:
+        check_target(options.plot)
     machine = simulate.MACHINES[options.machine]
     data, cells, name = _graph(options)
     blocks = number_of(options.blocks, "block")
     model = f"MeshGraphNet of width {options.width} with {blocks}"
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
-    counts = []
-    for size in sizes:
+    strong = f"strong: {name}, {data.num_nodes:,} nodes"
+    ranks, counts = sorted(set(options.ranks)), []
+    for size in ranks:
         progress(f"cutting for {size} ranks")
-        counts.append(simulate.partition(data, size, method).without_graph())
-    piece = _piece(data, method)
+        counts.append(simulate.partition(data, size, _METHOD).without_graph())
+    piece = _piece(data)
     del data
     progress("running steps")
-    sample = simulate.sample(_prepare(options.width, options.blocks), piece, sizes, method)
+    step = prepare(options.width, options.blocks)
+    sample = simulate.sample(step, piece, ranks, _METHOD)
     progress("")
-    scalings = [simulate.scaling(sample, counts, machine)]
-    print(scalings[0])
-    notes = [f"strong: {name}, {scalings[0].points[0].nodes:,} nodes"]
+    scalings = {strong: simulate.scaling(sample, counts, machine)}
+    print(scalings[strong])
     if options.weak:
-        grown = _grown(cells, [each for each in counts if each.size in chain], method)
-        scalings.append(simulate.scaling(sample, grown, machine, weak=True))
-        print(f"\n{scalings[1]}")
-        first, middle = scalings[1].points[0], grown[len(grown) // 2].size
-        each = first.nodes / first.ranks
-        notes.append(f"weak: {each:,.0f} nodes per rank; finer grids, this one on {middle} ranks")
-    errors = ", ".join(f"{name} {error:.1e}" for name, error in sample.fit.error.items())
-    print(f"\nerrors of the linear fit: {errors}. {machine.source}")
-    if plot is not None:
+        chain = _chain(ranks)
+        grown = _grown(cells, [each for each in counts if each.size in chain])
+        each, middle = int(grown[0].owned.sum()) / chain[0], chain[len(chain) // 2]
+        weak = f"weak: {each:,.0f} nodes per rank; finer grids, this one on {middle} ranks"
+        scalings[weak] = simulate.scaling(sample, grown, machine)
+        print(f"\n{scalings[weak]}")
+    print(f"\nerror of the linear fit: at most {max(sample.fit.error.values()):.1e}")
+    if options.plot is not None:
         title = f"A training step of {model} on {machine.name}, predicted from peak rates"
-        draw(scalings, plot, title, notes)
-        print(f"picture: {plot}")
+        draw(scalings, options.plot, title)
+        print(f"picture: {options.plot}")
     return 0
 
 
-def _checked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[int]:
-    """Return the numbers of ranks of weak scaling; refuse options that do not go together."""
-    sizes = options.ranks
-    if sorted(set(sizes)) != sizes:
-        parser.error("--ranks: give ascending positive integers and commas")
-    if options.weak and options.mesh is not None:
-        parser.error("--weak coarsens a grid; a mesh cannot be coarsened")
-    chains = [
-        list(takewhile(lambda size: size in sizes, (first * 4**place for place in count())))
-        for first in sizes
-    ]
-    chain = max(chains, key=len)
-    if options.weak and len(chain) < 2:
-        parser.error("--weak needs numbers of ranks that are 4 times each other: 1,4,16,64")
-    if options.plot is not None and not options.plot.absolute().parent.is_dir():
-        parser.error(f"--plot {options.plot}: there is no folder {options.plot.parent}")
-    return chain
+def _chain(ranks: Sequence[int]) -> list[int]:
+    """Return the numbers of ranks of weak scaling, each 4 times the one before."""
+    return list(takewhile(ranks.__contains__, (ranks[0] * 4**place for place in count())))
 
 
 def _graph(options: argparse.Namespace) -> tuple[Any, Any, str]:
@@ -153,15 +129,15 @@ def _graph(options: argparse.Namespace) -> tuple[Any, Any, str]:
     return simulate.ocean(cells), cells, name
 
 
-def _piece(data: Any, method: str) -> Any:
+def _piece(data: Any) -> Any:
     """Return a compact piece of a graph, with the edges inside."""
     from varcomm.graph import assign
 
     pieces = max(1, data.num_nodes // _PIECE)
-    return data.subgraph(assign(data, pieces, method) == pieces // 2)
+    return data.subgraph(assign(data, pieces, _METHOD) == pieces // 2)
 
 
-def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
+def prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
     """Return a function that prepares a training step on a rank's part of a graph."""
     from torch.nn.functional import mse_loss
 
@@ -169,7 +145,7 @@ def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
     from varcomm.graph import distribute
     from varcomm.models import MeshGraphNet
 
-    def prepare(graph: Any) -> Callable[[], None]:
+    def prepared(graph: Any) -> Callable[[], None]:
         torch.manual_seed(0)
         model = MeshGraphNet(6, 3, 1, hidden_channels=width, num_blocks=blocks)
         model = distribute(model, graph)
@@ -186,20 +162,20 @@ def _prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
 
         return step
 
-    return prepare
+    return prepared
 
 
-def _grown(cells: Any, counts: Sequence[Any], method: str) -> list[Any]:
-    """Return counts of grids that grow with the ranks.
+def _grown(cells: Any, counts: Sequence[Any]) -> list[Any]:
+    """Return counts of grids that grow with the ranks; the middle one has the given grid.
 
-    Each number of ranks is 4 times the number before, and the middle one has the given grid. Below,
-    the grid is coarser and cut again; above, the parts are taken to be finer.
+    Below, the grid is coarser and cut again; above, the parts are taken to be finer.
     """
     middle, grown = len(counts) // 2, []
     for place, each in enumerate(counts):
         if place < middle:
-            coarse = simulate.ocean(simulate.coarsened(cells, 2 ** (middle - place)))
-            grown.append(simulate.partition(coarse, each.size, method).without_graph())
+            times = 2 ** (middle - place)
+            coarse = simulate.ocean(cells[times // 2 :: times, times // 2 :: times])
+            grown.append(simulate.partition(coarse, each.size, _METHOD).without_graph())
         else:
             grown.append(each.refined(2 ** (place - middle)))
     return grown

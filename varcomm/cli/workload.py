@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 from zlib import crc32
 
@@ -152,18 +152,15 @@ def shard_sizes(skew: str, rows: int, world: int) -> list[int]:
 def transfers(sizes: Sequence[int], keep: bool) -> list[list[int]]:
     """Return the rows that each rank sends to each rank, and to itself only with `keep`.
 
-    Rank j receives in proportion to the rows of rank j + 1, not to its own.
-
     >>> transfers([4, 8], True), transfers([4, 8], False)
     ([[3, 1], [5, 3]], [[0, 4], [8, 0]])
     """
-    world, rows = len(sizes), []
+    rows, world = [], len(sizes)
     for rank in range(world):
-        weights = [sizes[(peer + 1) % world] for peer in range(world)]
-        if not keep and world > 1:
-            weights[rank] = 0
-        others = [int(keep or peer != rank or world == 1) for peer in range(world)]
-        rows.append(_shares(sizes[rank], weights if any(weights) else others))
+        receives = [int(keep or peer != rank or world == 1) for peer in range(world)]
+        # rank j receives in proportion to the rows of rank j + 1, not to its own
+        weights = [n * receives[peer] for peer, n in enumerate([*sizes[1:], sizes[0]])]
+        rows.append(_shares(sizes[rank], weights if any(weights) else receives))
     return rows
 
 
@@ -171,5 +168,5 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
     """Split `total` in proportion to weights; in even parts if all weights are zero."""
     weights = weights if any(weights) else [1] * len(weights)
     whole = sum(weights)
-    cuts = [(total * sum(weights[: i + 1]) + whole // 2) // whole for i in range(len(weights))]
-    return [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
+    cuts = [(total * part + whole // 2) // whole for part in accumulate(weights, initial=0)]
+    return [end - start for start, end in pairwise(cuts)]

@@ -17,7 +17,7 @@ from varcomm.errors import ArgumentError, MissingPackageError
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["coarsened", "ocean", "read_sea"]
+__all__ = ["ocean", "read_sea"]
 
 
 def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
@@ -26,17 +26,13 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     Parameters
     ----------
     is_sea : numpy.ndarray
-        Bool of shape (rows, columns): rows from pole to pole, columns around the Earth.
+        Bool of shape (rows, columns): rows from pole to pole, at least 3 columns around the Earth.
+        ``is_sea[::2, ::2]`` is a coarser grid.
 
     Returns
     -------
     torch_geometric.data.Data
         ``edge_index`` and ``pos``, the centre of each cell on the unit sphere, fp32 (N, 3).
-
-    Raises
-    ------
-    ArgumentError
-        If `is_sea` is not a table of bools with at least three columns.
 
     Examples
     --------
@@ -45,11 +41,10 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     """
     from torch_geometric.data import Data
 
-    if not isinstance(is_sea, np.ndarray) or is_sea.dtype != bool or is_sea.ndim != 2:
-        raise ArgumentError("is_sea must be a NumPy array of bools with rows and columns.")
+    is_table = isinstance(is_sea, np.ndarray) and is_sea.dtype == bool and is_sea.ndim == 2
+    if not is_table or is_sea.shape[1] < 3:
+        raise ArgumentError("is_sea must be a NumPy array of bools: rows, and at least 3 columns.")
     rows, columns = is_sea.shape
-    if columns < 3:
-        raise ArgumentError(f"is_sea must have at least 3 columns; got {columns}.")
     number = np.cumsum(is_sea, dtype=np.int64).reshape(is_sea.shape) - 1
     edges = []
     for down, right in product((-1, 0, 1), repeat=2):
@@ -65,29 +60,6 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     return Data(edge_index=torch.cat(edges, dim=1), pos=torch.from_numpy(pos.astype(np.float32)))
 
 
-def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
-    """Return every `times`-th row and column of a table of cells, as a view.
-
-    Parameters
-    ----------
-    is_sea : numpy.ndarray
-        Bool of shape (rows, columns).
-    times : int
-        Step between rows, and between columns.
-
-    Returns
-    -------
-    numpy.ndarray
-        The remaining rows and columns.
-
-    Examples
-    --------
-    >>> coarsened(np.eye(4, dtype=bool), 2).shape
-    (2, 2)
-    """
-    return is_sea[times // 2 :: times, times // 2 :: times]
-
-
 def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     """Read the sea cells of NOAA's relief of the Earth, ETOPO, from Ferret's data sets.
 
@@ -101,21 +73,12 @@ def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     -------
     numpy.ndarray
         Bool of shape (rows, columns); 2161 and 4320 at 1/12 degree.
-
-    Raises
-    ------
-    ArgumentError
-        If the file does not exist or has another format.
-    MissingPackageError
-        If SciPy is not installed.
     """
     try:
         from scipy.io import netcdf_file  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingPackageError("read_sea needs SciPy: pip install scipy") from error
     path = Path(path)
-    if not path.is_file():
-        raise ArgumentError(f"there is no file {path}.")
     try:
         content = path.read_bytes()
         content = lzma.decompress(content) if path.suffix == ".xz" else content

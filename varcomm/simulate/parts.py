@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import Method
     from varcomm.graph.building.tables import Tables
-    from varcomm.graph.files.plot import Projection
     from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
     from varcomm.graph.report import Report
 
@@ -35,12 +34,10 @@ _DRAWN = 200_000  # nodes in a picture, as in graph.plot
 class Counts:
     """Numbers of nodes, edges and rows that each of P ranks owns, needs and sends.
 
-    Tensors are int64 of shape (P,), summed over the types of nodes and edges.
-
     Attributes
     ----------
     owned, edges : torch.Tensor
-        Nodes that each rank owns, and edges into them.
+        Nodes that each rank owns, and edges into them, of all types; int64, shape (P,).
     flows : mapping of torch.Tensor
         Rows that each rank sends to each rank in an exchange of halos, by edge type, which is None
         in a graph with one type; int64, sparse, shape (P, P).
@@ -59,7 +56,7 @@ class Counts:
     def rows(self) -> torch.Tensor:
         """Rows that each rank sends to each rank in an exchange; sparse, shape (P, P)."""
         none = torch.zeros(0, dtype=torch.int64)
-        return sum(self.flows.values(), _sparse(none, none, self.size)).coalesce()
+        return sum(self.flows.values(), _sparse(none, none, none, self.size)).coalesce()
 
     @cached_property
     def halo(self) -> torch.Tensor:
@@ -74,10 +71,10 @@ class Counts:
     @cached_property
     def neighbours(self) -> torch.Tensor:
         """Number of ranks with which each rank exchanges rows in at least one direction."""
-        return torch.bincount(self._linked[0], minlength=self.size)
+        return torch.bincount(self._links[0], minlength=self.size)
 
     @property
-    def _linked(self) -> torch.Tensor:
+    def _links(self) -> torch.Tensor:
         """Pairs of ranks that exchange rows, both ways round, in ascending order; shape (2, L)."""
         return (self.rows + self.rows.T).coalesce().indices()
 
@@ -100,22 +97,23 @@ class Needs:
     """Halo rows of all ranks for one edge type; int64 on the CPU.
 
     `edges` are the edges into the nodes of each rank, `cut` those of them from another rank; shape
-    (P,). `receiver` needs row `row` of `sender`; shape (sum of halos,). Rows have global numbers,
-    ordered by owner. Each pair of a receiver and a row occurs once, ordered by receiver, then row.
+    (P,). Each receiver needs row `row` of `sender`, a global number, once; pairs are ordered by
+    receiver, then row. `flows` as in :class:`Counts`.
     """
 
+    sources: Numbering
+    targets: Numbering
     edges: torch.Tensor
     cut: torch.Tensor
-    receiver: torch.Tensor
     sender: torch.Tensor
     row: torch.Tensor
+    flows: torch.Tensor
 
     @classmethod
     def of(cls, edge_index: torch.Tensor, sources: Numbering, targets: Numbering) -> Self:
         """Collect them from all edges of the full graph, int64 of shape (2, E)."""
         ranks, rows = len(sources.sizes), max(1, sources.sizes.total)
-        owner, number = sources.owner.to(torch.int32), sources.number
-        target_owner = owner if targets is sources else targets.owner.to(torch.int32)
+        owner, target_owner = sources.owner.to(torch.int32), targets.owner.to(torch.int32)
         edges, cut = torch.zeros(2, ranks, dtype=torch.int64)
         found = [torch.zeros(0, dtype=torch.int64, device=edge_index.device)]
         for source, target in zip(*(ends.split(_EDGES) for ends in edge_index), strict=True):
@@ -123,21 +121,19 @@ class Needs:
             edges += torch.bincount(to, minlength=ranks).cpu()
             crosses = torch.nonzero(owner[source] != to).view(-1)
             cut += torch.bincount(to[crosses], minlength=ranks).cpu()
-            found.append(torch.unique(to[crosses].long() * rows + number[source[crosses]]))
+            found.append(torch.unique(to[crosses].long() * rows + sources.number[source[crosses]]))
         pairs = torch.unique(torch.cat(found)).cpu()
         row = pairs % rows
-        return cls(edges, cut, pairs // rows, torch.as_tensor(sources.sizes.owner(row)), row)
-
-    @property
-    def flows(self) -> torch.Tensor:
-        """Rows that each rank sends to each rank."""
-        return _sparse(self.sender, self.receiver, len(self.edges))
+        sender = torch.as_tensor(sources.sizes.owner(row))
+        flows = _sparse(sender, pairs // rows, torch.ones_like(row), ranks)
+        return cls(sources, targets, edges, cut, sender, row, flows)
 
 
-def _sparse(sender: torch.Tensor, receiver: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the number of rows for each pair of ranks; sparse, shape (P, P)."""
-    ends, ones = torch.stack([sender, receiver]), torch.ones_like(sender)
-    return torch.sparse_coo_tensor(ends, ones, (size, size), check_invariants=False).coalesce()
+def _sparse(
+    sender: torch.Tensor, receiver: torch.Tensor, rows: torch.Tensor, size: int
+) -> torch.Tensor:
+    ends, shape = torch.stack([sender, receiver]), (size, size)
+    return torch.sparse_coo_tensor(ends, rows, shape, check_invariants=False).coalesce()
 
 
 def sums(flows: torch.Tensor, dim: int) -> torch.Tensor:
@@ -155,33 +151,19 @@ class Parts(Counts):
         As in :class:`Counts`.
     method : str
         Method that assigned nodes to ranks.
-    needs : mapping of Needs
-        Halo rows of all ranks, by edge type; the key is None in a graph with one type.
     """
 
     method: str
-    needs: Mapping[EdgeType, Needs] = field(repr=False)
+    _needs: Mapping[EdgeType, Needs] = field(repr=False)
     _tables: Tables = field(repr=False)
     _numbered: Mapping[NodeType, Numbering] = field(repr=False)
 
     def part(self, group: GroupLike = None) -> PartitionedGraph:
-        """Return this rank's part of the graph, without communication.
+        """Return the part that :func:`varcomm.graph.partition` returns, without communication.
 
-        It equals the part that :func:`varcomm.graph.partition` returns. Call it inside
-        :func:`world`, or on real ranks that have the same graph.
-
-        Parameters
-        ----------
-        group : ProcessGroup or DeviceMesh, optional
-            P ranks that take part; None is the whole world.
-
-        Raises
-        ------
-        ArgumentError
-            If the group does not have P ranks.
+        Call it inside :func:`world`, or on P real ranks that have the same graph.
         """
         from varcomm.graph.building.assemble import localised, owned_edges
-        from varcomm.graph.building.tables import ends
         from varcomm.graph.delta_ids import AscendingIds
         from varcomm.graph.edge_shard import EdgeShard
         from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -196,10 +178,10 @@ class Parts(Counts):
         nodes = {key: numbered[key].shard(table, ranks) for key, table in tables.nodes.items()}
         edges = {}
         for key, table in tables.edges.items():
-            source, target = (numbered[end] for end in ends(key))
+            needs, flows = self._needs[key], self.flows[key]
+            source, target = needs.sources, needs.targets
             own = owned_edges(table, rank, source, target)
             edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
-            needs, flows = self.needs[key], self.flows[key]
             asked = needs.row[needs.sender == rank] - source.sizes.offsets[rank]
             send, recv = (tuple(each[rank].to_dense().tolist()) for each in (flows, flows.T))
             plan = ExchangePlan(ranks, asked.to(tables.device), send, recv, source.sizes[rank])
@@ -219,103 +201,58 @@ class Parts(Counts):
         """Return the report of :meth:`varcomm.graph.PartitionedGraph.report` on P ranks."""
         from varcomm.graph.report import Report
 
-        cut = _sum([needs.cut for needs in self.needs.values()], self.size)
+        cut = sum((needs.cut for needs in self._needs.values()), torch.zeros_like(self.owned))
         columns = (self.owned, self.halo, self.edges, cut, self.sent, self.neighbours)
         return Report(self.method, *(tuple(column.tolist()) for column in columns))
 
     def save(
         self, folder: str | os.PathLike[str], progress: Callable[[int], object] | None = None
     ) -> None:
-        """Write the files of :meth:`varcomm.graph.PartitionedGraph.save` on P ranks.
+        """Write the files of :meth:`varcomm.graph.PartitionedGraph.save` on P ranks, part by part.
 
-        :meth:`varcomm.graph.PartitionedGraph.load` reads them on any number of ranks. Parts are cut
-        and written one by one; each passes over all edges.
-
-        Parameters
-        ----------
-        folder : path
-            An earlier save in this folder is replaced by one rename.
-        progress : callable, optional
-            Called with the number of each rank whose part has been written.
-
-        Raises
-        ------
-        ArgumentError
-            If the folder holds other files or cannot be written, or an attribute cannot be saved.
-        GroupError
-            If torch.distributed is already initialised.
+        `progress` is called with the number of each rank whose part has been written.
         """
-        from varcomm.graph.building.tables import ends
         from varcomm.graph.files.saved import Staging, part_of
 
+        staging = Staging.of(folder, self._tables.attributes)
+        digests: list[str] = []
+        first: dict[str, torch.Tensor] = {}
         try:
-            staging = Staging.of(folder, self._tables.attributes)
-            try:
-                staging.begin()
-                digests: list[str] = []
-                first: dict[str, torch.Tensor] = {}
-                for rank in range(self.size):
-                    with world(self.size, rank):
-                        graph = self.part()
-                    numbers = {
-                        key: self._numbered[ends(key)[0]].number[edges.halo_ids]
-                        for key, edges in graph.edge_shards.items()
-                    }
-                    part = dict(part_of(graph, numbers))
-                    first = first or part
-                    digests.append(staging.write(rank, part))
-                    if progress is not None:
-                        progress(rank)
-                staging.finish(graph, first, digests)
-            except BaseException:
-                staging.discard()
-                raise
-        except OSError as error:
-            raise ArgumentError(f"{folder} cannot be written: {error}.") from error
+            staging.begin()
+            for rank in range(self.size):
+                with world(self.size, rank):
+                    graph = self.part()
+                numbers = {
+                    key: self._needs[key].sources.number[edges.halo_ids]
+                    for key, edges in graph.edge_shards.items()
+                }
+                part = dict(part_of(graph, numbers))
+                first = first or part
+                digests.append(staging.write(rank, part))
+                if progress is not None:
+                    progress(rank)
+            staging.finish(graph, first, digests)
+        except BaseException:
+            staging.discard()
+            raise
 
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        projection: Projection = None,
-        node_type: NodeType = None,
-    ) -> None:
-        """Draw the picture of :meth:`varcomm.graph.PartitionedGraph.plot`, for P ranks.
-
-        Parameters
-        ----------
-        path, projection, node_type
-            As for :meth:`varcomm.graph.PartitionedGraph.plot`.
-
-        Raises
-        ------
-        ArgumentError
-            If positions are missing or do not match, or the file cannot be written.
-        MissingPackageError
-            If matplotlib is not installed.
-        """
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw :meth:`varcomm.graph.PartitionedGraph.plot`, for a graph with one type of nodes."""
         from varcomm.graph.files.plot import check_target, draw, places
 
         check_target(path)
-        if node_type not in self._numbered:
-            raise ArgumentError(
-                f"node_type must be one of {list(self._numbered)}; got {node_type!r}."
-            )
-        numbered, table = self._numbered[node_type], self._tables.nodes[node_type]
+        (numbered,), (table,) = self._numbered.values(), self._tables.nodes.values()
         pos = table.attributes.get("pos")
-        rows = places(None if pos is None else pos.rows(numbered.order), projection)
+        rows = places(None if pos is None else pos.rows(numbered.order), None)
         copied = torch.zeros(len(rows), 1, dtype=torch.float64)
-        for edge_type, needs in self.needs.items():
-            if edge_type is None or edge_type[0] == node_type:
-                copied[needs.row] = 1
+        for needs in self._needs.values():
+            copied[needs.row] = 1
         chance = torch.Generator().manual_seed(0)
         drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
         shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
         owner = numbered.owner[numbered.order].cpu()[drawn].numpy()
-        adjacent = [each.tolist() for each in self._linked[1].split(self.neighbours.tolist())]
-        try:
-            draw(Path(path), shown, owner, adjacent, len(rows), self.report(), projection)
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be written: {error}.") from error
+        adjacent = [each.tolist() for each in self._links[1].split(self.neighbours.tolist())]
+        draw(Path(path), shown, owner, adjacent, len(rows), self.report(), None)
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:
@@ -338,13 +275,6 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     Parts
         Counts and parts of all ranks.
 
-    Raises
-    ------
-    ArgumentError
-        If the graph, `size` or the method is not accepted.
-    MissingPackageError
-        If `method` needs a package that is not installed.
-
     Examples
     --------
     On a directed ring of 6 nodes and 3 ranks, each rank needs one row of the rank before it.
@@ -355,10 +285,6 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
     >>> parts = vc.simulate.partition(ring, 3, "block")
     >>> parts.owned, parts.halo, parts.neighbours
     (tensor([2, 2, 2]), tensor([1, 1, 1]), tensor([2, 2, 2]))
-    >>> parts.rows.to_dense()
-    tensor([[0, 1, 0],
-            [0, 0, 1],
-            [1, 0, 0]])
     >>> with vc.simulate.world(3, rank=2):
     ...     parts.part().halo_ids
     tensor([3])
@@ -379,16 +305,13 @@ def partition(data: Any, size: int, method: Method = None) -> Parts:
         key: Needs.of(table.edge_index, *(numbered[end] for end in ends(key)))
         for key, table in tables.edges.items()
     }
+    none = torch.zeros(count, dtype=torch.int64)
     return Parts(
-        owned=_sum([torch.tensor(own.sizes) for own in numbered.values()], count),
-        edges=_sum([need.edges for need in needs.values()], count),
+        owned=sum((torch.tensor(own.sizes) for own in numbered.values()), none),
+        edges=sum((need.edges for need in needs.values()), none),
         flows={key: need.flows for key, need in needs.items()},
         method=name,
-        needs=needs,
+        _needs=needs,
         _tables=tables,
         _numbered=numbered,
     )
-
-
-def _sum(counts: list[torch.Tensor], size: int) -> torch.Tensor:
-    return torch.stack([torch.zeros(size, dtype=torch.int64), *counts]).sum(dim=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.simulate.machine import Machine, Seconds
+from varcomm.simulate.machine import Machine, Times
 from varcomm.simulate.parts import Counts, Parts, sums
 from varcomm.simulate.table import aligned
 from varcomm.simulate.work import Work, count, world
@@ -21,13 +21,13 @@ from varcomm.transport.simulated import Transfer
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
-__all__ = ["Fit", "HaloCall", "Prepare", "SameCall", "Step", "Times", "calls_of_all", "run", "step"]
+__all__ = ["Fit", "HaloCall", "Prepare", "SameCall", "Step", "calls_of_all", "run", "step"]
 
 # From a rank's part of the graph to a function that does one step.
 Prepare = Callable[["PartitionedGraph"], Callable[[], object]]
 
 _RANKS = 8  # simulated ranks by default
-_COUNTS = ("flops", "matmul_bytes", "other_bytes", "memory", "kernels")  # of Work
+_OPERATORS = ("flops", "matmul_bytes", "other_bytes", "kernels")  # of Work
 
 
 @dataclass(frozen=True)
@@ -36,43 +36,23 @@ class HaloCall:
 
     name: str
     edge_type: Any
-    width: int
     is_adjoint: bool
+    width: int = 1
 
-    def flows(self, counts: Counts) -> torch.Tensor:
-        """Return the rows that each rank sends to each rank; sparse, shape (P, P)."""
+    def nbytes(self, counts: Counts) -> torch.Tensor:
+        """Return the bytes that each rank sends to each rank; sparse, shape (P, P)."""
         flows: torch.Tensor = counts.flows[self.edge_type]
-        return flows.T.coalesce() if self.is_adjoint else flows
-
-    def messages(self, counts: Counts) -> set[tuple[int, ...]]:
-        """Return sender, receiver and bytes of each message."""
-        flows = self.flows(counts)
-        nbytes = flows.values() * self.width
-        return set(zip(*flows.indices().tolist(), nbytes.tolist(), strict=True))
+        return ((flows.T if self.is_adjoint else flows) * self.width).coalesce()
 
     def traffic(self, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the messages and bytes that each rank sends; int64, shape (P,)."""
-        flows = self.flows(counts)
-        messages = torch.bincount(flows.indices()[0], minlength=counts.size)
-        return messages, sums(flows, 1) * self.width
+        nbytes = self.nbytes(counts)
+        return torch.bincount(nbytes.indices()[0], minlength=counts.size), sums(nbytes, 1)
 
     def seconds(self, counts: Counts, machine: Machine) -> torch.Tensor:
         """Return the seconds on each rank; fp64, shape (P,)."""
-        if counts.size == 1:
-            return torch.zeros(1, dtype=torch.float64)
-        flows = self.flows(counts)
-        ends, rows = flows.indices(), flows.values()
-        is_near = torch.eq(*ends // machine.ranks_per_node)
-        weights = torch.stack([torch.ones_like(rows), rows * self.width]).double()
-
-        def lane(used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            messages, nbytes = (
-                torch.maximum(*(torch.bincount(end[used], w[used], counts.size) for end in ends))
-                for w in weights
-            )
-            return messages, nbytes
-
-        return machine.exchange(lane(is_near), lane(~is_near))
+        nbytes = self.nbytes(counts)
+        return machine.exchange(nbytes.indices(), nbytes.values(), counts.size)
 
 
 @dataclass(frozen=True)
@@ -112,20 +92,21 @@ def _call(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> HaloCal
     largest = max(transfers.values(), key=lambda each: sum(each.send) + sum(each.recv))
     if largest.schedule != "neighbours" or len(largest.ranks) != parts.size:
         return SameCall(name, largest)
-    halos = list(_matching(parts, name, transfers))
-    if any(halo.width == 0 and halo.messages(parts) for halo in halos):
+    halos = {call: call.nbytes(parts) for call in _matching(parts, name, transfers)}
+    if any(call.width == 0 and len(nbytes.values()) for call, nbytes in halos.items()):
         raise ArgumentError(
             f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the bytes "
             f"per row are not determined. Also run a rank with a halo: {int(parts.halo.argmax())}."
         )
-    messages = [halo.messages(parts) for halo in halos]
-    if different := {message for each in messages for message in each ^ messages[0]}:
-        apart = sorted({rank for *ends, _ in different for rank in ends})
+    first, *others = halos.values() or [torch.empty(0)]
+    different = [(other - first).coalesce() for other in others]
+    if apart := {r for each in different for r in each.indices()[:, each.values() != 0].unique()}:
         raise ArgumentError(
             f"simulate: ranks {sorted(transfers)} do not determine whose halo a call of {name} "
-            f"exchanges, or in which direction. Also run one of these ranks: {apart[:5]}."
+            "exchanges, or in which direction. Also run one of these ranks: "
+            f"{sorted(map(int, apart))[:5]}."
         )
-    return halos[0] if halos else SameCall(name, largest)
+    return next(iter(halos), SameCall(name, largest))
 
 
 def _matching(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> Iterator[HaloCall]:
@@ -133,24 +114,22 @@ def _matching(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> Ite
     given = [n for each in transfers.values() for n in (*each.send, *each.recv)]
     directions = {"exchange": [False], "exchange_adjoint": [True]}.get(name, [False, True])
     for edge_type, is_adjoint in product(parts.flows, directions):
-        flows = HaloCall(name, edge_type, 1, is_adjoint).flows(parts)
-        rows: list[int] = []
+        call, rows = HaloCall(name, edge_type, is_adjoint), list[int]()
+        flows = call.nbytes(parts)
         for rank in transfers:
             rows += [*flows[rank].to_dense().tolist(), *flows.T[rank].to_dense().tolist()]
         width = sum(given) // sum(rows) if any(rows) else 0
         if [width * n for n in rows] == given and (width or not any(rows)):
-            yield HaloCall(name, edge_type, width, is_adjoint)
+            yield replace(call, width=width)
 
 
 @dataclass(frozen=True)
 class Fit:
     """Least-squares fit ``count = constant + rows @ slopes`` over simulated ranks.
 
-    `rows` are owned nodes, edges, halo rows and sent rows; slopes are not negative. The work on
-    weights depends on the number of ranks that sum gradients, so operations and bytes have one
-    constant per number of ranks. Memory has one constant. Kernels do not depend on rows: each
-    number of ranks has the largest count. `error` is the largest deviation at a simulated rank over
-    the largest count, by attribute of :class:`Work`.
+    `rows` are owned nodes, edges, halo rows and sent rows; slopes are not negative. Operations and
+    bytes have one constant per number of ranks, because weights are summed over ranks; memory has
+    one. Kernels do not depend on rows. `error` is the largest deviation over the largest count.
     """
 
     sizes: list[int]
@@ -167,21 +146,20 @@ class Fit:
         rows = torch.cat([_rows(parts)[list(ranks)] for parts, ranks in simulated])
         of_size = torch.tensor([[s == size for s in sizes] for size, _ in works]).double()
         coefficients, error = {}, {}
-        for name in _COUNTS[:-1]:
+        for name in ("flops", "matmul_bytes", "other_bytes", "memory"):
             constants = torch.ones(len(works), 1) if name == "memory" else of_size
             counts = torch.tensor([getattr(work, name) for _, work in works], dtype=torch.float64)
             design = torch.cat([constants, rows], dim=1)
             coefficients[name], error[name] = _fitted(design, counts, constants.shape[1])
         return cls(sizes, coefficients, kernels, error)
 
-    def counts(self, parts: Counts) -> torch.Tensor:
-        """Return the counts of all ranks, in the order of `_COUNTS`; fp64, shape (P, 5)."""
-        rows, found = _rows(parts), []
+    def counts(self, parts: Counts) -> dict[str, torch.Tensor]:
+        """Return the counts of all ranks by name; fp64, shape (P,)."""
+        rows, found = _rows(parts), {}
         for name, solution in self.coefficients.items():
             constant = solution[0 if name == "memory" else self.sizes.index(parts.size)]
-            found.append(constant + rows @ solution[-rows.shape[1] :])
-        found.append(torch.full_like(found[0], self.kernels[parts.size]))
-        return torch.stack(found, dim=1).clamp(min=0)
+            found[name] = (constant + rows @ solution[-rows.shape[1] :]).clamp(min=0)
+        return found | {"kernels": torch.full_like(rows[:, 0], self.kernels[parts.size])}
 
 
 def _rows(parts: Counts) -> torch.Tensor:
@@ -204,22 +182,6 @@ def _fitted(design: torch.Tensor, counts: torch.Tensor, free: int) -> tuple[torc
     solution[free:].clamp_(min=0)
     off = (scaled @ solution - counts).abs().max() / counts.abs().max().clamp(min=1)
     return solution / scale, float(off)
-
-
-@dataclass(frozen=True)
-class Times(Seconds):
-    """Seconds of a step on each rank; fp64 tensors of shape (P,).
-
-    Attributes
-    ----------
-    compute, communication
-        As in :class:`Seconds`.
-    """
-
-    @property
-    def step(self) -> float:
-        """Seconds of the slowest rank."""
-        return float(self.total.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,40 +210,37 @@ class Step:
 
     @cached_property
     def counts(self) -> Mapping[str, torch.Tensor]:
-        """Attributes of :class:`Work` on each rank, by name; fp64, shape (P,)."""
+        """Attributes of :class:`Work`, ``messages`` and ``sent``, by name; fp64, shape (P,)."""
         found = self.fit.counts(self.parts)
+        traffic = torch.zeros(2, self.parts.size, dtype=torch.float64)
+        for call in self.transfers:
+            traffic += torch.stack(call.traffic(self.parts))
+        found |= {"messages": traffic[0], "sent": traffic[1]}
         for rank, work in self.works.items():
-            found[rank] = torch.tensor([float(getattr(work, name)) for name in _COUNTS])
-        return dict(zip(_COUNTS, found.T, strict=True))
+            total = work.calls.total
+            exact = {**vars(work), "messages": total.messages_sent, "sent": total.sent}
+            for name, values in found.items():
+                values[rank] = exact[name]
+        return found
 
     @property
     def memory(self) -> torch.Tensor:
         """Peak bytes of tensors on each rank; fp64, shape (P,)."""
         return self.counts["memory"]
 
-    @cached_property
-    def _traffic(self) -> torch.Tensor:
-        """Messages and bytes that each rank sends; fp64, shape (2, P)."""
-        found = torch.zeros(2, self.parts.size, dtype=torch.float64)
-        for call in self.transfers:
-            found += torch.stack(call.traffic(self.parts))
-        for rank, work in self.works.items():
-            found[0, rank], found[1, rank] = work.calls.total.messages_sent, work.calls.total.sent
-        return found
-
     @property
     def messages(self) -> torch.Tensor:
         """Messages that each rank sends; fp64, shape (P,)."""
-        return self._traffic[0]
+        return self.counts["messages"]
 
     @property
     def sent(self) -> torch.Tensor:
         """Bytes that each rank sends; fp64, shape (P,)."""
-        return self._traffic[1]
+        return self.counts["sent"]
 
     def times(self, machine: Machine) -> Times:
         """Return the seconds of the step on each rank of a machine."""
-        compute = machine.compute(*(self.counts[name] for name in _COUNTS if name != "memory"))
+        compute = machine.compute(*(self.counts[name] for name in _OPERATORS))
         communication: dict[str, torch.Tensor] = {}
         for call in self.transfers:
             seconds = call.seconds(self.parts, machine)
@@ -303,16 +262,11 @@ class Step:
             "kernels": counts["kernels"],
             "GB of tensors": counts["memory"] / 1e9,
         }
-        cells = [(f"{parts.size} ranks, a step", "least", "mean", "most")]
-        for name, values in rows.items():
-            found = values.double()
-            low, mean, high = (_number(float(v)) for v in (found.min(), found.mean(), found.max()))
-            cells.append((name, low, mean, high))
+        cells = [[f"{parts.size} ranks, a step", "least", "mean", "most"]]
+        for name, each in rows.items():
+            v = each.double()
+            cells.append([name, *(f"{float(n):,.6g}" for n in (v.min(), v.mean(), v.max()))])
         return "\n".join(aligned(cells))
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> Step:
@@ -326,8 +280,8 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     parts : Parts
         The partition; its graph has the attributes that `prepare` uses.
     ranks : sequence of int, optional
-        Ranks to run. None chooses up to eight: those with the most and the fewest edges, halo rows
-        and sent rows, and some between. Each run needs the time and memory of a rank.
+        Ranks to run. None chooses up to eight, some of them with the most and the fewest rows. Each
+        run needs the time and memory of a rank.
 
     Returns
     -------
@@ -337,11 +291,9 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
     Raises
     ------
     ArgumentError
-        If `ranks` is empty, names other ranks, or does not determine the messages of the others.
+        If `ranks` names other ranks, or does not determine the messages of the others.
     DisagreementError
         If ranks make different calls.
-    GroupError
-        If torch.distributed is already initialised.
 
     Examples
     --------
@@ -367,8 +319,6 @@ def step(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> 
 def run(prepare: Prepare, parts: Parts, ranks: Sequence[int] | None = None) -> dict[int, Work]:
     """Return the work of a step on some ranks, which run one after the other."""
     chosen = _representative(parts) if ranks is None else list(ranks)
-    if not chosen:
-        raise ArgumentError("simulate.step: ranks must name at least one rank.")
     works = {}
     for rank in [checked_rank(rank, parts.size, "ranks", "simulate.step: ") for rank in chosen]:
         with world(parts.size, rank):

@@ -21,21 +21,18 @@ __all__ = ["Work", "count", "world"]
 
 # Operators that read as many rows of their first tensor as they write.
 _PICKING = ("index_select", "gather", "index", "embedding")
-# Operators that touch no values.
-_FREE = (
-    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
-    *("detach", "alias", "select", "_local_scalar_dense", "resize_"),
-)
+# Operators that touch no values; views are found by their storage.
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 
 
 @contextmanager
 def world(size: int, rank: int = 0) -> Iterator[World]:
     """Make this process one of `size` ranks, of which no other exists.
 
-    Nothing is sent. Received tensors have the size and dtype of a real run and hold zeros, so
-    shapes, memory and the counts of :func:`varcomm.trace` are those of a real run. Other ranks are
-    taken to agree with this rank's arguments, and the root of a broadcast to have its tensor. Calls
-    that depend on the needs of other ranks raise, such as :meth:`ExchangePlan.from_needed`.
+    Nothing is sent, and received tensors hold zeros; shapes, memory and the counts of
+    :func:`varcomm.trace` are those of a real run. Other ranks are taken to agree with this rank's
+    arguments. Calls that depend on the needs of other ranks raise, such as
+    :meth:`ExchangePlan.from_needed`.
 
     Parameters
     ----------
@@ -49,8 +46,6 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
 
     Raises
     ------
-    ArgumentError
-        If `rank` is not a rank of `size`.
     GroupError
         If torch.distributed is already initialised.
 
@@ -98,12 +93,11 @@ class Work:
 def count(step: Callable[[], object]) -> Work:
     """Run `step` once in the simulated world of this process, and count its work.
 
-    Run `step` once before if its first run does more, such as making the state of an optimizer.
-
     Parameters
     ----------
     step : callable
-        Takes no arguments: a forward, a backward, an update, or any other code.
+        Takes no arguments. Run it once before if its first run does more, such as making the state
+        of an optimizer.
 
     Returns
     -------
@@ -147,19 +141,16 @@ def _named(calls: Sequence[Call], found: Sequence[Transfer]) -> Iterator[tuple[s
 
 
 class _Meter(TorchDispatchMode):
-    """Counter of operations, bytes, kernels and tensor memory, of forward and backward.
+    """Counter of operations (torch's formulas), bytes, kernels and tensor memory.
 
-    Floating-point operations follow torch's formulas (``torch.utils.flop_counter``). Bytes are
-    those of inputs and outputs, once each, without caches; views are free. Memory is that of
-    storages: those that existed before and are used, and those made meanwhile while they are alive.
+    Bytes are those of inputs and outputs, once each; views are free. Memory is that of used
+    storages: those that existed before, and those made meanwhile while they are alive.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = self.matmul_bytes = self.other_bytes = self.kernels = 0
-        self.before = 0  # bytes of used storages that existed before
-        self.peak = 0  # largest sum of bytes of storages made meanwhile
-        self._alive = 0
+        self.before = self.peak = self._alive = 0  # bytes of storages
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -174,11 +165,10 @@ class _Meter(TorchDispatchMode):
         self._alive += made
         self.peak = max(self.peak, self._alive)
         name = func.overloadpacket.__name__
-        if func.namespace in ("prim", "profiler") or name in _FREE:
-            return out
         writes = name.endswith("_") or "out" in kwargs
-        if outputs and not made and not writes and _storages(outputs) <= _storages(inputs):
-            return out  # a view
+        is_view = not made and not writes and _storages(outputs) <= _storages(inputs)
+        if is_view or name in _FREE or func.namespace in ("prim", "profiler"):
+            return out
         written, read = sum(map(_bytes, outputs)), list(map(_bytes, inputs))
         if name in _PICKING and read:
             read[0] = min(read[0], written)
