@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         check_place(out)
     data = read_graph(options.file)
     if picture is not None:
-        places(data.pos, None)
+        places(data.pos)
     try:
         parts = simulate.partition(data, options.parts, options.method)
     except ArgumentError as error:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -269,26 +269,18 @@ class PartitionedGraph:
         )
 
     def plot(
-        self,
-        path: str | os.PathLike[str],
-        projection: Literal["sphere", "lonlat", "latlon"] | None = None,
-        node_type: NodeType = None,
-        most: int = 200_000,
+        self, path: str | os.PathLike[str], node_type: NodeType = None, most: int = 200_000
     ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
         Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib, and all
-        ranks return when the file is complete.
+        ranks return when the file is complete. Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------
         path : path
             File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
             Its folder must exist.
-        projection : {None, "sphere", "lonlat", "latlon"}
-            None: ``pos`` holds points of the plane or of space. The others draw a map of longitude
-            and latitude: ``"sphere"`` from vectors (n, 3) around the centre of a sphere,
-            ``"lonlat"`` and ``"latlon"`` from degrees (n, 2) in this order.
         node_type : str, optional
             The type of nodes to draw, in a graph with several types.
         most : int
@@ -303,15 +295,10 @@ class PartitionedGraph:
             On every rank, if arguments differ across ranks; the `path` of rank 0 counts.
         MissingPackageError
             On every rank, if matplotlib is not installed on rank 0.
-
-        Notes
-        -----
-        In space, nodes with copies are drawn again by themselves. More than 8 ranks share 8 colours
-        and carry their number. Communication: at most 32 bytes per drawn node, to rank 0.
         """
         from varcomm.graph.files.plot import plot
 
-        plot(self, path, projection, node_type, most)
+        plot(self, path, node_type, most)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.

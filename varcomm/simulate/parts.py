@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import Method
     from varcomm.graph.building.tables import Tables
-    from varcomm.graph.files.plot import Projection
     from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
     from varcomm.graph.report import Report
 
@@ -273,17 +272,12 @@ class Parts(Counts):
         except OSError as error:
             raise ArgumentError(f"{folder} cannot be written: {error}.") from error
 
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        projection: Projection = None,
-        node_type: NodeType = None,
-    ) -> None:
+    def plot(self, path: str | os.PathLike[str], node_type: NodeType = None) -> None:
         """Draw the picture of :meth:`varcomm.graph.PartitionedGraph.plot`, for P ranks.
 
         Parameters
         ----------
-        path, projection, node_type
+        path, node_type
             As for :meth:`varcomm.graph.PartitionedGraph.plot`.
 
         Raises
@@ -302,7 +296,7 @@ class Parts(Counts):
             )
         numbered, table = self._numbered[node_type], self._tables.nodes[node_type]
         pos = table.attributes.get("pos")
-        rows = places(None if pos is None else pos.rows(numbered.order), projection)
+        rows = places(None if pos is None else pos.rows(numbered.order))
         copied = torch.zeros(len(rows), 1, dtype=torch.float64)
         for edge_type, needs in self.needs.items():
             if edge_type is None or edge_type[0] == node_type:
@@ -311,9 +305,8 @@ class Parts(Counts):
         drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
         shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
         owner = numbered.owner[numbered.order].cpu()[drawn].numpy()
-        adjacent = [each.tolist() for each in self._linked[1].split(self.neighbours.tolist())]
         try:
-            draw(Path(path), shown, owner, adjacent, len(rows), self.report(), projection)
+            draw(Path(path), shown, owner, len(rows), self.report())
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written: {error}.") from error
 
