@@ -31,7 +31,7 @@ example:
   %(prog)s wing.vtu --parts 8 --out wing-8 --plot wing-8.png
 """
 
-METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
+METHODS = ("metis", "rcb", "hilbert", "block", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", type=_parts, required=True, metavar="N", help="number of ranks")
     method = (
         f"{', '.join(METHODS)}; default: metis if pymetis is installed, else rcb if the graph has "
-        "positions, else block. metis and kahip need several parts and more nodes than parts; "
+        "positions, else block. metis needs several parts and more nodes than parts; "
         "else block is used"
     )
     add("--method", choices=METHODS, metavar="M", help=method)

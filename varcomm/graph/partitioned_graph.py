@@ -102,12 +102,12 @@ class PartitionedGraph:
 
     def __getitem__(self, key: Any) -> Any:
         """Return the shard of a type; of a graph with one type, an attribute."""
-        for shards in (self.node_shards, self.edge_shards):
-            if key is not None and key in shards:
-                return shards[key]
-        if isinstance(key, str) and None in self.node_shards and key in self:
+        shards = {**self.node_shards, **self.edge_shards}
+        if key is not None and key in shards:
+            return shards[key]
+        if isinstance(key, str) and None in shards and key in self:
             return getattr(self, key)
-        types = [key for key in (*self.node_shards, *self.edge_shards) if key is not None]
+        types = [kind for kind in shards if kind is not None]
         raise KeyError(f"{key!r}; the graph has {types or 'one type, graph.nodes and graph.edges'}")
 
     def __getattr__(self, name: str) -> Any:
@@ -128,15 +128,10 @@ class PartitionedGraph:
                 return getattr(self.data, name)
             except KeyError as error:  # as HeteroData says of x_dict
                 raise AttributeError(f"{error.args[0]}.") from error
-        if None not in self.node_shards:
-            shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
-            have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if name in shard]
-            hint = f"choose a type: {', '.join(have)}" if have else "nor has one of its types"
-            raise AttributeError(f"the graph as a whole has no attribute {name!r}; {hint}.")
-        names = [*self.data.keys()]
-        raise AttributeError(
-            f"the graph has no attribute {name!r}; its data have {', '.join(names)}."
-        )
+        shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
+        have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if key and name in shard]
+        known = f"choose a type: {', '.join(have)}" if have else f"it has {[*self.data.keys()]}"
+        raise AttributeError(f"the graph has no attribute {name!r}; {known}.")
 
     @property
     def _of_one_type(self) -> tuple[Mapping[str, Any], ...]:
@@ -303,21 +298,19 @@ class PartitionedGraph:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.
 
+        One safetensors file per rank, with its owned rows, and one JSON index.
+
         Parameters
         ----------
         folder : path
-            Made if it is not there. One rename replaces a partition saved there before.
+            Made if it is missing. One rename replaces a partition saved there before.
 
         Raises
         ------
         ArgumentError
-            On every rank, if one of them cannot write; if the folder is or has something else,
-            which is left as it is; if an attribute is neither a tensor nor, of the graph as a
-            whole, plain text and numbers.
-
-        Notes
-        -----
-        One safetensors file per rank, with its owned rows, and one JSON index.
+            On every rank, if one of them cannot write; if the folder has other content, which stays
+            as it is; if an attribute is neither a tensor nor, of the graph as a whole, plain text
+            and numbers.
         """
         from varcomm.graph.files.saved import save
 
@@ -326,6 +319,9 @@ class PartitionedGraph:
     @staticmethod
     def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
         """Read a saved partition, on the same or on another number of ranks; collective.
+
+        Each rank reads its own rows. On another number of ranks, the nodes in the order of the
+        saved parts are cut evenly.
 
         Parameters
         ----------
@@ -337,8 +333,7 @@ class PartitionedGraph:
         Returns
         -------
         PartitionedGraph
-            On the CPU. On the number of ranks that saved it, the same parts; on another, the nodes
-            in the order of the saved parts are divided evenly.
+            On the CPU.
 
         Raises
         ------

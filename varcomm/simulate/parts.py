@@ -197,7 +197,7 @@ class Parts(Counts):
         for key, table in tables.edges.items():
             source, target = (numbered[end] for end in ends(key))
             own = owned_edges(table, rank, source, target)
-            edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
+            edge_index, halo = localised(own.edge_index, source.sizes, target.sizes, ranks)
             needs, flows = self.needs[key], self.flows[key]
             asked = needs.row[needs.sender == rank] - source.sizes.offsets[rank]
             send, recv = (tuple(each[rank].to_dense().tolist()) for each in (flows, flows.T))
@@ -248,9 +248,8 @@ class Parts(Counts):
         from varcomm.graph.files.saved import Staging, part_of
 
         try:
-            staging = Staging.of(folder, self._tables.attributes)
+            staging = Staging(folder, self._tables.attributes)
             try:
-                staging.begin()
                 digests: list[str] = []
                 first: dict[str, torch.Tensor] = {}
                 for rank in range(self.size):
@@ -287,6 +286,7 @@ class Parts(Counts):
         MissingPackageError
             If matplotlib is not installed.
         """
+        from varcomm.graph.building.tables import rows_at
         from varcomm.graph.files.plot import check_target, draw, places
 
         check_target(path)
@@ -296,7 +296,7 @@ class Parts(Counts):
             )
         numbered, table = self._numbered[node_type], self._tables.nodes[node_type]
         pos = table.attributes.get("pos")
-        rows = places(None if pos is None else pos.rows(numbered.order))
+        rows = places(None if pos is None else rows_at(pos, numbered.order))
         copied = torch.zeros(len(rows), 1, dtype=torch.float64)
         for edge_type, needs in self.needs.items():
             if edge_type is None or edge_type[0] == node_type:

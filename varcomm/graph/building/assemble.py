@@ -104,8 +104,9 @@ def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Number
     # a table of bools fits into the cache, a table of numbers does not
     is_mine = targets.owner == rank
     ids = torch.nonzero(is_mine[edges.edge_index[1]]).view(-1)
-    ends = sources.number[edges.edge_index[0][ids]], targets.number[edges.edge_index[1][ids]]
-    return Edges(torch.stack(ends), ids, {k: rows_at(v, ids) for k, v in edges.attributes.items()})
+    source, target = edges.edge_index
+    numbers = torch.stack([sources.number[source[ids]], targets.number[target[ids]]])
+    return Edges(numbers, ids, {key: rows_at(v, ids) for key, v in edges.attributes.items()})
 
 
 def assemble(
@@ -151,8 +152,8 @@ def localised(
 class BroughtNodes:
     """The nodes of one type that this rank contributes: ``ranges.range(rank)`` in some order.
 
-    `owner` holds their future owners (None: this rank), and `ids` their ids in the full graph (None:
-    the range). Nodes with `ids` stay on their rank.
+    `owner` holds their future owners (None: this rank), and `ids` their ids in the full graph
+    (None: the range). Nodes with `ids` stay on their rank.
     """
 
     ranges: ShardSizes
@@ -240,9 +241,7 @@ class _Directory:
         return plan(self.numbers)[place]
 
 
-def _placed(
-    own: BroughtNodes, group: Group, device: torch.device
-) -> tuple[_Directory, NodeShard]:
+def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[_Directory, NodeShard]:
     """Send nodes of one type to their owners; collective."""
     mine, rows = own.ranges.range(group.rank), own.attributes
     if own.owner is None:

@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
@@ -30,8 +31,6 @@ logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
 
-_LONGEST = 300  # characters of a message of meshio
-
 # Attributes of PyG that users set.
 _FREE = ("x", "y", "edge_weight", "batch", "time")
 
@@ -48,16 +47,6 @@ class Mesh:
         The nodes of the graph.
     source : meshio.Mesh
         The file: points, blocks of cells and all fields.
-
-    Examples
-    --------
-    >>> import meshio, tempfile
-    >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]], {"quad": [[0, 1, 2, 3]]})
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     square.write(f"{folder}/square.vtu")
-    ...     read_mesh(f"{folder}/square.vtu").data.edge_index[:, :3]
-    tensor([[0, 0, 1],
-            [1, 3, 0]])
     """
 
     data: Data = field(repr=False)
@@ -96,9 +85,8 @@ class Mesh:
         values = {name: self._checked(name, value) for name, value in fields.items()}
         source, cells = self.source, [self.source.cells[i] for i in self._blocks]
         point_data = {name: _rows(value) for name, value in source.point_data.items()}
-        cell_data: dict[str, list[Array | None]] = {
-            name: [_rows(parts[i]) for i in self._blocks]
-            for name, parts in source.cell_data.items()
+        cell_data = {
+            name: [_rows(v[i]) for i in self._blocks] for name, v in source.cell_data.items()
         }
         if self.nodes == "points":
             point_data |= values
@@ -259,20 +247,18 @@ def _read(path: Path) -> Any:
                 f"read_mesh: {path} is in {pieces} pieces, of which meshio would read the last "
                 "alone. Merge them first, with ParaView's filters Merge Blocks or Clean to Grid."
             )
-    said = io.StringIO()
+    said, failure = io.StringIO(), None
     try:
         with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, while meshio tries formats
             source = meshio.read(path)
     except (Exception, SystemExit) as error:
-        printed = " ".join(said.getvalue().split())
-        reason = printed if isinstance(error, SystemExit) else f"{error!r} {printed}".strip()
-        if len(reason) > _LONGEST:  # the message may quote the file
-            reason = f"{reason[:_LONGEST]} ..."
-        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from error
+        failure = error
     printed = " ".join(said.getvalue().split())
-    if "cannot handle" in printed:
-        raise ArgumentError(f"read_mesh: {path} cannot be read whole: {printed}")
+    if failure or "cannot handle" in printed:
+        # the message of a parser may quote the file
+        reason = shorten(f"{failure!r} {printed}" if failure else printed, 300)
+        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from failure
     if printed:
         logger.warning("read_mesh: %s: %s", path, printed)
     return source
@@ -282,7 +268,7 @@ def _attribute_name(name: str, data: Data) -> str:
     """Return a similar name that Data and PartitionedGraph do not use."""
     name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
 
-    def is_free(name: str) -> bool:
+    def is_free() -> bool:
         try:
             check_name(name, torch.zeros(0, dtype=torch.int64), "data")
         except ArgumentError:
@@ -290,10 +276,8 @@ def _attribute_name(name: str, data: Data) -> str:
         is_word = name.isidentifier() and not keyword.iskeyword(name)
         return is_word and name not in data and (name in _FREE or not hasattr(Data, name))
 
-    if not is_free(name):
-        name = f"field_{name}".rstrip("_")
-    while not is_free(name):
-        name += "_"
+    while not is_free():
+        name = f"field_{name}"
     return name
 
 
@@ -356,25 +340,9 @@ _SHAPES = {
     "hexahedron": _Shape(3, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
 }
 
-# Quadratic cells, with a point in the middle of each edge: points inside facets or the cell, and
-# the points to which they are joined. Formats order those of wedges and pyramids differently.
-_INNER: dict[str, dict[int, tuple[int, ...]]] = {
-    "line3": {},
-    "triangle6": {},
-    "quad8": {},
-    "quad9": {8: (4, 5, 6, 7)},
-    "tetra10": {},
-    "hexahedron20": {},
-    "hexahedron27": {
-        20: (11, 19, 15, 16),
-        21: (9, 18, 13, 17),
-        22: (8, 17, 12, 16),
-        23: (10, 18, 14, 19),
-        24: (8, 9, 10, 11),
-        25: (12, 13, 14, 15),
-        26: (20, 21, 22, 23, 24, 25),
-    },
-}
+# Cells with a point in the middle of each edge, and no other. Formats order those of wedges and
+# pyramids differently.
+_QUADRATIC = ("line3", "triangle6", "quad8", "tetra10", "hexahedron20")
 
 
 @dataclass(frozen=True)
@@ -399,14 +367,13 @@ class _Cells:
     def joined(self) -> list[tuple[int, int]]:
         """Pairs of points of a cell that are joined, along its edges."""
         shape = self.shape
-        if self.kind in _INNER:
+        if self.kind in _QUADRATIC:
             middle = [(*ends, shape.corners + i) for i, ends in enumerate(shape.edges)]
-            along = [pair for a, b, m in middle for pair in ((a, m), (m, b))]
-            return along + [(a, b) for a, others in _INNER[self.kind].items() for b in others]
+            return [pair for a, b, m in middle for pair in ((a, m), (m, b))]
         if shape.dim and self.points.shape[1] != shape.corners:
             raise ArgumentError(
                 f"points of cells of kind {self.kind!r} cannot be joined; quadratic ones that "
-                f'can be: {", ".join(_INNER)}. Or let cells be the nodes: nodes="cells".'
+                f'can be: {", ".join(_QUADRATIC)}. Or let cells be the nodes: nodes="cells".'
             )
         return shape.edges
 
@@ -507,26 +474,24 @@ def _measures(cells: Sequence[_Cells], points: Array, count: int) -> Array:
     where[:, : points.shape[1]] = points
     for group in cells:
         corners = where[group.corners]
+        corners = corners - corners.mean(axis=1, keepdims=True)
         if group.shape.dim == 1:
             size = np.linalg.norm(corners[:, 1] - corners[:, 0], axis=1)
         elif group.shape.dim == 2:
-            spokes = corners[:, 1:] - corners[:, :1]
-            areas = np.cross(spokes[:, :-1], spokes[:, 1:]).sum(axis=1) / 2
-            size = np.linalg.norm(areas, axis=1)
+            size = np.linalg.norm(_area(corners), axis=1)
         else:
-            corners = corners - corners.mean(axis=1, keepdims=True)
             faces = [corners[:, facet] for facet in group.shape.facets]
-            size = np.abs(sum(_cone(face) for face in faces))
+            # cones over triangles around m: (m x a + a x b + b x m) . m is (a x b) . m
+            cones = [(_area(face) * face.mean(axis=1)).sum(axis=1) / 3 for face in faces]
+            size = np.abs(sum(cones))
         found[group.ids] = size
     return found
 
 
-def _cone(face: Array) -> Array:
-    """Return the signed volumes between facets, (C, K, 3), and the origin."""
-    # over its triangles, the apex at the mean: (m x a + a x b + b x m) . m is (a x b) . m
-    around: Array = np.cross(face, np.roll(face, -1, axis=1)).sum(axis=1)
-    size: Array = (around * face.mean(axis=1)).sum(axis=1) / 6
-    return size
+def _area(polygon: Array) -> Array:
+    """Return the area vectors of polygons, (C, K, 3), around the origin."""
+    area: Array = np.cross(polygon, np.roll(polygon, -1, axis=1)).sum(axis=1) / 2
+    return area
 
 
 def _both_directions(pairs: Array, count: int) -> Array:

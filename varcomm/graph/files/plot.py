@@ -104,10 +104,10 @@ def places(pos: Any) -> torch.Tensor:
         raise ArgumentError(
             f"pos must have shape (n, 2) or (n, 3); got {pos.dtype} of shape {tuple(pos.shape)}."
         )
-    pos = pos.detach().cpu().double()
-    if not pos.isfinite().all():
+    found: torch.Tensor = pos.detach().cpu().double()
+    if not found.isfinite().all():
         raise ArgumentError("pos holds positions that are not finite.")
-    return pos
+    return found
 
 
 def check_target(path: Any) -> None:
@@ -206,7 +206,7 @@ def _plane(figure: Any, pos: Array, notes: str) -> tuple[list[Any], float]:
     axes = figure.add_subplot(title=notes, aspect="equal")
     axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
     # nodes may leave most of the picture empty: count the occupied fields of a raster
-    fields, _, _ = np.histogram2d(*pos.T, bins=max(1, int(np.sqrt(len(pos) / 8))))
+    fields, _, _ = np.histogram2d(pos[:, 0], pos[:, 1], bins=max(1, int(np.sqrt(len(pos) / 8))))
     area = wide * tall * (72 * inch) ** 2 * (fields > 0).mean()
     return [axes], float(np.clip(0.8 * area / max(len(pos), 1), 0.3, 150))
 
