@@ -224,7 +224,7 @@ def test_ranks_have_no_tensor_of_the_size_of_the_graph(worlds):
     assert all(entries <= 4000 and halo == 1 for entries, halo in others)
 
 
-UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2)
+UNSIGNED = (torch.uint16, torch.float8_e5m2)
 
 
 def attributes_as_data(rank):
@@ -240,7 +240,7 @@ def attributes_as_data(rank):
 
 
 def test_attributes_are_data(worlds):
-    assert worlds.run(3, attributes_as_data) == [[[1, 3, 5]] * 5, [[0, 2, 4]] * 5, [[]] * 5]
+    assert worlds.run(3, attributes_as_data) == [[[1, 3, 5]] * 2, [[0, 2, 4]] * 2, [[]] * 2]
 
 
 SIZES = (2, 1, 3)
@@ -266,25 +266,19 @@ META = torch.empty(1, dtype=torch.int64, device="meta")
 ONE = torch.ones(1)
 # wrong values of each argument on rank 1, which describes one node
 WRONG = {
-    "hops": [0, 1.5, True],
-    "sizes": [6, [3, 3], [7, -1, 0], [2, 1, 3.0]],
+    "hops": [0, 1.5],
+    "sizes": [6, [3, 3], [7, -1, 0]],
     "edge_index": [
-        *(EDGES.tolist(), EDGES.numpy(), None, EDGES.int(), EDGES.T, torch.empty(2, 0)),
-        *(torch.eye(6).long().to_sparse(), EDGES + ids([1], [0]), EDGES - ids([0], [2])),
+        *(EDGES.tolist(), EDGES.int(), EDGES.T, torch.eye(6).long().to_sparse()),
+        *(EDGES + ids([1], [0]), EDGES - ids([0], [2])),
     ],
     "node_ids": [[2], ONE, ids([2]), ids(2, 6), META],
     "node_attrs": [
         *([ONE], {"x": [1.0]}, {"x": torch.ones(2, 2)}, {"x": torch.tensor(1.0)}, {3: ONE}),
-        *({"sizes": ONE}, {"num_nodes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
+        *({"sizes": ONE}, {"x": torch.eye(1).to_sparse()}, {"x": META}),
     ],
-    "edge_attrs": [
-        *({"weight": torch.ones(2)}, {"next_index": torch.arange(3)}),
-        *({"_w": torch.ones(3)}, {"weight": META.expand(3)}),
-    ],
-    "method": [
-        *("metis", [0], np.zeros(1, int), torch.zeros(6, dtype=torch.int64), torch.zeros(1)),
-        *(torch.zeros(1) > 0, ids(3), ids(-1), META),
-    ],
+    "edge_attrs": [{"weight": torch.ones(2)}, {"next_index": torch.arange(3)}],
+    "method": ["metis", [0], torch.zeros(6, dtype=torch.int64), torch.zeros(1), ids(3), META],
 }
 # what rank 1 passes differently, and a word of the message
 DIFFERENT = [

@@ -20,7 +20,6 @@ a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
 FILE is one of
   a mesh          any format that meshio reads: .vtu, .msh, .stl, ...; its
                   points are the nodes
-  .graph, .metis  METIS format, with or without weights
   .pt, .pth       a dict of tensors: edge_index (2, E), and others such as x or
                   pos; torch.save(data.to_dict(), path) writes one from a Data;
                   nothing else is unpickled

@@ -1,9 +1,8 @@
-"""A graph from a file: a mesh, METIS's text, or arrays and tensors by their names."""
+"""A graph from a file: a mesh, or arrays and tensors by their names."""
 
 from __future__ import annotations
 
 import warnings
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def read_graph(path: Path) -> Data:
     """Return the graph in a file, or raise ArgumentError with one line that names the fault.
 
-    - ``.graph`` and ``.metis``: METIS's format; weights become ``node_weight``, ``node_size`` and
-      ``edge_weight``.
     - ``.pt`` and ``.pth``: a dict of tensors, as ``data.to_dict()`` of a Data is; no pickle is run.
     - ``.npz``: ``edge_index`` (2, E) or ``edges`` (E, 2), and attributes by their names.
     - anything else is a mesh for meshio.
@@ -40,8 +37,6 @@ def read_graph(path: Path) -> Data:
         raise ArgumentError(f"{path} is {kind}. Pass the file of a mesh or a graph.")
     suffix = path.suffix.lower()
     try:
-        if suffix in (".graph", ".metis"):
-            return _metis(path)
         if suffix in (".pt", ".pth"):
             return _data(_tensors(path), _TENSORS)
         if suffix == ".npz":
@@ -51,48 +46,6 @@ def read_graph(path: Path) -> Data:
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}.") from error
     return read_mesh(path).data
-
-
-def _metis(path: Path) -> Data:
-    """Read ``nodes edges [format [weights]]``, and a line of neighbours for each node."""
-    try:
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("%")]
-        head, *rows = [[int(word) for word in line.split()] for line in lines] or [[]]
-        values = np.fromiter(chain.from_iterable(rows), np.int64)
-    except (ValueError, OverflowError):
-        raise ArgumentError("METIS's format has only integers, and this file has others") from None
-    if len(head) not in (2, 3, 4) or min(head) < 0:
-        raise ArgumentError("METIS's format begins with a line of the numbers of nodes and edges")
-    nodes, edges, kind, weights = [*head, *[0, 1][len(head) - 2 :]]
-    if (flags := f"{kind:03}").strip("01") or len(flags) != 3:
-        raise ArgumentError(f"METIS's format has no kind {flags}")
-    has_size, has_weight, has_edge_weight = (int(flag) for flag in flags)
-    if len(rows) < nodes or any(rows[nodes:]):
-        raise ArgumentError(f"its head says {nodes} nodes, and it lists {len(rows)}")
-    before, step = has_size + weights * has_weight, 1 + has_edge_weight
-    counts = np.array([len(row) for row in rows[:nodes]], dtype=np.int64)
-    if (counts < before).any() or ((counts - before) % step).any():
-        raise ArgumentError("a line lacks weights that its head announces")
-    place = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    is_end = (place >= before) & ((place - before) % step == 0)
-    source = np.repeat(np.arange(nodes), (counts - before) // step)
-    target = values[is_end] - 1
-    if len(target) != 2 * edges:
-        raise ArgumentError(f"its head says {edges} edges, and it lists {len(target)} neighbours")
-    if len(target) and not (target.min() >= 0 and target.max() < nodes):
-        listed = f"{target.min() + 1}...{target.max() + 1}"
-        raise ArgumentError(f"it lists neighbours {listed} of {nodes} nodes")
-    if not np.array_equal(np.sort(source * nodes + target), np.sort(target * nodes + source)):
-        raise ArgumentError("not every edge is listed at both of its ends")
-    data = Data(edge_index=torch.from_numpy(np.stack([source, target])), num_nodes=nodes)
-    if has_size:
-        data.node_size = torch.from_numpy(values[place == 0])
-    if before > has_size:
-        own = values[(place >= has_size) & (place < before)]
-        data.node_weight = torch.from_numpy(own.reshape(nodes, before - has_size))
-    if has_edge_weight:
-        data.edge_weight = torch.from_numpy(values[(place >= before) & ~is_end])
-    return data
 
 
 def _tensors(path: Path) -> Any:

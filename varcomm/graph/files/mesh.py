@@ -112,16 +112,14 @@ class Mesh:
 
     def _checked(self, name: str, value: Any) -> Array:
         """Return values of all nodes as VTU stores them."""
-        array = value
         if isinstance(value, torch.Tensor):
-            array = value.detach().cpu()
-            array = (array.float() if value.dtype == torch.bfloat16 else array).numpy()
-        rows, count = _rows(array), self.data.num_nodes
-        if rows is None or len(rows) != count:
+            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
+        rows = _rows(value)
+        if rows is None or len(rows) != self.data.num_nodes:
             raise ArgumentError(
-                f"mesh.write: {name} must be real numbers, one row for each of the {count} "
-                f"{self.nodes}; got {described(value)}. After graph.gather(x, dst=0), rank 0 alone "
-                "has them."
+                f"mesh.write: {name} must be real numbers, one row for each of the "
+                f"{self.data.num_nodes} {self.nodes}; got {described(value)}. After "
+                "graph.gather(x, dst=0), only rank 0 has them."
             )
         return rows
 
@@ -179,8 +177,6 @@ def read_mesh(
     ...     square.write(f"{folder}/square.vtu")
     ...     cells = read_mesh(f"{folder}/square.vtu", nodes="cells")
     ...     cells.write(f"{folder}/out.vtu", heat=torch.tensor([0.5, 1.5]))
-    ...     print(meshio.read(f"{folder}/out.vtu").cell_data["heat"])
-    [array([0.5, 1.5], dtype=float32)]
     >>> cells.data.edge_index, cells.data.volume
     (tensor([[0, 1],
             [1, 0]]), tensor([0.5000, 0.5000], dtype=torch.float64))
@@ -213,7 +209,8 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
     cells = _cells_of([(block.type, block.data) for _, block in blocks], len(points))
     count = sum(len(block.data) for _, block in blocks)
     if nodes == "cells":
-        pos, edges = _corner_means(cells, points, count), _cell_edges(cells, count, len(points))
+        pos, volume = _geometry(cells, points, count)
+        edges = _cell_edges(cells, count, len(points))
         fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
     else:
         pos, edges = points, _point_edges(cells, len(points))
@@ -223,7 +220,7 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
     data = Data(pos=_tensor(pos, dtype), edge_index=torch.from_numpy(edges))
     data.edge_attr = _tensor(far, dtype)
     if nodes == "cells":
-        data.volume = _tensor(_measures(cells, points, count), dtype)
+        data.volume = _tensor(volume, dtype)
     for name, parts in fields.items():
         values = np.concatenate([np.asarray(part) for part in parts])
         if values.dtype.kind in "fiub":
@@ -247,7 +244,8 @@ def _read(path: Path) -> Any:
                 f"read_mesh: {path} is in {pieces} pieces, of which meshio would read the last "
                 "alone. Merge them first, with ParaView's filters Merge Blocks or Clean to Grid."
             )
-    said, failure = io.StringIO(), None
+    said = io.StringIO()
+    failure: BaseException | None = None
     try:
         with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, while meshio tries formats
@@ -455,26 +453,19 @@ def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> Array:
     return _both_directions(np.concatenate(pairs, axis=1), count)
 
 
-def _corner_means(cells: Sequence[_Cells], points: Array, count: int) -> Array:
-    """Return the mean of each cell's corners, (count, D)."""
-    means = np.zeros((count, points.shape[1]), points.dtype)
-    for group in cells:
-        means[group.ids] = points[group.corners].mean(axis=1)
-    return means
-
-
-def _measures(cells: Sequence[_Cells], points: Array, count: int) -> Array:
-    """Return each cell's length, area or volume, (count,), from its corners.
+def _geometry(cells: Sequence[_Cells], points: Array, count: int) -> tuple[Array, Array]:
+    """Return each cell's mean of corners, (count, D), and its length, area or volume, (count,).
 
     A facet that is not flat counts as triangles around the mean of its corners; the area of a cell
     that is not flat is that of its largest projection onto a plane.
     """
-    found = np.zeros(count, points.dtype)
+    means, sizes = np.zeros((count, 3), points.dtype), np.zeros(count, points.dtype)
     where = np.zeros((len(points), 3), points.dtype)
     where[:, : points.shape[1]] = points
     for group in cells:
         corners = where[group.corners]
-        corners = corners - corners.mean(axis=1, keepdims=True)
+        means[group.ids] = mean = corners.mean(axis=1)
+        corners = corners - mean[:, None]
         if group.shape.dim == 1:
             size = np.linalg.norm(corners[:, 1] - corners[:, 0], axis=1)
         elif group.shape.dim == 2:
@@ -484,8 +475,8 @@ def _measures(cells: Sequence[_Cells], points: Array, count: int) -> Array:
             # cones over triangles around m: (m x a + a x b + b x m) . m is (a x b) . m
             cones = [(_area(face) * face.mean(axis=1)).sum(axis=1) / 3 for face in faces]
             size = np.abs(sum(cones))
-        found[group.ids] = size
-    return found
+        sizes[group.ids] = size
+    return means[:, : points.shape[1]], sizes
 
 
 def _area(polygon: Array) -> Array:

@@ -133,7 +133,10 @@ def assign_sharded(
     """Decide which of `parts` ranks owns each node, if no rank has all positions.
 
     Collective; an error on one rank is raised on all ranks. The result equals that of
-    :func:`assign` for the positions of all ranks in rank order.
+    :func:`assign` for the positions of all ranks in rank order. Positions stay on their rank.
+    Communication: at most 8 rounds for ``"hilbert"``, and for ``"rcb"`` 8 for each of the
+    ``log2(parts)`` levels of boxes, and a round per 8 bits of N; per round an :func:`all_reduce` of
+    at most 2 KiB per cut.
 
     Parameters
     ----------
@@ -159,16 +162,9 @@ def assign_sharded(
     ArgumentError
         On every rank, if positions, weights, `parts` or `method` are invalid on one rank.
     DisagreementError
-        On every rank, if coordinates, dtypes, devices, `parts` or methods differ across ranks, or
-        only some ranks have weights.
+        On every rank, if ranks differ in D, dtype, device, `parts`, `method` or use of weights.
     GroupError
         If this rank is not in `group`; on every rank, if `group` does not serve the device.
-
-    Notes
-    -----
-    Positions stay on their rank. Communication: at most 8 rounds for ``"hilbert"``, and for
-    ``"rcb"`` 8 for each of the ``log2(parts)`` levels of boxes, and a round per 8 bits of N; per
-    round an :func:`all_reduce` of at most 2 KiB per cut.
 
     Examples
     --------
