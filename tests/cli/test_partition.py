@@ -82,19 +82,6 @@ def test_reports_of_arrays(monkeypatch, tmp_path, capsys):
 
 
 def test_files_of_graphs(tmp_path):
-    path = tmp_path / "a.graph"
-    path.write_text("% 0 - 1 - 2\n3 2 111 2\n9 5 1 2 7\n% between\n8 1 1 1 7 3 6\n7 2 2 2 6\n")
-    data = read_graph(path)
-    assert data.num_nodes == 3
-    assert data.edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]
-    assert data.node_size.tolist() == [9, 8, 7]
-    assert data.node_weight.tolist() == [[5, 1], [1, 1], [2, 2]]
-    assert data.edge_weight.tolist() == [7, 7, 6, 6]
-    (tmp_path / "a.metis").write_text("4 1\n\n4\n\n2\n\n")
-    data = read_graph(tmp_path / "a.metis")
-    assert (data.num_nodes, data.edge_index.tolist()) == (4, [[1, 3], [3, 1]])
-    (tmp_path / "b.graph").write_text("2 0\n\n\n")
-    assert read_graph(tmp_path / "b.graph").edge_index.shape == (2, 0)
     data = Data(x=torch.rand(5, 2), edge_index=RING, y=torch.arange(5))
     torch.save(data.to_dict(), tmp_path / "g.pt")
     found = read_graph(tmp_path / "g.pt")
@@ -135,16 +122,6 @@ TEXTS = {
     "notes.txt": (b"hello", "notes.txt"),
     "empty.stl": (b"", "points"),
     "noise.msh": (bytes(range(128, 256)) * 40, "noise.msh"),
-    "words.graph": (b"two nodes\n", "integers"),
-    "bytes.graph": (bytes(range(256)), "integers"),
-    "empty.graph": (b"", "METIS"),
-    "cut.graph": (b"4 4\n2 4\n1 3\n", "4 nodes"),
-    "long.graph": (b"1 0\n\n1\n", "1 nodes"),
-    "few.graph": (b"2 2\n2\n1\n", "2 edges"),
-    "far.graph": (b"2 1\n2\n3\n", "2...3"),
-    "one_way.graph": (b"2 1\n2\n2\n", "edge"),
-    "kind.graph": (b"2 1 9\n2\n1\n", "009"),
-    "weights.graph": (b"2 1 1\n2 5\n1\n", "weights"),
 }
 BAD = {name: named for each in (TENSORS, ARRAYS, TEXTS) for name, (_, named) in each.items()}
 BAD |= {"none.vtu": "no file", ".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}

@@ -38,7 +38,7 @@ example:
 # Distributions, and the extra that installs an optional one.
 _PACKAGES = {
     **{"varcomm": "", "torch": "", "numpy": "", "torch_geometric": "graph", "pymetis": "partition"},
-    **{"kahip": "kahip", "meshio": "mesh", "mpi4py": "mpi", "matplotlib": "plot"},
+    **{"meshio": "mesh", "mpi4py": "mpi", "matplotlib": "plot"},
     "cloudpickle": "launch",
 }
 # Variables that change how ranks find each other, or how fast they are.

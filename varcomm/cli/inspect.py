@@ -67,14 +67,13 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
     outline.read_whole()
     by_rank = []
     for rank in range(outline.ranks):
-        part = outline.read_part(rank)
-        halos = [part[f"edges {place} halo ids"] for place in range(len(outline.edges))]
+        part = outline.read_part(rank, outline.ranks)
         by_rank.append(
             {
                 "rank": rank,
                 "nodes": sum(sizes[rank] for sizes in outline.nodes.values()),
                 "edges": sum(sizes[rank] for sizes in outline.edges.values()),
-                "halo": sum(map(len, halos)),
+                "halo": outline.halo(part, rank),
                 "bytes": sum(value.nbytes for value in part.values()),
             }
         )

@@ -20,7 +20,6 @@ a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
 FILE is one of
   a mesh          any format that meshio reads: .vtu, .msh, .stl, ...; its
                   points are the nodes
-  .graph, .metis  METIS format, with or without weights
   .pt, .pth       a dict of tensors: edge_index (2, E), and others such as x or
                   pos; torch.save(data.to_dict(), path) writes one from a Data;
                   nothing else is unpickled
@@ -31,7 +30,7 @@ example:
   %(prog)s wing.vtu --parts 8 --out wing-8 --plot wing-8.png
 """
 
-METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
+METHODS = ("metis", "rcb", "hilbert", "block", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", type=_parts, required=True, metavar="N", help="number of ranks")
     method = (
         f"{', '.join(METHODS)}; default: metis if pymetis is installed, else rcb if the graph has "
-        "positions, else block. metis and kahip need several parts and more nodes than parts; "
+        "positions, else block. metis needs several parts and more nodes than parts; "
         "else block is used"
     )
     add("--method", choices=METHODS, metavar="M", help=method)
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         check_place(out)
     data = read_graph(options.file)
     if picture is not None:
-        places(data.pos, None)
+        places(data.pos)
     try:
         parts = simulate.partition(data, options.parts, options.method)
     except ArgumentError as error:

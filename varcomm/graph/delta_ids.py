@@ -15,17 +15,9 @@ _MORE = 255
 
 @dataclass(frozen=True, eq=False)
 class AscendingIds:
-    """Strictly ascending ids, stored by their gaps.
+    """Strictly ascending ids: `gaps` to the previous id, from -1 on, and the excess of each 255.
 
-    On average every P-th edge of the full graph belongs to a rank. As int64, the ids of these edges
-    would take half the memory of the edges, and only gather, scatter and save read them.
-
-    Attributes
-    ----------
-    gaps : torch.Tensor
-        Differences to the previous id, from -1 on; uint8, shape (n,).
-    rest : torch.Tensor
-        The excess of each gap of 255; int64.
+    As int64, the ids of edges would need half the memory of the edges; few calls read them.
     """
 
     gaps: torch.Tensor
@@ -47,6 +39,3 @@ class AscendingIds:
     def to(self, device: torch.device | str) -> AscendingIds:
         """Return the ids on another device."""
         return AscendingIds(self.gaps.to(device), self.rest.to(device))
-
-    def __len__(self) -> int:
-        return len(self.gaps)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -102,12 +102,12 @@ class PartitionedGraph:
 
     def __getitem__(self, key: Any) -> Any:
         """Return the shard of a type; of a graph with one type, an attribute."""
-        for shards in (self.node_shards, self.edge_shards):
-            if key is not None and key in shards:
-                return shards[key]
-        if isinstance(key, str) and None in self.node_shards and key in self:
+        shards = {**self.node_shards, **self.edge_shards}
+        if key is not None and key in shards:
+            return shards[key]
+        if isinstance(key, str) and None in shards and key in self:
             return getattr(self, key)
-        types = [key for key in (*self.node_shards, *self.edge_shards) if key is not None]
+        types = [kind for kind in shards if kind is not None]
         raise KeyError(f"{key!r}; the graph has {types or 'one type, graph.nodes and graph.edges'}")
 
     def __getattr__(self, name: str) -> Any:
@@ -128,15 +128,10 @@ class PartitionedGraph:
                 return getattr(self.data, name)
             except KeyError as error:  # as HeteroData says of x_dict
                 raise AttributeError(f"{error.args[0]}.") from error
-        if None not in self.node_shards:
-            shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
-            have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if name in shard]
-            hint = f"choose a type: {', '.join(have)}" if have else "nor has one of its types"
-            raise AttributeError(f"the graph as a whole has no attribute {name!r}; {hint}.")
-        names = [*self.data.keys()]
-        raise AttributeError(
-            f"the graph has no attribute {name!r}; its data have {', '.join(names)}."
-        )
+        shards: dict[Any, Shard] = {**self.node_shards, **self.edge_shards}
+        have = [f"graph[{key!r}].{name}" for key, shard in shards.items() if key and name in shard]
+        known = f"choose a type: {', '.join(have)}" if have else f"it has {[*self.data.keys()]}"
+        raise AttributeError(f"the graph has no attribute {name!r}; {known}.")
 
     @property
     def _of_one_type(self) -> tuple[Mapping[str, Any], ...]:
@@ -269,26 +264,18 @@ class PartitionedGraph:
         )
 
     def plot(
-        self,
-        path: str | os.PathLike[str],
-        projection: Literal["sphere", "lonlat", "latlon"] | None = None,
-        node_type: NodeType = None,
-        most: int = 200_000,
+        self, path: str | os.PathLike[str], node_type: NodeType = None, most: int = 200_000
     ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
         Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib, and all
-        ranks return when the file is complete.
+        ranks return when the file is complete. Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------
         path : path
             File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
             Its folder must exist.
-        projection : {None, "sphere", "lonlat", "latlon"}
-            None: ``pos`` holds points of the plane or of space. The others draw a map of longitude
-            and latitude: ``"sphere"`` from vectors (n, 3) around the centre of a sphere,
-            ``"lonlat"`` and ``"latlon"`` from degrees (n, 2) in this order.
         node_type : str, optional
             The type of nodes to draw, in a graph with several types.
         most : int
@@ -303,34 +290,27 @@ class PartitionedGraph:
             On every rank, if arguments differ across ranks; the `path` of rank 0 counts.
         MissingPackageError
             On every rank, if matplotlib is not installed on rank 0.
-
-        Notes
-        -----
-        In space, nodes with copies are drawn again by themselves. More than 8 ranks share 8 colours
-        and carry their number. Communication: at most 32 bytes per drawn node, to rank 0.
         """
         from varcomm.graph.files.plot import plot
 
-        plot(self, path, projection, node_type, most)
+        plot(self, path, node_type, most)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's part into a folder that all ranks see; collective.
 
+        One safetensors file per rank, with its owned rows, and one JSON index.
+
         Parameters
         ----------
         folder : path
-            Made if it is not there. One rename replaces a partition saved there before.
+            Made if it is missing. One rename replaces a partition saved there before.
 
         Raises
         ------
         ArgumentError
-            On every rank, if one of them cannot write; if the folder is or has something else,
-            which is left as it is; if an attribute is neither a tensor nor, of the graph as a
-            whole, plain text and numbers.
-
-        Notes
-        -----
-        One safetensors file per rank, with its owned rows, and one JSON index.
+            On every rank, if one of them cannot write; if the folder has other content, which stays
+            as it is; if an attribute is neither a tensor nor, of the graph as a whole, plain text
+            and numbers.
         """
         from varcomm.graph.files.saved import save
 
@@ -339,6 +319,9 @@ class PartitionedGraph:
     @staticmethod
     def load(folder: str | os.PathLike[str], group: GroupLike = None) -> PartitionedGraph:
         """Read a saved partition, on the same or on another number of ranks; collective.
+
+        Each rank reads its own rows. On another number of ranks, the nodes in the order of the
+        saved parts are cut evenly.
 
         Parameters
         ----------
@@ -350,8 +333,7 @@ class PartitionedGraph:
         Returns
         -------
         PartitionedGraph
-            On the CPU. On the number of ranks that saved it, the same parts; on another, the nodes
-            in the order of the saved parts are divided evenly.
+            On the CPU.
 
         Raises
         ------

@@ -98,11 +98,7 @@ class Report:
         return sum(self.halo) / max(1, sum(self.owned))
 
     def nbytes(self, channels: int, itemsize: int = 4) -> tuple[int, ...]:
-        """Return the bytes that each rank sends in a layer with `channels` values per node.
-
-        Its backward sends as many bytes back. A halo of several hops is filled once for as many
-        layers.
-        """
+        """Return the bytes that each rank sends in a layer; its backward sends as many back."""
         return tuple(rows * channels * itemsize for rows in self.sent)
 
     def nbytes_received(self, channels: int, itemsize: int = 4) -> tuple[int, ...]:
@@ -134,8 +130,7 @@ class Report:
         Raises
         ------
         ArgumentError
-            If `channels` or `itemsize` is not a positive integer, a rate is not positive, or
-            `latency` is negative.
+            If a number is out of range.
 
         Notes
         -----
@@ -144,27 +139,21 @@ class Report:
         bandwidth``. The layer takes ``T = max(c_r + e_r)``, and the share is ``1 - max(c_r) / T``.
         """
         nbytes = at_least(1, channels, "channels") * at_least(1, itemsize, "itemsize")
-        for name, value in (("bandwidth", bandwidth), ("edge_rate", edge_rate)):
-            if not value > 0:
-                raise ArgumentError(f"{name} must be positive; got {value!r}.")
-        if not latency >= 0:
-            raise ArgumentError(f"latency must not be negative; got {latency!r}.")
+        if not (bandwidth > 0 and edge_rate > 0 and latency >= 0):
+            raise ArgumentError(
+                "bandwidth and edge_rate must be positive, latency not negative; got "
+                f"{bandwidth!r}, {edge_rate!r} and {latency!r}."
+            )
         computing = [edges / edge_rate for edges in self.edges]
-        rows = map(max, self.sent, self.halo)
-        exchanging = [
-            neighbours * latency + most * nbytes / bandwidth
-            for neighbours, most in zip(self.neighbours, rows, strict=True)
-        ]
+        exchanging = (
+            neighbours * latency + max(sent, halo) * nbytes / bandwidth
+            for neighbours, sent, halo in zip(self.neighbours, self.sent, self.halo, strict=True)
+        )
         together = max(map(sum, zip(computing, exchanging, strict=True)))
         return 1 - max(computing) / together if together else 0.0
 
     def to_dict(
-        self,
-        channels: int | None = None,
-        itemsize: int = 4,
-        bandwidth: float | None = None,
-        edge_rate: float | None = None,
-        latency: float = 0.0,
+        self, channels: int | None = None, itemsize: int = 4, **rates: float
     ) -> dict[str, Any]:
         """Return all numbers as a dictionary for JSON.
 
@@ -172,14 +161,13 @@ class Report:
         ----------
         channels, itemsize : int
             With `channels`, also ``"bytes_sent"`` and ``"bytes_received"`` of a layer per rank.
-        bandwidth, edge_rate, latency : float
-            With the first two, also :meth:`communication_share`.
+        **rates : float
+            With `bandwidth` and `edge_rate`, also :meth:`communication_share`.
 
         Raises
         ------
         ArgumentError
-            If a number is out of range, or only some of `channels`, `bandwidth` and `edge_rate`
-            are given for a prediction.
+            If a number is out of range, or there are rates without `channels`.
         """
         found: dict[str, Any] = {
             "method": self.method,
@@ -189,32 +177,18 @@ class Report:
         }
         for name in ("edge_cut", "imbalance", "edge_imbalance", "halo_share"):
             found[name] = getattr(self, name)
-        if channels is not None:
-            at_least(1, channels, "channels")
-            at_least(1, itemsize, "itemsize")
-            found["bytes_sent"] = list(self.nbytes(channels, itemsize))
+        if rates or channels is not None:
+            channels = at_least(1, channels, "channels")
+            found["bytes_sent"] = list(self.nbytes(channels, at_least(1, itemsize, "itemsize")))
             found["bytes_received"] = list(self.nbytes_received(channels, itemsize))
-        if bandwidth is not None or edge_rate is not None:
-            if channels is None or bandwidth is None or edge_rate is None:
-                raise ArgumentError(
-                    "a prediction needs channels, bandwidth and edge_rate; got "
-                    f"{channels!r}, {bandwidth!r} and {edge_rate!r}."
-                )
-            found["communication_share"] = self.communication_share(
-                channels, bandwidth, edge_rate, itemsize=itemsize, latency=latency
-            )
+            if rates:
+                predicted = self.communication_share(channels, itemsize=itemsize, **rates)
+                found["communication_share"] = predicted
         return found
 
-    def table(
-        self,
-        channels: int | None = None,
-        itemsize: int = 4,
-        bandwidth: float | None = None,
-        edge_rate: float | None = None,
-        latency: float = 0.0,
-    ) -> str:
+    def table(self, channels: int | None = None, itemsize: int = 4, **rates: float) -> str:
         """Return a table with a line per rank; arguments are those of :meth:`to_dict`."""
-        found = self.to_dict(channels, itemsize, bandwidth, edge_rate, latency)
+        found = self.to_dict(channels, itemsize, **rates)
         heads = _COLUMNS | ({} if channels is None else {"bytes_sent": 14, "bytes_received": 14})
         names = (f" {name.replace('_', ' '):>{width}}" for name, width in heads.items())
         lines = [
@@ -232,7 +206,7 @@ class Report:
         ]
         if channels is not None:
             lines.append(f"bytes: in a layer that exchanges {channels} values of {itemsize} bytes")
-        if "communication_share" in found:
+        if rates:
             share_of_time = 100 * found["communication_share"]
             lines.append(f"predicted: communication takes {share_of_time:.1f} % of such a layer")
         return "\n".join(lines)

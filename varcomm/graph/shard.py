@@ -85,7 +85,11 @@ class Shard:
         return self
 
     def gather(self, x: torch.Tensor, dst: int | None = None) -> torch.Tensor:
-        """Collect rows of all ranks, in the order of the whole graph.
+        """Collect rows of all ranks, in the order of the full graph.
+
+        The adjoint sends rows back to their owners; if every rank has them, it sums the gradients
+        of all ranks. Communication: each rank's rows; at the first call for a `dst` also their ids,
+        8 bytes per row, which `dst` keeps.
 
         Parameters
         ----------
@@ -97,18 +101,12 @@ class Shard:
         Returns
         -------
         torch.Tensor
-            (N, *F) on `dst`, elsewhere zero rows. The adjoint sends rows back to their owners; if
-            every rank has them, it sums the gradients of all ranks.
+            (N, *F) on `dst`, elsewhere zero rows.
 
         Raises
         ------
         ArgumentError
             On this rank, before any communication, if `x` or `dst` are invalid.
-
-        Notes
-        -----
-        Communication: each rank sends its rows to `dst`, or to every other rank; at the first call
-        for a `dst` also their ids, 8 bytes per row, which `dst` keeps. In one process: `x`.
         """
         with checking("graph.gather", self.group) as where:
             if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
@@ -130,29 +128,26 @@ class Shard:
         return gather_v(x, self.sizes, dst=dst, group=pg)
 
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
-        """Send each rank its rows of a tensor that one rank has for the whole graph.
+        """Send each rank its rows of a tensor that one rank has for the full graph.
+
+        The adjoint is :meth:`gather` to `src`. Communication: as in :meth:`gather`.
 
         Parameters
         ----------
         x : torch.Tensor or None
-            On `src` a value of each row in the order of the whole graph, (N, *F); elsewhere None.
+            On `src` a value of each row in the order of the full graph, (N, *F); elsewhere None.
         src : int
             Group rank of the sender.
 
         Returns
         -------
         torch.Tensor
-            This rank's rows, (n, *F): ``x[owned_ids]``. The adjoint is :meth:`gather` to `src`.
+            This rank's rows, (n, *F): ``x[owned_ids]``.
 
         Raises
         ------
         ArgumentError
             On every rank, if `x` is invalid on `src`.
-
-        Notes
-        -----
-        Communication: `src` sends each rank its rows; at the first call for a `src` it first
-        receives their ids, as in :meth:`gather`.
         """
         with checking("graph.scatter", self.group) as where:
             src = checked_rank(src, self.group.size, "src", where)
@@ -164,15 +159,17 @@ class Shard:
         return scatter_v(x, self.sizes, src=src, group=self.group.process_group)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum over the rows of all ranks.
+        """Sum over the rows of all ranks, in fp64.
 
-        The gradient is counted once: every rank must use the result identically.
+        The gradient is counted once: every rank must use the result identically. Communication: 16
+        bytes from each rank to every other; none in backward.
 
         Parameters
         ----------
         values : torch.Tensor
-            Floats of each owned row, (n, *F); with a mask also of the selected rows alone, in their
-            order. The same ``*F`` on every rank.
+            Floats of each owned row, (n, *F), or of the rows that `mask` selects. The same ``*F``
+            on every rank. As in one process, a masked NaN has the derivative NaN: pass the selected
+            rows alone.
         mask : torch.Tensor, optional
             Selected owned rows, bool of shape (n,).
 
@@ -185,13 +182,6 @@ class Shard:
         ------
         ArgumentError
             On this rank, before any communication, if `values` or `mask` are invalid.
-
-        Notes
-        -----
-        Summed in fp64. Communication: 16 bytes from each rank to every other; none in backward.
-
-        The derivative of a masked NaN is NaN, as in one process, ``values[mask].sum()``: pass the
-        selected rows alone if others are NaN.
         """
         return self._sum_and_count("graph.sum", values, mask)[0].to(values.dtype)
 
@@ -210,16 +200,7 @@ class Shard:
 
         Arguments are those of :meth:`sum`, and the gradient is counted once. Values that share the
         maximum, on any ranks, share it evenly, as for :func:`torch.amax`; the gradient of NaN is
-        zero.
-
-        Returns
-        -------
-        torch.Tensor
-            A scalar, the same on all ranks, in the dtype of `values`; minus infinity if no rank has
-            a selected row, NaN if a selected value is NaN.
-
-        Notes
-        -----
+        zero. Minus infinity if no rank has a selected row, NaN if a selected value is NaN.
         Communication: 8 bytes from each rank to every other, then 16.
         """
         values = self._counting("graph.max", values, mask)
@@ -275,7 +256,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class NodeShard(Shard):
-    """The nodes of one type that this rank owns.
+    """The nodes of one type that this rank owns: ``graph.nodes`` or ``graph["paper"]``.
 
     Attributes
     ----------
@@ -287,19 +268,6 @@ class NodeShard(Shard):
         Attributes, by their names.
     ids : AscendingIds
         Compressed :attr:`owned_ids`.
-
-    Examples
-    --------
-    The nodes of the first of two ranks, in a ring of six.
-
-    >>> import torch, varcomm
-    >>> from torch_geometric.data import Data
-    >>> edge_index = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
-    >>> ring = Data(x=torch.arange(6.0), edge_index=edge_index)
-    >>> with varcomm.simulate.world(2, rank=0):
-    ...     nodes = varcomm.simulate.partition(ring, 2, "block").part().nodes
-    >>> nodes.owned_ids, nodes.attributes["x"], nodes.sizes
-    (tensor([0, 1, 2]), tensor([0., 1., 2.]), ShardSizes(3, 3))
     """
 
     rows = "nodes"

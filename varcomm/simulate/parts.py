@@ -181,7 +181,7 @@ class Parts(Counts):
             needs, flows = self._needs[key], self.flows[key]
             source, target = needs.sources, needs.targets
             own = owned_edges(table, rank, source, target)
-            edge_index, halo = localised(own.source, own.target, source.sizes, target.sizes, ranks)
+            edge_index, halo = localised(own.edge_index, source.sizes, target.sizes, ranks)
             asked = needs.row[needs.sender == rank] - source.sizes.offsets[rank]
             send, recv = (tuple(each[rank].to_dense().tolist()) for each in (flows, flows.T))
             plan = ExchangePlan(ranks, asked.to(tables.device), send, recv, source.sizes[rank])
@@ -214,36 +214,39 @@ class Parts(Counts):
         """
         from varcomm.graph.files.saved import Staging, part_of
 
-        staging = Staging.of(folder, self._tables.attributes)
         digests: list[str] = []
         first: dict[str, torch.Tensor] = {}
         try:
-            staging.begin()
-            for rank in range(self.size):
-                with world(self.size, rank):
-                    graph = self.part()
-                numbers = {
-                    key: self._needs[key].sources.number[edges.halo_ids]
-                    for key, edges in graph.edge_shards.items()
-                }
-                part = dict(part_of(graph, numbers))
-                first = first or part
-                digests.append(staging.write(rank, part))
-                if progress is not None:
-                    progress(rank)
-            staging.finish(graph, first, digests)
-        except BaseException:
-            staging.discard()
-            raise
+            staging = Staging(folder, self._tables.attributes)
+            try:
+                for rank in range(self.size):
+                    with world(self.size, rank):
+                        graph = self.part()
+                    numbers = {
+                        key: self._needs[key].sources.number[edges.halo_ids]
+                        for key, edges in graph.edge_shards.items()
+                    }
+                    part = dict(part_of(graph, numbers))
+                    first = first or part
+                    digests.append(staging.write(rank, part))
+                    if progress is not None:
+                        progress(rank)
+                staging.finish(graph, first, digests)
+            except BaseException:
+                staging.discard()
+                raise
+        except OSError as error:
+            raise ArgumentError(f"{folder} cannot be written: {error}.") from error
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw :meth:`varcomm.graph.PartitionedGraph.plot`, for a graph with one type of nodes."""
+        from varcomm.graph.building.tables import rows_at
         from varcomm.graph.files.plot import check_target, draw, places
 
         check_target(path)
         (numbered,), (table,) = self._numbered.values(), self._tables.nodes.values()
         pos = table.attributes.get("pos")
-        rows = places(None if pos is None else pos.rows(numbered.order), None)
+        rows = places(None if pos is None else rows_at(pos, numbered.order))
         copied = torch.zeros(len(rows), 1, dtype=torch.float64)
         for needs in self._needs.values():
             copied[needs.row] = 1
@@ -251,8 +254,10 @@ class Parts(Counts):
         drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
         shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
         owner = numbered.owner[numbered.order].cpu()[drawn].numpy()
-        adjacent = [each.tolist() for each in self._links[1].split(self.neighbours.tolist())]
-        draw(Path(path), shown, owner, adjacent, len(rows), self.report(), None)
+        try:
+            draw(Path(path), shown, owner, len(rows), self.report())
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be written: {error}.") from error
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:

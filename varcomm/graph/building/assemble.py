@@ -10,29 +10,26 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.graph.building.tables import EdgeTable, NodeTable, ends
+from varcomm.errors import ArgumentError
+from varcomm.graph.building.tables import EdgeTable, NodeTable, ends, rows_at
 from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.graph.shard import NodeShard, described
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_range
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, at_least, holds_integers
-from varcomm.transport.agreement import agree, share
+from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
 __all__ = [
-    "BroughtEdges",
     "BroughtNodes",
+    "Edges",
     "Numbering",
-    "OwnedEdges",
+    "Shuffle",
     "assemble",
-    "at_home",
-    "by_position",
     "check_hops",
     "checked_owner",
     "deepened",
@@ -43,16 +40,15 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class OwnedEdges:
-    """The edges of one type into nodes that a rank owns.
+class Edges:
+    """Edges of one type on a rank.
 
-    `source` and `target` are *global numbers*, which count the nodes of a type rank after rank, so
-    that the owner of a node follows from its number. `ids` are ascending positions in the full
-    graph.
+    `edge_index`, (2, e), holds node ids or *global numbers*, which count the nodes of a type rank
+    after rank: the owner of a node follows from its number. `ids` are positions in the full graph,
+    ascending on the owner.
     """
 
-    source: torch.Tensor
-    target: torch.Tensor
+    edge_index: torch.Tensor
     ids: torch.Tensor
     attributes: Mapping[str, Any]
 
@@ -83,7 +79,7 @@ class Numbering:
         """Return the nodes that this rank owns."""
         mine = self.sizes.range(group.rank)
         ids = self.order[mine.start : mine.stop]
-        attributes = {key: value.rows(ids) for key, value in nodes.attributes.items()}
+        attributes = {key: rows_at(value, ids) for key, value in nodes.attributes.items()}
         return NodeShard(group, self.sizes, attributes, AscendingIds.of(ids))
 
 
@@ -103,32 +99,29 @@ def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
     return ranks
 
 
-def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Numbering) -> OwnedEdges:
+def owned_edges(edges: EdgeTable, rank: int, sources: Numbering, targets: Numbering) -> Edges:
     """Return the edges into nodes that a rank owns, from all edges of the full graph."""
     # a table of bools fits into the cache, a table of numbers does not
     is_mine = targets.owner == rank
     ids = torch.nonzero(is_mine[edges.edge_index[1]]).view(-1)
-    return OwnedEdges(
-        sources.number[edges.edge_index[0][ids]],
-        targets.number[edges.edge_index[1][ids]],
-        ids,
-        {key: value.rows(ids) for key, value in edges.attributes.items()},
-    )
+    source, target = edges.edge_index
+    numbers = torch.stack([sources.number[source[ids]], targets.number[target[ids]]])
+    return Edges(numbers, ids, {key: rows_at(v, ids) for key, v in edges.attributes.items()})
 
 
 def assemble(
     nodes: Mapping[NodeType, NodeShard],
-    edges: Mapping[EdgeType, OwnedEdges],
+    edges: Mapping[EdgeType, Edges],
     attributes: Mapping[str, Any],
     method: str,
     group: Group,
 ) -> PartitionedGraph:
-    """Build this rank's part of the graph; collective."""
-    counts = share("graph.partition", lambda: [len(own.source) for own in edges.values()], group)
+    """Build this rank's part of the graph from owned edges by global numbers; collective."""
+    counts = share("graph.partition", lambda: [len(own.ids) for own in edges.values()], group)
     shards = {}
     for (edge_type, own), sizes in zip(edges.items(), zip(*counts, strict=True), strict=True):
         sources, targets = (nodes[end] for end in ends(edge_type))
-        edge_index, halo = localised(own.source, own.target, sources.sizes, targets.sizes, group)
+        edge_index, halo = localised(own.edge_index, sources.sizes, targets.sizes, group)
         plan = ExchangePlan.from_needed(halo, sources.sizes, group=group.process_group)
         shards[edge_type] = EdgeShard(
             group=group,
@@ -144,17 +137,11 @@ def assemble(
 
 
 def localised(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    sources: ShardSizes,
-    targets: ShardSizes,
-    group: Group,
+    numbers: torch.Tensor, sources: ShardSizes, targets: ShardSizes, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return edges in local numbers, and the halo's global numbers, ascending and so by owner."""
-    mine = sources.range(group.rank)
-    edge_index = torch.stack([source, target])
-    edge_index[0] -= mine.start
-    edge_index[1] -= targets.offsets[group.rank]
+    mine, source = sources.range(group.rank), numbers[0]
+    edge_index = numbers - numbers.new_tensor([[mine.start], [targets.offsets[group.rank]]])
     is_halo = torch.nonzero((source < mine.start) | (source >= mine.stop)).view(-1)
     halo, position = torch.unique(source[is_halo], return_inverse=True)
     edge_index[0, is_halo] = position + len(mine)
@@ -163,28 +150,16 @@ def localised(
 
 @dataclass(frozen=True)
 class BroughtNodes:
-    """The nodes of one type that this rank contributes.
+    """The nodes of one type that this rank contributes: ``ranges.range(rank)`` in some order.
 
-    Rank r describes the nodes ``ranges.range(r)``. `owner` holds the future owners of this rank's
-    range (None: this rank), and `ids` the nodes of the rows in `attributes` (None: the range).
+    `owner` holds their future owners (None: this rank), and `ids` their ids in the full graph
+    (None: the range). Nodes with `ids` stay on their rank.
     """
 
     ranges: ShardSizes
-    owner: torch.Tensor | None
-    ids: torch.Tensor | None
     attributes: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class BroughtEdges:
-    """The edges of one type that this rank contributes, by node ids, (2, e).
-
-    `ids` are their positions in the full graph, int64 of shape (e,).
-    """
-
-    edge_index: torch.Tensor
-    ids: torch.Tensor
-    attributes: Mapping[str, torch.Tensor]
+    owner: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,23 +200,21 @@ class Shuffle:
 
 @dataclass(frozen=True, eq=False)
 class _Directory:
-    """Global numbers of nodes by their ids; each rank stores those of its range.
+    """Global numbers of nodes by the order in which ranks contribute them.
 
-    `sizes` are nodes per owner; `numbers` of this rank's range (None: equal to the ids); `shuffle`
-    goes from ranges to owners (None: these are the same ranks).
+    `sizes` are nodes per owner; `numbers` of this rank's range (None: its order); `shuffle` goes
+    from contributing ranks to owners (None: these are the same ranks).
     """
 
     group: Group
     ranges: ShardSizes
     sizes: ShardSizes
-    numbers: torch.Tensor | None
-    shuffle: Shuffle | None
+    numbers: torch.Tensor | None = None
+    shuffle: Shuffle | None = None
 
     @classmethod
-    def of(cls, ranges: ShardSizes, owner: torch.Tensor | None, group: Group) -> Self:
+    def of(cls, ranges: ShardSizes, owner: torch.Tensor, group: Group) -> Self:
         """Build a directory from the owners of this rank's range; collective."""
-        if owner is None:
-            return cls(group, ranges, ranges, None, None)
         shuffle = Shuffle.to(owner, group)
         sizes = ShardSizes.from_local(sum(shuffle.recv), group.process_group)
         # an owner's nodes arrive range by range, which is the order of the full graph
@@ -258,40 +231,57 @@ class _Directory:
         """Exchange rows of this rank's range for rows of its owned nodes; collective."""
         return rows.detach() if self.shuffle is None else self.shuffle.carry(rows)
 
-    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, nodes: torch.Tensor) -> torch.Tensor:
         """Return the global numbers of nodes; collective. A rank requests each node once."""
         if self.numbers is None:
-            return ids
-        asked, place = torch.unique(ids, return_inverse=True)
+            return nodes
+        asked, place = torch.unique(nodes, return_inverse=True)
         # ascending, hence range by range
         plan = ExchangePlan.from_needed(asked, self.ranges, group=self.group.process_group)
         return plan(self.numbers)[place]
 
 
+def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[_Directory, NodeShard]:
+    """Send nodes of one type to their owners; collective."""
+    mine, rows = own.ranges.range(group.rank), own.attributes
+    if own.owner is None:
+        directory = _Directory(group, own.ranges, own.ranges)
+    else:
+        directory = _Directory.of(own.ranges, own.owner, group)
+    if own.ids is None:
+        ids = directory.owned(torch.arange(mine.start, mine.stop, device=device))
+    else:
+        ids, order = own.ids.sort()
+        in_order = torch.equal(ids, own.ids)
+        if not all(share("graph.partition", lambda: in_order, group)):
+            rows = {key: taken(value, order) for key, value in rows.items()}
+            directory = replace(directory, numbers=order.argsort() + mine.start)
+    rows = {key: directory.owned(value) for key, value in rows.items()}
+    return directory, NodeShard(group, directory.sizes, rows, AscendingIds.of(ids))
+
+
 def sent_to_owners(
     nodes: Mapping[NodeType, BroughtNodes],
-    edges: Mapping[EdgeType, BroughtEdges],
+    edges: Mapping[EdgeType, Edges],
     attributes: Mapping[str, Any],
     name: str,
     group: Group,
 ) -> PartitionedGraph:
-    """Send nodes and edges to their owners, and build the graph; collective."""
+    """Send nodes and edges to their owners, and build the graph; collective.
+
+    Ends of edges count the contributed nodes rank by rank.
+    """
     devices = [brought.ids.device for brought in edges.values()] or [torch.device("cpu")]
-    directories, shards = {}, {}
-    for node_type, own in nodes.items():
-        directory = directories[node_type] = _Directory.of(own.ranges, own.owner, group)
-        mine = own.ranges.range(group.rank)
-        ids = directory.owned(torch.arange(mine.start, mine.stop, device=devices[0]))
-        rows = {key: directory.owned(value) for key, value in own.attributes.items()}
-        shards[node_type] = NodeShard(group, directory.sizes, rows, AscendingIds.of(ids))
+    placed = {key: _placed(own, group, devices[0]) for key, own in nodes.items()}
     owned = {
-        edge_type: _owned_edges(brought, *(directories[end] for end in ends(edge_type)))
-        for edge_type, brought in edges.items()
+        key: _owned_edges(brought, *(placed[end][0] for end in ends(key)))
+        for key, brought in edges.items()
     }
+    shards = {key: shard for key, (_, shard) in placed.items()}
     return assemble(shards, owned, attributes, name, group)
 
 
-def _owned_edges(brought: BroughtEdges, sources: _Directory, targets: _Directory) -> OwnedEdges:
+def _owned_edges(brought: Edges, sources: _Directory, targets: _Directory) -> Edges:
     """Exchange contributed edges for the edges into this rank's nodes; collective."""
     if sources is targets:
         source, target = sources.look_up(brought.edge_index)
@@ -299,52 +289,14 @@ def _owned_edges(brought: BroughtEdges, sources: _Directory, targets: _Directory
         source, target = brought.edge_index
         source, target = sources.look_up(source), targets.look_up(target)
     shuffle = Shuffle.to(targets.sizes.owner(target), targets.group)
-    columns = {"source": source, "target": target, "ids": brought.ids}
-    columns = {key: shuffle.carry(value) for key, value in columns.items()}
-    rows = {key: shuffle.carry(value) for key, value in brought.attributes.items()}
-    if not bool((columns["ids"].diff() > 0).all()):
-        order = columns["ids"].argsort()
-        columns = {key: value[order] for key, value in columns.items()}
+    source, target, ids = (shuffle.carry(each) for each in (source, target, brought.ids))
+    edge_index, rows = torch.stack([source, target]), brought.attributes
+    rows = {key: shuffle.carry(value) for key, value in rows.items()}
+    if not bool((ids.diff() > 0).all()):
+        ids, order = ids.sort()
+        edge_index = edge_index[:, order]
         rows = {key: taken(value, order) for key, value in rows.items()}
-    return OwnedEdges(**columns, attributes=rows)
-
-
-def at_home(nodes: BroughtNodes, group: Group) -> BroughtNodes:
-    """Send rows to the ranks in whose ranges their nodes are; collective."""
-    if nodes.ids is None:
-        return nodes
-    shuffle = Shuffle.to(nodes.ranges.owner(nodes.ids), group)
-    ids = shuffle.carry(nodes.ids)
-    mine = nodes.ranges.range(group.rank)
-
-    def check() -> None:
-        counts = torch.bincount(ids - mine.start, minlength=len(mine))
-        if len(wrong := torch.nonzero(counts != 1)):
-            node = int(wrong[0])
-            raise DisagreementError(
-                f"node_ids must name each node once, on all ranks together; node "
-                f"{mine.start + node} was named {int(counts[node])} times."
-            )
-
-    agree("graph.from_edges", check, group)
-    order = ids.argsort()
-    rows = {key: taken(shuffle.carry(value), order) for key, value in nodes.attributes.items()}
-    return replace(nodes, ids=None, attributes=rows)
-
-
-def by_position(nodes: BroughtNodes, method: str, group: Group) -> BroughtNodes:
-    """Assign nodes by their positions; collective."""
-
-    def check() -> torch.Tensor:
-        if "pos" not in nodes.attributes:
-            raise ArgumentError(
-                f'method="{method}" needs the positions of nodes in node_attrs["pos"].'
-            )
-        return nodes.attributes["pos"]
-
-    pos = agree("graph.from_edges", check, group)
-    owner = assign_sharded(pos, group.size, method, group=group.process_group)
-    return replace(nodes, owner=owner)
+    return Edges(edge_index, ids, rows)
 
 
 def check_hops(hops: int, data: Any) -> None:

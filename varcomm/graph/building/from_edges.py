@@ -12,24 +12,25 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.building.assemble import (
-    BroughtEdges,
     BroughtNodes,
-    at_home,
-    by_position,
+    Edges,
+    Shuffle,
     check_hops,
     checked_owner,
     deepened,
     sent_to_owners,
 )
-from varcomm.graph.building.tables import Kinds, check_edge_index, check_name, kinds, no_rows
+from varcomm.graph.building.tables import check_edge_index, check_name
 from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.partitioners.assign import assign_sharded
 from varcomm.graph.shard import described
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_index
 from varcomm.sizes import ShardSizes, checked_sizes
-from varcomm.transport.agreement import agree_and_share, compare
+from varcomm.transport.agreement import agree, agree_and_share, compare
 from varcomm.transport.engine import engine_for
-from varcomm.transport.group import GroupLike, resolve
+from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["from_edges"]
 
@@ -37,7 +38,7 @@ logger = logging.getLogger("varcomm")
 
 Attributes = Mapping[str, torch.Tensor]
 
-_METHODS = ("block", "hilbert", "rcb")
+_BY_POSITION = ("hilbert", "rcb")
 _WHAT = "graph.from_edges"
 
 
@@ -69,9 +70,9 @@ def from_edges(
         Ranks that take part; None is the whole world.
     node_attrs : mapping of str to torch.Tensor, optional
         Attributes of the nodes that this rank describes, (sizes[rank], *F), or of the nodes in
-        `node_ids`. A rank without rows may omit them.
+        `node_ids`. Names, dtypes and ``*F`` are identical on all ranks.
     edge_attrs : mapping of str to torch.Tensor, optional
-        Attributes of this rank's edges, (e, *F). A rank without edges may omit them.
+        Attributes of this rank's edges, (e, *F), as for nodes.
     node_ids : torch.Tensor, optional
         The nodes of the rows of `node_attrs`, if they are not the nodes that the rank describes;
         each node on one rank, in any order. int32 or int64 of one dimension.
@@ -98,8 +99,6 @@ def from_edges(
 
     Notes
     -----
-    In one process: ``torch_geometric.data.Data`` of all edges and nodes.
-
     Communication: each edge, its id and its attributes once to the owner of its target; each node's
     attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
     in a rank's edges. Memory per rank is proportional to its input and its part.
@@ -121,85 +120,94 @@ def from_edges(
     name = method if isinstance(method, str) else "block" if method is None else "the ranks given"
     equal: dict[str, object] = {}  # on all ranks
 
-    def check() -> tuple[BroughtNodes, torch.Tensor, Attributes]:
+    def check() -> tuple[BroughtNodes, Edges]:
         check_hops(hops, None)
         ranges = ShardSizes(checked_sizes(sizes, "sizes", ranks.size))
         if isinstance(edge_index, torch.Tensor):
             engine_for(ranks, edge_index.device)
-        edges = check_edge_index(edge_index, ranges.total, ranges.total, "edge_index")
-        ids, count, device = node_ids, ranges[ranks.rank], edges.device
+        ends = check_edge_index(edge_index, ranges.total, ranges.total, "edge_index")
+        ids, count, device = node_ids, ranges[ranks.rank], ends.device
         if ids is not None:
             _check_device(ids, "node_ids", device)
             ids = checked_index(ids, ranges.total, "node_ids", "nodes")
             count = len(ids)
-        of_nodes = _checked_attributes(node_attrs, count, "node_attrs", "nodes", device)
-        of_edges = _checked_attributes(edge_attrs, edges.shape[1], "edge_attrs", "edges", device)
+        of_nodes = _checked_attributes(node_attrs, count, "node_attrs", device)
+        of_edges = _checked_attributes(edge_attrs, ends.shape[1], "edge_attrs", device)
+        if both := of_nodes.keys() & of_edges.keys():
+            raise ArgumentError(
+                f"{min(both)!r} is in node_attrs and in edge_attrs: graph.{min(both)} could be "
+                "either. Rename one."
+            )
         owner = None
-        if method is not None and name not in _METHODS:
-            owner = _checked_owner(method, ranges[ranks.rank], ranks.size, device)
+        if isinstance(method, torch.Tensor):
+            _check_device(method, "method", device)
+            owner = checked_owner(method, ranges[ranks.rank], ranks.size)
+        elif name not in ("block", *_BY_POSITION):
+            raise ArgumentError(
+                'method must be "block", "hilbert", "rcb", a tensor of ranks, or None; got '
+                f"{method!r}. The others of graph.assign need the full graph."
+            )
         equal.update({"sizes": tuple(ranges), "method": name, "hops": int(hops)})
         equal.update({"use of node_ids": ids is not None, "the kind of device": device.type})
-        return BroughtNodes(ranges, owner, ids, of_nodes), edges, of_edges
+        for what, rows in (("node_attrs", of_nodes), ("edge_attrs", of_edges)):
+            equal[what] = {k: [str(v.dtype), list(v.shape[1:])] for k, v in rows.items()}
+        place = torch.arange(ends.shape[1], device=device)  # among this rank's edges
+        return BroughtNodes(ranges, of_nodes, owner, ids), Edges(ends, place, of_edges)
 
-    def outline(brought: tuple[BroughtNodes, torch.Tensor, Attributes]) -> tuple[Any, ...]:
-        """Return a digest, because all ranks' sizes are P^2 numbers; rows, and their kinds."""
-        nodes, edges, of_edges = brought
-        count = nodes.ranges[ranks.rank] if nodes.ids is None else len(nodes.ids)
-        digest = crc32(repr(equal).encode())
-        return digest, (count, kinds(nodes.attributes)), (edges.shape[1], kinds(of_edges))
+    def outline(brought: tuple[BroughtNodes, Edges]) -> tuple[int, int]:
+        """Return a digest, because all ranks' sizes are P^2 numbers, and the number of edges."""
+        return crc32(repr(equal).encode()), len(brought[1].ids)
 
-    (nodes, edges, of_edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
-    digests, node_outlines, edge_outlines = zip(*outlines, strict=True)
-    if len(set(digests)) > 1:
+    (nodes, edges), outlines = agree_and_share(_WHAT, check, outline, ranks)
+    if len({digest for digest, _ in outlines}) > 1:
         compare(ranks, {"operation": _WHAT} | equal)  # raises on every rank
-    of_nodes = _completed(nodes.attributes, node_outlines, "node_attrs", edges.device)
-    of_edges = _completed(of_edges, edge_outlines, "edge_attrs", edges.device)
-    if both := [key for key in of_nodes if key in of_edges]:
-        raise ArgumentError(
-            f"{_WHAT}: {both[0]!r} is in node_attrs and in edge_attrs: graph.{both[0]} could be "
-            "either. Rename one."
-        )
-    nodes = at_home(BroughtNodes(nodes.ranges, nodes.owner, nodes.ids, of_nodes), ranks)
-    if name in ("hilbert", "rcb"):
-        nodes = by_position(nodes, name, ranks)
-    first = sum(count for count, _ in edge_outlines[: ranks.rank])
-    ids = torch.arange(first, first + edges.shape[1], device=edges.device)
-    brought = BroughtEdges(edges, ids, of_edges)
-    graph = sent_to_owners({None: nodes}, {None: brought}, {}, name, ranks)
+    rows, owner = nodes.attributes, nodes.owner
+    if nodes.ids is not None:
+        rows = _at_home(nodes.ranges, nodes.ids, rows, ranks)
+    if name in _BY_POSITION:
+        owner = _by_position(rows, name, ranks)
+    first = sum(count for _, count in outlines[: ranks.rank])
+    brought = Edges(edges.edge_index, edges.ids + first, edges.attributes)
+    here = BroughtNodes(nodes.ranges, rows, owner)
+    graph = sent_to_owners({None: here}, {None: brought}, {}, name, ranks)
     logger.info("%r, in %.2f s", graph, time.perf_counter() - began)
     return deepened(graph, hops)
 
 
-def _completed(
-    rows: Attributes, outlines: Sequence[tuple[int, Kinds]], what: str, device: torch.device
+def _at_home(
+    ranges: ShardSizes, node_ids: torch.Tensor, rows: Attributes, group: Group
 ) -> dict[str, torch.Tensor]:
-    """Return attributes in one order on all ranks, with empty ones that only other ranks have."""
-    expected: dict[str, Any] = {}
-    first: dict[str, int] = {}
-    for rank, (_, outline) in enumerate(outlines):
-        for name, kind in outline.items():
-            of = first.setdefault(name, rank)
-            if kind != expected.setdefault(name, kind):
-                raise DisagreementError(
-                    f"{_WHAT}: {what}[{name!r}] is {_described(*expected[name])} on rank {of} and "
-                    f"{_described(*kind)} on rank {rank}."
-                )
-    for rank, (count, outline) in enumerate(outlines):
-        if count and (missing := [name for name in first if name not in outline]):
+    """Send rows to the ranks that describe their nodes; collective."""
+    shuffle = Shuffle.to(ranges.owner(node_ids), group)
+    mine, ids = ranges.range(group.rank), shuffle.carry(node_ids)
+
+    def check() -> None:
+        counts = torch.bincount(ids - mine.start, minlength=len(mine))
+        if len(wrong := torch.nonzero(counts != 1)):
+            node = int(wrong[0])
             raise DisagreementError(
-                f"{_WHAT}: rank {rank} brings {count} rows without {what}[{missing[0]!r}], which "
-                f"rank {first[missing[0]]} has."
+                f"node_ids must name each node once, on all ranks together; node "
+                f"{mine.start + node} was named {int(counts[node])} times."
             )
-    return {name: rows.get(name, empty) for name, empty in no_rows(expected, device).items()}
+
+    agree(_WHAT, check, group)
+    order = ids.argsort()
+    return {key: taken(shuffle.carry(value), order) for key, value in rows.items()}
 
 
-def _described(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} of shape ({', '.join(['n', *map(str, shape)])})"
+def _by_position(rows: Attributes, method: str, group: Group) -> torch.Tensor:
+    """Return the owners of described nodes from their positions; collective."""
+    if "pos" not in rows:  # on all ranks
+        raise ArgumentError(
+            f'{_WHAT}: method="{method}" needs the positions of nodes in node_attrs["pos"].'
+        )
+    return assign_sharded(rows["pos"], group.size, method, group=group.process_group)
 
 
 def _checked_attributes(
-    attributes: Any, count: int, name: str, rows: str, device: torch.device
+    attributes: Any, count: int, name: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
+    """Return checked attributes, sorted by name: ranks send them in this order."""
     if attributes is None:
         return {}
     if not isinstance(attributes, Mapping):
@@ -210,25 +218,14 @@ def _checked_attributes(
         check_name(key, value, name)
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (count,):
             raise ArgumentError(
-                f"{name}[{key!r}] must be a tensor with a row for each of the {count} {rows} that "
-                f"this rank brings; got {described(value)}."
+                f"{name}[{key!r}] must be a tensor with a row for each of the {count} nodes or "
+                f"edges that this rank passes; got {described(value)}."
             )
         checked_tensor(value, "", f"{name}[{key!r}]")
         _check_device(value, f"{name}[{key!r}]", device)
-    return dict(attributes)
+    return dict(sorted(attributes.items()))
 
 
 def _check_device(value: Any, name: str, device: torch.device) -> None:
     if isinstance(value, torch.Tensor) and value.device != device:
         raise ArgumentError(f"{name} is on {value.device}, and edge_index on {device}.")
-
-
-def _checked_owner(method: Any, count: int, size: int, device: torch.device) -> torch.Tensor:
-    if not isinstance(method, torch.Tensor):
-        raise ArgumentError(
-            f"method must be one of {', '.join(_METHODS)}, a tensor of ranks, or None; got "
-            f"{method if isinstance(method, str) else type(method).__name__}. The others of "
-            "graph.assign need the full graph."
-        )
-    _check_device(method, "method", device)
-    return checked_owner(method, count, size)

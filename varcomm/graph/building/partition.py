@@ -13,8 +13,8 @@ from torch_geometric.data import Data, HeteroData
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.building.assemble import (
-    BroughtEdges,
     BroughtNodes,
+    Edges,
     Numbering,
     assemble,
     check_hops,
@@ -23,7 +23,7 @@ from varcomm.graph.building.assemble import (
     owned_edges,
     sent_to_owners,
 )
-from varcomm.graph.building.tables import Attribute, Tables, ends, kinds, no_rows, read
+from varcomm.graph.building.tables import Kinds, Tables, ends, kinds, no_rows, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.ops.broadcast import broadcast
@@ -57,22 +57,28 @@ def partition(
 ) -> PartitionedGraph:
     """Split a graph over ranks: each rank owns some nodes and all edges into them.
 
-    Collective; an error on one rank is raised on all ranks.
+    Collective; an error on one rank is raised on all ranks. If all ranks have the graph, rank 0
+    assigns the nodes and broadcasts the result. With `src`, that rank sends each rank its rows and
+    edges. The parts are not differentiable with respect to the full graph.
 
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The full graph, on the device of the training. Directed, bipartite and heterogeneous graphs,
-        self loops, multi-edges and isolated nodes are ordinary.
+        The full graph, on the device of the training. As in PyG, an attribute with N entries
+        belongs to nodes and one with E entries to edges; if N equals E, ``edge`` in its name
+        decides. Single values and arrays of one entry belong to the graph as a whole, other lengths
+        are refused, and so are node ids, such as ``face`` or ``edge_label_index``. Numeric arrays
+        become tensors.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     method : str or torch.Tensor or numpy.ndarray or mapping of str, optional
-        A method of :func:`assign`: ``"metis"``, ``"kahip"``, ``"rcb"``, ``"hilbert"``, ``"block"``
-        or ``"random"``. Or the rank of each node, (N,), by type of node if there are several. None
+        A method of :func:`assign`: ``"metis"``, ``"rcb"``, ``"hilbert"``, ``"block"`` or
+        ``"random"``. Or the rank of each node, (N,), by type of node if there are several. None
         uses METIS if pymetis is installed, else bisection or blocks.
     src : int, optional
         The rank, within the group, that alone has `data` and `method`; the other ranks pass None
-        for both. None: every rank has them, identically.
+        for both, and attributes with rows must be tensors or numeric arrays. None: every rank has
+        them, identically.
     hops : int
         Layers that one exchange serves; see :func:`distribute`.
 
@@ -89,21 +95,6 @@ def partition(
         On every rank, if ranks have different graphs or methods.
     MissingPackageError
         If `method` needs a package that is not installed.
-
-    Notes
-    -----
-    As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; if N
-    equals E, ``edge`` in its name decides. Single values and arrays of one entry belong to the
-    graph as a whole, and are refused with any other length. Node ids, such as ``face`` or
-    ``edge_label_index``, are refused.
-
-    The parts are not differentiable with respect to the full graph, and numeric arrays become
-    tensors. With `src`, attributes of nodes and edges must be tensors or numeric arrays.
-
-    In one process: `data` itself.
-
-    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result.
-    With `src`, that rank sends each rank its rows and edges.
 
     Examples
     --------
@@ -145,7 +136,7 @@ def partition(
 def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | None:
     """Return the name of a method, or ranks of nodes by type, if valid for `size` ranks."""
     if method is None or isinstance(method, str):
-        if method is not None and method not in METHODS:
+        if method not in (None, *METHODS):
             raise ArgumentError(
                 f"method must be one of {', '.join(METHODS)}, a tensor of ranks, or None; "
                 f"got {method!r}."
@@ -153,11 +144,9 @@ def checked_method(method: Method, tables: Tables, size: int) -> str | Owners | 
         return method
     given: dict[Any, Any] = dict(method) if isinstance(method, Mapping) else {None: method}
     if given.keys() != tables.nodes.keys():
-        types = [key for key in tables.nodes if key is not None]
         raise ArgumentError(
-            "method, if not a name, must be "
-            + (f"ranks by type of node, {types}" if types else "a tensor of ranks")
-            + f"; got {list(given) if isinstance(method, Mapping) else type(method).__name__}."
+            "method, if not a name, must be a tensor of ranks, or a dict of them by type of node; "
+            f"got {list(given)} for nodes of types {list(tables.nodes)}."
         )
     return {
         key: checked_owner(given[key], nodes.count, size) for key, nodes in tables.nodes.items()
@@ -244,34 +233,32 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
             return None
         tables, _, name = given
         counts = {key: nodes.count for key, nodes in tables.nodes.items()}
-        of_nodes = {key: kinds(_tensors(rows.attributes)) for key, rows in tables.nodes.items()}
-        of_edges = {key: kinds(_tensors(rows.attributes)) for key, rows in tables.edges.items()}
+        of_nodes = {key: _kinds(rows.attributes) for key, rows in tables.nodes.items()}
+        of_edges = {key: _kinds(rows.attributes) for key, rows in tables.edges.items()}
         packed = {key: _packed(key, value) for key, value in tables.attributes.items()}
         return counts, of_nodes, of_edges, packed, name, tables.device.type
 
     given, outlines = agree_and_share(_WHAT, check, outline, group)
     counts, of_nodes, of_edges, packed, name, device = outlines[src]
-    none = torch.empty(2, 0, dtype=torch.int64, device=device)
-    nodes, edges = {}, {}
-    for key, count in counts.items():
-        ranges = ShardSizes(count * (rank == src) for rank in range(group.size))
-        if given is None:
-            owner, rows = none[0], no_rows(of_nodes[key], device)
-        else:
-            owner, rows = given[1][key].to(device), _tensors(given[0].nodes[key].attributes)
-        nodes[key] = BroughtNodes(ranges, owner, None, rows)
-    for key in of_edges:
-        if given is None:
-            edge_index, rows = none, no_rows(of_edges[key], device)
-        else:
-            table = given[0].edges[key]
-            edge_index, rows = table.edge_index, _tensors(table.attributes)
-        ids = torch.arange(edge_index.shape[1], device=edge_index.device)
-        edges[key] = BroughtEdges(edge_index, ids, rows)
     if given is None:
+        none = torch.empty(2, 0, dtype=torch.int64, device=device)
+        owners = dict.fromkeys(of_nodes, none[0])
+        rows = {key: no_rows(of, device) for key, of in of_nodes.items()}
+        pieces = {key: (none, no_rows(of, device)) for key, of in of_edges.items()}
         attributes = {key: from_bytes(text.encode()) for key, text in packed.items()}
     else:
-        attributes = dict(given[0].attributes)
+        tables, owners, _ = given
+        rows = {key: dict(table.attributes) for key, table in tables.nodes.items()}
+        pieces = {key: (one.edge_index, dict(one.attributes)) for key, one in tables.edges.items()}
+        attributes = dict(tables.attributes)
+    nodes = {}
+    for key, count in counts.items():
+        ranges = ShardSizes(count * (rank == src) for rank in range(group.size))
+        nodes[key] = BroughtNodes(ranges, rows[key], owners[key].to(device))
+    edges = {
+        key: Edges(edge_index, torch.arange(edge_index.shape[1], device=edge_index.device), own)
+        for key, (edge_index, own) in pieces.items()
+    }
     return sent_to_owners(nodes, edges, attributes, name, group)
 
 
@@ -285,11 +272,11 @@ def _packed(name: str, value: Any) -> str:
         ) from error
 
 
-def _tensors(attributes: Mapping[str, Attribute]) -> dict[str, torch.Tensor]:
-    for key, attribute in attributes.items():
-        if not isinstance(attribute.value, torch.Tensor):
+def _kinds(attributes: Mapping[str, Any]) -> Kinds:
+    for key, value in attributes.items():
+        if not isinstance(value, torch.Tensor):
             raise ArgumentError(
                 f"data.{key} must be a tensor to be sent from one rank; got "
-                f"{type(attribute.value).__name__}. Make it one, or give data to all ranks."
+                f"{type(value).__name__}. Make it one, or give data to all ranks."
             )
-    return {key: attribute.value for key, attribute in attributes.items()}
+    return kinds(attributes)

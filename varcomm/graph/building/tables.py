@@ -26,19 +26,21 @@ from varcomm.plan.checks import checked_range
 from varcomm.sizes import exact_int
 
 __all__ = [
-    "Attribute",
     "EdgeTable",
     "Kinds",
     "NodeTable",
     "Tables",
     "check_edge_index",
     "check_name",
-    "checked_count",
+    "edge_indices",
     "ends",
     "kinds",
     "label",
     "no_rows",
+    "node_counts",
     "read",
+    "rows_at",
+    "stores",
 ]
 
 # Dtype and shape of the rows of each attribute.
@@ -52,41 +54,29 @@ _MEMBERS = frozenset(
 ) | {name for name in dir(Data) if name.startswith("num_")}
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """A value per row: a dense tensor with rows along dimension 0, or a sequence of values."""
+def _rows_of(value: Any, name: str) -> Any:
+    """Return a value per row: numeric arrays become tensors, other sequences lists."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        # torch refuses foreign byte orders and read-only memory
+        native = value.dtype.newbyteorder("=")
+        value = torch.from_numpy(np.require(value, native, requirements=["C", "W"]))
+    if isinstance(value, torch.Tensor):
+        checked_tensor(value, "", name)
+        return value.detach()
+    return list(value) if isinstance(value, tuple | np.ndarray) else value
 
-    value: Any
 
-    @classmethod
-    def of(cls, value: Any, name: str) -> Attribute:
-        """Check a value per row; numeric arrays become tensors."""
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            # torch refuses foreign byte orders and read-only memory
-            native = value.dtype.newbyteorder("=")
-            value = torch.from_numpy(np.require(value, native, requirements=["C", "W"]))
-        if isinstance(value, torch.Tensor):
-            checked_tensor(value, "", name)
-            value = value.detach()
-        return cls(value)
-
-    def rows(self, index: torch.Tensor) -> Any:
-        """Return the values of some rows."""
-        if isinstance(self.value, torch.Tensor):
-            return taken(self.value, index)
-        if isinstance(self.value, list | tuple):
-            return [self.value[row] for row in index.tolist()]
-        if isinstance(self.value, np.ndarray):
-            return self.value[index.cpu().numpy()]
-        return select(self.value, index, 0)
+def rows_at(value: Any, index: torch.Tensor) -> Any:
+    """Return some rows of an attribute."""
+    return taken(value, index) if isinstance(value, torch.Tensor) else select(value, index, 0)
 
 
 @dataclass(frozen=True)
 class NodeTable:
-    """All nodes of one type."""
+    """All nodes of one type; an attribute is a dense tensor or another sequence of rows."""
 
     count: int
-    attributes: Mapping[str, Attribute]
+    attributes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,7 @@ class EdgeTable:
     """All edges of one type, by node ids."""
 
     edge_index: torch.Tensor
-    attributes: Mapping[str, Attribute]
+    attributes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ class Tables:
     attributes: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        devices = {name: v.device for name, v in self._rows() if isinstance(v, torch.Tensor)}
+        devices = {k: v.device for k, v in self._rows().items() if isinstance(v, torch.Tensor)}
         for name, device in devices.items():
             if device != self.device:
                 raise ArgumentError(
@@ -114,35 +104,31 @@ class Tables:
                     "them to one device: data.to(...)."
                 )
 
-    def _rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield edges and attributes with rows, by name."""
-        for edge_type, edges in self.edges.items():
-            yield f"{label(edge_type)}.edge_index", edges.edge_index
+    def _rows(self) -> dict[str, Any]:
+        """Return edges and attributes with rows, by name."""
+        found = {f"{label(key)}.edge_index": one.edge_index for key, one in self.edges.items()}
         tables: list[tuple[Any, Any]] = [*self.nodes.items(), *self.edges.items()]
         for key, table in tables:
-            for name, attribute in table.attributes.items():
-                yield f"{label(key)}.{name}", attribute.value
+            found |= {f"{label(key)}.{name}": v for name, v in table.attributes.items()}
+        return found
 
     @property
     def device(self) -> torch.device:
         """The one device of all rows."""
-        tensors = (value for _, value in self._rows() if isinstance(value, torch.Tensor))
+        tensors = (value for value in self._rows().values() if isinstance(value, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def in_order(self, nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> Tables:
         """Return the tables with types in this order, on which layers such as HGTConv rely."""
-        return Tables(
-            {key: self.nodes[key] for key in nodes},
-            {key: self.edges[key] for key in edges},
-            self.attributes,
-        )
+        of_nodes = {key: self.nodes[key] for key in nodes}
+        return Tables(of_nodes, {key: self.edges[key] for key in edges}, self.attributes)
 
     def digests(self) -> dict[str, object]:
         """Return a digest of each attribute, by name, to compare ranks."""
         found: dict[str, object] = {f"data.{k}": digest(v) for k, v in self.attributes.items()}
         found["the kind of device"] = self.device.type
         found |= {f"{label(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
-        return found | {name: digest(value) for name, value in self._rows()}
+        return found | {name: digest(value) for name, value in self._rows().items()}
 
 
 def kinds(rows: Mapping[str, torch.Tensor]) -> Kinds:
@@ -168,72 +154,96 @@ def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
     return (None, None) if edge_type is None else (edge_type[0], edge_type[2])
 
 
+def stores(data: Data | HeteroData, rows: str) -> list[tuple[Any, BaseStorage]]:
+    """Return the stores of the "node" or "edge" types, by type; the type is None for a Data."""
+    if isinstance(data, HeteroData):
+        return list(data.node_items() if rows == "node" else data.edge_items())
+    return [(None, data.stores[0])]
+
+
+def node_counts(data: Data | HeteroData) -> dict[NodeType, int]:
+    """Return the number of nodes by type, or raise ArgumentError."""
+    found = {}
+    for kind, store in stores(data, "node"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyG warns if it cannot count
+            count = exact_int(store.num_nodes)
+        if count is None or count < 0:
+            name = label(kind)
+            raise ArgumentError(f"{name} has no number of nodes. Set {name}.num_nodes.")
+        found[kind] = count
+    if not found:
+        raise ArgumentError("data have no nodes of any type.")
+    return found
+
+
+def edge_indices(
+    data: Data | HeteroData, counts: Mapping[NodeType, int]
+) -> dict[EdgeType, torch.Tensor]:
+    """Return the edges by type, or raise ArgumentError."""
+    found = {}
+    for kind, store in stores(data, "edge"):
+        name, pair = label(kind), ends(kind)
+        if missing := [end for end in pair if end not in counts]:
+            raise ArgumentError(f"{name} has edges of {missing[0]!r}, of which data have no nodes.")
+        sizes = (counts[end] for end in pair)
+        found[kind] = check_edge_index(store.get("edge_index"), *sizes, f"{name}.edge_index")
+    return found
+
+
 def read(data: Data | HeteroData) -> Tables:
     """Return the tables of a graph, or raise ArgumentError."""
-    if isinstance(data, HeteroData):
-        return _read_types(data)
-    if not isinstance(data, Data):
+    if not isinstance(data, Data | HeteroData):
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
-    count = checked_count(data.num_nodes, "data")
-    edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
-    nodes, edges, whole = {}, {}, {}
+    counts = node_counts(data)
+    edges = edge_indices(data, counts)
+    if isinstance(data, HeteroData):
+        of_nodes = {
+            key: _rows(data, store, counts[key], label(key), "nodes")
+            for key, store in data.node_items()
+        }
+        of_edges = {
+            key: _rows(data, store, edges[key].shape[1], label(key), "edges")
+            for key, store in data.edge_items()
+        }
+        # the first store holds the values of the graph as a whole
+        whole = dict(_attributes(data.stores[0], "data"))
+    else:
+        of_nodes, of_edges, whole = _split(data, counts[None], edges[None].shape[1])
+    return Tables(
+        {key: NodeTable(count, of_nodes[key]) for key, count in counts.items()},
+        {key: EdgeTable(index, of_edges[key]) for key, index in edges.items()},
+        whole,
+    )
+
+
+def _split(data: Data, nodes: int, edges: int) -> tuple[dict[Any, Any], dict[Any, Any], Any]:
+    """Return the attributes of nodes, of edges and of the graph as a whole, as PyG sees them."""
+    of_nodes, of_edges, whole = {}, {}, {}
     for key, value in _attributes(data.stores[0], "data"):
         name, dim = f"data.{key}", data.__cat_dim__(key, value)
         has_rows = _has_rows_first(value, dim, name)
         if has_rows and data.is_node_attr(key):
-            nodes[key] = Attribute.of(value, name)
+            of_nodes[key] = _rows_of(value, name)
         elif has_rows and data.is_edge_attr(key):
-            edges[key] = Attribute.of(value, name)
-        else:
+            of_edges[key] = _rows_of(value, name)
+        elif dim is not None and _has_several_rows(value):
             # a user's class returns the dimension None for values without rows
-            if dim is not None and _has_several_rows(value):
-                raise ArgumentError(
-                    f"{name} has {value.shape[0]} entries, for neither {count} nodes nor "
-                    f"{edge_index.shape[1]} edges. If it belongs to the graph as a whole, give it "
-                    f"a first dimension of one: {name} = {name}[None]."
-                )
+            raise ArgumentError(
+                f"{name} has {value.shape[0]} entries, for neither {nodes} nodes nor {edges} "
+                "edges. If it belongs to the graph as a whole, give it a first dimension of one: "
+                f"{name} = {name}[None]."
+            )
+        else:
             whole[key] = value
-    return Tables({None: NodeTable(count, nodes)}, {None: EdgeTable(edge_index, edges)}, whole)
-
-
-def _read_types(data: HeteroData) -> Tables:
-    nodes: dict[NodeType, NodeTable] = {}
-    edges: dict[EdgeType, EdgeTable] = {}
-    for node_type in data.node_types:
-        store, name = data[node_type], label(node_type)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyG warns if it cannot count
-            count = checked_count(store.num_nodes, name)
-        nodes[node_type] = NodeTable(count, _rows(data, store, count, name, "nodes"))
-    for edge_type in data.edge_types:
-        store, name = data[edge_type], label(edge_type)
-        source, target = ends(edge_type)
-        if missing := [end for end in (source, target) if end not in nodes]:
-            raise ArgumentError(f"{name} has edges of {missing[0]!r}, of which data have no nodes.")
-        edge_index = check_edge_index(
-            store.get("edge_index"), nodes[source].count, nodes[target].count, f"{name}.edge_index"
-        )
-        rows = _rows(data, store, edge_index.shape[1], name, "edges")
-        edges[edge_type] = EdgeTable(edge_index, rows)
-    if not nodes:
-        raise ArgumentError("data have no nodes of any type.")
-    # the first store holds the values of the graph as a whole
-    return Tables(nodes, edges, dict(_attributes(data.stores[0], "data")))
-
-
-def checked_count(given: Any, name: str) -> int:
-    """Return a number of nodes as an int, or raise ArgumentError."""
-    count = exact_int(given)
-    if count is None or count < 0:
-        raise ArgumentError(f"{name} has no number of nodes. Set {name}.num_nodes.")
-    return count
+    return {None: of_nodes}, {None: of_edges}, whole
 
 
 def _rows(
     data: HeteroData, store: BaseStorage, count: int, owner: str, rows: str
-) -> dict[str, Attribute]:
+) -> dict[str, Any]:
     """Return the attributes of the nodes or the edges of one type."""
     found = {}
     for key, value in _attributes(store, owner):
@@ -245,7 +255,7 @@ def _rows(
                 f"{name} has no entry for each of the {count} {rows}. Make it one of the graph as "
                 f"a whole: data.my_{key} = {name}; del {name}."
             )
-        found[key] = Attribute.of(value, name)
+        found[key] = _rows_of(value, name)
     return found
 
 

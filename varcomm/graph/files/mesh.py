@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
@@ -30,8 +31,6 @@ logger = logging.getLogger("varcomm")
 
 Array = np.ndarray[Any, Any]
 
-_LONGEST = 300  # characters of a message of meshio
-
 # Attributes of PyG that users set.
 _FREE = ("x", "y", "edge_weight", "batch", "time")
 
@@ -48,16 +47,6 @@ class Mesh:
         The nodes of the graph.
     source : meshio.Mesh
         The file: points, blocks of cells and all fields.
-
-    Examples
-    --------
-    >>> import meshio, tempfile
-    >>> square = meshio.Mesh([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]], {"quad": [[0, 1, 2, 3]]})
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     square.write(f"{folder}/square.vtu")
-    ...     read_mesh(f"{folder}/square.vtu").data.edge_index[:, :3]
-    tensor([[0, 0, 1],
-            [1, 3, 0]])
     """
 
     data: Data = field(repr=False)
@@ -96,9 +85,8 @@ class Mesh:
         values = {name: self._checked(name, value) for name, value in fields.items()}
         source, cells = self.source, [self.source.cells[i] for i in self._blocks]
         point_data = {name: _rows(value) for name, value in source.point_data.items()}
-        cell_data: dict[str, list[Array | None]] = {
-            name: [_rows(parts[i]) for i in self._blocks]
-            for name, parts in source.cell_data.items()
+        cell_data = {
+            name: [_rows(v[i]) for i in self._blocks] for name, v in source.cell_data.items()
         }
         if self.nodes == "points":
             point_data |= values
@@ -124,16 +112,14 @@ class Mesh:
 
     def _checked(self, name: str, value: Any) -> Array:
         """Return values of all nodes as VTU stores them."""
-        array = value
         if isinstance(value, torch.Tensor):
-            array = value.detach().cpu()
-            array = (array.float() if value.dtype == torch.bfloat16 else array).numpy()
-        rows, count = _rows(array), self.data.num_nodes
-        if rows is None or len(rows) != count:
+            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
+        rows = _rows(value)
+        if rows is None or len(rows) != self.data.num_nodes:
             raise ArgumentError(
-                f"mesh.write: {name} must be real numbers, one row for each of the {count} "
-                f"{self.nodes}; got {described(value)}. After graph.gather(x, dst=0), rank 0 alone "
-                "has them."
+                f"mesh.write: {name} must be real numbers, one row for each of the "
+                f"{self.data.num_nodes} {self.nodes}; got {described(value)}. After "
+                "graph.gather(x, dst=0), only rank 0 has them."
             )
         return rows
 
@@ -191,8 +177,6 @@ def read_mesh(
     ...     square.write(f"{folder}/square.vtu")
     ...     cells = read_mesh(f"{folder}/square.vtu", nodes="cells")
     ...     cells.write(f"{folder}/out.vtu", heat=torch.tensor([0.5, 1.5]))
-    ...     print(meshio.read(f"{folder}/out.vtu").cell_data["heat"])
-    [array([0.5, 1.5], dtype=float32)]
     >>> cells.data.edge_index, cells.data.volume
     (tensor([[0, 1],
             [1, 0]]), tensor([0.5000, 0.5000], dtype=torch.float64))
@@ -225,7 +209,8 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
     cells = _cells_of([(block.type, block.data) for _, block in blocks], len(points))
     count = sum(len(block.data) for _, block in blocks)
     if nodes == "cells":
-        pos, edges = _corner_means(cells, points, count), _cell_edges(cells, count, len(points))
+        pos, volume = _geometry(cells, points, count)
+        edges = _cell_edges(cells, count, len(points))
         fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
     else:
         pos, edges = points, _point_edges(cells, len(points))
@@ -235,7 +220,7 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
     data = Data(pos=_tensor(pos, dtype), edge_index=torch.from_numpy(edges))
     data.edge_attr = _tensor(far, dtype)
     if nodes == "cells":
-        data.volume = _tensor(_measures(cells, points, count), dtype)
+        data.volume = _tensor(volume, dtype)
     for name, parts in fields.items():
         values = np.concatenate([np.asarray(part) for part in parts])
         if values.dtype.kind in "fiub":
@@ -260,19 +245,18 @@ def _read(path: Path) -> Any:
                 "alone. Merge them first, with ParaView's filters Merge Blocks or Clean to Grid."
             )
     said = io.StringIO()
+    failure: BaseException | None = None
     try:
         with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, while meshio tries formats
             source = meshio.read(path)
     except (Exception, SystemExit) as error:
-        printed = " ".join(said.getvalue().split())
-        reason = printed if isinstance(error, SystemExit) else f"{error!r} {printed}".strip()
-        if len(reason) > _LONGEST:  # the message may quote the file
-            reason = f"{reason[:_LONGEST]} ..."
-        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from error
+        failure = error
     printed = " ".join(said.getvalue().split())
-    if "cannot handle" in printed:
-        raise ArgumentError(f"read_mesh: {path} cannot be read whole: {printed}")
+    if failure or "cannot handle" in printed:
+        # the message of a parser may quote the file
+        reason = shorten(f"{failure!r} {printed}" if failure else printed, 300)
+        raise ArgumentError(f"read_mesh: {path} cannot be read: {reason}.") from failure
     if printed:
         logger.warning("read_mesh: %s: %s", path, printed)
     return source
@@ -282,7 +266,7 @@ def _attribute_name(name: str, data: Data) -> str:
     """Return a similar name that Data and PartitionedGraph do not use."""
     name = re.sub("index|idx", "number", re.sub(r"\W+", "_", name)).strip("_")
 
-    def is_free(name: str) -> bool:
+    def is_free() -> bool:
         try:
             check_name(name, torch.zeros(0, dtype=torch.int64), "data")
         except ArgumentError:
@@ -290,10 +274,8 @@ def _attribute_name(name: str, data: Data) -> str:
         is_word = name.isidentifier() and not keyword.iskeyword(name)
         return is_word and name not in data and (name in _FREE or not hasattr(Data, name))
 
-    if not is_free(name):
-        name = f"field_{name}".rstrip("_")
-    while not is_free(name):
-        name += "_"
+    while not is_free():
+        name = f"field_{name}"
     return name
 
 
@@ -356,25 +338,9 @@ _SHAPES = {
     "hexahedron": _Shape(3, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
 }
 
-# Quadratic cells, with a point in the middle of each edge: points inside facets or the cell, and
-# the points to which they are joined. Formats order those of wedges and pyramids differently.
-_INNER: dict[str, dict[int, tuple[int, ...]]] = {
-    "line3": {},
-    "triangle6": {},
-    "quad8": {},
-    "quad9": {8: (4, 5, 6, 7)},
-    "tetra10": {},
-    "hexahedron20": {},
-    "hexahedron27": {
-        20: (11, 19, 15, 16),
-        21: (9, 18, 13, 17),
-        22: (8, 17, 12, 16),
-        23: (10, 18, 14, 19),
-        24: (8, 9, 10, 11),
-        25: (12, 13, 14, 15),
-        26: (20, 21, 22, 23, 24, 25),
-    },
-}
+# Cells with a point in the middle of each edge, and no other. Formats order those of wedges and
+# pyramids differently.
+_QUADRATIC = ("line3", "triangle6", "quad8", "tetra10", "hexahedron20")
 
 
 @dataclass(frozen=True)
@@ -399,14 +365,13 @@ class _Cells:
     def joined(self) -> list[tuple[int, int]]:
         """Pairs of points of a cell that are joined, along its edges."""
         shape = self.shape
-        if self.kind in _INNER:
+        if self.kind in _QUADRATIC:
             middle = [(*ends, shape.corners + i) for i, ends in enumerate(shape.edges)]
-            along = [pair for a, b, m in middle for pair in ((a, m), (m, b))]
-            return along + [(a, b) for a, others in _INNER[self.kind].items() for b in others]
+            return [pair for a, b, m in middle for pair in ((a, m), (m, b))]
         if shape.dim and self.points.shape[1] != shape.corners:
             raise ArgumentError(
                 f"points of cells of kind {self.kind!r} cannot be joined; quadratic ones that "
-                f'can be: {", ".join(_INNER)}. Or let cells be the nodes: nodes="cells".'
+                f'can be: {", ".join(_QUADRATIC)}. Or let cells be the nodes: nodes="cells".'
             )
         return shape.edges
 
@@ -488,45 +453,36 @@ def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> Array:
     return _both_directions(np.concatenate(pairs, axis=1), count)
 
 
-def _corner_means(cells: Sequence[_Cells], points: Array, count: int) -> Array:
-    """Return the mean of each cell's corners, (count, D)."""
-    means = np.zeros((count, points.shape[1]), points.dtype)
-    for group in cells:
-        means[group.ids] = points[group.corners].mean(axis=1)
-    return means
-
-
-def _measures(cells: Sequence[_Cells], points: Array, count: int) -> Array:
-    """Return each cell's length, area or volume, (count,), from its corners.
+def _geometry(cells: Sequence[_Cells], points: Array, count: int) -> tuple[Array, Array]:
+    """Return each cell's mean of corners, (count, D), and its length, area or volume, (count,).
 
     A facet that is not flat counts as triangles around the mean of its corners; the area of a cell
     that is not flat is that of its largest projection onto a plane.
     """
-    found = np.zeros(count, points.dtype)
+    means, sizes = np.zeros((count, 3), points.dtype), np.zeros(count, points.dtype)
     where = np.zeros((len(points), 3), points.dtype)
     where[:, : points.shape[1]] = points
     for group in cells:
         corners = where[group.corners]
+        means[group.ids] = mean = corners.mean(axis=1)
+        corners = corners - mean[:, None]
         if group.shape.dim == 1:
             size = np.linalg.norm(corners[:, 1] - corners[:, 0], axis=1)
         elif group.shape.dim == 2:
-            spokes = corners[:, 1:] - corners[:, :1]
-            areas = np.cross(spokes[:, :-1], spokes[:, 1:]).sum(axis=1) / 2
-            size = np.linalg.norm(areas, axis=1)
+            size = np.linalg.norm(_area(corners), axis=1)
         else:
-            corners = corners - corners.mean(axis=1, keepdims=True)
             faces = [corners[:, facet] for facet in group.shape.facets]
-            size = np.abs(sum(_cone(face) for face in faces))
-        found[group.ids] = size
-    return found
+            # cones over triangles around m: (m x a + a x b + b x m) . m is (a x b) . m
+            cones = [(_area(face) * face.mean(axis=1)).sum(axis=1) / 3 for face in faces]
+            size = np.abs(sum(cones))
+        sizes[group.ids] = size
+    return means[:, : points.shape[1]], sizes
 
 
-def _cone(face: Array) -> Array:
-    """Return the signed volumes between facets, (C, K, 3), and the origin."""
-    # over its triangles, the apex at the mean: (m x a + a x b + b x m) . m is (a x b) . m
-    around: Array = np.cross(face, np.roll(face, -1, axis=1)).sum(axis=1)
-    size: Array = (around * face.mean(axis=1)).sum(axis=1) / 6
-    return size
+def _area(polygon: Array) -> Array:
+    """Return the area vectors of polygons, (C, K, 3), around the origin."""
+    area: Array = np.cross(polygon, np.roll(polygon, -1, axis=1)).sum(axis=1) / 2
+    return area
 
 
 def _both_directions(pairs: Array, count: int) -> Array:

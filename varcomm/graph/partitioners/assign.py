@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import remove_self_loops, to_undirected
 
-from varcomm.errors import ArgumentError
-from varcomm.graph.building.tables import check_edge_index, checked_count, ends, label
+from varcomm.errors import ArgumentError, MissingPackageError
+from varcomm.graph.building.tables import edge_indices, ends, label, node_counts, stores
 from varcomm.graph.partitioners.coordinates import (
     AllRows,
     by_bisection,
@@ -23,7 +24,6 @@ from varcomm.graph.partitioners.coordinates import (
     checked_positions,
     checked_weight,
 )
-from varcomm.graph.partitioners.multilevel import adjacency, by_kahip, by_metis
 from varcomm.sizes import at_least
 from varcomm.transport.agreement import agree, compare, share
 from varcomm.transport.engine import engine_for
@@ -32,8 +32,7 @@ from varcomm.transport.group import GroupLike, resolve
 __all__ = ["METHODS", "assign", "assign_sharded", "method_used"]
 
 _BY_POSITION = {"rcb": by_bisection, "hilbert": by_hilbert}
-_BY_EDGES = {"metis": by_metis, "kahip": by_kahip}
-METHODS = ("metis", "kahip", "rcb", "hilbert", "block", "random")
+METHODS = ("metis", "rcb", "hilbert", "block", "random")
 
 
 def assign(
@@ -49,32 +48,29 @@ def assign(
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
-        The full graph: ``edge_index`` of shape (2, E) for ``"metis"`` and ``"kahip"``, ``pos`` of
-        shape (N, D) for ``"rcb"`` and ``"hilbert"``; of every type, if it has several.
+        The full graph: ``edge_index`` of shape (2, E) for ``"metis"``, ``pos`` of shape (N, D) for
+        ``"rcb"`` and ``"hilbert"``; of every type, if it has several.
     parts : int
         Number of ranks.
-    method : {"metis", "kahip", "rcb", "hilbert", "block", "random"}, optional
+    method : {"metis", "rcb", "hilbert", "block", "random"}, optional
         - ``"metis"``: few cut edges, parts that differ by a few percent [1]_. Needs pymetis. Blocks
           if there are not more nodes than ranks.
-        - ``"kahip"``: mostly fewer cut edges, parts up to 3 % above the mean, slower [2]_. Needs
-          kahip. Blocks if there are not more nodes than ranks.
-        - ``"rcb"``: recursive coordinate bisection across the widest extent [3]_; parts differ by
-          one node.
-        - ``"hilbert"``: pieces of a Hilbert curve through the positions [4]_; parts differ by one
-          node. The curve distinguishes ``2 ** 31`` steps per side in 2-D, ``2 ** 21`` in 3-D.
-        - ``"block"``: nodes in the given order; parts differ by one node.
+        - ``"rcb"``: recursive coordinate bisection across the widest extent [2]_.
+        - ``"hilbert"``: pieces of a Hilbert curve through the positions [3]_.
+        - ``"block"``: nodes in the given order.
         - ``"random"``: each node at random, always the same; the most communication.
 
-        None is METIS, bisection or blocks: the first method that has its package and its data.
+        Parts of ``"rcb"``, ``"hilbert"`` and ``"block"`` differ by one node. None is METIS,
+        bisection or blocks: the first method that has its package and its data.
     node_weight : torch.Tensor, optional
         Cost of each node: non-negative integers of shape (N,); a dict by node type for a
         HeteroData. Parts then have equal weight: those of ``"hilbert"`` and ``"block"`` differ from
         the mean by less than the heaviest node and one, those of ``"rcb"`` by less than twice that.
         Not for ``"random"``.
     edge_weight : torch.Tensor, optional
-        Cost of each cut edge: non-negative integers of shape (E,), for ``"metis"`` and ``"kahip"``;
-        a dict by edge type for a HeteroData. Weights of all edges between two nodes are added;
-        without weights, edges between the same nodes count once.
+        Cost of each cut edge for ``"metis"``: non-negative integers of shape (E,); a dict by edge
+        type for a HeteroData. Weights of all edges between two nodes are added; without weights,
+        edges between the same nodes count once.
 
     Returns
     -------
@@ -89,14 +85,13 @@ def assign(
         If `method` is unknown, `parts` is not a positive integer, or positions, edges or weights
         are missing or invalid.
     MissingPackageError
-        If pymetis or kahip is needed and not installed.
+        If pymetis is needed and not installed.
 
     References
     ----------
     .. [1] G. Karypis and V. Kumar, SIAM Journal on Scientific Computing 20 (1998), 359-392.
-    .. [2] P. Sanders and C. Schulz, Experimental Algorithms (SEA 2013), LNCS 7933, 164-175.
-    .. [3] M. J. Berger and S. H. Bokhari, IEEE Transactions on Computers C-36 (1987), 570-580.
-    .. [4] J. Skilling, AIP Conference Proceedings 707 (2004), 381-387.
+    .. [2] M. J. Berger and S. H. Bokhari, IEEE Transactions on Computers C-36 (1987), 570-580.
+    .. [3] J. Skilling, AIP Conference Proceedings 707 (2004), 381-387.
 
     Examples
     --------
@@ -111,7 +106,7 @@ def assign(
     if method is not None and method not in METHODS:
         raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
     parts = at_least(1, parts, "parts")
-    counts = _node_counts(data)
+    counts = node_counts(data)
     chosen = _chosen(data, method)
     weight = _weights(node_weight, "node_weight", counts, "nodes")
     if weight is not None:
@@ -119,8 +114,8 @@ def assign(
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
             check_node_weight(float(weight.double().sum()), parts, "node_weight")
-    if edge_weight is not None and chosen not in _BY_EDGES:
-        raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" and "kahip" do.')
+    if edge_weight is not None and chosen != "metis":
+        raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" does.')
     owner = _owners(data, counts, parts, chosen, weight, edge_weight)
     if isinstance(data, HeteroData):
         return dict(zip(counts, owner.split(list(counts.values())), strict=True))
@@ -138,7 +133,10 @@ def assign_sharded(
     """Decide which of `parts` ranks owns each node, if no rank has all positions.
 
     Collective; an error on one rank is raised on all ranks. The result equals that of
-    :func:`assign` for the positions of all ranks in rank order.
+    :func:`assign` for the positions of all ranks in rank order. Positions stay on their rank.
+    Communication: at most 8 rounds for ``"hilbert"``, and for ``"rcb"`` 8 for each of the
+    ``log2(parts)`` levels of boxes, and a round per 8 bits of N; per round an :func:`all_reduce` of
+    at most 2 KiB per cut.
 
     Parameters
     ----------
@@ -164,19 +162,9 @@ def assign_sharded(
     ArgumentError
         On every rank, if positions, weights, `parts` or `method` are invalid on one rank.
     DisagreementError
-        On every rank, if coordinates, dtypes, devices, `parts` or methods differ across ranks, or
-        only some ranks have weights.
+        On every rank, if ranks differ in D, dtype, device, `parts`, `method` or use of weights.
     GroupError
         If this rank is not in `group`; on every rank, if `group` does not serve the device.
-
-    Notes
-    -----
-    Positions stay on their rank. Ranks count positions, or weights, in ranges of the curve or of a
-    coordinate, and narrow the ranges that hold a cut by 8 bits per round: at most 8 rounds for
-    ``"hilbert"``, and for ``"rcb"`` at most 8 for each of the ``log2(parts)`` levels of boxes.
-    In one process: :func:`assign`.
-
-    Communication: per round an :func:`all_reduce` of at most 2 KiB per cut.
 
     Examples
     --------
@@ -223,11 +211,11 @@ def assign_sharded(
 def method_used(data: Data | HeteroData, parts: int, method: str | None) -> str:
     """Return the method that assigns the nodes: `method`, or the first that has its data.
 
-    METIS and KaHIP cannot cut into one part, or into more parts than nodes: blocks instead.
+    METIS cannot cut into one part, or into more parts than nodes: blocks instead.
     """
     method = _chosen(data, method)
-    can_cut = 1 < parts < sum(_node_counts(data).values())
-    return "block" if method in _BY_EDGES and not can_cut else method
+    can_cut = 1 < parts < sum(node_counts(data).values())
+    return "block" if method == "metis" and not can_cut else method
 
 
 def _chosen(data: Data | HeteroData, method: str | None) -> str:
@@ -253,32 +241,55 @@ def _owners(
         return _BY_POSITION[method](_positions(data, method, counts), parts, AllRows(), weight)
     if method == "random":
         return torch.from_numpy(np.random.default_rng(0).integers(parts, size=nodes))
-    if method in _BY_EDGES:
+    if method == "metis":
         # checked even if there is nothing to cut
         edge_index, cost = _edges(data, counts, edge_weight)
         if 1 < parts < nodes:
-            return _BY_EDGES[method](adjacency(edge_index, nodes, cost), parts, weight)
+            return _by_metis(edge_index, nodes, cost, parts, weight)
     weights = [None] * len(counts) if weight is None else weight.split(list(counts.values()))
     each = zip(counts.values(), weights, strict=True)
     return torch.cat([by_order(count, parts, weight) for count, weight in each])
 
 
-def _node_counts(data: Data | HeteroData) -> dict[Any, int]:
-    """Return the number of nodes by type; the type is None for a Data."""
-    counts = {kind: checked_count(s.num_nodes, label(kind)) for kind, s in _stores(data, "node")}
-    if not counts:
-        raise ArgumentError("data has no node types.")
-    return counts
+def _by_metis(
+    edge_index: torch.Tensor,
+    nodes: int,
+    edge_weight: torch.Tensor | None,
+    parts: int,
+    node_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the part of each node by METIS's k-way partitioning, or its recursive bisection."""
+    try:
+        import pymetis
+    except ImportError as error:
+        raise MissingPackageError(
+            'method="metis" needs pymetis: pip install "varcomm[partition]". '
+            'Or choose method="rcb" (with data.pos) or "block".'
+        ) from error
+    if edge_weight is not None:  # of all edges between two nodes, added; a sum of zero is no edge
+        edge_index, edge_weight = edge_index[:, edge_weight > 0], edge_weight[edge_weight > 0]
+    edge_index, edge_weight = remove_self_loops(edge_index, edge_weight)
+    if edge_weight is None:
+        edge_index = to_undirected(edge_index, num_nodes=nodes)
+    else:
+        edge_index, edge_weight = to_undirected(edge_index, edge_weight, nodes, reduce="add")
+    source, target = edge_index.contiguous()
+    starts = torch.searchsorted(source, torch.arange(nodes + 1))
+    _, owner = pymetis.part_graph(
+        parts,
+        adjacency=pymetis.CSRAdjacency(starts.numpy(), target.numpy()),
+        vweights=None if node_weight is None else node_weight.numpy(),
+        eweights=None if edge_weight is None else edge_weight.numpy(),
+    )
+    return torch.from_numpy(np.asarray(owner, dtype=np.int64))
 
 
 def _positions(data: Data | HeteroData, method: str, counts: Mapping[Any, int]) -> torch.Tensor:
     """Return the positions of all nodes, of shape (N, D), on the CPU."""
-    found = []
-    for kind, store in _stores(data, "node"):
-        name = f"{label(kind)}.pos"
-        if store.get("pos") is None:
-            raise ArgumentError(f'method="{method}" needs the positions of the nodes in {name}.')
-        found.append(checked_positions(store.pos, name, method, counts[kind]).cpu())
+    found = [
+        checked_positions(store.get("pos"), f"{label(kind)}.pos", method, counts[kind]).cpu()
+        for kind, store in stores(data, "node")
+    ]
     if len({pos.shape[1] for pos in found}) > 1:
         raise ArgumentError(
             f'method="{method}" needs as many coordinates for nodes of every type; got positions '
@@ -292,23 +303,16 @@ def _edges(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return all edges, nodes counted type after type, and their weights, if any; on the CPU."""
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-    found = {None: torch.zeros(2, 0, dtype=torch.int64)}
-    for kind, store in _stores(data, "edge"):
-        source, target = ends(kind)
-        sizes = counts.get(source, 0), counts.get(target, 0)
-        edge_index = check_edge_index(
-            store.get("edge_index"), *sizes, f"{label(kind)}.edge_index"
-        ).cpu()
-        shift = torch.tensor([[starts.get(source, 0)], [starts.get(target, 0)]])
-        found[kind] = edge_index + shift if shift.any() else edge_index
-    edge_index = torch.cat(list(found.values()), dim=1)
-    if isinstance(data, HeteroData):
-        del found[None]
-    rows = {kind: edges.shape[1] for kind, edges in found.items()}
+    found = edge_indices(data, counts)
+    shifted = [torch.zeros(2, 0, dtype=torch.int64)]
+    for kind, edge_index in found.items():
+        shift = torch.tensor([[starts[end]] for end in ends(kind)])
+        shifted.append(edge_index.cpu() + shift if shift.any() else edge_index.cpu())
+    rows = {kind: edge_index.shape[1] for kind, edge_index in found.items()}
     cost = _weights(weight, "edge_weight", rows, "edges")
     if cost is not None:
         check_sum(2 * float(cost.double().sum()), 2.0**62, "edge_weight, from both ends,")
-    return edge_index, cost
+    return torch.cat(shifted, dim=1), cost
 
 
 def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> torch.Tensor | None:
@@ -327,10 +331,3 @@ def _weights(given: Any, name: str, counts: Mapping[Any, int], rows: str) -> tor
         each = name if kind is None else f"{name}[{kind!r}]"
         weights.append(checked_weight(given[kind], each, count, rows).cpu())
     return torch.cat(weights)
-
-
-def _stores(data: Data | HeteroData, rows: str) -> list[tuple[Any, Any]]:
-    """Return the stores of the "node" or "edge" types, by type; the type is None for a Data."""
-    if isinstance(data, HeteroData):
-        return list(data.node_items() if rows == "node" else data.edge_items())
-    return [(None, data.stores[0])]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.shard import described
+from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.sizes import ShardSizes, holds_integers
@@ -37,20 +38,23 @@ _DIGIT = 8
 
 def checked_positions(pos: object, name: str, method: str, rows: int | None = None) -> torch.Tensor:
     """Return `pos` as (n, D) if it holds finite positions; `rows` is the expected n, if known."""
-    shape = f"({'n' if rows is None else rows}, D)"
-    if not isinstance(pos, torch.Tensor) or pos.is_complex() or pos.dtype == torch.bool:
-        got = pos.dtype if isinstance(pos, torch.Tensor) else type(pos).__name__
-        raise ArgumentError(f"{name} must be a tensor of real numbers; got {got}.")
-    if pos.dim() not in (1, 2) or rows not in (None, len(pos)) or pos.shape[1:].numel() == 0:
+    if (
+        not isinstance(pos, torch.Tensor)
+        or pos.is_complex()
+        or pos.dtype == torch.bool
+        or pos.dim() not in (1, 2)
+        or rows not in (None, len(pos))
+        or pos.shape[1:].numel() == 0
+    ):
         raise ArgumentError(
-            f'method="{method}" needs {name} of shape {shape}, a row for each node; got '
-            f"{tuple(pos.shape)}."
+            f'method="{method}" needs {name}, a tensor of real numbers of shape '
+            f"({'n' if rows is None else rows}, D), a row for each node; got {described(pos)}."
         )
     pos = pos.detach().view(len(pos), pos.shape[1:].numel())
     if method == "hilbert" and pos.shape[1] > _MOST_COORDINATES:
         raise ArgumentError(
-            f'method="hilbert" takes at most {_MOST_COORDINATES} coordinates; got {pos.shape[1]}. '
-            'Choose method="rcb".'
+            f'method="hilbert" accepts at most {_MOST_COORDINATES} coordinates; got '
+            f'{pos.shape[1]}. Choose method="rcb".'
         )
     # a NaN makes both bounds NaN
     if pos.numel() and not bool(torch.stack(pos.aminmax()).isfinite().all()):
@@ -60,22 +64,18 @@ def checked_positions(pos: object, name: str, method: str, rows: int | None = No
 
 
 def checked_weight(weight: torch.Tensor, name: str, rows: int, row: str) -> torch.Tensor:
-    """Return `weight` as int64, if it holds a non-negative integer per row.
-
-    Sums of integers are exact, in any order and on any number of ranks.
-    """
-    if not isinstance(weight, torch.Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor; got {type(weight).__name__}.")
-    if not holds_integers(weight) or weight.shape != (rows,):
-        hint = "" if holds_integers(weight) else " Scale and round it."
+    """Return `weight` as int64, if it holds a non-negative integer per row: sums are exact."""
+    if not (
+        isinstance(weight, torch.Tensor)
+        and holds_integers(weight)
+        and weight.shape == (rows,)
+        and (rows == 0 or int(weight.min()) >= 0)
+    ):
         raise ArgumentError(
-            f"{name} must hold an integer for each of the {rows} {row}; got {weight.dtype} of "
-            f"shape {tuple(weight.shape)}.{hint}"
+            f"{name} must be a tensor with a non-negative integer for each of the {rows} {row}; "
+            f"got {described(weight)}. Scale and round it."
         )
-    weight = weight.detach().to(torch.int64)
-    if rows and int(weight.min()) < 0:
-        raise ArgumentError(f"{name} must not be negative; its least is {int(weight.min())}.")
-    return weight
+    return weight.detach().to(torch.int64)
 
 
 def check_node_weight(total: float, parts: int, name: str) -> None:
@@ -97,9 +97,7 @@ def check_sum(total: float, limit: float, name: str) -> None:
 class AllRows:
     """Totals over the rows of all ranks, in rank order, or of one process that has all rows.
 
-    An algorithm that sees other ranks' rows only through these totals returns the same result on
-    any number of ranks. Each rank receives about twice the bytes of a tensor, for any number of
-    ranks. All ranks pass tensors of one shape and dtype.
+    All ranks pass tensors of one shape and dtype, and receive about twice their bytes.
     """
 
     group: Group | None = None
@@ -108,25 +106,22 @@ class AllRows:
         """Return the sum over all ranks."""
         return x if self.group is None else all_reduce(x, group=self.group.process_group)
 
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over lower ranks."""
-        return self._folded(x, lambda ranks: ranks.cumsum(0) - ranks)
-
     def least(self, x: torch.Tensor) -> torch.Tensor:
         """Return the elementwise minimum over all ranks."""
-        return self._folded(x, lambda ranks: ranks.amin(0).expand_as(ranks))
-
-    def _folded(
-        self, x: torch.Tensor, fold: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return this rank's row of ``fold(rows of all ranks)``; each rank folds some columns."""
         if self.group is None:
-            return fold(x.view(1, -1)).view(x.shape)
+            return x
         size, pg = self.group.size, self.group.process_group
         columns = ShardSizes.balanced(x.numel(), size)
         mine = [columns[self.group.rank]] * size
         ranks = all_to_all_v(x.reshape(-1), columns, mine, group=pg).view(size, -1)
-        return all_to_all_v(fold(ranks).reshape(-1), mine, columns, group=pg).view(x.shape)
+        return all_gather_v(ranks.amin(0), columns, group=pg).view(x.shape)
+
+    def span(self, count: int) -> tuple[int, int]:
+        """Return the number of rows on lower ranks, and on all ranks."""
+        if self.group is None:
+            return 0, count
+        sizes = ShardSizes.from_local(count, self.group.process_group)
+        return sizes.offsets[self.group.rank], sizes.total
 
 
 def by_order(nodes: int, parts: int, weight: torch.Tensor | None) -> torch.Tensor:
@@ -242,66 +237,48 @@ def _cuts_passed(
     the cuts up to ``s + (w - 1) // 2``, its middle.
 
     A radix selection finds all cuts at once, and rows stay where they are: each round adds up
-    weights by the next 8 bits of the keys, in ranges of keys that hold a cut. Communication:
-    ``bits / 8`` sums of 256 int64 per cut, rounded up, and three of one int64 per cut.
+    weights by the next 8 bits of the keys, then of the rows' numbers, in ranges that hold a cut. In
+    the end, each range has one row. Communication: 256 int64 per cut and round.
     """
     box_of_cut, parts, first = cuts_of_boxes
     if len(box_of_cut) == 0:
         return torch.zeros_like(keys)
     total = rows.total(_summed(box, int(box_of_cut[-1]) + 1, weight))[box_of_cut]
     cuts = total // parts * first + torch.minimum(first, total % parts)
-    at, place = box, box_of_cut  # the range of keys of each row, and of each cut
+    at, place = box, box_of_cut  # the range of each row, and of each cut
     passed = torch.zeros_like(keys)
     left: slice | torch.Tensor = slice(None)  # rows in a range that holds a cut
-    while bits > 0:
-        width = min(bits, _DIGIT)
-        bits -= width
-        places, digits = int(place[-1]) + 1, 1 << width
-        slot = (keys >> bits).bitwise_and_(digits - 1).add_(at, alpha=digits)
-        sums = rows.total(_summed(slot, places * digits, weight)).view(places, digits)
-        ends = sums.cumsum(1)
-        # the digit of each cut; a cut behind all rows has the last digit
-        digit = (ends[place] <= cuts[:, None]).sum(1).clamp_(max=digits - 1)
-        chosen = place * digits + digit
-        cuts = cuts - (ends - sums).view(-1)[chosen]
-        held = torch.bincount(chosen, minlength=places * digits).view(places, digits)
-        passed[left] += (held.cumsum(1) - held).view(-1)[slot]
-        ranges, place = torch.unique(chosen, return_inverse=True)
-        number = torch.full((places * digits,), -1, device=keys.device)
-        number[ranges] = torch.arange(len(ranges), device=keys.device)
-        at = number[slot]
-        del slot  # as large as the keys
-        kept = (at >= 0).nonzero().view(-1)
-        at, keys = at[kept], keys[kept]
-        left = kept if isinstance(left, slice) else left[kept]
-        weight = None if weight is None else weight[kept]
-    passed[left] += _passed_by_equals(at, cuts, place, rows, weight)
+    before, count = rows.span(len(keys))
+    for by_number in (False, True):
+        if by_number:
+            keys = torch.arange(len(passed), device=keys.device)[left] + before
+            bits = max(count - 1, 0).bit_length()
+        while bits > 0:
+            width = min(bits, _DIGIT)
+            bits -= width
+            places, digits = int(place[-1]) + 1, 1 << width
+            slot = (keys >> bits).bitwise_and_(digits - 1).add_(at, alpha=digits)
+            sums = rows.total(_summed(slot, places * digits, weight)).view(places, digits)
+            ends = sums.cumsum(1)
+            # the digit of each cut; a cut behind all rows has the last digit
+            digit = (ends[place] <= cuts[:, None]).sum(1).clamp_(max=digits - 1)
+            chosen = place * digits + digit
+            cuts = cuts - (ends - sums).view(-1)[chosen]
+            held = torch.bincount(chosen, minlength=places * digits).view(places, digits)
+            passed[left] += (held.cumsum(1) - held).view(-1)[slot]
+            ranges, place = torch.unique(chosen, return_inverse=True)
+            number = torch.full((places * digits,), -1, device=keys.device)
+            number[ranges] = torch.arange(len(ranges), device=keys.device)
+            at = number[slot]
+            del slot  # as large as the keys
+            kept = (at >= 0).nonzero().view(-1)
+            at, keys = at[kept], keys[kept]
+            left = kept if isinstance(left, slice) else left[kept]
+            weight = None if weight is None else weight[kept]
+    middle = torch.full_like(cuts, -1)  # of the row in each range, if it is on this rank
+    middle[at] = torch.zeros_like(at) if weight is None else (weight - 1) // 2
+    passed[left] += torch.bincount(place[cuts <= middle[place]], minlength=len(cuts))[at]
     return passed
-
-
-def _passed_by_equals(
-    at: torch.Tensor,
-    cuts: torch.Tensor,
-    place: torch.Tensor,
-    rows: AllRows,
-    weight: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the number of cuts of its range behind which each row lies, in rank order."""
-    places = int(place[-1]) + 1
-    mine = _summed(at, places, weight)
-    sums = rows.total(mine)
-    before = rows.before(mine)
-    # ranges are laid end to end, so that one ascending sequence holds all cuts
-    offset = sums.cumsum(0) - sums
-    order = at.sort(stable=True).indices
-    at = at[order]
-    each = torch.ones_like(at) if weight is None else weight[order]
-    start = each.cumsum(0) - each + (offset + before - (mine.cumsum(0) - mine))[at]
-    behind = torch.searchsorted(offset[place] + cuts, start + (each - 1) // 2, right=True)
-    # a row without weight at the very start lies before its range, and before earlier cuts
-    held = torch.bincount(place, minlength=places)
-    behind = (behind - (held.cumsum(0) - held)[at]).clamp_(min=0)
-    return torch.empty_like(behind).scatter_(0, order, behind)
 
 
 def _bits_of(coordinates: int) -> int:
