@@ -41,19 +41,12 @@ def reference(
     reduction="none",
     weight=None,
     z_loss=0.0,
-    smooth_over="all",
 ):
-    """The loss of whole logits, by torch, or from its log-softmax where torch has no option."""
-    counted, classes = target != ignore_index, logits.shape[-1]
-    if smooth_over == "all":
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        flat = logits.reshape(-1, classes), target.reshape(-1), weight
-        loss = F.cross_entropy(*flat, reduction="none", **options).view(target.shape)
-    else:
-        of_class = F.one_hot(target.masked_fill(~counted, 0), classes).to(logits.dtype)
-        q = of_class * (1 - label_smoothing) + (1 - of_class) * label_smoothing / (classes - 1)
-        q = q if weight is None else q * weight
-        loss = -(q * F.log_softmax(logits, -1)).sum(-1).masked_fill(~counted, 0)
+    """The loss of whole logits by torch, with the term that torch has not."""
+    counted = target != ignore_index
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1), weight
+    loss = F.cross_entropy(*flat, reduction="none", **options).view(target.shape)
     if z_loss:
         loss = loss + (z_loss * logits.logsumexp(-1) ** 2).masked_fill(~counted, 0)
     if reduction == "none":

@@ -58,23 +58,6 @@ def test_beside_logits_and_their_gradient_a_few_numbers_a_token(worlds, dtype):
             assert max(peaks) <= 2 * CHUNK + FEW + weights
 
 
-def twice(rank):
-    """The gradient of a gradient: beside it, and beside the gradient."""
-    logits = torch.randn(TOKENS, 20_000).requires_grad_()
-    target = targets(TOKENS, classes=CLASSES)
-    loss = vocab_parallel_cross_entropy(logits, target, [20_000] * 2, reduction="sum")
-    direction = torch.randn_like(logits)
-    first, (gradient,) = peak_of(lambda: torch.autograd.grad(loss, logits, create_graph=True))
-    second, _ = peak_of(lambda: torch.autograd.grad(gradient, logits, direction))
-    return first - logits.nbytes, second - 2 * logits.nbytes
-
-
-def test_second_derivatives_need_no_more(worlds):
-    """Two gradients: of the logits directly, and through their statistics, that are added."""
-    for peaks in worlds.run(2, twice):
-        assert max(peaks) <= 2 * CHUNK + FEW
-
-
 def of_hidden(rank):
     hidden = torch.randn(2 * TOKENS, WIDTH).requires_grad_()
     head = torch.randn(30_000, WIDTH).requires_grad_()
@@ -92,19 +75,19 @@ def test_logits_of_hidden_states_never_exist(worlds):
     When the gradients of hidden states are summed there is the rank's own, both, and the sum.
     """
     for forward, backward, hidden in worlds.run(2, of_hidden):
-        assert forward <= 2 * CHUNK + 2 * FEW
+        assert forward <= 2 * CHUNK + 2 * FEW + hidden
         assert backward <= max(3 * CHUNK, 3 * hidden) + hidden + 2 * FEW
 
 
 def kept(rank):
-    """Backward keeps the inputs, and nothing else of the size of logits or hidden states."""
+    """Backward keeps the inputs, a copy of hidden states, and nothing of the size of logits."""
     logits, hidden, head = (
         torch.randn(*shape, requires_grad=True) for shape in ((64, 3000), (64, 8), (3000, 8))
     )
     own = {x.data_ptr() for x in (logits, hidden, head)}
 
     def pack(x):
-        assert x.data_ptr() in own or x.numel() <= 6 * 64, tuple(x.shape)
+        assert x.data_ptr() in own or x.numel() <= 8 * 64, tuple(x.shape)
         return x
 
     target, sizes = targets(64, classes=6000), [3000, 3000]

@@ -1,8 +1,9 @@
 """Embeddings whose table is sharded, by ids or by features, in shards of any sizes.
 
 A lookup is one linear operator, from this rank's rows of the table to the rows of the ids, and its
-adjoint is another. How many rows travel depends on the values of the ids, so both are opaque in
-compiled graphs, and the ids are checked when the graph runs.
+adjoint is another. The row of each distinct id travels once from its owner to each rank that needs
+it. So how many rows travel depends on the values of the ids: both operators are opaque in compiled
+graphs, and the ids are checked when the graph runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,18 +22,14 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import Operator, apply, checking, torch_operator
-from varcomm.ops.reduce_scatter_v import reduce_scatter_v
-from varcomm.ops.reduction import SMALL, checked_summable
-from varcomm.ops.replicated import ReplicatedSum
+from varcomm.ops.reduction import checked_summable
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, exact_int
 from varcomm.tensor_parallel.layout import (
-    Choices,
     Layout,
     ShardedModule,
     agreed,
-    checked_choice,
     module_seed,
 )
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
@@ -47,8 +44,6 @@ __all__ = [
     "vocab_parallel_embedding",
 ]
 
-_METHODS = ("auto", "masked", "indexed")
-
 
 def vocab_parallel_embedding(
     ids: Tensor,
@@ -56,7 +51,6 @@ def vocab_parallel_embedding(
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
-    method: str = "auto",
     input_is_parallel: bool = False,
     group: GroupLike = None,
 ) -> Tensor:
@@ -76,10 +70,6 @@ def vocab_parallel_embedding(
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows on all
         ranks or, with `input_is_parallel`, each rank's own.
-    method : {"auto", "masked", "indexed"}
-        *masked*: every rank looks up the ids it owns, and the rows are summed over ranks.
-        *indexed*: the row of each distinct id travels once from its owner to each rank that needs
-        it. *auto*: the one for which the busiest rank sends or receives fewer bytes.
     input_is_parallel : bool
         Whether each rank passes the ids of its own part of the sequence only.
     group : ProcessGroup or DeviceMesh, optional
@@ -103,9 +93,9 @@ def vocab_parallel_embedding(
     Adjoint: gradients of the same id are summed at its owner in a fixed order, bit for bit the same
     at every run; floats narrower than 4 bytes are summed in fp32.
 
-    Communication: *masked* is an all-reduce of all rows and nothing in backward, or a
-    reduce-scatter, and an all-gather in backward. *indexed* sends rows of distinct ids, and their
-    gradients back if ranks have parts. Ids travel only with `input_is_parallel`.
+    Communication: the row of each distinct id, once from its owner to each rank that needs it. In
+    backward nothing, or if ranks have parts, gradients of these rows. Ids travel only with
+    `input_is_parallel`.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
@@ -124,7 +114,6 @@ def vocab_parallel_embedding(
     with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
         _check_table(weight, owned, 0, ranks, where)
         _check_ids(ids, weight, where)
-        checked_choice(method, "method", where, _METHODS)
         padding = _checked_padding(padding_idx, sum(owned), where)
         if input_is_parallel:
             checked_dim(0, ids.shape, where)
@@ -143,7 +132,7 @@ def vocab_parallel_embedding(
             first = sum(rows[: ranks.rank])  # no range: rows are symbols in a compiled graph
             own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
     flat = ids.reshape(-1).to(torch.int64)
-    operator = _LookUp(ranks, flat, tuple(owned), padding, _METHODS.index(method), parts)
+    operator = _LookUp(ranks, flat, tuple(owned), padding, ranks.size == 1, parts)
     found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])
     return _without_padding(found, own, padding)
 
@@ -202,15 +191,11 @@ def feature_parallel_embedding(
     # this rank owns all rows, and nothing travels
     owned = tuple(len(weight) * (rank == ranks.rank) for rank in range(ranks.size))
     flat = ids.reshape(-1).to(torch.int64)
-    rows = apply(_LookUp(ranks, flat, owned, padding, _LOCAL, ()), weight)
+    rows = apply(_LookUp(ranks, flat, owned, padding, True, ()), weight)
     found = _without_padding(rows.view(*ids.shape, weight.shape[1]), ids, padding)
     if not gather_output:
         return found
     return gather_from_tensor_model_parallel_region(found, columns, -1, group)
-
-
-# A method beside those of `_METHODS`: this rank has all rows.
-_LOCAL = len(_METHODS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,30 +203,28 @@ class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
     `ids` are all ids, flat, int64, identical on all ranks. `sizes` are rows of the table per rank,
-    `padding` is an id or -1, `method` an index into `_METHODS` or `_LOCAL`, and `parts` the number
-    of ids whose rows are for each rank, empty if all ranks get all rows.
+    which `is_local` if this rank has all rows; `padding` is an id or -1, and `parts` the number of
+    ids whose rows are for each rank, empty if all ranks get all rows.
     """
 
     group: Group
     ids: torch.Tensor
     sizes: tuple[int, ...]
     padding: int
-    method: int
+    is_local: bool
     parts: tuple[int, ...]
 
     def describe(self, x: Tensor) -> dict[str, Any]:
-        local = self.method == _LOCAL
         return {
             "ids": digest(self.ids),
-            "sizes": sum(self.sizes) if local else list(self.sizes),
+            "sizes": sum(self.sizes) if self.is_local else list(self.sizes),
             "padding_idx": self.padding,
-            "method": "local" if local else _METHODS[self.method],
             "sequence_sizes": list(self.parts),
-            "shape of a row": [] if local else packing.rest(x.shape, 0),
+            "shape of a row": [] if self.is_local else packing.rest(x.shape, 0),
         }
 
     def _transposed(self, kind: Any) -> Any:
-        made = kind(self.group, self.ids, self.sizes, self.padding, self.method, self.parts)
+        made = kind(self.group, self.ids, self.sizes, self.padding, self.is_local, self.parts)
         if "exchange" in vars(self):  # planned once for both
             vars(made)["exchange"] = self.exchange
         return made
@@ -250,19 +233,6 @@ class _Lookup(Operator):
     def _rows(self) -> range:
         """The ids of this rank's rows."""
         return ShardSizes(self.sizes).range(self.group.rank)
-
-    @property
-    def _is_masked(self) -> bool:
-        alone = self.method == 0 and self.group.size == 1
-        return alone or _METHODS[self.method] == "masked"
-
-    def _owned(self, without: int = -1) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of ids that this rank owns, and their places; None is everywhere."""
-        mine = self._rows
-        own = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != without)
-        places = torch.nonzero(own).view(-1)
-        everywhere = len(places) == len(self.ids)
-        return self.ids[places] - mine.start, None if everywhere else places
 
     @cached_property
     def exchange(self) -> tuple[ExchangePlan, Tensor, Tensor]:
@@ -291,41 +261,20 @@ class _LookUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
-        kind = "feature" if self.method == _LOCAL else "vocab"
-        _check_range(self.ids, sum(self.sizes), f"{kind}_parallel_embedding on {self.group}: ")
+        _check_range(self.ids, sum(self.sizes), f"{self.name} on {self.group}: ")
         rows = self._looked_up(x)
         return Pending([], lambda: rows)
 
     def _looked_up(self, table: Tensor) -> Tensor:
-        if self.method == _LOCAL:
+        if self.is_local:
             return table.index_select(0, self.ids)
         if self.parts:
-            if self._is_masked:
-                pg = self.group.process_group
-                return reduce_scatter_v(self._masked(table), self.parts, group=pg)
             plan, _, places = self.exchange
             return plan(table).index_select(0, places)
-        if not self._is_masked:
-            distinct, places = self.ids.unique(return_inverse=True)
-            owners = ShardSizes(self.sizes).owner(distinct)
-            counts = torch.bincount(owners, minlength=self.group.size).tolist()
-            if self.method != 0 or not self._sum_is_no_more(counts, table):
-                return self._gathered(table, distinct, places, counts)
-        return apply(ReplicatedSum(self.group, use_fp32=True), self._masked(table))
-
-    def _masked(self, table: Tensor) -> Tensor:
-        own, places = self._owned()
-        picked = table.index_select(0, own)
-        if places is None:
-            return picked
-        rows = table.new_zeros(len(self.ids), *table.shape[1:])
-        return rows.index_copy_(0, places, picked)
-
-    def _gathered(
-        self, table: Tensor, distinct: Tensor, places: Tensor, counts: list[int]
-    ) -> Tensor:
-        """Gather each distinct row once; the only copy repeats it at all its places."""
-        rank, row = self.group.rank, table.shape[1:]
+        # gather each distinct row once; the only copy repeats it at all its places
+        distinct, places = self.ids.unique(return_inverse=True)
+        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, table.shape[1:]
+        counts = torch.bincount(owners, minlength=self.group.size).tolist()
         first = sum(counts[:rank])
         own = distinct[first : first + counts[rank]] - self._rows.start
         values = packing.flat(table.index_select(0, own))
@@ -333,16 +282,6 @@ class _LookUp(_Lookup):
         works, received = packing.all_gather(self.name, self.group, values, lengths)
         rows = received.view(len(distinct), *row)
         return Pending(works, lambda: rows.index_select(0, places)).wait()
-
-    def _sum_is_no_more(self, counts: Sequence[int], table: Tensor) -> bool:
-        """Return whether the busiest rank sends and receives no more by a sum than by a gather."""
-        ranks, distinct, tokens = self.group.size, sum(counts), len(self.ids)
-        gathering = max(max((ranks - 1) * own, distinct - own) for own in counts)
-        nbytes = tokens * table.shape[1:].numel() * table.element_size()
-        # the schedules of varcomm.ops.all_reduce
-        by_pieces = ranks > 2 and nbytes > SMALL
-        summing = 2 * tokens * (ranks - 1) / ranks if by_pieces else tokens * (ranks - 1)
-        return summing <= gathering
 
     def result(self, x: Tensor) -> Tensor:
         rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
@@ -365,17 +304,18 @@ class _SumUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
-        if not self.parts or self._is_masked:
-            if self.parts:
-                x = all_gather_v(x, self.parts, group=self.group.process_group)
-            total = self._summed(x, *self._owned(self.padding), len(self._rows))
-        else:
+        if self.parts and not self.is_local:
             plan, own, places = self.exchange
             kept = None
             if self.padding >= 0:
                 kept = torch.nonzero(own != self.padding).view(-1)
                 places = places[kept]
             total = plan.adjoint(self._summed(x, places, kept, sum(plan.recv_counts)))
+        else:
+            mine = self._rows
+            owned = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != self.padding)
+            places = torch.nonzero(owned).view(-1)
+            total = self._summed(x, self.ids[places] - mine.start, places, len(mine))
         return Pending([], lambda: total)
 
     @staticmethod
@@ -444,10 +384,7 @@ def _normal(tensor: Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class _VocabLayout(Layout):
-    method: str = "auto"
     input_is_parallel: bool = False
-
-    choices: ClassVar[Choices] = {"method": _METHODS}
 
 
 @dataclass(frozen=True)
@@ -469,7 +406,6 @@ class _ParallelEmbedding(ShardedModule):
         embedding_dim: int,
         sizes: Sequence[int] | None = None,
         padding_idx: int | None = None,
-        max_norm: None = None,
         *,
         group: GroupLike = None,
         **options: Any,
@@ -478,11 +414,6 @@ class _ParallelEmbedding(ShardedModule):
         self._layout = self._kind(sizes, group, **options)
 
         def more() -> dict[str, Any]:
-            if max_norm is not None:
-                raise ArgumentError(
-                    "max_norm is refused: a lookup would overwrite rows of the table while "
-                    "autograd uses them. Normalise the result, or the weight after the step."
-                )
             if len(self.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
             padding = _checked_padding(padding_idx, num_embeddings, "")
@@ -529,8 +460,8 @@ class _ParallelEmbedding(ShardedModule):
     ) -> Self:
         """Shard an embedding that is identical on all ranks; collective.
 
-        `options` are arguments of the constructor beside sizes of the table, padding_idx, max_norm,
-        init, device and dtype. All ranks raise ArgumentError if the embedding has options that a
+        `options` are arguments of the constructor beside sizes of the table, padding_idx, init,
+        device and dtype. All ranks raise ArgumentError if the embedding has options that a
         sharded table has not, and DisagreementError if the weights differ.
         """
 
@@ -583,14 +514,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         Ids per rank; zeros allowed; None is balanced.
     padding_idx : int, optional
         The id, of all ids, whose row starts as zeros and gets no gradient.
-    max_norm : None
-        Refused: rows would be overwritten during the forward.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `sequence_sizes`, `method` and `input_is_parallel` as in :func:`vocab_parallel_embedding`;
-        `device` and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place;
-        None draws from the normal distribution.
+        `sequence_sizes` and `input_is_parallel` as in :func:`vocab_parallel_embedding`; `device`
+        and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place; None draws
+        from the normal distribution.
 
     Attributes
     ----------
@@ -622,7 +551,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     _kind = _VocabLayout
 
-    method: str
     input_is_parallel: bool
 
     def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
@@ -633,7 +561,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.sizes,
             self.padding_idx,
             self.sequence_sizes if sequence_sizes is None else sequence_sizes,
-            self.method,
             self.input_is_parallel,
             self.group.process_group,
         )
@@ -644,7 +571,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Parameters
     ----------
-    num_embeddings, embedding_dim, padding_idx, max_norm, group
+    num_embeddings, embedding_dim, padding_idx, group
         As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.

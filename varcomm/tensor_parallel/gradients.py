@@ -182,11 +182,6 @@ def _is_sharded(index: int, parameter: Tensor, group: Group, where: str) -> bool
     gradient = _gradient(parameter)
     if gradient is not None:
         checked_tensor(gradient, where, f"the gradient of parameter {index}")
-    if gradient is not parameter.grad and parameter.grad is not None:
-        raise ArgumentError(
-            f"{where}parameter {index} has gradients in both grad and main_grad, as a tied "
-            "embedding and head do. Add grad to main_grad, and set grad to None."
-        )
     spec = shard_spec(parameter)
     if spec is not None and spec.group != group:
         raise ArgumentError(

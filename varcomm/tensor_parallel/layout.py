@@ -182,7 +182,7 @@ class ShardedModule(nn.Module):
             return {**found, **more()}
 
         checked, seed = agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
-        for name in checked.keys() - {"sizes", "dtype", "an init", "bias", "allocate_weight"}:
+        for name in checked.keys() - {"sizes", "dtype", "an init", "bias"}:
             setattr(self, name, checked[name])
         return int(seed)
 
@@ -213,7 +213,7 @@ class ShardedModule(nn.Module):
                 f"{word}, of class {type(layer).__name__}, has {lost}, which would be lost. Remove "
                 "it, and add it to the parallel layer."
             )
-        fixed = {"bias", "allocate_weight", "group", "init", "device", "dtype"}
+        fixed = {"bias", "group", "init", "device", "dtype"}
         known = {field.name for field in fields(cls._kind)} - fixed
         if unknown := [name for name in options if name not in known]:
             raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")

@@ -3,12 +3,12 @@
 Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-parallel layer,
 `before` makes this rank's use of the input: the input is replicated, or gathered from the parts of
 a sequence. For a row-parallel layer, `after` sums the products of all ranks, or sums and scatters
-them along the sequence. Messages travel while products are computed.
+them along the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import prod, sqrt
 from typing import Any, ClassVar, Literal, NoReturn, Self
@@ -20,8 +20,15 @@ from torch.nn import functional
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
 from varcomm.ops.checks import checked_tensor
-from varcomm.ops.compilation import uncompiled
-from varcomm.ops.operator import apply, begin, checking, in_forward_mode, is_recorded
+from varcomm.ops.operator import (
+    Operator,
+    apply,
+    begin,
+    checking,
+    in_forward_mode,
+    is_recorded,
+    refuse_vmap,
+)
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
 from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.layout import (
@@ -33,7 +40,6 @@ from varcomm.tensor_parallel.layout import (
     checked_choice,
 )
 from varcomm.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -47,9 +53,7 @@ __all__ = [
     "row_parallel_linear",
 ]
 
-Output = Tensor | tuple[Tensor, Tensor | None]
 Before = ReplicatedUse | AllGatherV
-After = ReplicatedSum | ReduceScatterV
 
 _SAVED = ("input", "gathered")
 
@@ -73,11 +77,9 @@ def column_parallel_linear(
     x : torch.Tensor
         Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
         ``(sequence_sizes[rank], *F, K)``.
-    weight : torch.Tensor
-        This rank's rows of the weight, ``(sizes[rank], K)``. ``backward()`` adds its gradient to an
-        attribute ``main_grad`` if there is one, in its dtype, and not to ``weight.grad``.
-    bias : torch.Tensor, optional
-        This rank's part of the bias, ``(sizes[rank],)``.
+    weight, bias : torch.Tensor
+        This rank's rows of the weight, ``(sizes[rank], K)``, and of the bias, ``(sizes[rank],)`` or
+        None.
     sizes : sequence of int, optional
         Outputs per rank; zeros allowed. Used only by `gather_output`; None asks all ranks.
     gather_output : bool
@@ -106,9 +108,9 @@ def column_parallel_linear(
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
 
-    Communication: with `sequence_sizes` an all-gather of `x`, while own rows are multiplied, again
-    in backward with ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient
-    of `x`, while that of `weight` is computed. Operands without a gradient cause neither.
+    Communication: with `sequence_sizes` an all-gather of `x`, again in backward with
+    ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient of `x`, while that
+    of `weight` is computed. Operands without a gradient cause neither.
 
     In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``, also
     under ``torch.autocast``.
@@ -123,21 +125,24 @@ def column_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
-    name, ranks = "column_parallel_linear", resolve(group)
-    flags = {"gather_output": gather_output, "use_fp32": use_fp32}
-    with checking(name, ranks, **flags) as where:
+    ranks, flags = resolve(group), {"gather_output": gather_output, "use_fp32": use_fp32}
+    with checking("column_parallel_linear", ranks, **flags) as where:
         checked_choice(save, "save", where, _SAVED)
         checked_operands(x, weight, bias, where)
         _check_sizes(weight, sizes, 0, ranks, where)
-        sequence = checked_sequence(x, sequence_sizes, ranks, where)
-        sink = _gradient_sink(weight, where)
+        sequence = _checked_sequence(x, sequence_sizes, ranks, where)
     x, weight, bias = autocast(x, weight, bias)
     before: Before = ReplicatedUse(ranks, use_fp32)
     length = x.shape[:-1]
     if sequence is not None:
-        before = AllGatherV(ranks, flattened(sequence, x), 0, use_fp32)
+        before = AllGatherV(ranks, _rows_per_rank(sequence, x), 0, use_fp32)
         length = torch.Size((sum(sequence), *x.shape[1:-1]))
-    y = _product(as_rows(x), weight, bias, sink, before, None, save == "gathered")
+    rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    if torch.compiler.is_compiling():
+        y = functional.linear(apply(before, rows), weight, bias)
+    else:
+        node: Any = _ColumnProduct
+        y = node.apply(rows, weight, bias, before, save == "gathered", is_recorded(x))[0]
     y = y.view(*length, weight.shape[0])
     return gather_from_tensor_model_parallel_region(y, sizes, -1, group) if gather_output else y
 
@@ -170,7 +175,7 @@ def row_parallel_linear(
     sequence_sizes : sequence of int, optional
         Rows of the output's first dimension per rank; zeros allowed: sequence parallelism.
     use_fp32, group
-        As in :func:`column_parallel_linear`, like ``weight.main_grad``.
+        As in :func:`column_parallel_linear`.
 
     Returns
     -------
@@ -181,9 +186,9 @@ def row_parallel_linear(
     -----
     Adjoint: with respect to `x`, :func:`column_parallel_linear` with the transposed weight.
 
-    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter, and in
-    backward an all-gather, while the rank's own rows are multiplied. Without `input_is_parallel`,
-    backward also gathers the gradient of `x`.
+    Communication: an all-reduce of the output; with `sequence_sizes` a reduce-scatter, and in
+    backward an all-gather, and an all-reduce of the gradient of `bias`. Without
+    `input_is_parallel`, backward also gathers the gradient of `x`.
 
     In one process: ``torch.nn.functional.linear(x, weight, bias)``.
 
@@ -197,54 +202,29 @@ def row_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[ 3.5000, 12.2500]]), tensor([[ 3.5000, 12.2500]])]
     """
-    ranks = resolve(group)
-    flags = {"input_is_parallel": input_is_parallel, "use_fp32": use_fp32}
-    with checking("row_parallel_linear", ranks, **flags) as where:
+    name, ranks = "row_parallel_linear", resolve(group)
+    with checking(name, ranks, input_is_parallel=input_is_parallel, use_fp32=use_fp32) as where:
         checked_tensor(weight, where, "weight")
         _check_sizes(weight, sizes, 1, ranks, where)
     if not input_is_parallel:
         x = scatter_to_tensor_model_parallel_region(x, sizes, -1, group)
-    with checking("row_parallel_linear", ranks) as where:
+    with checking(name, ranks) as where:
         checked_operands(x, weight, bias, where)
-        sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
-        sink = _gradient_sink(weight, where)
+        sequence = _checked_sequence(x, sequence_sizes, ranks, where, whole=True)
     x, weight, bias = autocast(x, weight, bias)
-    after: After = ReplicatedSum(ranks, use_fp32)
+    y = functional.linear(x.reshape(prod(x.shape[:-1]), x.shape[-1]), weight)
     length = x.shape[:-1]
-    if sequence is not None:
-        after = ReduceScatterV(ranks, flattened(sequence, x), 0, use_fp32)
+    if sequence is None:
+        y = apply(ReplicatedSum(ranks, use_fp32), y)
+    else:
+        y = apply(ReduceScatterV(ranks, _rows_per_rank(sequence, x), 0, use_fp32), y)
         length = torch.Size((sequence[ranks.rank], *x.shape[1:-1]))
-    y = _product(as_rows(x), weight, bias, sink, None, after, False)
-    return y.view(*length, weight.shape[0])
+        if bias is not None:  # each rank adds it to its own rows
+            bias = apply(ReplicatedUse(ranks, use_fp32), bias)
+    return (y if bias is None else y + bias).view(*length, weight.shape[0])
 
 
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    before: Before | None,
-    after: After | None,
-    keep_gathered: bool,
-) -> Tensor:
-    """Return ``after(before(x) @ weight.T) + bias`` for `x` of (rows, in), differentiable."""
-    if torch.compiler.is_compiling():
-        rows = x if before is None else apply(before, x)
-        if after is None:
-            return functional.linear(rows, weight, bias)
-        y = apply(after, functional.linear(rows, weight))
-        if bias is not None and isinstance(after, ReduceScatterV):
-            bias = apply(ReplicatedUse(after.group, after.use_fp32), bias)
-        return y if bias is None else y + bias
-    needed = (x,) if after is None else (x, weight, sink)
-    recorded = any(is_recorded(operand) for operand in needed if operand is not None)
-    used = weight if sink is None else weight.detach()
-    node: Any = _Product
-    y, *_ = node.apply(x, used, bias, sink, before, after, keep_gathered, recorded)
-    return y  # type: ignore[no-any-return]
-
-
-class _Product(torch.autograd.Function):
+class _ColumnProduct(torch.autograd.Function):
     """Returns the product, an empty *token*, and the gathered rows if they are kept.
 
     The token depends on the operands. A derivative that is recorded adds it to the operands of its
@@ -257,33 +237,24 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sink: Tensor | None,
-        before: Before | None,
-        after: After | None,
-        keep_gathered: bool,
+        before: Before,
+        keep: bool,
         recorded: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        token, rows = torch.empty(0, dtype=torch.float32, device=x.device), None
-        if isinstance(before, AllGatherV):
-            y, rows = multiplied_while_gathered(before, x, weight.T, bias, recorded)
-        elif after is None:
-            y = multiplied(x, weight.T, bias)
-        else:
-            y = begin(after, x @ weight.T, recorded).wait()
-            if bias is not None:
-                y += bias  # no other tensor shares this memory yet
-        return y, token, rows if keep_gathered else None
+        gathers = isinstance(before, AllGatherV)
+        rows = begin(before, x, recorded).wait() if gathers else x
+        token = torch.empty(0, dtype=torch.float32, device=x.device)
+        return functional.linear(rows, weight, bias), token, rows if keep and gathers else None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, weight, _, sink, ctx.before, ctx.after, _, _ = inputs
+        x, weight, _, ctx.before, *_ = inputs
         _, token, rows = output
         if rows is not None:
             ctx.mark_non_differentiable(rows)
-        of_x, of_weight, ctx.of_bias, of_sink, *_ = ctx.needs_input_grad
-        ctx.sink_dtype = sink.dtype if of_sink else None
+        of_x, of_weight, ctx.of_bias, *_ = ctx.needs_input_grad
         # nothing is kept for a gradient that is not needed
-        kept = (x, rows) if of_weight or of_sink else (None, None)
+        kept = (x, rows) if of_weight else (None, None)
         ctx.save_for_backward(*kept, weight if of_x else None, token)
         ctx.save_for_forward(x, weight, token)
 
@@ -291,19 +262,26 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, of_token, _ = gradients
         x, rows, weight, token = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            of_bias = gradient.sum(0) if ctx.of_bias else None
-            if of_bias is not None and isinstance(ctx.after, ReduceScatterV):  # of own rows only
-                of_bias = apply(ReplicatedSum(ctx.after.group, ctx.after.use_fp32), of_bias)
-            rows, gradient, of_x = _recorded(ctx, gradient, x, weight, token + of_token)
-            of_weight = _of_weight(ctx, gradient, rows)
-        else:
-            of_x, of_weight, gradient = _overlapped(ctx, gradient, x, rows, weight)
-            of_bias = gradient.sum(0) if ctx.of_bias else None
-        of_sink = None
-        if ctx.sink_dtype is not None:
-            of_weight, of_sink = None, of_weight
-        return of_x, of_weight, of_bias, of_sink, None, None, None, None
+        recorded, gathers = torch.is_grad_enabled(), isinstance(ctx.before, AllGatherV)
+
+        def begun(operator: Operator, value: Tensor) -> Callable[[], Tensor]:
+            if not recorded:
+                return begin(operator, value, False).wait
+            result = apply(operator, _joined(value, token + of_token))
+            return lambda: result
+
+        used = None
+        if x is not None and (recorded or (gathers and rows is None)):
+            used = begun(ctx.before, x)
+        of_rows = None if weight is None else gradient @ weight.conj()
+        if used is not None:
+            rows = used()
+        elif rows is None:
+            rows = x
+        summed = None if of_rows is None else begun(ctx.before.adjoint, of_rows)
+        of_weight = None if rows is None else gradient.T @ rows.conj()
+        of_bias = gradient.sum(0) if ctx.of_bias else None
+        return None if summed is None else summed(), of_weight, of_bias, None, None, None
 
     @staticmethod
     @in_forward_mode
@@ -312,144 +290,21 @@ class _Product(torch.autograd.Function):
         x, weight, token = saved
         # ranks communicate identically, whichever tangents exist on this rank
         of_x = torch.zeros_like(x) if of_x is None else of_x
-        if ctx.before is not None:
-            pair = apply(ctx.before, _joined(torch.stack([of_x, x], dim=1), token))
-            of_x, x = pair[:, 0], pair[:, 1]
+        of_x, x = apply(ctx.before, _joined(torch.stack([of_x, x], 1), token)).unbind(1)
         tangent = of_x @ weight.T
         if of_weight is not None:
             tangent = tangent + x @ of_weight.T
-        if ctx.after is not None:
-            tangent = apply(ctx.after, _joined(tangent, token))
         of_token = tangent.reshape(-1)[:0].real.to(torch.float32)
         return tangent if of_bias is None else tangent + of_bias, of_token, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
-        refuse_vmap("a tensor-parallel linear layer")
-
-
-def refuse_vmap(what: str) -> NoReturn:
-    """Raise the ArgumentError of operators that communicate, under ``torch.func.vmap``."""
-    raise ArgumentError(f"torch.func.vmap over {what} is not supported. Loop over the batch.")
+        refuse_vmap("column_parallel_linear: ")
 
 
 def _joined(x: Tensor, token: Tensor) -> Tensor:
     """Return the values of `x`, which then depend on `token` as well."""
     return x + token.sum().to(x.dtype)
-
-
-def _recorded(
-    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None, token: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return all rows, the gradient of all products, and that of `x`, all differentiable."""
-    rows = x if x is None or ctx.before is None else apply(ctx.before, _joined(x, token))
-    if ctx.after is not None:
-        gradient = apply(ctx.after.adjoint, _joined(gradient, token))
-    of_x = None if weight is None else gradient @ weight.conj()
-    if of_x is not None and ctx.before is not None:
-        of_x = apply(ctx.before.adjoint, _joined(of_x, token))
-    return rows, gradient, of_x
-
-
-def _overlapped(
-    ctx: Any, gradient: Tensor, x: Tensor | None, rows: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the gradients of `x`, `weight` and all products; messages travel meanwhile."""
-    before, after, of_x, gathering = ctx.before, ctx.after, None, None
-    if x is not None and rows is None:
-        if isinstance(before, AllGatherV):
-            gathering = begin(before, x, False)
-        else:
-            rows = x
-    if isinstance(after, ReduceScatterV) and weight is not None:
-        factor = weight.conj()
-        gather = AllGatherV(after.group, after.sizes, after.dim, after.use_fp32)
-        of_x, gradient = multiplied_while_gathered(gather, gradient, factor, None, False)
-    elif isinstance(after, ReduceScatterV):
-        gradient = begin(after.adjoint, gradient, False).wait()
-    elif weight is not None:
-        of_x = gradient @ weight.conj()
-    if gathering is not None:
-        rows = gathering.wait()
-    if before is None or of_x is None:
-        return of_x, _of_weight(ctx, gradient, rows), gradient
-    summing = begin(before.adjoint, of_x, False)
-    of_weight = _of_weight(ctx, gradient, rows)
-    return summing.wait(), of_weight, gradient
-
-
-def _of_weight(ctx: Any, gradient: Tensor, rows: Tensor | None) -> Tensor | None:
-    if rows is None:
-        return None
-    if ctx.sink_dtype is not None:
-        gradient, rows = gradient.to(ctx.sink_dtype), rows.to(ctx.sink_dtype)
-    return gradient.T @ rows.conj()
-
-
-def multiplied_while_gathered(
-    gather: AllGatherV,
-    x: Tensor,
-    factor: Tensor,
-    bias: Tensor | None,
-    recorded: bool,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gather rows, and return ``rows @ factor + bias`` and the rows.
-
-    This rank's rows are multiplied while the others travel, and each product is written into its
-    place in `out`.
-    """
-    pending = begin(gather, x, recorded)
-    start = sum(gather.sizes[: gather.group.rank])
-    stop = start + len(x)
-    if out is None:
-        out = x.new_empty(sum(gather.sizes), factor.shape[1])
-    multiplied(x, factor, bias, out[start:stop])
-    rows = pending.wait()
-    multiplied(rows[:start], factor, bias, out[:start])
-    multiplied(rows[stop:], factor, bias, out[stop:])
-    return out, rows
-
-
-def multiplied(x: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return ``x @ factor + bias``, in `out` if given."""
-    if bias is None:
-        return torch.mm(x, factor, out=out)
-    return torch.addmm(bias, x, factor, out=out)
-
-
-def _gradient_sink(weight: Tensor, where: str) -> Tensor | None:
-    """Return a leaf whose gradient is ``weight.main_grad``, for a weight that has one."""
-    values = getattr(weight, "main_grad", None)
-    if values is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return None
-    return _made_sink(weight, values, where)
-
-
-@uncompiled("in a graph, backward() cannot add to weight.main_grad; delete it")
-def _made_sink(weight: Tensor, values: object, where: str) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != weight.shape:
-        got = tuple(values.shape) if isinstance(values, Tensor) else values
-        raise ArgumentError(
-            f"{where}weight.main_grad must be a tensor of the weight's shape, "
-            f"{tuple(weight.shape)}; got {got!r}."
-        )
-    if not weight.is_leaf:
-        raise ArgumentError(
-            f"{where}weight.main_grad is for parameters; this weight is computed from others."
-        )
-    sink = values.new_empty(()).expand(values.shape).requires_grad_()  # without memory
-    sink.grad = values
-
-    def check(sink: Tensor) -> None:
-        if sink.grad is not values:  # torch has made a new tensor for a gradient with a graph
-            raise ArgumentError(
-                "backward(create_graph=True) with a weight.main_grad: gradients that are added to "
-                "it have no derivatives. Use torch.autograd.grad, or delete weight.main_grad."
-            )
-
-    sink.register_post_accumulate_grad_hook(check)
-    return sink
 
 
 def checked_operands(
@@ -494,35 +349,26 @@ def _check_sizes(
         )
 
 
-def checked_sequence(
+def _checked_sequence(
     x: Tensor, sequence_sizes: Sequence[int] | None, group: Group, where: str, whole: bool = False
 ) -> tuple[int, ...] | None:
     """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
     if sequence_sizes is None:
         return None
-    if x.dim() < 2:
-        raise ArgumentError(
-            f"{where}with sequence_sizes, x must be (sequence, ..., in); got shape "
-            f"{tuple(x.shape)}."
-        )
     sequence = checked_sizes(sequence_sizes, "sequence_sizes", group.size, where)
     rows = sum(sequence) if whole else sequence[group.rank]
-    if x.shape[0] != rows:
+    if x.dim() < 2 or x.shape[0] != rows:
         which = "sequence_sizes sum to" if whole else f"sequence_sizes[{group.rank}] is"
         raise ArgumentError(
-            f"{where}x has {x.shape[0]} rows, but {which} {rows} (sequence_sizes {list(sequence)})."
+            f"{where}x must be (sequence, ..., in); got shape {tuple(x.shape)}, but {which} {rows} "
+            f"(sequence_sizes {list(sequence)})."
         )
     return sequence
 
 
-def flattened(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
-    """Return the rows per rank of :func:`as_rows`."""
+def _rows_per_rank(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
+    """Return the rows of each rank when all dimensions of `x` but the last are flattened."""
     return tuple(size * prod(x.shape[1:-1]) for size in sequence)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """Return `x` with all dimensions but the last flattened."""
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def autocast(
@@ -544,9 +390,7 @@ def _dtype(operand: Tensor) -> torch.dtype:
 @dataclass(frozen=True)
 class _LinearLayout(Layout):
     bias: bool = True
-    skip_bias_add: bool = False
     use_fp32: bool = True
-    allocate_weight: bool = True
 
 
 @dataclass(frozen=True)
@@ -565,11 +409,10 @@ class _RowLayout(_LinearLayout):
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
-    weight: nn.Parameter | None
+    weight: nn.Parameter
     bias: nn.Parameter | None
     in_features: int
     out_features: int
-    skip_bias_add: bool
     use_fp32: bool
 
     def __init__(
@@ -591,13 +434,10 @@ class _ParallelLinear(ShardedModule):
         def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-
         def make() -> None:
             full = self.out_features, self.in_features
-            if layout.allocate_weight:
-                self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            self.register_parameter("bias", None)
             if bias:  # from another seed, so that it does not repeat the weight
                 spec = self.spec if "bias" in self._sharded else None
                 self.bias = layout.draw(full[:1], spec, uniform, seed + 1)
@@ -618,39 +458,22 @@ class _ParallelLinear(ShardedModule):
             return cls._check_plain(linear, nn.Linear, options, "linear")
 
         agreed(f"{cls.__name__}.from_linear", check, resolve(group))
-        made = cls(
-            linear.in_features,
-            linear.out_features,
-            False,
-            group=group,
-            allocate_weight=False,
-            dtype=linear.weight.dtype,
-            **options,
-        )
+        shape, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
+        made = cls(*shape, False, group=group, device="meta", dtype=dtype, **options)
         made.weight = made._own("weight", linear.weight)
         if linear.bias is not None:
             made.bias = made._own("bias", linear.bias)
         return made.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """Gather the weight and return an equal Linear on every rank; collective.
-
-        All ranks raise ArgumentError if the layer has no weight of its own.
-        """
-
-        def check() -> Tensor:
-            if self.weight is None:
-                raise ArgumentError("the layer has no weight of its own: allocate_weight=False.")
-            return self.weight
-
-        weight = agree(f"{type(self).__name__}.to_linear", check, self.group)
+        """Gather the weight and return an equal Linear on every rank; collective."""
         linear: nn.Linear = nn.utils.skip_init(
             nn.Linear,
             self.in_features,
             self.out_features,
             bias=self.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
         )
         for name, own in self.named_parameters(recurse=False):
             whole, values = linear.get_parameter(name), own.detach()
@@ -658,14 +481,6 @@ class _ParallelLinear(ShardedModule):
                 whole.copy_(self.spec.gather(values) if name in self._sharded else values)
             whole.requires_grad_(own.requires_grad)
         return linear.train(self.training)
-
-    def _weight(self, given: Tensor | None, where: str) -> Tensor:
-        weight = self.weight if given is None else given
-        if weight is None:
-            raise ArgumentError(
-                f"{where}the layer was made with allocate_weight=False. Pass a weight to each call."
-            )
-        return weight
 
     def extra_repr(self) -> str:
         """Return features, sizes, and options that differ from their defaults."""
@@ -677,7 +492,7 @@ class _ParallelLinear(ShardedModule):
         if self.sequence_sizes is not None:
             words.append(f"sequence_sizes={list(self.sequence_sizes)}")
         usual = {field.name: field.default for field in fields(self._kind)}
-        for name in sorted({*self._kind.own_names()} - {"bias", "allocate_weight"}):
+        for name in sorted({*self._kind.own_names()} - {"bias"}):
             if getattr(self, name) != usual[name]:
                 words.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(words)
@@ -701,9 +516,7 @@ class ColumnParallelLinear(_ParallelLinear):
         `gather_output`, `sequence_sizes`, `save` and `use_fp32` as in
         :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
         generator)`` draws elements of the weight in place, all from the same distribution, in
-        pieces; None draws as :class:`torch.nn.Linear` does. `skip_bias_add` returns ``(output,
-        bias)`` and leaves the addition to the caller. ``allocate_weight=False`` makes a layer
-        without a weight, to which each call passes one, as tied heads do.
+        pieces; None draws as :class:`torch.nn.Linear` does.
 
     Attributes
     ----------
@@ -741,42 +554,25 @@ class ColumnParallelLinear(_ParallelLinear):
     gather_output: bool
     save: Literal["input", "gathered"]
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        gather_output: bool | None = None,
-        sequence_sizes: Sequence[int] | None = None,
-    ) -> Output:
+    def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return this rank's outputs, or all outputs; see :func:`column_parallel_linear`.
 
-        `weight`, `gather_output` and `sequence_sizes` replace the layer's own in this call. With
-        `skip_bias_add` the result is ``(output, bias)``, both gathered or both sharded.
+        `sequence_sizes` replace the layer's own in this call.
         """
-        gather = self.gather_output if gather_output is None else gather_output
-        with checking(type(self).__name__, self.group, gather_output=gather) as where:
-            weight = self._weight(weight, where)
         y = column_parallel_linear(
             x,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            self.spec.sizes,
+            self.weight,
+            self.bias,
             sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
             save=self.save,
             use_fp32=self.use_fp32,
             group=self.group.process_group,
         )
-        if not gather:
-            return (y, self.bias) if self.skip_bias_add else y
-        if not self.skip_bias_add:
-            return self._gathered(y)
-        return self._gathered(y), None if self.bias is None else self._gathered(self.bias)
-
-    def _gathered(self, outputs: Tensor) -> Tensor:
-        """Return all outputs, in the order of the full layer."""
+        if not self.gather_output:
+            return y
         sizes, pg = self.spec.sizes, self.group.process_group
-        whole = gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg)
-        return self.spec.ordered(whole, -1)
+        # in the order of the full layer, which may have several blocks
+        return self.spec.ordered(gather_from_tensor_model_parallel_region(y, sizes, -1, pg), -1)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -825,40 +621,20 @@ class RowParallelLinear(_ParallelLinear):
 
     input_is_parallel: bool
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None = None, sequence_sizes: Sequence[int] | None = None
-    ) -> Output:
+    def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
 
-        `weight` and `sequence_sizes` replace the layer's own in this call. With `skip_bias_add` the
-        result is ``(output, bias)``; the bias is to be added on each rank.
+        `sequence_sizes` replace the layer's own in this call.
         """
         pg = self.group.process_group
-        with checking(type(self).__name__, self.group) as where:
-            weight = self._weight(weight, where)
-            if not self.input_is_parallel:
-                checked_tensor(x, where, "x")
-                if tuple(x.shape[-1:]) != (self.in_features,):
-                    raise ArgumentError(
-                        f"{where}x must have all {self.in_features} inputs in its last dimension; "
-                        f"got shape {tuple(x.shape)}."
-                    )
         if not self.input_is_parallel:
             x = self.spec.by_rank(x, -1)
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
-        sequence = self.sequence_sizes if sequence_sizes is None else sequence_sizes
-        y = row_parallel_linear(
+        return row_parallel_linear(
             x,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            self.spec.sizes,
-            sequence_sizes=sequence,
+            self.weight,
+            self.bias,
+            sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
             use_fp32=self.use_fp32,
             group=pg,
         )
-        if not self.skip_bias_add:
-            return y
-        if sequence is None or self.bias is None:
-            return y, self.bias
-        # each rank adds the bias to its own part, so gradients are summed
-        return y, copy_to_tensor_model_parallel_region(self.bias, group=pg)
