@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.cross_entropy_cases import (
@@ -72,15 +71,10 @@ def test_tokens_of_any_shape(worlds):
 
 
 def in_subgroups(rank):
-    mesh = DeviceMesh("cpu", [[1, 2], [3, 4]], mesh_dim_names=("data", "tensor"))
     group, pairs = dist.new_group([1, 2, 3, 4]), dist.new_group([2, 4])
     if rank == 0:
         return []
-    tensor = mesh["tensor"]
-    pairwise = of_logits([3, 8], targets(6, seed=(rank - 1) // 2), tensor)
-    failures = [*compare(*pairwise, group=tensor)]
-    for sizes in SPLITS[4]:
-        failures += compare(*of_logits(sizes, targets(6), group, reduction="mean"), group=group)
+    failures = compare(*of_logits([0, 7, 0, 4], targets(6), group), group=group)
     if rank in (2, 4):
         failures += compare(*of_logits([0, 11], targets(6), pairs), group=pairs)
     return failures
@@ -89,17 +83,6 @@ def in_subgroups(rank):
 @pytest.mark.slow
 def test_subgroups_without_rank_0(worlds):
     assert_none(worlds.run(5, in_subgroups))
-
-
-def sizes_left_out(rank):
-    sizes, target = [2, 0, 5], targets(4, classes=7)
-    shard = drawn(0, 4, 7).split(sizes, -1)[rank]
-    asked = vocab_parallel_cross_entropy(shard, target)
-    return torch.equal(asked, vocab_parallel_cross_entropy(shard, target, sizes))
-
-
-def test_sizes_of_none_asks_the_ranks(worlds):
-    assert worlds.run(3, sizes_left_out) == [True] * 3
 
 
 def narrow(rank, dtype):

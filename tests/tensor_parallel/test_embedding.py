@@ -122,28 +122,30 @@ def test_tangent_of_the_padding(worlds):
 
 
 def features(rank, ranks):
-    failures = Failures()
-    for sizes in [ShardSizes.balanced(5, ranks), [0] * (ranks - 1) + [5]]:
-        for padding in (None, PAD):
-            for ids in (drawn_ids(4, 2), drawn_ids(3), torch.tensor(PAD), drawn_ids(0, 3)):
-                whole = drawn(1, V, 5).requires_grad_()
-                scale = torch.linspace(1, 2, 5, dtype=torch.float64)
-                want = on_one_process(ids, whole, padding)
-                wanted = derivatives((want**3 * scale).sum(), whole)
-                own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-                weight = whole.detach()[:, own].clone().requires_grad_()
-                rows = feature_parallel_embedding(ids, weight, sizes, padding)
-                got = derivatives((rows**3 * scale).sum(), weight)
-                part = feature_parallel_embedding(ids, weight, sizes, padding, False)
-                asked = feature_parallel_embedding(ids, weight)
-                left = derivatives((part**3 * scale[own]).sum(), weight)
-                with failures.named(sizes, padding, ids.shape):
-                    assert torch.equal(rows, want)
-                    assert torch.equal(asked, want)
-                    assert torch.equal(part, want[..., own])
-                    for a, b, c in zip(got, left, wanted, strict=True):
-                        torch.testing.assert_close(a, c[:, own], rtol=1e-12, atol=1e-12)
-                        torch.testing.assert_close(b, c[:, own], rtol=1e-12, atol=1e-12)
+    failures, scale = Failures(), torch.linspace(1, 2, 5, dtype=torch.float64)
+    cases = product(
+        [ShardSizes.balanced(5, ranks), [0] * (ranks - 1) + [5]],
+        [None, PAD],
+        [drawn_ids(4, 2), torch.tensor(PAD), drawn_ids(0, 3)],
+    )
+    for sizes, padding, ids in cases:
+        whole, own = (
+            drawn(1, V, 5).requires_grad_(),
+            slice(sum(sizes[:rank]), sum(sizes[: rank + 1])),
+        )
+        want = on_one_process(ids, whole, padding)
+        wanted = derivatives((want**3 * scale).sum(), whole)
+        weight = whole.detach()[:, own].clone().requires_grad_()
+        rows = feature_parallel_embedding(ids, weight, sizes, padding)
+        part = feature_parallel_embedding(ids, weight, sizes, padding, False)
+        asked = feature_parallel_embedding(ids, weight)
+        with failures.named(sizes, padding, ids.shape):
+            assert torch.equal(rows, want)
+            assert torch.equal(asked, want)
+            assert torch.equal(part, want[..., own])
+            for loss in (rows**3 * scale, part**3 * scale[own]):
+                for got, expected in zip(derivatives(loss.sum(), weight), wanted, strict=True):
+                    torch.testing.assert_close(got, expected[:, own], rtol=1e-12, atol=1e-12)
     return failures
 
 

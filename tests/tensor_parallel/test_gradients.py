@@ -129,7 +129,7 @@ def test_what_is_not_finite(worlds, value, norm_type):
 
 
 def in_main_grad(rank):
-    """Where a hook adds gradients up in another dtype, these count and are scaled."""
+    """The recipe of docs/coming_from/megatron.md: gradients added up in another dtype."""
     layer = ColumnParallelLinear(8, 4, bias=False, dtype=torch.bfloat16)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
 

@@ -40,8 +40,7 @@ def checkpoint(
 ) -> T:
     """Call `function`, keep only its arguments, and run it again in backward.
 
-    This is torch's non-reentrant checkpoint, and blocks of :meth:`RandomStreams.fork` draw the same
-    numbers in both runs.
+    Blocks of :meth:`RandomStreams.fork` draw the same numbers in both runs.
 
     Parameters
     ----------
@@ -59,12 +58,6 @@ def checkpoint(
     -------
     object
         The result of `function`, with the same derivatives of any order.
-
-    Raises
-    ------
-    ArgumentError
-        If the first argument should be distributed and is no dense tensor, or `function` forks
-        other streams when it runs again.
 
     Notes
     -----
@@ -111,8 +104,8 @@ def checkpoint(
 def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
     """Call torch's checkpoint on a function that draws from streams.
 
-    torch would stop a later run at the last tensor that is needed, and ranks that need other
-    tensors would stop before a collective in which other ranks wait.
+    torch would stop a later run at the last tensor that is needed, on some ranks before a
+    collective in which other ranks wait.
     """
 
     def to_the_end(*args: Any) -> T:
@@ -144,9 +137,8 @@ class CheckpointWithoutOutput:
 
     Surround a function that is cheap to compute, as a norm, and the users of its output. Operations
     inside the block keep a note in place of the output or a view of it, and the first gradient that
-    needs it runs the function again, once per backward. A use outside the block keeps the output.
-    One block may contain several functions. Streams, collectives and derivatives work as in
-    :func:`checkpoint`.
+    needs it runs the function again. A use outside the block keeps the output. Streams, collectives
+    and derivatives work as in :func:`checkpoint`.
 
     Examples
     --------

@@ -50,27 +50,17 @@ def class_statistics(
     targets' own mass without smoothing (0 where another rank owns the target), `weight` the weights
     of this rank's classes, `share` the smoothing mass per class.
     """
-    arguments = values, column, q, head, bias, weight, share, chunk_rows
-    if torch.compiler.is_compiling():
-        return _in_graph(*arguments)
-    return _Statistics.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    chosen: Any = _in_graph if torch.compiler.is_compiling() else _Statistics.apply
+    found: Three = chosen(values, column, q, head, bias, weight, share, chunk_rows)
+    return found
 
 
-def _statistics(
-    values: Tensor,
-    column: Tensor,
-    q: Tensor,
-    head: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    share: float,
-    chunk_rows: int | None,
-) -> Three:
+def _statistics(*arguments: Any) -> Three:
+    values, column, q, head, bias, weight, share, chunk_rows = arguments
     top, log, part = (q.new_empty(q.shape) for _ in range(3))
     for at in _chunks(values, q, head, chunk_rows):
-        top[at], log[at], part[at] = _of_rows(
-            _logits(values[at], head, bias), column[at], q[at], weight, share
-        )
+        rows = _of_rows(_logits(values[at], head, bias), column[at], q[at], weight, share)
+        top[at], log[at], part[at] = rows
     return top, log, part
 
 
@@ -164,6 +154,7 @@ class _Statistics(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad
         values, column, q, head, bias, weight, *kept = saved
         wanted = [needed[0], needed[3], needed[4]]
+        found: list[Tensor | None]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             z = _logits(values, head, bias)
             of_logits = _of_logits(z, column, q, weight, ctx.share, *kept, *of)
@@ -209,12 +200,11 @@ def _as_rows(x: Tensor) -> Tensor:
 # Both maps as operators of a compiled graph, which would otherwise compute all rows at once.
 _OF = "Tensor values, Tensor column, Tensor q, Tensor? head, Tensor? bias, Tensor? weight"
 
-_in_graph: Any = torch.library.custom_op(
+_in_graph = torch.library.custom_op(
     "varcomm::class_statistics",
-    _statistics,
     mutates_args=(),
     schema=f"({_OF}, float share, SymInt? chunk_rows) -> (Tensor, Tensor, Tensor)",
-)
+)(_statistics)
 _in_graph.register_autograd(_Statistics.backward, setup_context=_Statistics.setup_context)
 
 
@@ -230,22 +220,9 @@ def _(values: Tensor, column: Tensor, q: Tensor, *options: Any) -> Three:
     "float share, SymInt? chunk_rows) -> Tensor[]",
 )
 @torch.no_grad()
-def _adjoint(
-    values: Tensor,
-    column: Tensor,
-    q: Tensor,
-    head: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    top: Tensor,
-    log: Tensor,
-    of_log: Tensor,
-    of_part: Tensor,
-    wanted: list[bool],
-    share: float,
-    chunk_rows: int | None,
-) -> list[Tensor]:
+def _adjoint(*arguments: Any) -> list[Tensor]:
     """Return the wanted gradients among those of values, head and bias, chunk by chunk."""
+    values, column, q, head, bias, weight, *of_rows, wanted, share, chunk_rows = arguments
     of_values = torch.empty_like(values)
     totals = [
         torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, True)) if flag else None
@@ -256,8 +233,7 @@ def _adjoint(
 
     def add(at: tuple[slice, ...]) -> None:  # a function, which frees a chunk before the next
         z = _logits(values[at], head, bias)
-        kept = (x[at] for x in (top, log, of_log, of_part))
-        of_logits = _of_logits(z, column[at], q[at], weight, share, *kept)
+        of_logits = _of_logits(z, column[at], q[at], weight, share, *(x[at] for x in of_rows))
         if wanted[0]:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])

@@ -49,8 +49,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Assume that `target` is replicated, and compute the loss of sharded logits, replicated.
 
-    This is :func:`torch.nn.functional.cross_entropy` on the concatenated logits of all ranks. Every
-    rank calls ``backward`` on its copy of the loss, which counts once.
+    Every rank calls ``backward`` on its copy of the loss, which counts once.
 
     Parameters
     ----------
@@ -71,7 +70,7 @@ def vocab_parallel_cross_entropy(
         Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
     z_loss : float
         Add ``z_loss * logsumexp(logits) ** 2`` per token that is not ignored (Chowdhery et al.,
-        "PaLM", 2022, section 5). The weights of classes do not multiply it.
+        "PaLM", 2022, section 5), without the weights of classes.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -86,13 +85,11 @@ def vocab_parallel_cross_entropy(
     ArgumentError
         Before any data move, if arguments do not fit, or a target is neither a class nor
         `ignore_index`.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if sizes, options, targets or weights differ.
 
     Notes
     -----
     Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
-    bytes; nothing in backward. A second derivative gathers again.
+    bytes; nothing in backward.
 
     Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU;
     with ``create_graph=True`` and in forward mode a few times the logits.
@@ -143,7 +140,7 @@ def linear_cross_entropy(
     """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
 
     :func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, of which only the logits
-    of one chunk of tokens exist at a time. The loss is replicated and counts once.
+    of one chunk of tokens exist at a time.
 
     Parameters
     ----------
@@ -162,8 +159,7 @@ def linear_cross_entropy(
         Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
         the gradient is scattered.
     chunk_rows : int, optional
-        Tokens whose logits exist together. None keeps the logits of a chunk as small as `hidden`,
-        or as much as a processor needs to be busy.
+        Tokens whose logits exist together; None keeps them as small as `hidden`.
 
     Returns
     -------
@@ -257,12 +253,12 @@ class _Call:
                 f"{where}target must be ids of classes, int64; got {target.dtype}. Convert ids by "
                 "target.to(torch.int64); distributions over classes are not supported."
             )
-        if target.shape != like.shape[:-1]:
+        if target.shape != like.shape[:-1] or target.device != like.device:
             raise ArgumentError(
                 f"{where}target must have shape {tuple(like.shape[:-1])}, an id per token (classes "
-                f"are along the last dimension of logits); got {tuple(target.shape)}."
+                f"are along the last dimension of logits), on {like.device}; got "
+                f"{tuple(target.shape)} on {target.device}."
             )
-        _check_device(target, like.device, "target", where)
         refuse_linearize(where, "chunks of rows")
         ranks = self.group
         found: Tensor = _known_classes(
@@ -322,7 +318,7 @@ def _loss(
     peak = (top + log.detach()).amax(0)
     rest = torch.logsumexp(top - peak + log, 0)
     above = peak - top + rest  # the log-sum-exp above the top of each shard
-    loss = part.sum(0) + q * above.gather(0, owner.unsqueeze(0)).squeeze(0)
+    loss: Tensor = part.sum(0) + q * above.gather(0, owner.unsqueeze(0)).squeeze(0)
     if share:
         loss = loss + share * (of_shards.view(-1, *[1] * q.dim()) * above).sum(0)
     if call.z_loss:
@@ -330,20 +326,17 @@ def _loss(
     loss = loss.masked_fill(ignored, 0)
     if call.reduction == "none":
         return loss
-    return loss.sum() if call.reduction == "sum" else loss.sum() / counted.sum()
+    total = loss.sum()
+    return total if call.reduction == "sum" else total / counted.sum()
 
 
 def _check_floats(x: Tensor, name: str, where: str) -> None:
     checked_tensor(x, where, name)
-    if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
-    if x.dim() == 0:
-        raise ArgumentError(f"{where}{name} must have at least 1 dimension; got a scalar.")
-
-
-def _check_device(x: Tensor, device: torch.device, name: str, where: str) -> None:
-    if x.device != device:
-        raise ArgumentError(f"{where}{name} must be on {device}; it is on {x.device}.")
+    if not x.is_floating_point() or x.dtype.itemsize < 2 or x.dim() == 0:
+        raise ArgumentError(
+            f"{where}{name} must be floats of 2 bytes or more with at least 1 dimension; got "
+            f"{x.dtype} of shape {tuple(x.shape)}."
+        )
 
 
 def _check_weights(
@@ -352,14 +345,12 @@ def _check_weights(
     if weight is None:
         return
     _check_floats(weight, name, where)
-    if weight.shape != (sizes.total,):
+    if weight.shape != (sizes.total,) or weight.requires_grad or weight.device != device:
         raise ArgumentError(
-            f"{where}{name} must have one entry per class, {sizes.total} (sizes {list(sizes)}); "
-            f"got shape {tuple(weight.shape)}. Pass the complete tensor on all ranks."
+            f"{where}{name} must have one entry per class, {sizes.total}, the complete tensor on "
+            f"all ranks, on {device} and without a gradient; got shape {tuple(weight.shape)} on "
+            f"{weight.device}, requires_grad={weight.requires_grad}."
         )
-    if weight.requires_grad:
-        raise ArgumentError(f"{where}{name} gets no gradient. Pass {name}.detach().")
-    _check_device(weight, device, name, where)
 
 
 @torch.library.custom_op(

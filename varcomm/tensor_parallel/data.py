@@ -35,15 +35,15 @@ def broadcast_data(
     data : mapping of str to torch.Tensor, or None
         On the first rank, tensors of any shapes, on one device. Other ranks may pass None.
     dtype : torch.dtype
-        Dtype of all tensors; identical on all ranks.
+        Of all tensors; identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
     Returns
     -------
     dict of str to torch.Tensor
-        Copies of the entries, on the device of the first rank's tensors, or on the group's device
-        if the group does not communicate there.
+        Copies of the entries, in one allocation, on the device of the first rank's tensors, or on
+        the group's device if the group does not communicate there.
 
     Raises
     ------
@@ -53,8 +53,7 @@ def broadcast_data(
 
     Notes
     -----
-    Communication: a short message with the shapes, then all tensors in one. All results share one
-    allocation.
+    Communication: a short message with the shapes, then all tensors in one.
 
     In one process: ``{key: data[key].clone() for key in keys}``.
 

@@ -1,9 +1,8 @@
 """Embeddings whose table is sharded, by ids or by features, in shards of any sizes.
 
 A lookup is one linear operator, from this rank's rows of the table to the rows of the ids, and its
-adjoint is another. The row of each distinct id travels once from its owner to each rank that needs
-it. So how many rows travel depends on the values of the ids: both operators are opaque in compiled
-graphs, and the ids are checked when the graph runs.
+adjoint is another. How many rows travel depends on the values of the ids, so both are opaque in
+compiled graphs, and the ids are checked when the graph runs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from varcomm.tensor_parallel.layout import (
     Layout,
     ShardedModule,
     agreed,
-    module_seed,
+    random_seed,
 )
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
 from varcomm.transport.agreement import agree
@@ -59,8 +58,8 @@ def vocab_parallel_embedding(
     Parameters
     ----------
     ids : torch.Tensor
-        int64 or int32 of any shape, the sequence first, identical on all ranks. With
-        `input_is_parallel`, the ids of this rank's part of the sequence.
+        int64 or int32 of any shape, the sequence first, identical on all ranks; or this rank's part
+        of the sequence.
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
@@ -85,13 +84,11 @@ def vocab_parallel_embedding(
     ------
     ArgumentError
         If an id is out of range (on every rank), or sizes, ids and weight do not fit.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if replicated ids differ.
 
     Notes
     -----
-    Adjoint: gradients of the same id are summed at its owner in a fixed order, bit for bit the same
-    at every run; floats narrower than 4 bytes are summed in fp32.
+    Adjoint: gradients of the same id are summed at its owner in a fixed order; floats narrower than
+    4 bytes are summed in fp32.
 
     Communication: the row of each distinct id, once from its owner to each rank that needs it. In
     backward nothing, or if ranks have parts, gradients of these rows. Ids travel only with
@@ -112,8 +109,7 @@ def vocab_parallel_embedding(
     name, ranks = "vocab_parallel_embedding", resolve(group)
     owned = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
-        _check_table(weight, owned, 0, ranks, where)
-        _check_ids(ids, weight, where)
+        _check_operands(ids, weight, owned, 0, ranks, where)
         padding = _checked_padding(padding_idx, sum(owned), where)
         if input_is_parallel:
             checked_dim(0, ids.shape, where)
@@ -164,7 +160,7 @@ def feature_parallel_embedding(
     -------
     torch.Tensor
         ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks; or
-        ``(*ids.shape, sizes[rank])``. Errors are those of :func:`vocab_parallel_embedding`.
+        ``(*ids.shape, sizes[rank])``.
 
     Notes
     -----
@@ -185,8 +181,7 @@ def feature_parallel_embedding(
     name, ranks = "feature_parallel_embedding", resolve(group)
     columns = shard_sizes(name, weight, sizes, 1, ranks)
     with checking(name, ranks, gather_output=gather_output) as where:
-        _check_table(weight, columns, 1, ranks, where)
-        _check_ids(ids, weight, where)
+        _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
     # this rank owns all rows, and nothing travels
     owned = tuple(len(weight) * (rank == ranks.rank) for rank in range(ranks.size))
@@ -202,9 +197,9 @@ def feature_parallel_embedding(
 class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
-    `ids` are all ids, flat, int64, identical on all ranks. `sizes` are rows of the table per rank,
-    which `is_local` if this rank has all rows; `padding` is an id or -1, and `parts` the number of
-    ids whose rows are for each rank, empty if all ranks get all rows.
+    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, which
+    `is_local` if this rank has all rows; `padding` is an id or -1, and `parts` the number of ids
+    whose rows are for each rank, empty if all ranks get all rows.
     """
 
     group: Group
@@ -294,10 +289,7 @@ class _LookUp(_Lookup):
 
 @torch_operator
 class _SumUp(_Lookup):
-    """From gradients of looked-up rows to those of this rank's rows of the table.
-
-    A replicated gradient is complete on every rank, so nothing travels for it.
-    """
+    """From gradients of looked-up rows, complete on every rank, to those of this rank's rows."""
 
     name = "parallel_embedding_adjoint"
 
@@ -337,23 +329,19 @@ def _without_padding(rows: Tensor, ids: Tensor, padding: int) -> Tensor:
     return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
 
 
-def _check_table(weight: Tensor, sizes: Sequence[int], dim: int, group: Group, where: str) -> None:
+def _check_operands(
+    ids: Tensor, weight: Tensor, sizes: Sequence[int], dim: int, group: Group, where: str
+) -> None:
     checked_summable(weight, where)
     if weight.dim() != 2:
-        raise ArgumentError(
-            f"{where}weight must have two dimensions, ids and features; got shape "
-            f"{tuple(weight.shape)}."
-        )
+        raise ArgumentError(f"{where}weight must be (ids, features); got {tuple(weight.shape)}.")
     checked_shard(weight, sizes, dim, group, where)
-
-
-def _check_ids(ids: Tensor, weight: Tensor, where: str) -> None:
     checked_tensor(ids, where, "ids")
-    if ids.dtype not in (torch.int32, torch.int64):
-        hint = " Give an empty tensor its dtype." if ids.numel() == 0 else ""
-        raise ArgumentError(f"{where}ids must be int64 or int32; got {ids.dtype}.{hint}")
-    if ids.device != weight.device:
-        raise ArgumentError(f"{where}ids are on {ids.device}, weight is on {weight.device}.")
+    if ids.dtype not in (torch.int32, torch.int64) or ids.device != weight.device:
+        raise ArgumentError(
+            f"{where}ids must be int64 or int32 on {weight.device}; got {ids.dtype} on "
+            f"{ids.device}."
+        )
 
 
 def _check_range(ids: Tensor, total: int, where: str) -> None:
@@ -394,6 +382,9 @@ class _FeatureLayout(Layout):
 
 class _ParallelEmbedding(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
+
+    _plain = torch.nn.Embedding
+    _copied = ("num_embeddings", "embedding_dim", "padding_idx")
 
     weight: torch.nn.Parameter
     num_embeddings: int
@@ -444,7 +435,7 @@ class _ParallelEmbedding(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Draw the weight again, with a seed that the ranks agree on; collective."""
-        seed = module_seed(self.group.process_group)
+        seed = agreed("reset_parameters", dict, self.group, random_seed)[1]
         now = replace(self._layout, dtype=self.weight.dtype, device=self.weight.device)
         with torch.no_grad():
             self.weight.copy_(self._drawn(now, seed))
@@ -460,34 +451,17 @@ class _ParallelEmbedding(ShardedModule):
     ) -> Self:
         """Shard an embedding that is identical on all ranks; collective.
 
-        `options` are arguments of the constructor beside sizes of the table, padding_idx, init,
-        device and dtype. All ranks raise ArgumentError if the embedding has options that a
-        sharded table has not, and DisagreementError if the weights differ.
+        `options` are arguments of the constructor beside padding_idx, init, device and dtype. All
+        ranks raise an error if the embedding has other options, or if the weights differ.
         """
 
-        def check() -> dict[str, Any]:
-            digests = cls._check_plain(embedding, torch.nn.Embedding, options, "embedding")
+        def more() -> dict[str, Any]:
             words = ("max_norm", "scale_grad_by_freq", "sparse")
             if refused := [word for word in words if getattr(embedding, word)]:
                 raise ArgumentError(f"a sharded table has no {' and no '.join(refused)}.")
-            return {**digests, "padding_idx": embedding.padding_idx}
+            return {"padding_idx": embedding.padding_idx}
 
-        # nothing is drawn here, so the caller's generator keeps its state
-        with torch.random.fork_rng(devices=[]):
-            agreed(f"{cls.__name__}.from_embedding", check, resolve(group))
-            layer = cls(
-                embedding.num_embeddings,
-                embedding.embedding_dim,
-                sizes,
-                padding_idx=embedding.padding_idx,
-                group=group,
-                device="meta",
-                dtype=embedding.weight.dtype,
-                **options,
-            )
-        layer._layout = replace(layer._layout, device=embedding.weight.device)
-        layer.weight = layer._own("weight", embedding.weight)
-        return layer.train(embedding.training)
+        return cls._replacing("embedding", embedding, {**options, "sizes": sizes}, group, more)
 
     def to_embedding(self) -> torch.nn.Embedding:
         """Return the full table as a torch.nn.Embedding, on every rank; collective."""
@@ -530,8 +504,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Notes
     -----
-    One seed gives the same table on any number of ranks. All ranks raise an error if arguments are
-    wrong on one of them, or differ.
+    One seed gives the same table on any number of ranks.
 
     Communication: per call as :func:`vocab_parallel_embedding`; the constructor is collective.
 

@@ -1,15 +1,14 @@
 """Linear layers whose weight is sharded along its outputs (column) or its inputs (row).
 
 Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-parallel layer,
-`before` makes this rank's use of the input: the input is replicated, or gathered from the parts of
-a sequence. For a row-parallel layer, `after` sums the products of all ranks, or sums and scatters
-them along the sequence.
+`before` uses a replicated input or gathers the parts of a sequence. For a row-parallel layer,
+`after` sums the products of all ranks, or sums and scatters them along the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
@@ -19,7 +18,7 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.checks import checked_tensor
+from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.operator import (
     Operator,
     apply,
@@ -30,13 +29,11 @@ from varcomm.ops.operator import (
     refuse_vmap,
 )
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
-from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.layout import (
     Choices,
     Layout,
     ShardedModule,
     Sizes,
-    agreed,
     checked_choice,
 )
 from varcomm.tensor_parallel.mappings import (
@@ -129,7 +126,8 @@ def column_parallel_linear(
     with checking("column_parallel_linear", ranks, **flags) as where:
         checked_choice(save, "save", where, _SAVED)
         checked_operands(x, weight, bias, where)
-        _check_sizes(weight, sizes, 0, ranks, where)
+        if sizes is not None:
+            checked_shard(weight, sizes, 0, ranks, where)
         sequence = _checked_sequence(x, sequence_sizes, ranks, where)
     x, weight, bias = autocast(x, weight, bias)
     before: Before = ReplicatedUse(ranks, use_fp32)
@@ -204,8 +202,8 @@ def row_parallel_linear(
     """
     name, ranks = "row_parallel_linear", resolve(group)
     with checking(name, ranks, input_is_parallel=input_is_parallel, use_fp32=use_fp32) as where:
-        checked_tensor(weight, where, "weight")
-        _check_sizes(weight, sizes, 1, ranks, where)
+        if sizes is not None:
+            checked_shard(weight, sizes, 1, ranks, where)
     if not input_is_parallel:
         x = scatter_to_tensor_model_parallel_region(x, sizes, -1, group)
     with checking(name, ranks) as where:
@@ -227,9 +225,8 @@ def row_parallel_linear(
 class _ColumnProduct(torch.autograd.Function):
     """Returns the product, an empty *token*, and the gathered rows if they are kept.
 
-    The token depends on the operands. A derivative that is recorded adds it to the operands of its
-    collectives, so that they are recorded on all ranks or on none, even if the gradient depends on
-    nothing on one of them.
+    A derivative that is recorded adds the token, which depends on the operands, to the operands of
+    its collectives, so that they are recorded on all ranks or on none.
     """
 
     @staticmethod
@@ -311,41 +308,25 @@ def checked_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, where: str, name: str = "x"
 ) -> None:
     """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` is that of x."""
-    checked_tensor(x, where, name)
-    checked_tensor(weight, where, "weight")
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise ArgumentError(
-            f"{where}{name} must be (..., in) and weight (out, in) on this rank; got {name} of "
-            f"shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}."
-        )
-    if bias is not None:
-        checked_tensor(bias, where, "bias")
-        if bias.shape != weight.shape[:1]:
+    operands = {name: x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for word, operand in operands.items():
+        checked_tensor(operand, where, word)
+        if _dtype(operand) != _dtype(x) or operand.device != x.device:
             raise ArgumentError(
-                f"{where}bias must be ({weight.shape[0]},), one entry per row of this rank's "
-                f"weight; got shape {tuple(bias.shape)}."
+                f"{where}{name} is {_dtype(x)} on {x.device}, but {word} is {_dtype(operand)} on "
+                f"{operand.device}."
             )
-    for other, value in (("weight", weight), ("bias", bias)):
-        if value is not None and (_dtype(value) != _dtype(x) or value.device != x.device):
-            raise ArgumentError(
-                f"{where}{name} is {_dtype(x)} on {x.device}, but {other} is {_dtype(value)} on "
-                f"{value.device}."
-            )
-    if not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentError(f"{where}{name} must be floats; got {x.dtype}.")
-
-
-def _check_sizes(
-    weight: Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
-) -> None:
-    if sizes is None:
-        return
-    plain = checked_sizes(sizes, "sizes", group.size, where)
-    if weight.dim() == 2 and weight.shape[dim] != plain[group.rank]:
+    if (
+        not (x.is_floating_point() or x.is_complex())
+        or x.dim() == 0
+        or weight.dim() != 2
+        or x.shape[-1] != weight.shape[1]
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
+        shapes = ", ".join(f"{word} {tuple(one.shape)}" for word, one in operands.items())
         raise ArgumentError(
-            f"{where}weight of shape {tuple(weight.shape)} has {weight.shape[dim]} "
-            f"{('rows', 'columns')[dim]}, but sizes[{group.rank}] is {plain[group.rank]} (sizes "
-            f"{list(plain)})."
+            f"{where}{name} must be floats (..., in), weight (out, in) and bias (out,) or None on "
+            f"this rank; got {shapes} of {x.dtype}."
         )
 
 
@@ -355,15 +336,12 @@ def _checked_sequence(
     """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
     if sequence_sizes is None:
         return None
-    sequence = checked_sizes(sequence_sizes, "sequence_sizes", group.size, where)
-    rows = sum(sequence) if whole else sequence[group.rank]
-    if x.dim() < 2 or x.shape[0] != rows:
-        which = "sequence_sizes sum to" if whole else f"sequence_sizes[{group.rank}] is"
+    if x.dim() < 2:
         raise ArgumentError(
-            f"{where}x must be (sequence, ..., in); got shape {tuple(x.shape)}, but {which} {rows} "
-            f"(sequence_sizes {list(sequence)})."
+            f"{where}with sequence_sizes, x must be (sequence, ..., in); got {tuple(x.shape)}."
         )
-    return sequence
+    checked = checked_whole if whole else checked_shard
+    return checked(x, sequence_sizes, 0, group, where, "sequence_sizes")[0]
 
 
 def _rows_per_rank(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
@@ -409,6 +387,10 @@ class _RowLayout(_LinearLayout):
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
+    _plain = nn.Linear
+    _copied = ("in_features", "out_features")
+    _fixed = {"bias": False}  # noqa: RUF012
+
     weight: nn.Parameter
     bias: nn.Parameter | None
     in_features: int
@@ -449,21 +431,11 @@ class _ParallelLinear(ShardedModule):
     def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
         """Shard a Linear that is identical on all ranks; collective.
 
-        `linear` is not changed and shares no memory with the result. `options` are arguments of
-        the constructor beside features, bias, init, device and dtype. All ranks raise ArgumentError
-        if one passes no plain Linear or a wrong option, DisagreementError if weights differ.
+        `linear` shares no memory with the result. `options` are arguments of the constructor beside
+        features, bias, init, device and dtype. All ranks raise an error if one passes no plain
+        Linear or a wrong option, or if weights differ.
         """
-
-        def check() -> dict[str, Any]:
-            return cls._check_plain(linear, nn.Linear, options, "linear")
-
-        agreed(f"{cls.__name__}.from_linear", check, resolve(group))
-        shape, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
-        made = cls(*shape, False, group=group, device="meta", dtype=dtype, **options)
-        made.weight = made._own("weight", linear.weight)
-        if linear.bias is not None:
-            made.bias = made._own("bias", linear.bias)
-        return made.train(linear.training)
+        return cls._replacing("linear", linear, options, group)
 
     def to_linear(self) -> nn.Linear:
         """Gather the weight and return an equal Linear on every rank; collective."""
@@ -483,19 +455,12 @@ class _ParallelLinear(ShardedModule):
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
-        """Return features, sizes, and options that differ from their defaults."""
+        """Return features and sizes."""
         sizes = [list(block) for block in self.spec.blocks]
-        words = [
-            f"in_features={self.in_features}, out_features={self.out_features}",
-            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}",
-        ]
-        if self.sequence_sizes is not None:
-            words.append(f"sequence_sizes={list(self.sequence_sizes)}")
-        usual = {field.name: field.default for field in fields(self._kind)}
-        for name in sorted({*self._kind.own_names()} - {"bias"}):
-            if getattr(self, name) != usual[name]:
-                words.append(f"{name}={getattr(self, name)!r}")
-        return ", ".join(words)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}"
+        )
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -527,9 +492,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Notes
     -----
-    The full weight depends on torch's default generator on the group's first rank and not on the
+    The full weight depends on torch's default generator on the group's first rank, not on the
     number of ranks, and no rank holds it. The constructor is collective: all ranks raise an error
-    if arguments are wrong on one of them (ArgumentError), or differ (DisagreementError).
+    if arguments are wrong on one of them, or differ.
 
     Communication: per call as :func:`column_parallel_linear`.
 

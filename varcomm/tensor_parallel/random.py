@@ -56,19 +56,12 @@ class RandomStreams:
         ranks. Replicas of the model draw the same numbers unless they differ here:
         ``data=mesh["data"].get_local_rank()``.
 
-    Raises
-    ------
-    ArgumentError
-        On every rank, if `seed` or a coordinate is not an integer on one of them.
-    DisagreementError
-        On every rank, if seeds or coordinates differ.
-
     Notes
     -----
     A stream's seed is a hash (BLAKE2b, 63 bits) of `seed`, name, coordinates and, for
-    ``"sharded"``, the rank. ``random`` and ``numpy.random`` are not changed.
+    ``"sharded"``, the rank.
 
-    Communication: one round of messages in the constructor.
+    Communication: one round of messages in the constructor, which compares the arguments.
 
     In one process: one :class:`torch.Generator` per stream.
 
