@@ -14,6 +14,7 @@ import torch
 from measuring import arguments, median, ms, ratio, slowest, table, turns_of
 
 import varcomm as vc
+from varcomm import tensor_parallel as tp
 from varcomm.tensor_parallel import vocab_parallel_embedding
 
 
@@ -45,12 +46,19 @@ def measure(rank, ranks, kind, tokens, vocabulary, width, repeats):
     def lookup(given, *options):
         return lambda: vocab_parallel_embedding(given, weight, sizes, None, *options)
 
+    def masked():
+        """Rows of a rank's own ids and zeros, as Megatron sums them."""
+        mine = sizes.range(rank)
+        outside = (ids < mine.start) | (ids >= mine.stop)
+        rows = torch.nn.functional.embedding((ids - mine.start).masked_fill(outside, 0), weight)
+        return rows.masked_fill(outside.unsqueeze(-1), 0)
+
     ways = {
-        "part, masked": lookup(ids, parts, "masked"),
-        "part, indexed": lookup(ids, parts, "indexed"),
-        "part, indexed, own ids": lookup(own, None, "indexed", True),
-        "all, masked": lookup(ids, None, "masked"),
-        "all, indexed": lookup(ids, None, "indexed"),
+        "part, masked": lambda: vc.reduce_scatter_v(masked(), parts),
+        "part, indexed": lookup(ids, parts),
+        "part, indexed, own ids": lookup(own, None, True),
+        "all, masked": lambda: tp.reduce_from_tensor_model_parallel_region(masked()),
+        "all, indexed": lookup(ids, None),
         "part, full table, no ranks": lambda: torch.nn.functional.embedding(own, full),
     }
     costs, moved = {name: [] for name in ways}, {}

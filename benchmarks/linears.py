@@ -2,14 +2,12 @@
 
 Forward and backward of each kind, beside the floor: the dense products of the local block and the
 bare collectives, calls of torch.distributed into existing memory, one after the other; and beside
-the same made of varcomm's operators, where nothing overlaps. Then the fused paths of inference
-beside the layers one after the other. All of one table take turns. A rank has one thread; an
-engine's own threads need a core too.
+the same made of varcomm's operators, where nothing overlaps. All of one table take turns. A rank
+has one thread; an engine's own threads need a core too.
 """
 
 import argparse
 import os
-from itertools import accumulate
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,14 +15,13 @@ import torch
 import torch.distributed as dist
 from measuring import arguments, median, ms, spread, table
 from torch.nn.functional import linear
-from torch.profiler import ProfilerActivity, profile
 
 import varcomm as vc
 from varcomm import tensor_parallel as tp
 from varcomm.cli.bench import in_turns
 from varcomm.cli.workload import shard_sizes
 
-FLOOR, PLAIN = "products, then collectives", "one after the other"
+FLOOR = "products, then collectives"
 AGAIN = "column_parallel_linear, gathers again"
 
 
@@ -191,73 +188,6 @@ def measure(rank, sizes, repeats):
     return seconds, moved, case.bounds()
 
 
-def infer(rank, sizes, repeats):
-    """Seconds of the paths of inference, and the allocations of a call."""
-    case, seconds, allocated = Case(rank, *sizes), {}, {}
-    with torch.inference_mode():
-        for kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
-            for path, ways in paths(case, kind).items():
-                wanted = [value.clone() for value in ways[PLAIN]()]
-                for way in ways.values():
-                    same = [torch.equal(a, b) for a, b in zip(way(), wanted, strict=True)]
-                    assert all(same), path
-                key = kind.__name__, path
-                seconds[key] = in_turns(ways, repetitions=repeats)
-                allocated[key] = {name: allocations(way) for name, way in ways.items()}
-    return seconds, allocated
-
-
-def paths(case, kind):
-    """By path: one layer after the other, fused, and fused with memory that is kept."""
-    rows, mine, n, k = case.rows, case.rank, sum(case.outputs), sum(case.inputs)
-    before, after = kind(k), kind(n)
-    residual, added = torch.randn(case.rows[mine], n), torch.randn(n)
-    bias = torch.randn(case.outputs[mine])
-    tensors = (case.x, case.part, case.columns, case.weight, case.across)
-    x, part, columns, weight, across = (tensor.detach() for tensor in tensors)
-
-    def row():
-        total = residual + tp.row_parallel_linear(columns, across, added, sequence_sizes=rows)
-        return vc.all_gather_v(after(total), rows), total
-
-    def fused_row(buffers):
-        options = {"sequence_sizes": rows, "buffers": buffers}
-        return tp.row_linear_norm(columns, across, added, residual, after, **options)
-
-    def column(x, sequence):
-        return (tp.column_parallel_linear(before(x), weight, bias, sequence_sizes=sequence),)
-
-    def fused_column(x, sequence, buffers):
-        options = {"sequence_sizes": sequence, "buffers": buffers}
-        return (tp.norm_column_linear(x, before, weight, bias, **options),)
-
-    def three(plain, fused):
-        buffers = tp.Buffers()
-        return {
-            PLAIN: plain,
-            "fused": lambda: fused(None),
-            "fused, with buffers": lambda: fused(buffers),
-        }
-
-    return {
-        "norm, column": three(lambda: column(x, None), lambda b: fused_column(x, None, b)),
-        "norm, column of a sequence": three(
-            lambda: column(part, rows), lambda b: fused_column(part, rows, b)
-        ),
-        "row, residual, norm, gather": three(row, fused_row),
-    }
-
-
-def allocations(way):
-    """MB that a call has allocated at its peak, its results included, and most at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        results = [way()]  # not freed before the last count
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [e.nbytes() / 1e6 for e in sorted(events, key=lambda e: e.start_ns())]
-    results.clear()
-    return max(accumulate(sizes, initial=0)), max((0, *sizes))
-
-
 def timings(seconds, first):
     """Cells of each way: milliseconds, and the ratio to the first way, turn by turn."""
     for name, taken in seconds.items():
@@ -291,16 +221,6 @@ def main():
             rows.append([kind, name, *cells, f"{min(ratios):.2f} ... {max(ratios):.2f}"])
     print("bytes sent or received by the busiest rank, and those of all ranks over the fewest:\n")
     table(["linear", "way", "MB", "MB at least", "ratio, all ranks"], rows)
-
-    print("inference, the slowest rank, and the allocations of the busiest one in a call:\n")
-    answers = vc.launch(infer, given.ranks, parts, given.repeats, timeout=1800)
-    rows = []
-    for key, taken in answers[0][0].items():
-        for name, *cells in timings(taken, PLAIN):
-            memory = zip(*(allocated[key][name] for _, allocated in answers), strict=True)
-            rows.append([*key, name, *cells, *(f"{max(column):.2f}" for column in memory)])
-    columns = ["norm", "path", "way", "ms", f"of {PLAIN} (quartiles)", "MB at its peak"]
-    table([*columns, "MB of the largest"], rows)
 
 
 if __name__ == "__main__":

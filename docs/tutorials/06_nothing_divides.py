@@ -223,5 +223,5 @@ plt.show()
 # - ``tp.shard_spec(parameter)`` knows how a parameter is sharded, and gathers it or its gradient.
 #
 # Read next: :doc:`/tensor_parallel`, with sequence parallelism, a loss that never holds the logits,
-# random numbers and inference. Then
+# and random numbers. Then
 # :doc:`sharded gradients and checkpoints </generated/tutorials/07_sharded_gradients>`.

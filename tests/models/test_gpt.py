@@ -1,14 +1,11 @@
 """GPT alone, and sharded: one loss, one training, one text, whatever the number of ranks."""
 
 import copy
-import sys
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import varcomm
-import varcomm.models
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError, ShardSizes
@@ -46,13 +43,6 @@ def test_a_place_sees_what_is_before_it():
     assert changed.tolist() == [place >= 4 for place in range(LENGTH + 1)]
 
 
-def test_targets_that_do_not_count():
-    model, ids = new_model(), text(2)
-    targets = ids[1:].clone()
-    targets[3:] = -100
-    torch.testing.assert_close(model.loss(ids[:-1], targets), model.loss(ids[:3], ids[1:4]))
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -64,13 +54,6 @@ def test_targets_that_do_not_count():
 def test_heads_that_do_not_divide(options, text):
     with pytest.raises(ArgumentError, match=text):
         new_model(**options)
-
-
-def test_the_room_of_models():
-    assert {"GPT", "MeshGraphNet"} <= set(dir(varcomm.models))
-    assert varcomm.models.GPT is sys.modules["varcomm.models.gpt"].GPT
-    with pytest.raises(AttributeError, match="has no attribute 'BERT'"):
-        _ = varcomm.models.BERT
 
 
 # On ranks
@@ -163,18 +146,6 @@ def train_otherwise(rank):
 
 def test_other_sizes_and_models(worlds):
     assert_none(worlds.run(3, train_otherwise))
-
-
-def in_groups(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    failures, model = Failures(), new_model()
-    differences(model, sharded(model, mesh["tensor"], sequence_sizes=[3, 4]), failures)
-    return failures
-
-
-@pytest.mark.slow
-def test_one_dimension_of_a_mesh(worlds):
-    assert_none(worlds.run(4, in_groups))
 
 
 def summed(part, weight):
@@ -274,32 +245,20 @@ def texts(rank, **sizes):
     )
 
 
-def sharded_texts(rank, in_parts):
-    ranks = torch.distributed.get_world_size()
-    sequence = ShardSizes.balanced(LENGTH, ranks) if in_parts else None
-    return texts(rank, sequence_sizes=sequence)
+def sharded_texts(rank, sizes):
+    return texts(rank, **sizes)
 
 
-@pytest.mark.parametrize("in_parts", [False, True], ids=["replicated", "in parts"])
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_texts_are_those_of_one_process(worlds, ranks, in_parts):
-    expected = texts(0)
-    for answers in worlds.run(ranks, sharded_texts, in_parts):
-        assert all(torch.equal(got, want) for got, want in zip(answers, expected, strict=True))
-
-
-def of_empty_shards(rank):
-    """Each kind of shards is on one rank alone, another one each time."""
-    model, ids = new_model(), text(2, length=3)
-    alone = model.generate(ids, 2, temperature=0)
-    sizes = {"head_sizes": [0, 5, 0], "mlp_sizes": [106, 0, 0], "vocab_sizes": [0, 0, 131]}
-    plan = model.tensor_parallel_plan([0, 6, 0], **sizes)
-    parallelize(model, plan)
-    return torch.equal(model.generate(ids, 2, temperature=0), alone)
-
-
-def test_texts_of_empty_shards(worlds):
-    assert worlds.run(3, of_empty_shards) == [True] * 3
+def test_texts_are_those_of_one_process(worlds, ranks):
+    expected, several = texts(0), [{"sequence_sizes": None}]
+    several.append({"sequence_sizes": ShardSizes.balanced(LENGTH, ranks)})
+    if ranks == 3:  # each kind of shards on one rank alone
+        sizes = {"head_sizes": [0, 5, 0], "mlp_sizes": [106, 0, 0], "vocab_sizes": [0, 0, 131]}
+        several.append({"sequence_sizes": [0, LENGTH, 0], **sizes})
+    for sizes in several:
+        for answers in worlds.run(ranks, sharded_texts, sizes):
+            assert all(torch.equal(got, want) for got, want in zip(answers, expected, strict=True))
 
 
 IDS = text(2, length=3)

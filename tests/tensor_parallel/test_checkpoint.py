@@ -138,11 +138,9 @@ def test_what_is_distributed_is_not_kept(worlds):
 LAYOUTS = {
     "scalar": lambda: drawn(6, 1)[0],
     "empty": lambda: drawn(6, 3, 0, 2),
-    "few": lambda: drawn(6, 1),
     "turned": lambda: drawn(6, 5, 3, 2).permute(2, 0, 1),
     "stepped": lambda: drawn(6, 6, 4)[::2, 1:],
     "expanded": lambda: drawn(6, 3, 1).expand(3, 4),
-    "image": lambda: drawn(6, 2, 3, 2, 2).to(memory_format=torch.channels_last),
     "conjugate": lambda: torch.complex(drawn(6, 5), drawn(7, 5)).conj(),
 }
 
@@ -153,19 +151,17 @@ def layouts(rank):
         seen = []
 
         def function(x, seen=seen):
-            seen.append((x.detach().clone(), x.shape, x.stride(), x.dtype, x.requires_grad))
+            seen.append((x.detach().clone(), x.stride(), x.dtype, x.requires_grad))
             return x * x.detach().abs().exp()
 
         x = whole().requires_grad_()
-        y = distributed(function, x)
-        (gradient,) = torch.autograd.grad(y.abs().sum(), x)
+        (gradient,) = torch.autograd.grad(distributed(function, x).abs().sum(), x)
         (expected,) = torch.autograd.grad((x * x.detach().abs().exp()).abs().sum(), x)
         first, second = seen
         assert torch.equal(first[0], second[0]), kind
         assert torch.equal(gradient, expected), kind
-        assert first[1] == second[1], kind
-        assert first[3:] == second[3:], kind
-        assert first[2] == second[2] or kind in ("stepped", "expanded"), kind
+        assert first[2:] == second[2:], kind
+        assert first[1] == second[1] or kind in ("stepped", "expanded"), kind
     return True
 
 

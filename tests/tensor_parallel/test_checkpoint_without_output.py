@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.tensor_parallel.test_checkpoint import Layer, derivatives, splits
-from tests.tensor_parallel.twins import drawn, traced
+from tests.tensor_parallel.twins import drawn
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
@@ -164,29 +164,6 @@ def test_a_change_in_place_of_what_is_kept_is_still_an_error(before):
         kept.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_what_does_not_require_a_gradient():
-    """Its output is computed again for the gradient of the weight."""
-    weight, runs = leaf(3, 5, 5), []
-    with CheckpointWithoutOutput() as keep:
-        y = keep.checkpoint(lambda x: runs.append(1) or x.exp(), drawn(6, 4, 5))
-        z = y @ weight
-    assert not y.requires_grad
-    (gradient,) = torch.autograd.grad(z.sum(), weight)
-    assert torch.equal(gradient, drawn(6, 4, 5).exp().t() @ torch.ones(4, 5, dtype=torch.float64))
-    assert len(runs) == 2
-
-
-def traffic(rank):
-    layer = Before([2, 5, 0])
-    found = traced(lambda: layer.freed(leaf(6, 2, 3)))
-    return [[call.name for call in calls] for calls in found]
-
-
-def test_traffic_is_that_of_one_more_run(worlds):
-    expected = [["replicated_sum"], ["replicated_sum", "replicated_sum"]]
-    assert worlds.run(3, traffic) == [expected] * 3
 
 
 def test_another_output_when_it_is_run_again_is_refused():

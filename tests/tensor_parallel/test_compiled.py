@@ -35,15 +35,15 @@ HIDDEN, VOCABULARY, LENGTH, BATCH = 7, 17, 5, 2
 
 def losses(ranks, pattern):
     rich = {"label_smoothing": 0.2, "z_loss": 0.01, "weight": class_weights(), "reduction": "mean"}
-    wrong = {"label_smoothing": 0.2, "smooth_over": "wrong", "ignore_index": 3}
+    other = {"label_smoothing": 0.2, "ignore_index": 3}
     sizes, target = SPLITS[ranks][0], targets(5, 2)
     known = target.masked_fill(target < 0, 3)
     return {
         "logits": of_logits(sizes, target),
         "rich": of_logits(sizes, target, **rich),
-        "wrong": of_logits(sizes, known, **wrong),
+        "other": of_logits(sizes, known, **other),
         "hidden": of_hidden(sizes, target, **rich),
-        "wrong hidden": of_hidden(sizes, known, **wrong),
+        "other hidden": of_hidden(sizes, known, **other),
         "in chunks": of_hidden(sizes, target, ROWS[ranks], 3),
     }
 
@@ -132,11 +132,9 @@ def modules(rank, ranks):
         "columns": FeatureParallelEmbedding(*shape, **columns),
         "own columns": FeatureParallelEmbedding(*shape, gather_output=False, **columns),
     }
-    of_own = {}
-    for method in ("auto", "masked", "indexed"):
-        made = partial(VocabParallelEmbedding, *shape, method=method, **own)
-        of_ids |= {method: made(), f"{method}, parts": made(**parts)}
-        of_own |= {method: made(input_is_parallel=True, **parts)}
+    made = partial(VocabParallelEmbedding, *shape, **own)
+    of_ids |= {"all": made(), "parts": made(**parts)}
+    of_own = {"own": made(input_is_parallel=True, **parts)}
     compare_layers(failures, "of ids", of_ids, ids)
     compare_layers(failures, "of own ids", of_own, ids.split(sequence)[rank])
     how = {"sizes": FEATURES[ranks], "dtype": torch.float64, **parts}

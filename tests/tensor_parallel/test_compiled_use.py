@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 import varcomm
-from tests.tensor_parallel.compiling import Compiled, leaf, pulled
+from tests.tensor_parallel.compiling import Compiled, leaf
 from tests.tensor_parallel.twins import drawn
 from varcomm import ArgumentError, DisagreementError
 from varcomm import tensor_parallel as tp
@@ -81,30 +81,6 @@ def test_other_sizes_need_no_other_graph(worlds, in_parts):
     assert worlds.run(2, of_any_size, in_parts) == [(True, 0)] * 2
 
 
-def traffic(rank):
-    torch.manual_seed(0)
-    layers = {
-        "column": ColumnParallelLinear(500, 7, sizes=[2, 5, 0]),
-        "row": RowParallelLinear(500, 500, input_is_parallel=False),
-        "attention": ParallelAttention(500, 10),
-    }
-    x, found = leaf(drawn(0, 15, 500), torch.float32), []
-    for fn in layers.values():
-        for run in (fn, Compiled(fn)):
-            pulled(run, x, fn.parameters())
-            with varcomm.trace() as calls:
-                pulled(run, x, fn.parameters())
-            found.append((calls.total.sent, calls.total.received))
-    return found
-
-
-@pytest.mark.slow
-def test_no_more_bytes_than_uncompiled(worlds):
-    for found in worlds.run(3, traffic):
-        assert found[0::2] == found[1::2]
-        assert all(received > 0 for _, received in found)
-
-
 def differences(expected, got, parameters):
     """Largest differences of losses and gradients, as parts of the largest number in each."""
     asked = list(parameters)
@@ -140,19 +116,10 @@ def test_inductor_keeps_the_order_of_calls(worlds):
 
 
 def debugged(rank):
-    torch.manual_seed(0)
-    block, given = Block(in_parts=True), text(5)
-    compiled = Compiled(block)
-    with varcomm.debug():
-        loss, expected = compiled(*given), block(*given)
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(block.gradients(loss), block.gradients(expected))
-        layer = RowParallelLinear(7, 3)
-        disagreeing = Compiled(lambda x: layer(x)[: len(x)])
-        try:
-            disagreeing(torch.ones(2 + rank, layer.spec.local))
-        except DisagreementError as error:
-            return str(error)
+    layer = RowParallelLinear(7, 3)
+    with varcomm.debug(), pytest.raises(DisagreementError) as caught:
+        Compiled(lambda x: layer(x)[: len(x)])(torch.ones(2 + rank, layer.spec.local))
+    return str(caught.value)
 
 
 @pytest.mark.slow
@@ -183,9 +150,9 @@ def test_wrong_ids_and_targets_are_found_when_the_graph_runs(worlds):
     assert len({loss for *_, loss in found}) == 1
     for messages, count, _ in found:
         ids, targets, columns = messages
-        assert re.search(r"vocab_parallel_embedding.*out of range for 17 embeddings", ids)
+        assert re.search(r"parallel_embedding.*out of range for 17 embeddings", ids)
         assert re.search(r"target\[0, 0\] is -\d+, which is no class", targets)
-        assert re.search(r"feature_parallel_embedding.*out of range", columns)
+        assert re.search(r"parallel_embedding.*out of range", columns)
         assert count == 2
 
 
@@ -199,38 +166,26 @@ def without_output(x):
         return keep.checkpoint(torch.sin, x) * x
 
 
-def with_main_grad(x, weight):
-    return tp.column_parallel_linear(x, weight)
-
-
 def refused(rank):
     """Why each cannot be in one graph; whether it is right in several."""
     x = leaf(drawn(0, 2, 3))
-    weight = leaf(drawn(1, 4, 3))
-    weight.main_grad = torch.zeros_like(weight)
-    norm, plain = nn.RMSNorm(3, dtype=torch.float64), drawn(1, 4, 3)
-    streams = RandomStreams(7)
-    reasons = {}
+    streams, reasons = RandomStreams(7), {}
     for name, fn in {
         "gather": lambda: tp.gather_from_tensor_model_parallel_region(x * 2),
         "all_to_all": lambda: tp.all_to_all(x * 2),
-        "main_grad": lambda: with_main_grad(x * 2, weight),
         "fork": lambda: in_stream(x * 2, streams),
         "checkpoint": lambda: tp.checkpoint(torch.sin, x * 2),
         "without output": lambda: without_output(x * 2),
-        "inference": lambda: tp.norm_column_linear(x.detach() * 2, norm, plain),
     }.items():
         try:
-            with torch.set_grad_enabled(name != "inference"):
-                Compiled(fn)()
+            Compiled(fn)()
         except Unsupported as error:
             reasons[name] = re.search(r"\(reason: (.*)\)", str(error)).group(1)
         torch._dynamo.reset()
         states = streams.state_dict()
-        with torch.set_grad_enabled(name != "inference"):
-            broken = torch.compile(fn, backend="aot_eager")()
-            streams.load_state_dict(states)
-            torch.testing.assert_close(broken, fn(), rtol=1e-12, atol=1e-12)
+        broken = torch.compile(fn, backend="aot_eager")()
+        streams.load_state_dict(states)
+        torch.testing.assert_close(broken, fn(), rtol=1e-12, atol=1e-12)
     return reasons
 
 
@@ -239,11 +194,9 @@ def test_what_breaks_a_graph_says_why(worlds):
     words = {
         "gather": "pass sizes",
         "all_to_all": "output_split_sizes",
-        "main_grad": "delete it",
         "fork": "compile inside of its block",
         "checkpoint": "compile inside of it",
         "without output": "compile inside of it",
-        "inference": "caller's buffers",
     }
     for reasons in worlds.run(2, refused):
         assert reasons.keys() == words.keys()

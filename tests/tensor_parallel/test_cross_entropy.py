@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.cross_entropy_cases import (
@@ -31,12 +30,11 @@ from varcomm.testing import gradcheck, gradgradcheck
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 RICH = {"label_smoothing": 0.3, "weight": class_weights(), "z_loss": 0.01}
-WRONG = {"label_smoothing": 0.3, "smooth_over": "wrong"}
 OPTIONS = [
     {"reduction": reduction, **others}
     for reduction, others in product(
         ("none", "mean", "sum"),
-        ({}, {"z_loss": 0.01}, {"weight": class_weights()}, RICH, WRONG, {**RICH, **WRONG}),
+        ({}, {"z_loss": 0.01}, {"weight": class_weights()}, RICH),
     )
 ]
 
@@ -47,7 +45,7 @@ def check_options(rank, ranks):
         for options in OPTIONS:
             case, second = of_logits(sizes, targets(3, 4), **options), options is OPTIONS[-1]
             failures += compare(*case, bound=BOUND, second=second)
-        for options in OPTIONS[3::3]:
+        for options in OPTIONS[3::2]:
             for rows in (None, ROWS[ranks]):
                 case = of_hidden(sizes, targets(5, 2), rows, **options)
                 failures += compare(*case, bound=BOUND, second=False)
@@ -73,15 +71,10 @@ def test_tokens_of_any_shape(worlds):
 
 
 def in_subgroups(rank):
-    mesh = DeviceMesh("cpu", [[1, 2], [3, 4]], mesh_dim_names=("data", "tensor"))
     group, pairs = dist.new_group([1, 2, 3, 4]), dist.new_group([2, 4])
     if rank == 0:
         return []
-    tensor = mesh["tensor"]
-    pairwise = of_logits([3, 8], targets(6, seed=(rank - 1) // 2), tensor)
-    failures = [*compare(*pairwise, group=tensor)]
-    for sizes in SPLITS[4]:
-        failures += compare(*of_logits(sizes, targets(6), group, reduction="mean"), group=group)
+    failures = compare(*of_logits([0, 7, 0, 4], targets(6), group), group=group)
     if rank in (2, 4):
         failures += compare(*of_logits([0, 11], targets(6), pairs), group=pairs)
     return failures
@@ -90,17 +83,6 @@ def in_subgroups(rank):
 @pytest.mark.slow
 def test_subgroups_without_rank_0(worlds):
     assert_none(worlds.run(5, in_subgroups))
-
-
-def sizes_left_out(rank):
-    sizes, target = [2, 0, 5], targets(4, classes=7)
-    shard = drawn(0, 4, 7).split(sizes, -1)[rank]
-    asked = vocab_parallel_cross_entropy(shard, target)
-    return torch.equal(asked, vocab_parallel_cross_entropy(shard, target, sizes))
-
-
-def test_sizes_of_none_asks_the_ranks(worlds):
-    assert worlds.run(3, sizes_left_out) == [True] * 3
 
 
 def narrow(rank, dtype):
@@ -177,7 +159,7 @@ def finite_differences(rank, ranks):
     options = {"label_smoothing": 0.3, "z_loss": 0.1}
 
     def of_logits(logits):
-        more = {"smooth_over": "wrong", "weight": class_weights(5), "reduction": "mean"}
+        more = {"weight": class_weights(5), "reduction": "mean"}
         loss = vocab_parallel_cross_entropy(logits, target, sizes, **options, **more)
         return copy_to_tensor_model_parallel_region(loss)
 
@@ -217,7 +199,7 @@ def thrice(loss, inputs, total):
 
 
 def third_order(rank):
-    failures, options = Failures(), {**RICH, **WRONG, "reduction": "mean"}
+    failures, options = Failures(), {**RICH, "reduction": "mean"}
     cases = [of_logits([5, 0, 6], targets(4)), of_logits([0, 11, 0], targets(4), **options)]
     cases.append(of_hidden([5, 0, 6], targets(5), chunk_rows=2, **options))
     for number, (fn, twin, inputs, _) in enumerate(cases):
@@ -286,14 +268,13 @@ def test_second_derivative_of_a_loss_that_differs_between_ranks(worlds):
 
 
 def overwritten(rank):
-    """Hidden states and head are not copied, and are read again in backward."""
-    for which in (0, 1):
-        inputs = [drawn(0, 5, 3).requires_grad_(), drawn(1, 2, 3).requires_grad_()]
-        loss = linear_cross_entropy(*inputs, targets(5, classes=4), [2, 2])
-        with torch.no_grad():
-            inputs[which].zero_()
-        with pytest.raises(RuntimeError, match="inplace"):
-            loss.sum().backward()
+    """The head is not copied, and is read again in backward."""
+    hidden, head = drawn(0, 5, 3).requires_grad_(), drawn(1, 2, 3).requires_grad_()
+    loss = linear_cross_entropy(hidden, head, targets(5, classes=4), [2, 2])
+    with torch.no_grad():
+        head.zero_()
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.sum().backward()
     return True
 
 

@@ -54,15 +54,6 @@ def test_all_ranks_get_what_the_first_has(worlds, ranks):
     assert worlds.run(ranks, received, keys) == [[True] * 4 * len(keys)] * ranks
 
 
-def conjugated(rank):
-    own = {"z": torch.tensor([1 + 2j]).conj()} if rank == 0 else None
-    return broadcast_data(["z"], own, torch.complex64)["z"].tolist()
-
-
-def test_a_conjugate_view(worlds):
-    assert worlds.run(2, conjugated) == [[1 - 2j]] * 2
-
-
 def in_groups(rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3, 4])]
     first = rank in (0, 2)

@@ -25,7 +25,6 @@ from varcomm.tensor_parallel import scatter_to_sequence_parallel_region
 from varcomm.tensor_parallel.embedding import feature_parallel_embedding, vocab_parallel_embedding
 from varcomm.testing import gradcheck, gradgradcheck
 
-METHODS = ("auto", "masked", "indexed")
 LAYOUTS = ("replicated", "part", "parallel")
 
 
@@ -37,27 +36,26 @@ def loss_of(rows, first=0):
     return ((rows + steps / 7) ** 3 * torch.linspace(1, 2, H, dtype=rows.dtype)).sum()
 
 
-def call(layout, method, ids, weight, pattern, rank, padding):
+def call(layout, ids, weight, pattern, rank, padding):
     """Return the rows, and the first of the sequence among them."""
     sizes, parts = pattern
     if layout == "replicated":
-        return vocab_parallel_embedding(ids, weight, sizes, padding, None, method), 0
-    mine = ShardSizes(parts).range(rank)
-    own = ids if layout == "part" else ids[mine.start : mine.stop]
-    options = {"method": method, "input_is_parallel": layout == "parallel"}
-    return vocab_parallel_embedding(own, weight, sizes, padding, parts, **options), mine.start
+        return vocab_parallel_embedding(ids, weight, sizes, padding), 0
+    mine, parallel = ShardSizes(parts).range(rank), layout == "parallel"
+    own = ids[mine.start : mine.stop] if parallel else ids
+    return vocab_parallel_embedding(own, weight, sizes, padding, parts, parallel), mine.start
 
 
-def compare(failures, layout, method, pattern, padding, rank, shape=(2,)):
+def compare(failures, layout, pattern, padding, rank, shape=(2,)):
     sizes, parts = pattern
     whole, ids = drawn(1, V, H), drawn_ids(sum(parts), *shape, seed=len(parts))
     weight = own_rows(whole, sizes, rank).requires_grad_()
-    rows, first = call(layout, method, ids.int(), weight, pattern, rank, padding)
+    rows, first = call(layout, ids.int(), weight, pattern, rank, padding)
     got = derivatives(loss_of(rows, first), weight)
     whole.requires_grad_()
     want = on_one_process(ids, whole, padding)
     wanted = [own_rows(d, sizes, rank) for d in derivatives(loss_of(want), whole)]
-    with failures.named(pattern, layout, method, padding, shape):
+    with failures.named(pattern, layout, padding, shape):
         assert torch.equal(rows, want[first : first + len(rows)])
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -66,10 +64,10 @@ def compare(failures, layout, method, pattern, padding, rank, shape=(2,)):
 def compare_all(rank, ranks):
     failures = Failures()
     for pattern, layout in product(PATTERNS[ranks], LAYOUTS):
-        for method, padding in product(METHODS, (None, PAD, PAD - V)):
-            compare(failures, layout, method, pattern, padding, rank)
+        for padding in (None, PAD, PAD - V):
+            compare(failures, layout, pattern, padding, rank)
         for shape in ((), (0, 2)):
-            compare(failures, layout, "auto", pattern, PAD, rank, shape)
+            compare(failures, layout, pattern, PAD, rank, shape)
     return failures
 
 
@@ -83,17 +81,16 @@ def finite_differences(rank, ranks):
     ids, mine = drawn_ids(sum(parts), seed=3), ShardSizes(parts).range(rank)
     weight, columns = own_rows(drawn(2, V, 2), sizes, rank), ShardSizes.balanced(4, ranks)
 
-    def lookup(method, parts, own=False):
+    def lookup(parts, own=False):
         given = ids[mine.start : mine.stop] if own else ids
-        return lambda w: vocab_parallel_embedding(given, w, sizes, None, parts, method, own)
+        return lambda w: vocab_parallel_embedding(given, w, sizes, None, parts, own)
 
     def once(fn):  # a replicated result is one value, which the ranks count once
         return lambda w: scatter_to_sequence_parallel_region(fn(w), parts)
 
-    for method in ("masked", "indexed"):
-        for fn in (once(lookup(method, None)), lookup(method, parts), lookup(method, parts, True)):
-            gradcheck(fn, weight, fast_mode=True)
-            gradgradcheck(lambda w, fn=fn: fn(w) ** 3, weight, fast_mode=True)
+    for fn in (once(lookup(None)), lookup(parts), lookup(parts, True)):
+        gradcheck(fn, weight, fast_mode=True)
+        gradgradcheck(lambda w, fn=fn: fn(w) ** 3, weight, fast_mode=True)
     by_features = once(lambda w: feature_parallel_embedding(ids, w, columns))
     own = drawn(rank, V, columns[rank])
     gradgradcheck(lambda w: by_features(w) ** 3, own, fast_mode=True)
@@ -105,13 +102,13 @@ def test_adjoints_and_forward_mode(worlds, ranks):
     assert worlds.run(ranks, finite_differences, ranks) == [True] * ranks
 
 
-def tangent_of(rank, layout, method):
+def tangent_of(rank, layout):
     sizes, parts = PATTERNS[2][0]
     ids = drawn_ids(6, 2, seed=4)
     weight, tangent = (own_rows(drawn(s, V, H), sizes, rank) for s in (1, 2))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(weight, tangent)
-        rows, first = call(layout, method, ids, dual, (sizes, parts), rank, PAD)
+        rows, first = call(layout, ids, dual, (sizes, parts), rank, PAD)
         value, moving = forward_ad.unpack_dual(rows)
     kept = F.embedding(ids, drawn(2, V, H)) * (ids != PAD).unsqueeze(-1)
     at = slice(first, first + len(rows))
@@ -120,33 +117,35 @@ def tangent_of(rank, layout, method):
 
 def test_tangent_of_the_padding(worlds):
     """The padding's row is a constant in forward mode as well."""
-    for layout, method in product(LAYOUTS, ("masked", "indexed")):
-        assert worlds.run(2, tangent_of, layout, method) == [(True, True)] * 2
+    for layout in LAYOUTS:
+        assert worlds.run(2, tangent_of, layout) == [(True, True)] * 2
 
 
 def features(rank, ranks):
-    failures = Failures()
-    for sizes in [ShardSizes.balanced(5, ranks), [0] * (ranks - 1) + [5]]:
-        for padding in (None, PAD):
-            for ids in (drawn_ids(4, 2), drawn_ids(3), torch.tensor(PAD), drawn_ids(0, 3)):
-                whole = drawn(1, V, 5).requires_grad_()
-                scale = torch.linspace(1, 2, 5, dtype=torch.float64)
-                want = on_one_process(ids, whole, padding)
-                wanted = derivatives((want**3 * scale).sum(), whole)
-                own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-                weight = whole.detach()[:, own].clone().requires_grad_()
-                rows = feature_parallel_embedding(ids, weight, sizes, padding)
-                got = derivatives((rows**3 * scale).sum(), weight)
-                part = feature_parallel_embedding(ids, weight, sizes, padding, False)
-                asked = feature_parallel_embedding(ids, weight)
-                left = derivatives((part**3 * scale[own]).sum(), weight)
-                with failures.named(sizes, padding, ids.shape):
-                    assert torch.equal(rows, want)
-                    assert torch.equal(asked, want)
-                    assert torch.equal(part, want[..., own])
-                    for a, b, c in zip(got, left, wanted, strict=True):
-                        torch.testing.assert_close(a, c[:, own], rtol=1e-12, atol=1e-12)
-                        torch.testing.assert_close(b, c[:, own], rtol=1e-12, atol=1e-12)
+    failures, scale = Failures(), torch.linspace(1, 2, 5, dtype=torch.float64)
+    cases = product(
+        [ShardSizes.balanced(5, ranks), [0] * (ranks - 1) + [5]],
+        [None, PAD],
+        [drawn_ids(4, 2), torch.tensor(PAD), drawn_ids(0, 3)],
+    )
+    for sizes, padding, ids in cases:
+        whole, own = (
+            drawn(1, V, 5).requires_grad_(),
+            slice(sum(sizes[:rank]), sum(sizes[: rank + 1])),
+        )
+        want = on_one_process(ids, whole, padding)
+        wanted = derivatives((want**3 * scale).sum(), whole)
+        weight = whole.detach()[:, own].clone().requires_grad_()
+        rows = feature_parallel_embedding(ids, weight, sizes, padding)
+        part = feature_parallel_embedding(ids, weight, sizes, padding, False)
+        asked = feature_parallel_embedding(ids, weight)
+        with failures.named(sizes, padding, ids.shape):
+            assert torch.equal(rows, want)
+            assert torch.equal(asked, want)
+            assert torch.equal(part, want[..., own])
+            for loss in (rows**3 * scale, part**3 * scale[own]):
+                for got, expected in zip(derivatives(loss.sum(), weight), wanted, strict=True):
+                    torch.testing.assert_close(got, expected[:, own], rtol=1e-12, atol=1e-12)
     return failures
 
 

@@ -129,9 +129,15 @@ def test_what_is_not_finite(worlds, value, norm_type):
 
 
 def in_main_grad(rank):
-    """Where backward adds in another place, that is what counts and what is scaled."""
+    """The recipe of docs/coming_from/megatron.md: gradients added up in another dtype."""
     layer = ColumnParallelLinear(8, 4, bias=False, dtype=torch.bfloat16)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
+
+    def add_up(weight):
+        weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    layer.weight.register_post_accumulate_grad_hook(add_up)
     for _ in range(2):
         layer(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     norm = clip_grad_norm_(layer, 1.0)

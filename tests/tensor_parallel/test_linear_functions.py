@@ -12,7 +12,6 @@ import varcomm
 from tests.ops.comparing import Failures, assert_none
 from tests.tensor_parallel.test_linear_modules import cases
 from tests.tensor_parallel.twins import drawn, split, traced
-from varcomm import ArgumentError
 from varcomm.tensor_parallel import column_parallel_linear, row_parallel_linear
 
 IN, OUT = 4, 5
@@ -71,120 +70,52 @@ def test_forward_mode(worlds, pattern):
     assert_none(worlds.run(3, forward_mode, pattern))
 
 
-def sent(rank, ranks):
-    """Elements that each way sends: forward, and backward."""
-    sequence, sizes = split("uneven", ranks), split("uneven", ranks)
-    length, told = sum(sequence), {}
+def moved_and_kept(rank, ranks):
+    """Elements that each way receives, forward and backward, and shapes that its graph keeps."""
+    sequence = sizes = split("uneven", ranks)
     weight = torch.ones(sizes[rank], IN, requires_grad=True)
     across = torch.ones(OUT, sizes[rank], requires_grad=True)
     part = torch.ones(sequence[rank], IN, requires_grad=True)
-    columns = torch.ones(length, sizes[rank], requires_grad=True)
-    bias = torch.ones(OUT, requires_grad=True)
+    columns = torch.ones(sum(sequence), sizes[rank], requires_grad=True)
     column = partial(column_parallel_linear, sequence_sizes=sequence)
     ways = {
         "column": lambda: column(part, weight),
         "column, kept": lambda: column(part, weight, save="gathered"),
         "column, frozen": lambda: column(part, weight.detach()),
         "column, no gradient of the input": lambda: column(part.detach(), weight, save="gathered"),
-        "row": lambda: row_parallel_linear(columns, across, bias, sequence_sizes=sequence),
+        "row": lambda: row_parallel_linear(columns, across, sequence_sizes=sequence),
     }
+    told, kept = {}, {}
     for name, way in ways.items():
         told[name] = [sum(call.received for call in calls) // 4 for calls in traced(way)]
-    return told
+        shapes = kept[name] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, shapes=shapes: shapes.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            way()
+    return told, {name: [shape for shape in kept[name] if shape != (0,)] for name in kept}
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_elements_that_travel_are_the_fewest_possible(worlds, ranks):
+def test_what_travels_and_is_kept_is_the_least_possible(worlds, ranks):
     sequence = split("uneven", ranks)
-    for rank, told in enumerate(worlds.run(ranks, sent, ranks)):
-        others = (sum(sequence) - sequence[rank]) * IN
-        parts = (ranks - 1) * sequence[rank]
+    for rank, (told, kept) in enumerate(worlds.run(ranks, moved_and_kept, ranks)):
+        own, length = sequence[rank], sum(sequence)
+        others, parts = (length - own) * IN, (ranks - 1) * own
         assert told == {
             "column": [others, others + parts * IN],
             "column, kept": [others, parts * IN],
             "column, frozen": [others, parts * IN],
             "column, no gradient of the input": [others, 0],
-            "row": [parts * OUT, (sum(sequence) - sequence[rank]) * OUT],
+            "row": [parts * OUT, (length - own) * OUT],
         }
-
-
-def saved(rank):
-    """What the graph keeps: pairs of how it is called and the shapes it holds on to."""
-    sequence, kept = [2, 2], {}
-    x, weight = torch.ones(2, IN, requires_grad=True), torch.ones(3, IN, requires_grad=True)
-    frozen = weight.detach()
-    column = partial(column_parallel_linear, sequence_sizes=sequence)
-    calls = {
-        "input": lambda: column(x, weight),
-        "gathered": lambda: column(x, weight, save="gathered"),
-        "frozen": lambda: column(x, frozen),
-        "frozen row": lambda: row_parallel_linear(torch.ones(4, 3, requires_grad=True), frozen.T),
-    }
-    for name, call in calls.items():
-        shapes = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, shapes=shapes: shapes.append(tuple(t.shape)) or t, lambda t: t
-        ):
-            call()
-        kept[name] = [shape for shape in shapes if shape != (0,)]
-    return kept
-
-
-def test_what_is_saved(worlds):
-    expected = {
-        "input": [(2, IN), (3, IN)],
-        "gathered": [(2, IN), (4, IN), (3, IN)],
-        "frozen": [(3, IN)],
-        "frozen row": [(IN, 3)],
-    }
-    assert worlds.run(2, saved) == [expected] * 2
-
-
-def accumulated(rank):
-    """Two micro-batches in bf16, added up in fp32."""
-    sizes = [1, 2]
-    whole = drawn(1, 3, IN, dtype=torch.bfloat16)
-    weight = whole.split(sizes)[rank].clone().requires_grad_()
-    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
-    across = drawn(2, OUT, 3, dtype=torch.bfloat16)
-    narrow = across.split(sizes, 1)[rank].clone().requires_grad_()
-    narrow.main_grad = torch.zeros(narrow.shape, dtype=torch.float64)
-    twin, twin_across = whole.double().requires_grad_(), across.double().requires_grad_()
-    for seed in (3, 4):
-        x = drawn(seed, 6, IN, dtype=torch.bfloat16)
-        column_parallel_linear(x, weight).sum().backward()
-        columns = drawn(seed, 6, 3, dtype=torch.bfloat16)
-        row_parallel_linear(columns.split(sizes, 1)[rank], narrow).sum().backward()
-        functional.linear(x.double(), twin).sum().backward()
-        functional.linear(columns.double(), twin_across).sum().backward()
-    torch.testing.assert_close(
-        weight.main_grad, twin.grad.split(sizes)[rank].float(), rtol=1e-6, atol=1e-6
-    )
-    torch.testing.assert_close(
-        narrow.main_grad, twin_across.grad.split(sizes, 1)[rank], rtol=1e-12, atol=1e-12
-    )
-    # as weight.grad does, it gets what backward() adds, and not what autograd.grad asks for
-    kept = weight.main_grad.clone(), narrow.main_grad.clone()
-    x = x.detach().requires_grad_()
-    own = columns.split(sizes, 1)[rank].clone().requires_grad_()
-    for y, given, parameter in (
-        (column_parallel_linear(x, weight), x, weight),
-        (row_parallel_linear(own, narrow), own, narrow),
-    ):
-        torch.autograd.grad(y.sum(), given, retain_graph=True)
-        assert torch.autograd.grad(y.sin().sum(), given, create_graph=True)[0].requires_grad
-        y.sum().backward(inputs=given, retain_graph=True)
-        with pytest.raises(RuntimeError, match="not have been used"):
-            torch.autograd.grad(y.sum(), parameter, retain_graph=True)
-        with pytest.raises(ArgumentError, match="main_grad"):
-            y.sum().backward(create_graph=True)
-    assert torch.equal(kept[0], weight.main_grad)
-    assert torch.equal(kept[1], narrow.main_grad)
-    return weight.grad is None and narrow.grad is None
-
-
-def test_gradients_are_added_to_main_grad(worlds):
-    assert worlds.run(2, accumulated) == [True, True]
+        assert kept == {
+            "column": [(own, IN), (own, IN)],  # input and weight, which has as many rows
+            "column, kept": [(own, IN), (length, IN), (own, IN)],
+            "column, frozen": [(own, IN)],
+            "column, no gradient of the input": [(own, IN), (length, IN)],
+            "row": [(own, OUT), (length, own)],
+        }
 
 
 def autocast(rank):
@@ -237,35 +168,16 @@ class Products(TorchDispatchMode):
 
 
 def overlapped(rank):
-    sequence, told = [2, 1, 1], {}
-    x, weight = torch.ones(sequence[rank], IN), torch.ones(3, IN)
-    whole, across = torch.ones(4, 3), torch.ones(IN, 3)
-    ways = {
-        "column": lambda x, w: column_parallel_linear(x, w),
-        "column of a sequence": lambda x, w: column_parallel_linear(x, w, sequence_sizes=sequence),
-        "row to a sequence": lambda x, w: row_parallel_linear(x, w, sequence_sizes=sequence),
-    }
-    for name, way in ways.items():
-        operands = {
-            "column": (whole[:, :1].expand(4, IN), weight),
-            "row to a sequence": (whole, across),
-        }
-        operands = operands.get(name, (x, weight))
-        leaves = [operand.clone().requires_grad_() for operand in operands]
-        with varcomm.trace() as calls, Products(calls.calls) as forward:
-            y = way(*leaves)
+    sequence, weight, told = [2, 1, 1], torch.ones(3, IN, requires_grad=True), []
+    for parts, rows in ((None, 4), (sequence, sequence[rank])):
+        x = torch.ones(rows, IN, requires_grad=True)
+        y = column_parallel_linear(x, weight, sequence_sizes=parts)
         with varcomm.trace() as calls, Products(calls.calls) as backward:
             y.sum().backward()
-        told[name] = forward.begun, backward.begun
+        told.append(backward.begun)
     return told
 
 
-def test_products_are_computed_while_messages_travel(worlds):
-    """A message begins before a product that does not need it."""
-    for told in worlds.run(3, overlapped):
-        # the sum of gradients of the input before the gradient of the weight
-        assert told["column"] == ([0], [0, 1])
-        # the gather before all products; again in backward, and the sum before the last product
-        assert told["column of a sequence"] == ([1, 1, 1], [1, 2])
-        # the gather of gradients before own rows are multiplied
-        assert told["row to a sequence"] == ([0], [1, 1, 1, 1])
+def test_the_weights_gradient_is_computed_while_messages_travel(worlds):
+    """The gather begins before the first product, and the sum before the second."""
+    assert worlds.run(3, overlapped) == [[[0, 1], [1, 2]]] * 3

@@ -13,7 +13,6 @@ from varcomm import ArgumentError, DisagreementError
 RANKS = 3
 X, W = torch.ones(2, 4), torch.ones(3, 4)
 IDS, TARGET = torch.tensor([0, 4, 2]), torch.tensor([4, 0, -100])
-NORM = nn.RMSNorm(4, elementwise_affine=False)
 HEADS = torch.ones(3, 2, 4)
 SPLIT = [2, 3, 0]
 
@@ -43,22 +42,9 @@ def of_hidden(rank, **options):
     return tp.linear_cross_entropy(**(given | options))
 
 
-def fused(rank, **options):
-    given = {"x": torch.ones(3, 2), "weight": torch.ones(4, 2), "bias": None}
-    given |= {"residual": torch.ones(1, 4), "norm": NORM, "sequence_sizes": [1, 1, 1]}
-    return tp.row_linear_norm(**(given | options))
-
-
-def with_main_grad(value, factor=1):
-    weight = factor * W.clone().requires_grad_()
-    weight.main_grad = value
-    return tp.column_parallel_linear(X, weight)
-
-
-def norm_of(gradient, **attributes):
+def norm_of(gradient):
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = gradient
-    vars(parameter).update(attributes)
     return tp.grad_norm([parameter])
 
 
@@ -88,43 +74,32 @@ LOCAL = [
     # mappings
     (lambda r: tp.scatter_to_tensor_model_parallel_region(X, [1, 1, 1]), "sizes"),
     (lambda r: tp.gather_from_tensor_model_parallel_region(X, [1, 2, 0]), "sizes"),
-    (lambda r: tp.scatter_to_sequence_parallel_region(X, [3]), "sizes"),
     (lambda r: tp.copy_to_tensor_model_parallel_region([1.0]), "tensor"),
     (lambda r: tp.reduce_from_tensor_model_parallel_region(X > 0), "bool"),
     (lambda r: tp.gather_from_sequence_parallel_region(X, [2]), "tensor_parallel_output_grad"),
     (lambda r: tp.scatter_to_tensor_model_parallel_region(X, dim=2), "dim=2"),
-    (lambda r: tp.all_to_all_sp2hp(X, [3, 3, 3], [1, 2, 0]), "sizes"),
-    (lambda r: tp.split_tensor_along_last_dim(X, [1, 2]), "sizes"),
-    (lambda r: tp.gather_split_1d_tensor(X), "piece"),
+    (lambda r: tp.gather_split_1d_tensor([1.0]), "piece"),
     # linear functions
     (lambda r: tp.column_parallel_linear(X, W.T), "weight"),
-    (lambda r: tp.row_parallel_linear(X, W.T), "weight"),
-    (lambda r: tp.column_parallel_linear(torch.tensor(1.0), W), "x of shape"),
+    (lambda r: tp.column_parallel_linear(torch.tensor(1.0), W), "x must be"),
     (lambda r: tp.column_parallel_linear(X, W, torch.ones(4)), "bias"),
     (lambda r: tp.column_parallel_linear(X.double(), W), "weight"),
     (lambda r: tp.column_parallel_linear(X.long(), W.long()), "x must be floats"),
-    (lambda r: tp.row_parallel_linear(X, None), "weight"),
     (lambda r: tp.column_parallel_linear(X, W, None, [2, 2, 2]), "sizes"),
-    (lambda r: tp.row_parallel_linear(X, W, None, [2, 2, 2]), "sizes"),
     (lambda r: tp.column_parallel_linear(X, W, sequence_sizes=[1, 1, 1]), "sequence"),
     (lambda r: tp.row_parallel_linear(X, W, sequence_sizes=[1, 2, 0]), "sequence"),
     (lambda r: tp.column_parallel_linear(X, W, save="all"), "save"),
     (lambda r: tp.column_parallel_linear(X, W, gather_output=1), "gather_output"),
     (lambda r: tp.row_parallel_linear(X, W, input_is_parallel=1), "input_is_parallel"),
-    (lambda r: with_main_grad(X[0]), "main_grad"),
-    (lambda r: with_main_grad(W.clone(), factor=2), "main_grad"),
     (batched(tp.column_parallel_linear), "vmap"),
     (batched(tp.row_parallel_linear), "vmap"),
     # embeddings
     (lambda r: vocabulary(r, IDS + 1), "ids span 1...5"),
-    (lambda r: vocabulary(r, IDS - 1, method="indexed"), "ids span -1...3"),
+    (lambda r: vocabulary(r, IDS - 1), "ids span -1...3"),
     (lambda r: vocabulary(r, IDS + 1, input_is_parallel=True), "ids span"),
     (lambda r: vocabulary(r, IDS.float()), "ids"),
-    (lambda r: vocabulary(r, [0]), "ids"),
     (lambda r: vocabulary(r, IDS.to("meta")), "ids"),
-    (lambda r: vocabulary(r, weight=torch.zeros(1, 2, 2)), "weight"),
     (lambda r: vocabulary(r, weight=torch.zeros(5, 2)), "sizes"),
-    (lambda r: vocabulary(r, method="fast"), "method"),
     (lambda r: vocabulary(r, input_is_parallel=1), "input_is_parallel"),
     (lambda r: vocabulary(r, padding_idx=5), "padding_idx"),
     (lambda r: vocabulary(r, sequence_sizes=[1, 1, 0]), "sequence_sizes"),
@@ -136,22 +111,17 @@ LOCAL = [
     (lambda r: of_logits(r, target=torch.tensor([0, 5, 1])), "target[1]"),
     (lambda r: of_hidden(r, ignore_index=3), "target[2]"),
     (lambda r: of_logits(r, target=TARGET.int()), "target"),
-    (lambda r: of_logits(r, target=torch.ones(3, 5)), "target"),
     (lambda r: of_logits(r, label_smoothing=1.0), "label_smoothing"),
-    (lambda r: of_hidden(r, label_smoothing=math.nan), "label_smoothing"),
     (lambda r: of_logits(r, z_loss=math.inf), "z_loss"),
     (lambda r: of_logits(r, ignore_index=-100.0), "ignore_index"),
     (lambda r: of_hidden(r, reduction="avg"), "reduction"),
-    (lambda r: of_hidden(r, smooth_over="none"), "smooth_over"),
     (lambda r: of_logits(r, weight=torch.ones(2)), "weight"),
     (lambda r: of_hidden(r, class_weight=torch.ones(5, requires_grad=True)), "class_weight"),
-    (lambda r: of_logits(r, logits=torch.ones(3, 5)), "logits"),
+    (lambda r: of_logits(r, logits=torch.ones(3, 5)), "sizes"),
     (lambda r: of_logits(r, logits=torch.ones(3, SPLIT[r]).long()), "logits"),
     (lambda r: of_logits(r, logits=torch.tensor(1.0)), "logits"),
     (lambda r: of_logits(r, logits=torch.ones(3, 0), sizes=[0, 0, 0]), "no classes"),
-    (lambda r: of_one_class(r, label_smoothing=0.1, smooth_over="wrong"), "wrong one"),
     (lambda r: of_hidden(r, hidden=torch.ones(3, 5)), "weight"),
-    (lambda r: of_hidden(r, hidden=torch.ones(3, 4).double()), "weight"),
     (lambda r: of_hidden(r, bias=torch.ones(5)), "bias"),
     (lambda r: of_hidden(r, chunk_rows=0), "chunk_rows"),
     (lambda r: of_hidden(r, sequence_sizes=[1, 1, 1]), "sequence_sizes"),
@@ -161,28 +131,16 @@ LOCAL = [
     (lambda r: tp.attention(HEADS, HEADS, HEADS.double()), "dtype"),
     (lambda r: tp.attention(HEADS, HEADS, HEADS, 1), "causal"),
     (lambda r: tp.attention(HEADS, HEADS[:, :0], HEADS[:, :0]), "heads"),
-    (lambda r: tp.attention(HEADS[:2], HEADS, HEADS), "places"),
     (lambda r: tp.attention(HEADS, HEADS, HEADS, scale=math.inf), "scale"),
     (lambda r: tp.split_heads(HEADS, 3), "qkv"),
     (lambda r: tp.split_heads(HEADS, 0), "head_dim"),
-    (lambda r: tp.ParallelAttention(4, 2)(torch.ones(4)), "x must be"),
-    # inference
-    (lambda r: tp.norm_column_linear(X, nn.BatchNorm1d(4), W), "norm"),
-    (lambda r: tp.norm_column_linear(X, nn.RMSNorm((2, 4)), W), "norm"),
-    (lambda r: tp.norm_column_linear(X, nn.RMSNorm(4, device="meta"), W), "norm"),
-    (lambda r: tp.norm_column_linear(X, NORM, W, buffers={}), "buffers"),
-    (lambda r: tp.norm_column_linear(X, NORM, nn.Parameter(W)), "weight"),
-    (lambda r: fused(r, residual=X), "residual"),
-    (lambda r: fused(r, residual=None), "residual"),
-    (lambda r: fused(r, sequence_sizes=None), "sequence_sizes"),
-    (lambda r: fused(r, gather=1), "gather"),
+    (lambda r: tp.ParallelAttention(4, 2)(torch.ones(4)), "query"),
     # gradients
     (lambda r: tp.grad_norm([], 0), "norm_type"),
     (lambda r: tp.clip_grad_norm_([], -1.0), "max_norm"),
     (lambda r: tp.grad_norm([("weight", X)]), "parameter 0"),
     (lambda r: tp.grad_norm([], error_if_nonfinite=1), "error_if_nonfinite"),
     (lambda r: norm_of(torch.ones(2).to_sparse()), "gradient of parameter 0"),
-    (lambda r: norm_of(torch.ones(2), main_grad=torch.ones(2)), "main_grad"),
     # streams and checkpoints
     (forked(lambda s: s.fork("other").__enter__()), "other"),
     (forked(lambda s: in_fork(s, s.fork("sharded").__enter__)), "sharded"),
@@ -190,9 +148,7 @@ LOCAL = [
     (forked(lambda s: in_fork(s, lambda: s.load_state_dict({}))), "load_state"),
     (forked(lambda s: s.load_state_dict({})), "streams"),
     (loaded(seed=torch.tensor(1)), "sharded"),
-    (loaded(cpu=3), "cpu"),
-    (loaded(tpu=torch.zeros(16, dtype=torch.uint8)), "tpu"),
-    (loaded(cpu=torch.zeros(16, dtype=torch.uint8)), "CPU"),
+    (loaded(tpu=torch.zeros(16, dtype=torch.uint8)), "device"),
     (forked(lambda s: s.add(3)), "name"),
     (forked(lambda s: s.add("sharded")), "sharded"),
     (forked(lambda s: s.add("expert", expert=0.5)), "expert"),
@@ -204,11 +160,6 @@ LOCAL = [
 
 def distributed(x, flag):
     return tp.checkpoint(torch.exp, x, distribute_saved_activations=flag)
-
-
-def of_one_class(rank, **options):
-    logits, sizes = torch.ones(3, int(rank == 0)), [1, 0, 0]
-    return of_logits(rank, logits=logits, target=TARGET * 0, sizes=sizes, **options)
 
 
 def faults(cases):
@@ -284,11 +235,9 @@ SHARED = {
     ArgumentError: [
         (layer_of(COLUMN, 6, 7, bias=1), "bias"),
         (instead(lambda n: COLUMN(6, n), 5, 5.5), "out_features"),
-        (instead(lambda n: ROW(n, 5), 6, -1), "in_features"),
         (layer_of(ROW, 6, 7, sizes=[3, 5, 0]), "sizes"),
         (layer_of(COLUMN, 6, 7, sizes=BLOCKS), "sizes"),
         (layer_of(COLUMN, 6, 7, sizes=[3, 4]), "sizes"),
-        (layer_of(ROW, 6, 7, sequence_sizes=[3]), "sequence_sizes"),
         (layer_of(COLUMN, 6, 7, init=3), "init"),
         (layer_of(COLUMN, 6, 7, dtype=torch.int64), "dtype"),
         (layer_of(COLUMN, 6, 7, device="gpu"), "gpu"),
@@ -297,14 +246,10 @@ SHARED = {
         (instead(COLUMN.from_linear, LINEAR, nn.Identity()), "Identity"),
         (instead(ROW.from_linear, LINEAR, Doubled(6, 7)), "forward"),
         (lambda w: COLUMN.from_linear(LINEAR, **({"stride": 1} if w else {})), "stride"),
-        (lambda w: COLUMN(6, 7, allocate_weight=False).to_linear(), "allocate_weight"),
         (layer_of(VOCAB, 5, 2, sizes=[3, 3, 0]), "sizes"),
         (layer_of(VOCAB, 5, 2, sizes=[[2, 0, 0], [3, 0, 0]]), "sizes"),
         (instead(lambda n: FEATURE(5, n), 2, 2.0), "embedding_dim"),
-        (layer_of(FEATURE, 5, 2, max_norm=1.0), "max_norm"),
         (layer_of(VOCAB, 5, 2, padding_idx=5), "padding_idx"),
-        (layer_of(VOCAB, 5, 2, method="x"), "method"),
-        (layer_of(VOCAB, 5, 2, sequence_sizes=[1]), "sequence_sizes"),
         (layer_of(FEATURE, 5, 2, gather_output=0), "gather_output"),
         (instead(VOCAB.from_embedding, TABLE, nn.Linear(2, 5)), "embedding"),
         (instead(FEATURE.from_embedding, TABLE, hooked()), "hooks"),
@@ -312,7 +257,6 @@ SHARED = {
         (instead(lambda n: HEADED(4, n), 2, 2.0), "num_heads"),
         (instead(lambda n: HEADED(4, 4, n), 4, 3), "num_kv_heads"),
         (instead(lambda n: HEADED(4, n), 2, 3), "head_dim"),
-        (layer_of(HEADED, 4, 2, sizes=[1, 2, 0]), "sizes"),
         (lambda w: tp.parallelize(None if w else model(), {}), "module"),
         (parallelized(["0"]), "plan"),
         (parallelized({"0": "colum"}), "plan['0']"),
@@ -320,11 +264,9 @@ SHARED = {
         (parallelized({"0": "column", "[0]": "row"}), "both match"),
         (parallelized({"": lambda module: module, "0": "column"}), "contains"),
         (parallelized({"0": lambda module: 1 // 0}), "zero"),
-        (parallelized({"0": lambda module: None}), "NoneType"),
         (lambda w: tp.sequence_parallel(None if w else nn.LayerNorm(4)), "module"),
         (instead(tp.RandomStreams, 7, 0.5), "seed"),
         (broadcast("a"), "keys"),
-        (broadcast(["a", "a"]), "keys"),
         (broadcast(dtype="float32"), "dtype"),
     ],
     DisagreementError: [
@@ -333,7 +275,6 @@ SHARED = {
         (layer_of(ROW, 6, 7, use_fp32=False), "use_fp32"),
         (instead(COLUMN.from_linear, LINEAR, constant(1.0)), "weight"),
         (layer_of(VOCAB, 5, 2, init=nn.init.zeros_), "init"),
-        (layer_of(VOCAB, 5, 2, method="masked"), "method"),
         (instead(VOCAB.from_embedding, TABLE, nn.Embedding(5, 2)), "weight"),
         (instead(lambda n: HEADED(4, n), 2, 4), "heads"),
         (parallelized({"0": "column"}), "modules"),
@@ -384,7 +325,6 @@ def test_a_norm_over_another_group(worlds):
 DIFFERENT = [
     (lambda r: vocabulary(r, IDS + (r == 1)), "ids"),
     (lambda r: vocabulary(r, padding_idx=r), "padding_idx"),
-    (lambda r: vocabulary(r, method=("masked", "indexed", "auto")[r]), "method"),
     (lambda r: vocabulary(r, sequence_sizes=[r, 2 - r, 1]), "sequence_sizes"),
     (lambda r: features(r, IDS.flip(0) if r else IDS), "ids"),
     (lambda r: of_logits(r, target=torch.tensor([r, 0, 1])), "values of target"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import assert_none
 from tests.tensor_parallel.twins import REPLICATED, SPLITS, Sharded, compare, drawn, split
 from varcomm.sharding import shard_spec
 from varcomm.tensor_parallel.parallelize import sequence_parallel
@@ -54,34 +54,6 @@ def run(rank, pattern):
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_values_and_derivatives(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, run, pattern))
-
-
-def accumulated(rank):
-    """Two micro-batches, and steps of an optimizer between them and two more."""
-    failures, rows = Failures(), [[2, 0, 1], [1, 3, 2]]
-    for kind, make in KINDS.items():
-        torch.manual_seed(2)
-        twin = make()
-        torch.manual_seed(2)
-        module = sequence_parallel(make())
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, module)]
-        for step in range(2):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for batch, sizes in enumerate(rows):
-                x = drawn(10 * step + batch, sum(sizes), WIDTH)
-                (twin(x) ** 2).sum().backward()
-                (module(x.split(sizes)[rank]) ** 2).sum().backward()
-            for (name, a), b in zip(module.named_parameters(), twin.parameters(), strict=True):
-                with failures.named(kind, step, name):
-                    torch.testing.assert_close(a.grad, b.grad)
-            for optimizer in optimizers:
-                optimizer.step()
-    return failures
-
-
-def test_gradients_accumulate(worlds):
-    assert_none(worlds.run(3, accumulated))
 
 
 def kept(rank):

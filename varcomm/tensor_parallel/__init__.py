@@ -13,7 +13,6 @@ from varcomm.tensor_parallel.embedding import (
     vocab_parallel_embedding,
 )
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
-from varcomm.tensor_parallel.inference import Buffers, norm_column_linear, row_linear_norm
 from varcomm.tensor_parallel.layout import param_is_not_tensor_parallel_duplicate
 from varcomm.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -27,7 +26,6 @@ from varcomm.tensor_parallel.parallelize import parallelize, sequence_parallel
 from varcomm.tensor_parallel.random import RandomStreams
 
 __all__ = [
-    "Buffers",
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "FeatureParallelEmbedding",
@@ -44,10 +42,8 @@ __all__ = [
     "feature_parallel_embedding",
     "grad_norm",
     "linear_cross_entropy",
-    "norm_column_linear",
     "parallelize",
     "param_is_not_tensor_parallel_duplicate",
-    "row_linear_norm",
     "row_parallel_linear",
     "sequence_parallel",
     "shard_spec",

@@ -47,16 +47,11 @@ def attention(
     torch.Tensor
         ``(S, *F, heads, E)``.
 
-    Raises
-    ------
-    ArgumentError
-        If shapes, dtypes or devices do not fit.
-
     Notes
     -----
-    Values and first derivatives are those of :func:`scaled_dot_product_attention
-    <torch.nn.functional.scaled_dot_product_attention>`. With ``create_graph=True`` and in forward
-    mode, which fused kernels do not support, products of S x T numbers per head replace it.
+    Computed by :func:`torch.nn.functional.scaled_dot_product_attention`. With ``create_graph=True``
+    and in forward mode, which fused kernels do not support, products of S x T numbers per head
+    replace it.
 
     Examples
     --------
@@ -84,11 +79,7 @@ def attention(
 
 
 class _Differentiable(torch.autograd.Function):
-    """Passes a fused kernel's output on; its second derivative uses products of the inputs.
-
-    In a plain backward the gradient goes to the kernel's own derivative. If the gradient is
-    recorded, the inputs get their gradients from here instead.
-    """
+    """Passes a fused kernel's output on; its recorded derivatives use products of the inputs."""
 
     generate_vmap_rule = True
 
@@ -117,12 +108,8 @@ def _in_forward_mode() -> bool:
     """Return whether a forward-mode level is open, in which tensors may carry tangents."""
     if torch.compiler.is_compiling():
         return False
-    empty = torch.empty(0)
-    try:
-        forward_ad.make_dual(empty, empty)
-    except RuntimeError:
-        return False
-    return True
+    x = torch.empty(0)
+    return forward_ad.unpack_dual(x).primal is not x
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -143,6 +130,7 @@ def _heads_before_places(x: Tensor) -> Tensor:
 
 def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
     where = "attention: "
+    checked_flag(causal, "causal", where)
     for name, x in (("query", query), ("key", key), ("value", value)):
         checked_tensor(x, where, name)
         if x.dim() < 3 or not x.is_floating_point():
@@ -150,12 +138,11 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
                 f"{where}{name} must be floats (sequence, ..., heads, features); got {x.dtype} of "
                 f"shape {tuple(x.shape)}."
             )
-    checked_flag(causal, "causal", where)
-    if len({(x.dtype, x.device) for x in (query, key, value)}) > 1:
-        raise ArgumentError(
-            f"{where}query, key and value must have one dtype and device; got {query.dtype}, "
-            f"{key.dtype}, {value.dtype} on {query.device}, {key.device}, {value.device}."
-        )
+        if (x.dtype, x.device) != (query.dtype, query.device):
+            raise ArgumentError(
+                f"{where}query, key and value must have one dtype and device; query is "
+                f"{query.dtype} on {query.device}, {name} is {x.dtype} on {x.device}."
+            )
     heads, kv_heads = query.shape[-2], key.shape[-2]
     if (
         query.shape[1:-2] != key.shape[1:-2]
@@ -164,11 +151,11 @@ def _check(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> None:
         or (heads % kv_heads if kv_heads else heads)
         or (causal and len(query) != len(key))
     ):
-        length = "as many places" if causal else "T places"
         raise ArgumentError(
             f"{where}query (S, *F, heads, D) needs key (T, *F, kv_heads, D) and value "
-            f"(T, *F, kv_heads, E) of {length}, with heads a multiple of kv_heads; got "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}, causal={causal}."
+            "(T, *F, kv_heads, E), with heads a multiple of kv_heads, and if causal as many "
+            f"places, S = T; got {tuple(query.shape)}, {tuple(key.shape)} and "
+            f"{tuple(value.shape)}, causal={causal}."
         )
     if scale is not None:
         checked_number(scale, "scale", where, "a finite number", isfinite)
@@ -193,11 +180,6 @@ def split_heads(
     query, key, value : torch.Tensor
         ``(*F, n * queries_per_key, head_dim)``, and ``(*F, n, head_dim)`` twice.
 
-    Raises
-    ------
-    ArgumentError
-        If the last dimension is not a whole number of heads, or these are not positive.
-
     Examples
     --------
     >>> import torch
@@ -216,20 +198,16 @@ def split_heads(
             f"multiple of {unit}, for {queries_per_key} + 2 heads of {head_dim}."
         )
     n = qkv.shape[-1] // unit
-    counts = (n * queries_per_key, n, n)
-    parts = qkv.split([count * head_dim for count in counts], -1)
-    query, key, value = (
-        part.unflatten(-1, (count, head_dim)) for part, count in zip(parts, counts, strict=True)
-    )
+    heads = qkv.unflatten(-1, (n * (queries_per_key + 2), head_dim))
+    query, key, value = heads.split([n * queries_per_key, n, n], -2)
     return query, key, value
 
 
 class ParallelAttention(nn.Module):
     """Self-attention whose heads are sharded across ranks in groups; made collectively.
 
-    A group is a head of keys and values with the heads of queries that it serves. One
-    column-parallel layer computes queries, keys and values, and a row-parallel layer sums the
-    heads' results. The number of heads does not need to divide by the number of ranks.
+    A group is a head of keys and values with the heads of queries that it serves. The number of
+    heads does not need to divide by the number of ranks.
 
     Parameters
     ----------
@@ -260,8 +238,7 @@ class ParallelAttention(nn.Module):
 
     Notes
     -----
-    Communication: that of the two layers: without `sequence_sizes` an all-reduce of the output, and
-    in backward one of the gradient of the input.
+    Communication: that of the two layers; the constructor is collective.
 
     In one process: :func:`attention` between two :class:`torch.nn.Linear`.
 
@@ -338,12 +315,6 @@ class ParallelAttention(nn.Module):
         ``rotary(heads)`` is applied to queries and to keys, ``(S, *F, heads, head_dim)`` of the
         whole sequence and this rank's heads. `sequence_sizes` replace the layer's in this call.
         """
-        with checking("ParallelAttention", self.qkv.group) as where:
-            if isinstance(x, Tensor) and x.dim() < 2:
-                raise ArgumentError(
-                    f"{where}x must be (sequence, ..., {self.qkv.in_features}); got shape "
-                    f"{tuple(x.shape)}."
-                )
         qkv = self.qkv(x, sequence_sizes=sequence_sizes)
         with checking("ParallelAttention", self.qkv.group):
             query, key, value = split_heads(qkv, self.head_dim, self.queries_per_key)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -29,7 +27,6 @@ __all__ = ["CheckpointWithoutOutput", "checkpoint"]
 T = TypeVar("T")
 Outputs = TypeVar("Outputs", bound="Tensor | tuple[Tensor, ...]")
 
-_NAME = "CheckpointWithoutOutput"
 _CALLS = "a checkpoint runs calls again, not a graph; compile inside of it"
 
 
@@ -43,8 +40,7 @@ def checkpoint(
 ) -> T:
     """Call `function`, keep only its arguments, and run it again in backward.
 
-    This is torch's non-reentrant checkpoint, and blocks of :meth:`RandomStreams.fork` draw the same
-    numbers in both runs.
+    Blocks of :meth:`RandomStreams.fork` draw the same numbers in both runs.
 
     Parameters
     ----------
@@ -62,12 +58,6 @@ def checkpoint(
     -------
     object
         The result of `function`, with the same derivatives of any order.
-
-    Raises
-    ------
-    ArgumentError
-        If the first argument should be distributed and is no dense tensor, or `function` forks
-        other streams when it runs again.
 
     Notes
     -----
@@ -114,8 +104,8 @@ def checkpoint(
 def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
     """Call torch's checkpoint on a function that draws from streams.
 
-    torch would stop a later run at the last tensor that is needed, and ranks that need other
-    tensors would stop before a collective in which other ranks wait.
+    torch would stop a later run at the last tensor that is needed, on some ranks before a
+    collective in which other ranks wait.
     """
 
     def to_the_end(*args: Any) -> T:
@@ -147,14 +137,8 @@ class CheckpointWithoutOutput:
 
     Surround a function that is cheap to compute, as a norm, and the users of its output. Operations
     inside the block keep a note in place of the output or a view of it, and the first gradient that
-    needs it runs the function again, once per backward. A use outside the block keeps the output.
-    One block may contain several functions. Streams, collectives and derivatives work as in
-    :func:`checkpoint`.
-
-    Raises
-    ------
-    ArgumentError
-        If the block is entered twice, or :meth:`checkpoint` is called outside of it.
+    needs it runs the function again. A use outside the block keeps the output. Streams, collectives
+    and derivatives work as in :func:`checkpoint`.
 
     Examples
     --------
@@ -174,19 +158,12 @@ class CheckpointWithoutOutput:
         self._hooks = saved_tensors_hooks(self._pack, lambda note: note())
 
     def __enter__(self) -> Self:
-        if self._runs is not None:
-            raise ArgumentError(f"{_NAME}: this block is open. Make one object for each block.")
         self._runs = []
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
         self._runs = None
 
     @uncompiled(_CALLS)
@@ -194,13 +171,13 @@ class CheckpointWithoutOutput:
         """Call a function whose output is not kept by other operations in this block.
 
         `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
-        are kept. Raises ArgumentError outside the block, if `function` returns something else, and
-        in backward, if its output has another layout when it runs again.
+        are kept. Raises ArgumentError outside the block, and in backward, if its output has another
+        layout when it runs again.
         """
         if self._runs is None:
             raise ArgumentError(
-                f"{_NAME}.checkpoint: called outside of its block, where users of the output would "
-                "keep it. Call the function and its users inside."
+                "CheckpointWithoutOutput.checkpoint: called outside of its block, where users of "
+                "the output would keep it. Call the function and its users inside."
             )
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -210,11 +187,11 @@ class CheckpointWithoutOutput:
         def recorded(*args: Any) -> tuple[Outputs, Tensor]:
             result = function(*args, **kwargs)
             if (own := known()) is not None:
-                own.computed(_tensors(result))
+                own.computed(_listed(result))
             return result, _kept(torch.empty(0, device="cpu"))
 
         result, run.anchor = _run_again_in_backward(recorded, args)
-        run.outputs = [(weakref.ref(x), x._version) for x in _tensors(result)]
+        run.outputs = [(weakref.ref(x), x._version) for x in _listed(result)]
         self._runs.append(run)
         return result
 
@@ -238,13 +215,10 @@ class _Run:
     anchor: Tensor
 
     def __init__(self) -> None:
-        # those of the first run, which are not kept, and their versions
+        # outputs of the first run, which are not kept, and their versions
         self.outputs: list[tuple[weakref.ref[Tensor], int]] = []
-        self._uses: Counter[int] = Counter()  # notes per output
-        self._left: Counter[int] = Counter()  # notes per output that this backward has not read
-        self._found: dict[int, Tensor] = {}
+        self._again: list[Tensor] = []  # those of the last run, freed with the notes
         self._layouts: list[tuple[object, ...]] | None = None
-        self._is_awaited = False
 
     def note(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Return the function that gets `x` back from the next run, if `x` views an output.
@@ -260,58 +234,38 @@ class _Run:
                 continue
             if 0 != place == output.untyped_storage().data_ptr():
                 view = x.shape, x.stride(), x.storage_offset()
-                self._uses[index] += 1
                 return lambda: self._output(index).as_strided(*view)
         return None
 
-    def computed(self, outputs: tuple[Tensor, ...]) -> None:
-        """Record the layouts of the first run; keep outputs of a later run that notes await."""
+    def computed(self, outputs: Sequence[Tensor]) -> None:
+        """Record the layouts of the first run; keep the outputs of a later run."""
         layouts: list[tuple[object, ...]] = [
             (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in outputs
         ]
         if self._layouts is None:
             self._layouts = layouts
+            return
         if layouts != self._layouts:
             raise ArgumentError(
-                f"{_NAME}: the function's output was {self._layouts} (shape, strides, offset, "
+                f"CheckpointWithoutOutput: the output was {self._layouts} (shape, strides, offset, "
                 f"dtype, device), and {layouts} when it was run again. It must do the same each "
                 "time."
             )
-        if self._is_awaited:
-            for index, output in enumerate(outputs):
-                if self._uses[index] and index not in self._found:
-                    self._found[index], self._left[index] = output.detach(), self._uses[index]
+        self._again = [x.detach() for x in outputs]
 
     def _output(self, index: int) -> Tensor:
-        """Return an output, for the last time after as many reads as there are notes."""
-        if index not in self._found:
-            self._is_awaited = True
-            try:
-                _ = self.anchor.grad_fn.saved_tensors  # type: ignore[union-attr]
-            finally:
-                self._is_awaited = False
-        if index not in self._found:
-            raise ArgumentError(
-                f"{_NAME}: the output is needed after the function's own gradient was computed. "
-                "Only a function on another device can be as late. Call it outside of the block."
-            )
-        output = self._found[index]
-        self._left[index] -= 1
-        if self._left[index] == 0:
-            del self._found[index]
-        return output
+        if not self._again:
+            _ = self.anchor.grad_fn.saved_tensors  # type: ignore[union-attr]
+        return self._again[index]
 
 
 class _Kept(torch.autograd.Function):
     """A node that keeps a tensor, and takes part in no backward."""
 
     @staticmethod
-    def forward(leaf: Tensor, kept: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*kept)
         return torch.empty_like(leaf)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
@@ -325,12 +279,5 @@ def _kept(x: Tensor) -> Tensor:
         return _Kept.apply(leaf, [x])  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _tensors(result: object) -> tuple[Tensor, ...]:
-    outputs = result if isinstance(result, tuple) else (result,)
-    for output in outputs:
-        if not isinstance(output, Tensor):
-            raise ArgumentError(
-                f"{_NAME}: the function must return a tensor or a tuple of tensors; got "
-                f"{type(output).__name__}."
-            )
-    return outputs
+def _listed(result: Any) -> Sequence[Tensor]:
+    return result if isinstance(result, tuple) else (result,)

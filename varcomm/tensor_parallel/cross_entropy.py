@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that is sharded, from logits or from hidden states and a head.
 
 Each rank reduces its own columns to three numbers per token (:mod:`.class_statistics`), a few rows
-at a time (:mod:`.chunked_rows`). These numbers are gathered, and every rank computes the loss.
+at a time. These numbers are gathered, and every rank computes the loss.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, NoReturn, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from varcomm.ops.digest import digest
 from varcomm.ops.forward_mode import refuse_linearize
 from varcomm.ops.operator import apply, checking
 from varcomm.ops.reduction import accumulation_dtype
-from varcomm.ops.replicated import ReplicatedGather, ReplicatedSum, ReplicatedUse
-from varcomm.sizes import ShardSizes, checked_sizes, exact_int
-from varcomm.tensor_parallel.class_statistics import Statistics
+from varcomm.ops.replicated import ReplicatedGather, ReplicatedUse
+from varcomm.sizes import ShardSizes, exact_int
+from varcomm.tensor_parallel.class_statistics import class_statistics
 from varcomm.tensor_parallel.layout import checked_choice, checked_number
-from varcomm.tensor_parallel.linear import autocast, checked_operands, refuse_vmap
+from varcomm.tensor_parallel.linear import autocast, checked_operands
 from varcomm.tensor_parallel.mappings import shard_sizes
 from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group, GroupLike, resolve
@@ -33,9 +33,8 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
 Reduction = Literal["none", "mean", "sum"]
-SmoothOver = Literal["all", "wrong"]
 
-_OPTIONS = ("label_smoothing", "ignore_index", "reduction", "z_loss", "smooth_over")
+_OPTIONS = ("label_smoothing", "ignore_index", "reduction", "z_loss")
 
 
 def vocab_parallel_cross_entropy(
@@ -48,13 +47,10 @@ def vocab_parallel_cross_entropy(
     weight: Tensor | None = None,
     z_loss: float = 0.0,
     group: GroupLike = None,
-    *,
-    smooth_over: SmoothOver = "all",
 ) -> Tensor:
     """Assume that `target` is replicated, and compute the loss of sharded logits, replicated.
 
-    This is :func:`torch.nn.functional.cross_entropy` on the concatenated logits of all ranks. Every
-    rank calls ``backward`` on its copy of the loss, which counts once.
+    Every rank calls ``backward`` on its copy of the loss, which counts once.
 
     Parameters
     ----------
@@ -65,7 +61,8 @@ def vocab_parallel_cross_entropy(
     sizes : sequence of int, optional
         Classes per rank; zeros allowed. None asks all ranks.
     label_smoothing : float
-        Part of the target's mass that goes to all classes, in [0, 1).
+        Part of the target's mass that goes to all K classes, in [0, 1). Megatron gives `s` to the
+        K - 1 wrong classes: pass ``s * K / (K - 1)``.
     ignore_index : int
         Tokens with this target have loss and gradient 0 and do not count in a mean.
     reduction : {"none", "mean", "sum"}
@@ -74,12 +71,9 @@ def vocab_parallel_cross_entropy(
         Floats ``(sum(sizes),)``: a weight per class, complete and identical on all ranks.
     z_loss : float
         Add ``z_loss * logsumexp(logits) ** 2`` per token that is not ignored (Chowdhery et al.,
-        "PaLM", 2022, section 5). The weights of classes do not multiply it.
+        "PaLM", 2022, section 5), without the weights of classes.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
-    smooth_over : {"all", "wrong"}
-        Whether smoothing gives its mass to all K classes, as torch does, or to the K - 1 wrong
-        ones.
 
     Returns
     -------
@@ -92,15 +86,14 @@ def vocab_parallel_cross_entropy(
     ArgumentError
         Before any data move, if arguments do not fit, or a target is neither a class nor
         `ignore_index`.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if sizes, options, targets or weights differ.
 
     Notes
     -----
     Communication: one all-gather of three numbers per token, of 4 bytes for logits of up to 4
-    bytes; nothing in backward. A second derivative gathers again.
+    bytes; nothing in backward.
 
-    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU.
+    Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU;
+    with ``create_graph=True`` and in forward mode a few times the logits.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 
@@ -117,16 +110,16 @@ def vocab_parallel_cross_entropy(
     [([3.0, 3.0], [[1.0, 1.0], [-2.0, 1.0]]), ([3.0, 3.0], [[-2.0], [1.0]])]
     """
     name, ranks = "vocab_parallel_cross_entropy", resolve(group)
-    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss)
     with checking(name, ranks) as where:
         call.check_options(where)
     asked = shard_sizes(name, logits, sizes, -1, ranks)
     with checking(name, ranks) as where:
         _check_floats(logits, "logits", where)
-        known = call.checked_sizes(asked, logits, -1, "logits", where)
+        known = call.checked_sizes(asked, logits, -1, where)
         target = call.checked_targets(target, logits[..., :0], known, where)
         _check_weights(weight, "weight", logits.device, known, where)
-    return _Targets(call, target, known, weight, logits.dtype).loss(logits)
+    return _loss(call, target, known, weight, logits)
 
 
 def linear_cross_entropy(
@@ -143,13 +136,12 @@ def linear_cross_entropy(
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
     *,
-    smooth_over: SmoothOver = "all",
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Assume that `hidden` and `target` are replicated, and compute the loss of a sharded head.
 
     :func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, of which only the logits
-    of one chunk of tokens exist at a time. The loss is replicated and counts once.
+    of one chunk of tokens exist at a time.
 
     Parameters
     ----------
@@ -160,7 +152,7 @@ def linear_cross_entropy(
     target : torch.Tensor
         int64 ``(*T)``: the class of each token, of all classes and all tokens; identical on all
         ranks, also with `sequence_sizes`.
-    sizes, label_smoothing, ignore_index, reduction, z_loss, group, smooth_over
+    sizes, label_smoothing, ignore_index, reduction, z_loss, group
         As in :func:`vocab_parallel_cross_entropy`.
     class_weight : torch.Tensor, optional
         ``(sum(sizes),)``: a weight per class.
@@ -168,8 +160,7 @@ def linear_cross_entropy(
         Rows of the first dimension of `hidden` per rank; zeros allowed. The rows are gathered, and
         the gradient is scattered.
     chunk_rows : int, optional
-        Tokens whose logits exist together. None keeps the logits of a chunk as small as `hidden`,
-        or as much as a processor needs to be busy.
+        Tokens whose logits exist together; None keeps them as small as `hidden`.
 
     Returns
     -------
@@ -184,7 +175,8 @@ def linear_cross_entropy(
 
     Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
     times. Backward computes them again, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary
-    Language Models", 2025. Under ``torch.autocast`` operands are cast as for a linear layer.
+    Language Models", 2025; with ``create_graph=True`` and in forward mode all at once. Under
+    ``torch.autocast`` operands are cast as for a linear layer.
 
     In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
     weight, bias)``.
@@ -200,7 +192,7 @@ def linear_cross_entropy(
     [tensor([3., 3.]), tensor([3., 3.])]
     """
     name, ranks = "linear_cross_entropy", resolve(group)
-    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss, smooth_over)
+    call = _Call(name, ranks, label_smoothing, ignore_index, reduction, z_loss)
     with checking(name, ranks) as where:
         call.check_options(where)
         if chunk_rows is not None and (exact_int(chunk_rows) or 0) < 1:
@@ -209,7 +201,7 @@ def linear_cross_entropy(
     with checking(name, ranks) as where:
         _check_floats(hidden, "hidden", where)
         checked_operands(hidden, weight, bias, where, "hidden")
-        known = call.checked_sizes(asked, weight, 0, "weight", where)
+        known = call.checked_sizes(asked, weight, 0, where)
         like = hidden[..., :0]
         if sequence_sizes is not None:
             parts, _ = checked_shard(hidden, sequence_sizes, 0, ranks, where, "sequence_sizes")
@@ -217,41 +209,12 @@ def linear_cross_entropy(
         target = call.checked_targets(target, like, known, where)
         _check_weights(class_weight, "class_weight", hidden.device, known, where)
     hidden, weight, bias = autocast(hidden, weight, bias)
-    targets = _Targets(call, target, known, class_weight, hidden.dtype)
-    if sequence_sizes is not None:
-        hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
-    elif torch.compiler.is_compiling():
+    if sequence_sizes is None:
         hidden = apply(ReplicatedUse(ranks, use_fp32=True), hidden)
     else:
-        hidden = _Use.apply(hidden, ranks)  # type: ignore[no-untyped-call]
-    return targets.loss(hidden, weight, bias, None if chunk_rows is None else int(chunk_rows))
-
-
-class _Use(torch.autograd.Function):
-    """ReplicatedUse without its copy: `hidden` is only read here.
-
-    The gradient depends on the head on every rank, so its sum is recorded on all ranks or on none.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, group: Group) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return apply(ReplicatedSum(ctx.group, use_fp32=True), gradient), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.view_as(tangent)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
-        refuse_vmap("linear_cross_entropy")
+        hidden = all_gather_v(hidden, parts, 0, group=ranks.process_group)
+    rows = None if chunk_rows is None else int(chunk_rows)
+    return _loss(call, target, known, class_weight, hidden, weight, bias, rows)
 
 
 @dataclass(frozen=True)
@@ -264,7 +227,6 @@ class _Call:
     ignore_index: int
     reduction: Reduction
     z_loss: float
-    smooth_over: SmoothOver
 
     def check_options(self, where: str) -> None:
         """Raise ArgumentError if one of the options is wrong."""
@@ -274,20 +236,10 @@ class _Call:
         if exact_int(self.ignore_index) is None:
             raise ArgumentError(f"{where}ignore_index must be an int; got {self.ignore_index!r}.")
         checked_choice(self.reduction, "reduction", where, get_args(Reduction))
-        checked_choice(self.smooth_over, "smooth_over", where, get_args(SmoothOver))
 
-    def checked_sizes(
-        self, sizes: Sequence[int], x: Tensor, dim: int, name: str, where: str
-    ) -> ShardSizes:
+    def checked_sizes(self, sizes: Sequence[int], x: Tensor, dim: int, where: str) -> ShardSizes:
         """Return `sizes` if this rank's entry is the length of `x` along `dim`."""
-        rank = self.group.rank
-        known = ShardSizes(checked_sizes(sizes, "sizes", self.group.size, where))
-        if known[rank] != x.shape[dim]:
-            raise ArgumentError(
-                f"{where}{name}, of shape {tuple(x.shape)}, is for {x.shape[dim]} classes, but "
-                f"sizes[{rank}] is {known[rank]} (sizes {list(known)}). Pass the number of classes "
-                "of each rank."
-            )
+        known = ShardSizes(checked_shard(x, sizes, dim, self.group, where)[0])
         if known.total == 0:
             raise ArgumentError(f"{where}sizes sum to 0: there are no classes ({list(known)}).")
         return known
@@ -298,132 +250,94 @@ class _Call:
         """Return targets if they are classes of the tokens of `like`, (*T, 0)."""
         checked_tensor(target, where, "target")
         if target.dtype != torch.int64:
-            hint = " Convert: target.to(torch.int64)."
-            if target.is_floating_point():
-                hint = " Distributions over classes are not supported: pass the ids of classes."
-            raise ArgumentError(f"{where}target must be int64; got {target.dtype}.{hint}")
-        if target.shape != like.shape[:-1]:
+            raise ArgumentError(
+                f"{where}target must be ids of classes, int64; got {target.dtype}. Convert ids by "
+                "target.to(torch.int64); distributions over classes are not supported."
+            )
+        if target.shape != like.shape[:-1] or target.device != like.device:
             raise ArgumentError(
                 f"{where}target must have shape {tuple(like.shape[:-1])}, an id per token (classes "
-                f"are along the last dimension of logits); got {tuple(target.shape)}."
+                f"are along the last dimension of logits), on {like.device}; got "
+                f"{tuple(target.shape)} on {target.device}."
             )
-        _check_device(target, like.device, "target", where)
         refuse_linearize(where, "chunks of rows")
-        if self.label_smoothing and self.smooth_over == "wrong" and sizes.total == 1:
-            raise ArgumentError(f"{where}there is one class, and no wrong one to smooth over.")
-        ignored, ranks = int(self.ignore_index), self.group
+        ranks = self.group
         found: Tensor = _known_classes(
-            target, sizes.total, ignored, self.name, ranks.rank, ranks.size
+            target, sizes.total, int(self.ignore_index), self.name, ranks.rank, ranks.size
         )
         return found
 
 
-class _Targets:
-    """The distribution over classes that each token should have, as one rank needs it.
+def _loss(
+    call: _Call,
+    target: Tensor,
+    sizes: ShardSizes,
+    weight: Tensor | None,
+    values: Tensor,
+    head: Tensor | None = None,
+    bias: Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return the loss of logits, or of hidden states and a head; one collective.
 
-    For the target `y` and smoothing `s`, class `c` has ``(1 - s) [c = y] + s / K`` or, if only the
-    wrong classes share `s`, ``(1 - s) [c = y] + s / (K - 1) [c != y]``; times its weight. Both are
-    `share` for each class, and a mass of its own for the target.
+    With smoothing `s` a token has the distribution ``(1 - s) [c = y] + s / K`` over classes `c`,
+    times their weights: `share` for each class, and a mass `q` for the target `y`.
     """
+    ranks = call.group
+    if not torch.compiler.is_compiling() and debugging():
+        described = {
+            "operation": call.name,
+            "sizes": list(sizes),
+            "options": repr([getattr(call, name) for name in _OPTIONS]),
+            "shape of target": list(target.shape),
+            "values of target": digest(target),
+            "weights": None if weight is None else digest(weight),
+        }
+        compare(ranks, described)
+    dtype = accumulation_dtype(values.dtype, use_fp32=True)
+    share = float(call.label_smoothing) / sizes.total
+    ignored = target == call.ignore_index
+    target = target.masked_fill(ignored, 0)
+    lengths = torch.tensor(list(sizes), device=target.device)
+    owner, own = torch.bucketize(target, lengths.cumsum(0), right=True), sizes.range(ranks.rank)
+    mine, of_shards, own_weights = owner == ranks.rank, lengths.to(dtype), None
+    counted = torch.ones_like(target, dtype=dtype)
+    if weight is not None:
+        weights = weight.detach().to(dtype)
+        own_weights, counted = weights[own.start : own.stop], weights[target]
+        of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
+    counted = counted.masked_fill(ignored, 0)
+    q = (1 - float(call.label_smoothing)) * counted
 
-    def __init__(
-        self,
-        call: _Call,
-        target: Tensor,
-        sizes: ShardSizes,
-        weight: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self.call, self.group = call, call.group
-        if not torch.compiler.is_compiling() and debugging():
-            described = {
-                "operation": call.name,
-                "sizes": list(sizes),
-                "options": repr([getattr(call, name) for name in _OPTIONS]),
-                "shape of target": list(target.shape),
-                "values of target": digest(target),
-                "weights": None if weight is None else digest(weight),
-            }
-            compare(call.group, described)
-        dtype = accumulation_dtype(dtype, use_fp32=True)
-        smoothing, classes = float(call.label_smoothing), sizes.total
-        sharing = classes if call.smooth_over == "all" else max(classes - 1, 1)
-        self.share = smoothing / sharing
-        own_mass = 1 - smoothing - (0 if call.smooth_over == "all" else self.share)
-
-        self.ignored = target == call.ignore_index
-        target = target.masked_fill(self.ignored, 0)
-        weights = None if weight is None else weight.detach().to(dtype)
-        counted = torch.ones_like(target, dtype=dtype) if weights is None else weights[target]
-        self.counted = counted.masked_fill(self.ignored, 0)
-        self.q = own_mass * self.counted
-
-        lengths = torch.tensor(list(sizes), device=target.device)
-        self.owner = torch.bucketize(target, lengths.cumsum(0), right=True)
-        own = sizes.range(call.group.rank)
-        mine = self.owner == call.group.rank
-        self.local_q = self.q.masked_fill(~mine, 0)
-        self.column = (target - own.start).masked_fill(~mine, 0)
-        self.local_weights: tuple[Tensor, ...] = ()
-        self.of_shards = lengths.to(dtype)
-        if weights is not None:
-            self.local_weights = (weights[own.start : own.stop],)
-            self.of_shards = torch.stack([part.sum() for part in weights.split(list(sizes))])
-
-    def loss(
-        self,
-        values: Tensor,
-        head: Tensor | None = None,
-        bias: Tensor | None = None,
-        chunk_rows: int | None = None,
-    ) -> Tensor:
-        """Return the loss of logits, or of hidden states and a head.
-
-        One collective, whose backward is a slice.
-        """
-        weighted = bool(self.local_weights)
-        statistics = Statistics(
-            self.share, head is not None, bias is not None, weighted, chunk_rows
-        )
-        shared = (*(x for x in (head, bias) if x is not None), *self.local_weights)
-        own = torch.stack(statistics((values, self.column, self.local_q), shared))
-        ranks = self.group.size
-        gather = ReplicatedGather(self.group, (len(own),) * ranks, 0, use_fp32=True)
-        of_ranks = apply(gather, own).unflatten(0, (ranks, len(own)))
-        return self._reduced(*of_ranks.unbind(1))
-
-    def _reduced(self, top: Tensor, log: Tensor, part: Tensor) -> Tensor:
-        """Return the loss from (P, *T) statistics."""
-        top = top.detach()
-        # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
-        # are used; `above` from their sum would be rounded.
-        peak = (top + log.detach()).amax(0)
-        rest = torch.logsumexp(top - peak + log, 0)
-        above = peak - top + rest  # the log-sum-exp above the top of each shard
-        loss = part.sum(0) + self.q * above.gather(0, self.owner.unsqueeze(0)).squeeze(0)
-        if self.share:
-            shares = self.of_shards.view(-1, *[1] * self.q.dim())
-            loss = loss + self.share * (shares * above).sum(0)
-        if self.call.z_loss:
-            loss = loss + self.call.z_loss * (peak + rest) ** 2
-        loss = loss.masked_fill(self.ignored, 0)
-        if self.call.reduction == "none":
-            return loss
-        total = loss.sum()
-        return total if self.call.reduction == "sum" else total / self.counted.sum()
+    column, local_q = (target - own.start).masked_fill(~mine, 0), q.masked_fill(~mine, 0)
+    own_rows = class_statistics(values, column, local_q, head, bias, own_weights, share, chunk_rows)
+    gather = ReplicatedGather(ranks, (3,) * ranks.size, 0, use_fp32=True)
+    top, log, part = apply(gather, torch.stack(own_rows)).unflatten(0, (ranks.size, 3)).unbind(1)
+    top = top.detach()
+    # A shift near the log-sum-exp. Its own rounding cancels because only differences from tops
+    # are used; `above` from their sum would be rounded.
+    peak = (top + log.detach()).amax(0)
+    rest = torch.logsumexp(top - peak + log, 0)
+    above = peak - top + rest  # the log-sum-exp above the top of each shard
+    loss: Tensor = part.sum(0) + q * above.gather(0, owner.unsqueeze(0)).squeeze(0)
+    if share:
+        loss = loss + share * (of_shards.view(-1, *[1] * q.dim()) * above).sum(0)
+    if call.z_loss:
+        loss = loss + call.z_loss * (peak + rest) ** 2
+    loss = loss.masked_fill(ignored, 0)
+    if call.reduction == "none":
+        return loss
+    total = loss.sum()
+    return total if call.reduction == "sum" else total / counted.sum()
 
 
 def _check_floats(x: Tensor, name: str, where: str) -> None:
     checked_tensor(x, where, name)
-    if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ArgumentError(f"{where}{name} must be floats of 2 bytes or more; got {x.dtype}.")
-    if x.dim() == 0:
-        raise ArgumentError(f"{where}{name} must have at least 1 dimension; got a scalar.")
-
-
-def _check_device(x: Tensor, device: torch.device, name: str, where: str) -> None:
-    if x.device != device:
-        raise ArgumentError(f"{where}{name} must be on {device}; it is on {x.device}.")
+    if not x.is_floating_point() or x.dtype.itemsize < 2 or x.dim() == 0:
+        raise ArgumentError(
+            f"{where}{name} must be floats of 2 bytes or more with at least 1 dimension; got "
+            f"{x.dtype} of shape {tuple(x.shape)}."
+        )
 
 
 def _check_weights(
@@ -432,14 +346,12 @@ def _check_weights(
     if weight is None:
         return
     _check_floats(weight, name, where)
-    if weight.shape != (sizes.total,):
+    if weight.shape != (sizes.total,) or weight.requires_grad or weight.device != device:
         raise ArgumentError(
-            f"{where}{name} must have one entry per class, {sizes.total} (sizes {list(sizes)}); "
-            f"got shape {tuple(weight.shape)}. Pass the complete tensor on all ranks."
+            f"{where}{name} must have one entry per class, {sizes.total}, the complete tensor on "
+            f"all ranks, on {device} and without a gradient; got shape {tuple(weight.shape)} on "
+            f"{weight.device}, requires_grad={weight.requires_grad}."
         )
-    if weight.requires_grad:
-        raise ArgumentError(f"{where}{name} gets no gradient. Pass {name}.detach().")
-    _check_device(weight, device, name, where)
 
 
 @torch.library.custom_op(

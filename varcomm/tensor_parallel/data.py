@@ -35,15 +35,15 @@ def broadcast_data(
     data : mapping of str to torch.Tensor, or None
         On the first rank, tensors of any shapes, on one device. Other ranks may pass None.
     dtype : torch.dtype
-        Dtype of all tensors; identical on all ranks.
+        Of all tensors; identical on all ranks.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
     Returns
     -------
     dict of str to torch.Tensor
-        Copies of the entries, on the device of the first rank's tensors, or on the group's device
-        if the group does not communicate there.
+        Copies of the entries, in one allocation, on the device of the first rank's tensors, or on
+        the group's device if the group does not communicate there.
 
     Raises
     ------
@@ -53,8 +53,7 @@ def broadcast_data(
 
     Notes
     -----
-    Communication: a short message with the shapes, then all tensors in one. All results share one
-    allocation.
+    Communication: a short message with the shapes, then all tensors in one.
 
     In one process: ``{key: data[key].clone() for key in keys}``.
 
@@ -78,13 +77,12 @@ def broadcast_data(
             raise ArgumentError(f"keys must be a list of different strings; got {keys!r}.")
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype must be a torch.dtype; got {dtype!r}.")
-        asked = list(keys)
         try:
-            own.extend(_checked_data(asked, data, dtype))
+            own.extend(_checked_data(keys, data, dtype))
         except ArgumentError:
             if ranks.rank == 0:  # elsewhere data may be anything
                 raise
-        return {"keys": asked, "dtype": dtype}
+        return {"keys": list(keys), "dtype": dtype}
 
     def described() -> tuple[str, list[list[int]]]:
         kind = own[0].device.type if own else ""
@@ -92,14 +90,11 @@ def broadcast_data(
         return known, [list(x.shape) for x in own]
 
     _, (kind, shapes) = agreed("broadcast_data", check, ranks, described)
-    if len(shapes) < len(keys):  # this rank answers for a first rank that is simulated
-        raise ArgumentError("broadcast_data: data must have all keys where ranks are simulated.")
     here = ranks.rank == 0 and own and own[0].device.type == kind
-    device = own[0].device if here else torch.device(kind)
-    counts = [prod(shape) for shape in shapes]
+    device, counts = own[0].device if here else torch.device(kind), [prod(s) for s in shapes]
     values = torch.empty(sum(counts), dtype=dtype, device=device)
     # `data` separates the version counters: a change in place of one result is none of the others
-    parts = (part.data for part in values.split(counts)) if counts else ()
+    parts = [part.data for part in values.split(counts)] if counts else []
     got = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     for place, tensor in zip(got, own, strict=False):
         if place.shape == tensor.shape:  # not so for data of another rank, which are left out
@@ -109,25 +104,16 @@ def broadcast_data(
     return dict(zip(keys, got, strict=True))
 
 
-def _checked_data(keys: list[str], data: object, dtype: torch.dtype) -> list[Tensor]:
-    if not isinstance(data, Mapping):
-        raise ArgumentError(
-            f"data must be a mapping on the group's first rank; got {type(data).__name__}."
-        )
-    if missing := [key for key in keys if key not in data]:
-        raise ArgumentError(f"data has no {missing}; it has {list(data)}.")
-    tensors: list[Tensor] = []
-    for key in keys:
-        checked_tensor(data[key], "", f"data[{key!r}]")
-        tensors.append(data[key])
-        if tensors[-1].dtype != dtype:
+def _checked_data(keys: Sequence[str], data: Any, dtype: torch.dtype) -> list[Tensor]:
+    if not isinstance(data, Mapping) or any(key not in data for key in keys):
+        got = list(data) if isinstance(data, Mapping) else type(data).__name__
+        raise ArgumentError(f"data must be a mapping with the keys {list(keys)}; got {got}.")
+    tensors = [data[key] for key in keys]
+    for key, tensor in zip(keys, tensors, strict=True):
+        checked_tensor(tensor, "", f"data[{key!r}]")
+        if tensor.dtype != dtype or tensor.device != tensors[0].device or tensor.is_meta:
             raise ArgumentError(
-                f"data[{key!r}] is of {tensors[-1].dtype}, but dtype is {dtype}. Convert it, or "
-                "send it by another call."
+                f"data must be of dtype {dtype} and on one device, not meta; data[{key!r}] is of "
+                f"{tensor.dtype} on {tensor.device}."
             )
-    if len({tensor.device for tensor in tensors}) > 1:
-        listed = {key: str(tensor.device) for key, tensor in zip(keys, tensors, strict=True)}
-        raise ArgumentError(f"data must be on one device; it is on {listed}.")
-    if tensors and tensors[0].is_meta:
-        raise ArgumentError("data is on the meta device, where it has no values.")
     return tensors

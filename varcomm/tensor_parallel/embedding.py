@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,19 +21,15 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import Operator, apply, checking, torch_operator
-from varcomm.ops.reduce_scatter_v import reduce_scatter_v
-from varcomm.ops.reduction import SMALL, checked_summable
-from varcomm.ops.replicated import ReplicatedSum
+from varcomm.ops.reduction import checked_summable
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.plan.row_sum import RowSum
 from varcomm.sizes import ShardSizes, checked_dim, exact_int
 from varcomm.tensor_parallel.layout import (
-    Choices,
     Layout,
     ShardedModule,
     agreed,
-    checked_choice,
-    module_seed,
+    random_seed,
 )
 from varcomm.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, shard_sizes
 from varcomm.transport.agreement import agree
@@ -47,8 +43,6 @@ __all__ = [
     "vocab_parallel_embedding",
 ]
 
-_METHODS = ("auto", "masked", "indexed")
-
 
 def vocab_parallel_embedding(
     ids: Tensor,
@@ -56,7 +50,6 @@ def vocab_parallel_embedding(
     sizes: Sequence[int] | None = None,
     padding_idx: int | None = None,
     sequence_sizes: Sequence[int] | None = None,
-    method: str = "auto",
     input_is_parallel: bool = False,
     group: GroupLike = None,
 ) -> Tensor:
@@ -65,8 +58,8 @@ def vocab_parallel_embedding(
     Parameters
     ----------
     ids : torch.Tensor
-        int64 or int32 of any shape, the sequence first, identical on all ranks. With
-        `input_is_parallel`, the ids of this rank's part of the sequence.
+        int64 or int32 of any shape, the sequence first, identical on all ranks; or this rank's part
+        of the sequence.
     weight : torch.Tensor
         ``(sizes[rank], H)``: this rank's rows of the table.
     sizes : sequence of int, optional
@@ -76,10 +69,6 @@ def vocab_parallel_embedding(
     sequence_sizes : sequence of int, optional
         Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows on all
         ranks or, with `input_is_parallel`, each rank's own.
-    method : {"auto", "masked", "indexed"}
-        *masked*: every rank looks up the ids it owns, and the rows are summed over ranks.
-        *indexed*: the row of each distinct id travels once from its owner to each rank that needs
-        it. *auto*: the one for which the busiest rank sends or receives fewer bytes.
     input_is_parallel : bool
         Whether each rank passes the ids of its own part of the sequence only.
     group : ProcessGroup or DeviceMesh, optional
@@ -95,17 +84,15 @@ def vocab_parallel_embedding(
     ------
     ArgumentError
         If an id is out of range (on every rank), or sizes, ids and weight do not fit.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if replicated ids differ.
 
     Notes
     -----
-    Adjoint: gradients of the same id are summed at its owner in a fixed order, bit for bit the same
-    at every run; floats narrower than 4 bytes are summed in fp32.
+    Adjoint: gradients of the same id are summed at its owner in a fixed order; floats narrower than
+    4 bytes are summed in fp32.
 
-    Communication: *masked* is an all-reduce of all rows and nothing in backward, or a
-    reduce-scatter, and an all-gather in backward. *indexed* sends rows of distinct ids, and their
-    gradients back if ranks have parts. Ids travel only with `input_is_parallel`.
+    Communication: the row of each distinct id, once from its owner to each rank that needs it. In
+    backward nothing, or if ranks have parts, gradients of these rows. Ids travel only with
+    `input_is_parallel`.
 
     In one process: :func:`torch.nn.functional.embedding` in the full table.
 
@@ -122,9 +109,7 @@ def vocab_parallel_embedding(
     name, ranks = "vocab_parallel_embedding", resolve(group)
     owned = shard_sizes(name, weight, sizes, 0, ranks)
     with checking(name, ranks, input_is_parallel=input_is_parallel) as where:
-        _check_table(weight, owned, 0, ranks, where)
-        _check_ids(ids, weight, where)
-        checked_choice(method, "method", where, _METHODS)
+        _check_operands(ids, weight, owned, 0, ranks, where)
         padding = _checked_padding(padding_idx, sum(owned), where)
         if input_is_parallel:
             checked_dim(0, ids.shape, where)
@@ -143,7 +128,7 @@ def vocab_parallel_embedding(
             first = sum(rows[: ranks.rank])  # no range: rows are symbols in a compiled graph
             own = own if input_is_parallel else ids[first : first + rows[ranks.rank]]
     flat = ids.reshape(-1).to(torch.int64)
-    operator = _LookUp(ranks, flat, tuple(owned), padding, _METHODS.index(method), parts)
+    operator = _LookUp(ranks, flat, tuple(owned), padding, ranks.size == 1, parts)
     found = apply(operator, weight).view(*length, *ids.shape[1:], weight.shape[1])
     return _without_padding(found, own, padding)
 
@@ -175,7 +160,7 @@ def feature_parallel_embedding(
     -------
     torch.Tensor
         ``(*ids.shape, sum(sizes))``, whose gradient must be identical on all ranks; or
-        ``(*ids.shape, sizes[rank])``. Errors are those of :func:`vocab_parallel_embedding`.
+        ``(*ids.shape, sizes[rank])``.
 
     Notes
     -----
@@ -196,52 +181,45 @@ def feature_parallel_embedding(
     name, ranks = "feature_parallel_embedding", resolve(group)
     columns = shard_sizes(name, weight, sizes, 1, ranks)
     with checking(name, ranks, gather_output=gather_output) as where:
-        _check_table(weight, columns, 1, ranks, where)
-        _check_ids(ids, weight, where)
+        _check_operands(ids, weight, columns, 1, ranks, where)
         padding = _checked_padding(padding_idx, len(weight), where)
     # this rank owns all rows, and nothing travels
     owned = tuple(len(weight) * (rank == ranks.rank) for rank in range(ranks.size))
     flat = ids.reshape(-1).to(torch.int64)
-    rows = apply(_LookUp(ranks, flat, owned, padding, _LOCAL, ()), weight)
+    rows = apply(_LookUp(ranks, flat, owned, padding, True, ()), weight)
     found = _without_padding(rows.view(*ids.shape, weight.shape[1]), ids, padding)
     if not gather_output:
         return found
     return gather_from_tensor_model_parallel_region(found, columns, -1, group)
 
 
-# A method beside those of `_METHODS`: this rank has all rows.
-_LOCAL = len(_METHODS)
-
-
 @dataclass(frozen=True, eq=False)
 class _Lookup(Operator):
     """Fields of a lookup and of its adjoint.
 
-    `ids` are all ids, flat, int64, identical on all ranks. `sizes` are rows of the table per rank,
-    `padding` is an id or -1, `method` an index into `_METHODS` or `_LOCAL`, and `parts` the number
-    of ids whose rows are for each rank, empty if all ranks get all rows.
+    `ids` are all ids, flat, identical on all ranks. `sizes` are rows of the table per rank, which
+    `is_local` if this rank has all rows; `padding` is an id or -1, and `parts` the number of ids
+    whose rows are for each rank, empty if all ranks get all rows.
     """
 
     group: Group
     ids: torch.Tensor
     sizes: tuple[int, ...]
     padding: int
-    method: int
+    is_local: bool
     parts: tuple[int, ...]
 
     def describe(self, x: Tensor) -> dict[str, Any]:
-        local = self.method == _LOCAL
         return {
             "ids": digest(self.ids),
-            "sizes": sum(self.sizes) if local else list(self.sizes),
+            "sizes": sum(self.sizes) if self.is_local else list(self.sizes),
             "padding_idx": self.padding,
-            "method": "local" if local else _METHODS[self.method],
             "sequence_sizes": list(self.parts),
-            "shape of a row": [] if local else packing.rest(x.shape, 0),
+            "shape of a row": [] if self.is_local else packing.rest(x.shape, 0),
         }
 
     def _transposed(self, kind: Any) -> Any:
-        made = kind(self.group, self.ids, self.sizes, self.padding, self.method, self.parts)
+        made = kind(self.group, self.ids, self.sizes, self.padding, self.is_local, self.parts)
         if "exchange" in vars(self):  # planned once for both
             vars(made)["exchange"] = self.exchange
         return made
@@ -250,19 +228,6 @@ class _Lookup(Operator):
     def _rows(self) -> range:
         """The ids of this rank's rows."""
         return ShardSizes(self.sizes).range(self.group.rank)
-
-    @property
-    def _is_masked(self) -> bool:
-        alone = self.method == 0 and self.group.size == 1
-        return alone or _METHODS[self.method] == "masked"
-
-    def _owned(self, without: int = -1) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of ids that this rank owns, and their places; None is everywhere."""
-        mine = self._rows
-        own = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != without)
-        places = torch.nonzero(own).view(-1)
-        everywhere = len(places) == len(self.ids)
-        return self.ids[places] - mine.start, None if everywhere else places
 
     @cached_property
     def exchange(self) -> tuple[ExchangePlan, Tensor, Tensor]:
@@ -291,41 +256,20 @@ class _LookUp(_Lookup):
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Look up all rows at once; the engine's rounds depend on the ids."""
-        kind = "feature" if self.method == _LOCAL else "vocab"
-        _check_range(self.ids, sum(self.sizes), f"{kind}_parallel_embedding on {self.group}: ")
+        _check_range(self.ids, sum(self.sizes), f"{self.name} on {self.group}: ")
         rows = self._looked_up(x)
         return Pending([], lambda: rows)
 
     def _looked_up(self, table: Tensor) -> Tensor:
-        if self.method == _LOCAL:
+        if self.is_local:
             return table.index_select(0, self.ids)
         if self.parts:
-            if self._is_masked:
-                pg = self.group.process_group
-                return reduce_scatter_v(self._masked(table), self.parts, group=pg)
             plan, _, places = self.exchange
             return plan(table).index_select(0, places)
-        if not self._is_masked:
-            distinct, places = self.ids.unique(return_inverse=True)
-            owners = ShardSizes(self.sizes).owner(distinct)
-            counts = torch.bincount(owners, minlength=self.group.size).tolist()
-            if self.method != 0 or not self._sum_is_no_more(counts, table):
-                return self._gathered(table, distinct, places, counts)
-        return apply(ReplicatedSum(self.group, use_fp32=True), self._masked(table))
-
-    def _masked(self, table: Tensor) -> Tensor:
-        own, places = self._owned()
-        picked = table.index_select(0, own)
-        if places is None:
-            return picked
-        rows = table.new_zeros(len(self.ids), *table.shape[1:])
-        return rows.index_copy_(0, places, picked)
-
-    def _gathered(
-        self, table: Tensor, distinct: Tensor, places: Tensor, counts: list[int]
-    ) -> Tensor:
-        """Gather each distinct row once; the only copy repeats it at all its places."""
-        rank, row = self.group.rank, table.shape[1:]
+        # gather each distinct row once; the only copy repeats it at all its places
+        distinct, places = self.ids.unique(return_inverse=True)
+        owners, rank, row = ShardSizes(self.sizes).owner(distinct), self.group.rank, table.shape[1:]
+        counts = torch.bincount(owners, minlength=self.group.size).tolist()
         first = sum(counts[:rank])
         own = distinct[first : first + counts[rank]] - self._rows.start
         values = packing.flat(table.index_select(0, own))
@@ -333,16 +277,6 @@ class _LookUp(_Lookup):
         works, received = packing.all_gather(self.name, self.group, values, lengths)
         rows = received.view(len(distinct), *row)
         return Pending(works, lambda: rows.index_select(0, places)).wait()
-
-    def _sum_is_no_more(self, counts: Sequence[int], table: Tensor) -> bool:
-        """Return whether the busiest rank sends and receives no more by a sum than by a gather."""
-        ranks, distinct, tokens = self.group.size, sum(counts), len(self.ids)
-        gathering = max(max((ranks - 1) * own, distinct - own) for own in counts)
-        nbytes = tokens * table.shape[1:].numel() * table.element_size()
-        # the schedules of varcomm.ops.all_reduce
-        by_pieces = ranks > 2 and nbytes > SMALL
-        summing = 2 * tokens * (ranks - 1) / ranks if by_pieces else tokens * (ranks - 1)
-        return summing <= gathering
 
     def result(self, x: Tensor) -> Tensor:
         rows = self.parts[self.group.rank] if self.parts else self.ids.shape[0]
@@ -355,27 +289,25 @@ class _LookUp(_Lookup):
 
 @torch_operator
 class _SumUp(_Lookup):
-    """From gradients of looked-up rows to those of this rank's rows of the table.
-
-    A replicated gradient is complete on every rank, so nothing travels for it.
-    """
+    """From gradients of looked-up rows, complete on every rank, to those of this rank's rows."""
 
     name = "parallel_embedding_adjoint"
 
     @torch.no_grad()
     def start(self, x: Tensor) -> Pending:
         """Sum the gradients of each row, in the order of the ids."""
-        if not self.parts or self._is_masked:
-            if self.parts:
-                x = all_gather_v(x, self.parts, group=self.group.process_group)
-            total = self._summed(x, *self._owned(self.padding), len(self._rows))
-        else:
+        if self.parts and not self.is_local:
             plan, own, places = self.exchange
             kept = None
             if self.padding >= 0:
                 kept = torch.nonzero(own != self.padding).view(-1)
                 places = places[kept]
             total = plan.adjoint(self._summed(x, places, kept, sum(plan.recv_counts)))
+        else:
+            mine = self._rows
+            owned = (self.ids >= mine.start) & (self.ids < mine.stop) & (self.ids != self.padding)
+            places = torch.nonzero(owned).view(-1)
+            total = self._summed(x, self.ids[places] - mine.start, places, len(mine))
         return Pending([], lambda: total)
 
     @staticmethod
@@ -397,23 +329,19 @@ def _without_padding(rows: Tensor, ids: Tensor, padding: int) -> Tensor:
     return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
 
 
-def _check_table(weight: Tensor, sizes: Sequence[int], dim: int, group: Group, where: str) -> None:
+def _check_operands(
+    ids: Tensor, weight: Tensor, sizes: Sequence[int], dim: int, group: Group, where: str
+) -> None:
     checked_summable(weight, where)
     if weight.dim() != 2:
-        raise ArgumentError(
-            f"{where}weight must have two dimensions, ids and features; got shape "
-            f"{tuple(weight.shape)}."
-        )
+        raise ArgumentError(f"{where}weight must be (ids, features); got {tuple(weight.shape)}.")
     checked_shard(weight, sizes, dim, group, where)
-
-
-def _check_ids(ids: Tensor, weight: Tensor, where: str) -> None:
     checked_tensor(ids, where, "ids")
-    if ids.dtype not in (torch.int32, torch.int64):
-        hint = " Give an empty tensor its dtype." if ids.numel() == 0 else ""
-        raise ArgumentError(f"{where}ids must be int64 or int32; got {ids.dtype}.{hint}")
-    if ids.device != weight.device:
-        raise ArgumentError(f"{where}ids are on {ids.device}, weight is on {weight.device}.")
+    if ids.dtype not in (torch.int32, torch.int64) or ids.device != weight.device:
+        raise ArgumentError(
+            f"{where}ids must be int64 or int32 on {weight.device}; got {ids.dtype} on "
+            f"{ids.device}."
+        )
 
 
 def _check_range(ids: Tensor, total: int, where: str) -> None:
@@ -444,10 +372,7 @@ def _normal(tensor: Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class _VocabLayout(Layout):
-    method: str = "auto"
     input_is_parallel: bool = False
-
-    choices: ClassVar[Choices] = {"method": _METHODS}
 
 
 @dataclass(frozen=True)
@@ -457,6 +382,9 @@ class _FeatureLayout(Layout):
 
 class _ParallelEmbedding(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Embedding``."""
+
+    _plain = torch.nn.Embedding
+    _copied = ("num_embeddings", "embedding_dim", "padding_idx")
 
     weight: torch.nn.Parameter
     num_embeddings: int
@@ -469,7 +397,6 @@ class _ParallelEmbedding(ShardedModule):
         embedding_dim: int,
         sizes: Sequence[int] | None = None,
         padding_idx: int | None = None,
-        max_norm: None = None,
         *,
         group: GroupLike = None,
         **options: Any,
@@ -478,11 +405,6 @@ class _ParallelEmbedding(ShardedModule):
         self._layout = self._kind(sizes, group, **options)
 
         def more() -> dict[str, Any]:
-            if max_norm is not None:
-                raise ArgumentError(
-                    "max_norm is refused: a lookup would overwrite rows of the table while "
-                    "autograd uses them. Normalise the result, or the weight after the step."
-                )
             if len(self.spec.blocks) != 1:
                 raise ArgumentError(f"sizes must be one int per rank; got {sizes!r}.")
             padding = _checked_padding(padding_idx, num_embeddings, "")
@@ -513,7 +435,7 @@ class _ParallelEmbedding(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Draw the weight again, with a seed that the ranks agree on; collective."""
-        seed = module_seed(self.group.process_group)
+        seed = agreed("reset_parameters", dict, self.group, random_seed)[1]
         now = replace(self._layout, dtype=self.weight.dtype, device=self.weight.device)
         with torch.no_grad():
             self.weight.copy_(self._drawn(now, seed))
@@ -529,34 +451,17 @@ class _ParallelEmbedding(ShardedModule):
     ) -> Self:
         """Shard an embedding that is identical on all ranks; collective.
 
-        `options` are arguments of the constructor beside sizes of the table, padding_idx, max_norm,
-        init, device and dtype. All ranks raise ArgumentError if the embedding has options that a
-        sharded table has not, and DisagreementError if the weights differ.
+        `options` are arguments of the constructor beside padding_idx, init, device and dtype. All
+        ranks raise an error if the embedding has other options, or if the weights differ.
         """
 
-        def check() -> dict[str, Any]:
-            digests = cls._check_plain(embedding, torch.nn.Embedding, options, "embedding")
+        def more() -> dict[str, Any]:
             words = ("max_norm", "scale_grad_by_freq", "sparse")
             if refused := [word for word in words if getattr(embedding, word)]:
                 raise ArgumentError(f"a sharded table has no {' and no '.join(refused)}.")
-            return {**digests, "padding_idx": embedding.padding_idx}
+            return {"padding_idx": embedding.padding_idx}
 
-        # nothing is drawn here, so the caller's generator keeps its state
-        with torch.random.fork_rng(devices=[]):
-            agreed(f"{cls.__name__}.from_embedding", check, resolve(group))
-            layer = cls(
-                embedding.num_embeddings,
-                embedding.embedding_dim,
-                sizes,
-                padding_idx=embedding.padding_idx,
-                group=group,
-                device="meta",
-                dtype=embedding.weight.dtype,
-                **options,
-            )
-        layer._layout = replace(layer._layout, device=embedding.weight.device)
-        layer.weight = layer._own("weight", embedding.weight)
-        return layer.train(embedding.training)
+        return cls._replacing("embedding", embedding, {**options, "sizes": sizes}, group, more)
 
     def to_embedding(self) -> torch.nn.Embedding:
         """Return the full table as a torch.nn.Embedding, on every rank; collective."""
@@ -583,14 +488,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         Ids per rank; zeros allowed; None is balanced.
     padding_idx : int, optional
         The id, of all ids, whose row starts as zeros and gets no gradient.
-    max_norm : None
-        Refused: rows would be overwritten during the forward.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     **options
-        `sequence_sizes`, `method` and `input_is_parallel` as in :func:`vocab_parallel_embedding`;
-        `device` and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place;
-        None draws from the normal distribution.
+        `sequence_sizes` and `input_is_parallel` as in :func:`vocab_parallel_embedding`; `device`
+        and `dtype` of the weight. ``init(tensor, generator)`` draws elements in place; None draws
+        from the normal distribution.
 
     Attributes
     ----------
@@ -601,8 +504,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Notes
     -----
-    One seed gives the same table on any number of ranks. All ranks raise an error if arguments are
-    wrong on one of them, or differ.
+    One seed gives the same table on any number of ranks.
 
     Communication: per call as :func:`vocab_parallel_embedding`; the constructor is collective.
 
@@ -622,7 +524,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     _kind = _VocabLayout
 
-    method: str
     input_is_parallel: bool
 
     def forward(self, ids: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
@@ -633,7 +534,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             self.sizes,
             self.padding_idx,
             self.sequence_sizes if sequence_sizes is None else sequence_sizes,
-            self.method,
             self.input_is_parallel,
             self.group.process_group,
         )
@@ -644,7 +544,7 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Parameters
     ----------
-    num_embeddings, embedding_dim, padding_idx, max_norm, group
+    num_embeddings, embedding_dim, padding_idx, group
         As for :class:`VocabParallelEmbedding`, which draws the same table from the same seed.
     sizes : sequence of int, optional
         Columns per rank; zeros allowed; None is balanced.

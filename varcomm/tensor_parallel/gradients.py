@@ -22,6 +22,7 @@ __all__ = ["clip_grad_norm_", "grad_norm"]
 Parameters = torch.nn.Module | Tensor | Iterable[Tensor]
 
 
+@torch.no_grad()
 def grad_norm(
     parameters: Parameters,
     norm_type: float = 2.0,
@@ -34,9 +35,9 @@ def grad_norm(
     Parameters
     ----------
     parameters : Module, torch.Tensor or iterable of torch.Tensor
-        The same on every rank, in the same order. Sharded ones, by :func:`shard_spec`, count on
-        each rank, others once: their gradients are assumed to be identical on all ranks. The
-        gradient is ``main_grad`` of a parameter that has it, otherwise ``grad``; None is zeros.
+        The same on every rank, in the same order. Parameters with a :func:`shard_spec` count on
+        each rank, others once: their gradients are assumed to be identical on all ranks.
+        Gradients are ``main_grad`` where a parameter has it, otherwise ``grad``; None is zeros.
     norm_type : float
         The order ``p > 0``; ``inf`` is the largest absolute value.
     group : ProcessGroup or DeviceMesh, optional
@@ -53,10 +54,7 @@ def grad_norm(
     ------
     ArgumentError
         If `norm_type` is not positive, a gradient is sparse, or a parameter is sharded over another
-        group. For several groups, compute a norm for each and use
-        :func:`torch.nn.utils.clip_grads_with_norm_`.
-    DisagreementError
-        Inside :func:`varcomm.debug`, on every rank, if parameters differ.
+        group: compute a norm per group, and use :func:`torch.nn.utils.clip_grads_with_norm_`.
 
     Notes
     -----
@@ -78,9 +76,31 @@ def grad_norm(
     >>> varcomm.launch(fn, 2)
     [5.0, 5.0]
     """
-    return _grad_norm("grad_norm", _listed(parameters), norm_type, group, error_if_nonfinite)
+    ranks, listed = resolve(group), _listed(parameters)
+    with checking("grad_norm", ranks, error_if_nonfinite=error_if_nonfinite) as where:
+        checked_number(norm_type, "norm_type", where, "a positive number", lambda p: p > 0)
+        sharded = [_is_sharded(i, x, ranks, where) for i, x in enumerate(listed)]
+    if debugging():
+        described = {"operation": "grad_norm", "norm_type": norm_type}
+        compare(ranks, described | {"sharded parameters": sharded})
+    norms = [
+        torch.linalg.vector_norm(
+            gradient, norm_type, dtype=accumulation_dtype(gradient.dtype, use_fp32=True)
+        )
+        for gradient, everywhere in zip(map(_gradient, listed), sharded, strict=True)
+        if gradient is not None and gradient.numel() and (everywhere or ranks.rank == 0)
+    ]
+    device = listed[0].device if listed else ranks.device()
+    own = torch.zeros(1, dtype=torch.float64, device=device)
+    if norms:
+        together = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        own[0] = torch.linalg.vector_norm(together, norm_type)
+    parts = all_gather_v(own, [1] * ranks.size, group=group)
+    total: Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
+    return total
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float,
@@ -122,46 +142,16 @@ def clip_grad_norm_(
     >>> varcomm.launch(fn, 2)
     [(5.0, 0.6), (5.0, 0.8)]
     """
-    listed = _listed(parameters)
-    with checking("clip_grad_norm_", resolve(group)) as where:
+    listed, ranks = _listed(parameters), resolve(group)
+    with checking("clip_grad_norm_", ranks) as where:
         checked_number(max_norm, "max_norm", where, "a non-negative number", lambda n: n >= 0)
     if debugging():
-        compare(resolve(group), {"operation": "clip_grad_norm_", "max_norm": float(max_norm)})
-    total = _grad_norm("clip_grad_norm_", listed, norm_type, group, error_if_nonfinite)
+        compare(ranks, {"operation": "clip_grad_norm_", "max_norm": float(max_norm)})
+    total = grad_norm(listed, norm_type, group, error_if_nonfinite=error_if_nonfinite)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
-    for parameter in listed:
-        gradient = _gradient(parameter)
+    for gradient in map(_gradient, listed):
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device))
-    return total
-
-
-@torch.no_grad()
-def _grad_norm(
-    name: str,
-    parameters: list[Tensor],
-    norm_type: float,
-    group: GroupLike,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    ranks = resolve(group)
-    with checking(name, ranks, error_if_nonfinite=error_if_nonfinite) as where:
-        checked_number(norm_type, "norm_type", where, "a positive number", lambda p: p > 0)
-        sharded = [_is_sharded(i, x, ranks, where) for i, x in enumerate(parameters)]
-    if debugging():
-        compare(ranks, {"operation": name, "norm_type": norm_type, "sharded parameters": sharded})
-    norms = [
-        _norm(gradient, norm_type)
-        for gradient, everywhere in zip(map(_gradient, parameters), sharded, strict=True)
-        if gradient is not None and gradient.numel() and (everywhere or ranks.rank == 0)
-    ]
-    device = parameters[0].device if parameters else ranks.device()
-    own = torch.zeros(1, dtype=torch.float64, device=device)
-    if norms:
-        together = torch.stack([norm.to(device, torch.float64) for norm in norms])
-        own[0] = torch.linalg.vector_norm(together, norm_type)
-    parts = all_gather_v(own, [1] * ranks.size, group=group)
-    total: Tensor = torch.nn.utils.get_total_norm([parts], norm_type, error_if_nonfinite)
     return total
 
 
@@ -171,22 +161,11 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def _norm(gradient: Tensor, norm_type: float) -> Tensor:
-    dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
-    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
-    return norm
-
-
 def _is_sharded(index: int, parameter: Tensor, group: Group, where: str) -> bool:
     checked_tensor(parameter, where, f"parameter {index}")
     gradient = _gradient(parameter)
     if gradient is not None:
         checked_tensor(gradient, where, f"the gradient of parameter {index}")
-    if gradient is not parameter.grad and parameter.grad is not None:
-        raise ArgumentError(
-            f"{where}parameter {index} has gradients in both grad and main_grad, as a tied "
-            "embedding and head do. Add grad to main_grad, and set grad to None."
-        )
     spec = shard_spec(parameter)
     if spec is not None and spec.group != group:
         raise ArgumentError(

@@ -30,14 +30,10 @@ def initialised(
 ) -> Tensor:
     """Return this rank's shard of a random weight that is the same on any number of ranks.
 
-    The weight is cut into tiles of 64 x 256, each drawn by its own generator from `seed`, which is
-    identical on all ranks and different for each weight. A rank draws only the tiles that meet its
-    shard, always on the CPU, so that all devices get the same numbers; floats narrower than 4 bytes
-    are drawn in fp32 and rounded. Nothing is drawn for ``"meta"``.
-
-    `shape` is that of the full weight, `spec` of None draws all of it, and ``fill(tensor,
-    generator)`` draws each element in place, all from the same distribution. Raises ArgumentError
-    if `spec` describes a tensor of another size.
+    The full weight, of `shape`, is cut into tiles of 64 x 256, each drawn by its own generator from
+    `seed`, which is different for each weight. A rank draws only the tiles that meet its shard,
+    always on the CPU, so that all devices get the same numbers; floats narrower than 4 bytes are
+    drawn in fp32 and rounded. ``fill(tensor, generator)`` draws each element in place.
     """
     if not shape:
         return initialised((1,), spec, fill, seed, dtype, device).view(())

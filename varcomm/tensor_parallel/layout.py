@@ -38,10 +38,8 @@ def agreed(
     """Return checked arguments that are identical on all ranks; collective.
 
     `arguments` checks them and returns them by name; their ``repr`` is compared, in one round of
-    messages. With them comes ``of_first()`` of the group's first rank, a plain value.
-
-    All ranks raise VarcommError if `arguments` raised on one of them, and DisagreementError, which
-    names the first argument that differs, if they are not identical.
+    messages. With them comes ``of_first()`` of the group's first rank, a plain value. All ranks
+    raise if `arguments` raised on one of them, or if they are not identical.
     """
 
     def described(checked: Mapping[str, Any]) -> tuple[dict[str, str], Any]:
@@ -76,26 +74,13 @@ def checked_choice(value: object, name: str, where: str, choices: Sequence[str])
         raise ArgumentError(f"{where}{name} must be one of {allowed}; got {value!r}.")
 
 
-def _random_seed() -> int:
+def random_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
-
-
-def module_seed(group: GroupLike = None) -> int:
-    """Return a seed for new parameters, identical on all ranks; collective.
-
-    Every rank draws from torch's default CPU generator, and the draw of the group's first rank
-    counts: ``torch.manual_seed`` on that rank decides.
-    """
-    return int(agreed("module_seed", dict, resolve(group), _random_seed)[1])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Arguments that all sharded layers share; subclasses add the flags of their layers.
-
-    `sizes` are rows per rank along the sharded dimension of the weight, or those of several fused
-    blocks; None is balanced.
-    """
+    """Arguments that all sharded layers share; subclasses add the flags of their layers."""
 
     sizes: Sizes | None = None
     group: GroupLike = None
@@ -114,10 +99,7 @@ class Layout:
         return [field.name for field in fields(cls) if field.name not in common]
 
     def checked(self, shape: Mapping[str, int], dim: int) -> tuple[ShardSpec, dict[str, Any]]:
-        """Return how a weight is sharded along `dim`, and all arguments; no communication.
-
-        `shape` has the lengths of the dimensions of the full weight by their names.
-        """
+        """Return how a weight is sharded, and all arguments; `shape` is by names of dimensions."""
         ranks = resolve(self.group)
         found = {name: at_least(0, length, name) for name, length in shape.items()}
         name = list(shape)[dim]
@@ -155,17 +137,16 @@ class Layout:
 
 
 class ShardedModule(nn.Module):
-    """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them.
-
-    :func:`copy.deepcopy` and ``to_empty`` make new parameters, and
-    ``load_state_dict(..., assign=True)`` assigns others.
-    """
+    """Module whose parameters carry a :class:`ShardSpec` and keep it when torch replaces them."""
 
     spec: ShardSpec
     sequence_sizes: ShardSizes | None
     _kind: ClassVar[type[Layout]]
     _dim: ClassVar[int] = 0  # sharded dimension of the weight
     _sharded: ClassVar[tuple[str, ...]] = ("weight",)  # names of the sharded parameters
+    _plain: ClassVar[Any]  # the torch layer in one process
+    _copied: ClassVar[tuple[str, ...]]  # its attributes that are arguments here
+    _fixed: ClassVar[Mapping[str, Any]] = {}  # arguments of a layer that gets its parameters later
 
     @property
     def group(self) -> Group:
@@ -181,43 +162,56 @@ class ShardedModule(nn.Module):
             self.spec, found = layout.checked(shape, self._dim)
             return {**found, **more()}
 
-        checked, seed = agreed(type(self).__name__, check, resolve(layout.group), _random_seed)
-        for name in checked.keys() - {"sizes", "dtype", "an init", "bias", "allocate_weight"}:
+        checked, seed = agreed(type(self).__name__, check, resolve(layout.group), random_seed)
+        for name in checked.keys() - {"sizes", "dtype", "an init", "bias"}:
             setattr(self, name, checked[name])
         return int(seed)
 
     @classmethod
-    def _check_plain(
-        cls, layer: nn.Module, kind: Any, options: Mapping[str, Any], word: str
-    ) -> dict[str, Any]:
-        """Return digests of the parameters of a torch layer that is to be replaced.
+    def _replacing(
+        cls,
+        word: str,
+        layer: Any,
+        options: Mapping[str, Any],
+        group: GroupLike,
+        more: Callable[[], Mapping[str, Any]] = dict,
+    ) -> Self:
+        """Return the parallel layer with this rank's parts of a torch layer's parameters.
 
-        Raises ArgumentError if `layer` is not of this kind, or has hooks, a parametrization or its
-        own ``forward``, which the replacement would lose, or if an option is unknown.
+        All ranks raise ArgumentError if `layer` is of another kind, or has hooks, a parametrization
+        or its own ``forward``, which the replacement would lose, or if an option is unknown.
         """
-        if not isinstance(layer, kind):
-            got = type(layer).__name__
-            raise ArgumentError(f"{word} must be a torch.nn.{kind.__name__}; got {got}.")
-        # dictionaries that are empty in a plain layer, as those of hooks are
-        plain = vars(kind(1, 1, device="meta"))
-        state = [name for name, usual in plain.items() if usual == {} and vars(layer).get(name)]
-        lost = None
-        if parametrize.is_parametrized(layer):
-            lost = "a parametrization"
-        elif state:
-            lost = f"hooks or other state ({', '.join(state)})"
-        elif type(layer).forward is not kind.forward:
-            lost = "a forward of its own"
-        if lost is not None:
-            raise ArgumentError(
-                f"{word}, of class {type(layer).__name__}, has {lost}, which would be lost. Remove "
-                "it, and add it to the parallel layer."
-            )
-        fixed = {"bias", "allocate_weight", "group", "init", "device", "dtype"}
-        known = {field.name for field in fields(cls._kind)} - fixed
-        if unknown := [name for name in options if name not in known]:
-            raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
-        return {name: (digest(x), x.requires_grad) for name, x in layer.named_parameters()}
+        name, kind = f"{cls.__name__}.from_{word}", cls._plain
+
+        def check() -> dict[str, Any]:
+            if not isinstance(layer, kind):
+                got = type(layer).__name__
+                raise ArgumentError(f"{word} must be a torch.nn.{kind.__name__}; got {got}.")
+            # dictionaries that are empty in a plain layer, as those of hooks are
+            plain = vars(kind(1, 1, device="meta"))
+            lost = [key for key, usual in plain.items() if usual == {} and vars(layer).get(key)]
+            if lost or parametrize.is_parametrized(layer) or type(layer).forward != kind.forward:
+                raise ArgumentError(
+                    f"{word}, of class {type(layer).__name__}, has hooks, other state ({lost}), a "
+                    "parametrization or a forward of its own, which would be lost. Remove it, and "
+                    "add it to the parallel layer."
+                )
+            fixed = {"bias", "group", "init", "device", "dtype"}
+            known = {field.name for field in fields(cls._kind)} - fixed
+            if unknown := [key for key in options if key not in known]:
+                raise ArgumentError(f"{unknown[0]!r} is no option; there are {sorted(known)}.")
+            digests = {key: (digest(x), x.requires_grad) for key, x in layer.named_parameters()}
+            return {**digests, **more()}
+
+        # nothing is drawn here, so the caller's generator keeps its state
+        with torch.random.fork_rng(devices=[]):
+            agreed(name, check, resolve(group))
+            same = {key: getattr(layer, key) for key in cls._copied}
+            of_layout = {"group": group, "device": "meta", "dtype": layer.weight.dtype}
+            made = cls(**{**same, **cls._fixed, **of_layout, **options})
+        for key, whole in layer.named_parameters(recurse=False):
+            setattr(made, key, made._own(key, whole))
+        return made.train(layer.training)
 
     def _own(self, name: str, whole: Tensor) -> nn.Parameter:
         """Return this rank's part of a full parameter, in memory of its own."""
@@ -248,8 +242,6 @@ class ShardedModule(nn.Module):
 def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = None) -> bool:
     """Return whether this rank counts a parameter, so that all ranks together count it once.
 
-    True for a sharded parameter on every rank, and for a replicated one on the group's first rank.
-
     Parameters
     ----------
     param : torch.Tensor
@@ -260,7 +252,7 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, group: GroupLike = Non
     Returns
     -------
     bool
-        Whether sums over parameters should include it on this rank.
+        True for a sharded parameter, and for a replicated one on the group's first rank.
 
     Notes
     -----

@@ -1,15 +1,14 @@
 """Linear layers whose weight is sharded along its outputs (column) or its inputs (row).
 
 Both are one product, ``y = after(before(x) @ weight.T) + bias``. For a column-parallel layer,
-`before` makes this rank's use of the input: the input is replicated, or gathered from the parts of
-a sequence. For a row-parallel layer, `after` sums the products of all ranks, or sums and scatters
-them along the sequence. Messages travel while products are computed.
+`before` uses a replicated input or gathers the parts of a sequence. For a row-parallel layer,
+`after` sums the products of all ranks, or sums and scatters them along the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
@@ -19,22 +18,18 @@ from torch.nn import functional
 
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import AllGatherV, ReduceScatterV
-from varcomm.ops.checks import checked_tensor
-from varcomm.ops.compilation import uncompiled
+from varcomm.ops.checks import checked_shard, checked_tensor, checked_whole
 from varcomm.ops.forward_mode import in_forward_mode
-from varcomm.ops.operator import apply, begin, checking, is_recorded
+from varcomm.ops.operator import Operator, apply, begin, checking, is_recorded, refuse_vmap
 from varcomm.ops.replicated import ReplicatedSum, ReplicatedUse
-from varcomm.sizes import checked_sizes
 from varcomm.tensor_parallel.layout import (
     Choices,
     Layout,
     ShardedModule,
     Sizes,
-    agreed,
     checked_choice,
 )
 from varcomm.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -48,9 +43,7 @@ __all__ = [
     "row_parallel_linear",
 ]
 
-Output = Tensor | tuple[Tensor, Tensor | None]
 Before = ReplicatedUse | AllGatherV
-After = ReplicatedSum | ReduceScatterV
 
 _SAVED = ("input", "gathered")
 
@@ -74,11 +67,9 @@ def column_parallel_linear(
     x : torch.Tensor
         Floats ``(*F, K)``, identical on all ranks; with `sequence_sizes` this rank's part,
         ``(sequence_sizes[rank], *F, K)``.
-    weight : torch.Tensor
-        This rank's rows of the weight, ``(sizes[rank], K)``. ``backward()`` adds its gradient to an
-        attribute ``main_grad`` if there is one, in its dtype, and not to ``weight.grad``.
-    bias : torch.Tensor, optional
-        This rank's part of the bias, ``(sizes[rank],)``.
+    weight, bias : torch.Tensor
+        This rank's rows of the weight, ``(sizes[rank], K)``, and of the bias, ``(sizes[rank],)`` or
+        None.
     sizes : sequence of int, optional
         Outputs per rank; zeros allowed. Used only by `gather_output`; None asks all ranks.
     gather_output : bool
@@ -107,9 +98,9 @@ def column_parallel_linear(
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
 
-    Communication: with `sequence_sizes` an all-gather of `x`, while own rows are multiplied, again
-    in backward with ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient
-    of `x`, while that of `weight` is computed. Operands without a gradient cause neither.
+    Communication: with `sequence_sizes` an all-gather of `x`, again in backward with
+    ``save="input"``. In backward an all-reduce or reduce-scatter of the gradient of `x`, while that
+    of `weight` is computed. Operands without a gradient cause neither.
 
     In one process: this rank's columns of ``torch.nn.functional.linear(x, weight, bias)``, also
     under ``torch.autocast``.
@@ -124,21 +115,25 @@ def column_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[1.]]), tensor([[5., 9.]])]
     """
-    name, ranks = "column_parallel_linear", resolve(group)
-    flags = {"gather_output": gather_output, "use_fp32": use_fp32}
-    with checking(name, ranks, **flags) as where:
+    ranks, flags = resolve(group), {"gather_output": gather_output, "use_fp32": use_fp32}
+    with checking("column_parallel_linear", ranks, **flags) as where:
         checked_choice(save, "save", where, _SAVED)
         checked_operands(x, weight, bias, where)
-        _check_sizes(weight, sizes, 0, ranks, where)
-        sequence = checked_sequence(x, sequence_sizes, ranks, where)
-        sink = _gradient_sink(weight, where)
+        if sizes is not None:
+            checked_shard(weight, sizes, 0, ranks, where)
+        sequence = _checked_sequence(x, sequence_sizes, ranks, where)
     x, weight, bias = autocast(x, weight, bias)
     before: Before = ReplicatedUse(ranks, use_fp32)
     length = x.shape[:-1]
     if sequence is not None:
-        before = AllGatherV(ranks, flattened(sequence, x), 0, use_fp32)
+        before = AllGatherV(ranks, _rows_per_rank(sequence, x), 0, use_fp32)
         length = torch.Size((sum(sequence), *x.shape[1:-1]))
-    y = _product(as_rows(x), weight, bias, sink, before, None, save == "gathered")
+    rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    if torch.compiler.is_compiling():
+        y = functional.linear(apply(before, rows), weight, bias)
+    else:
+        node: Any = _ColumnProduct
+        y = node.apply(rows, weight, bias, before, save == "gathered", is_recorded(x))[0]
     y = y.view(*length, weight.shape[0])
     return gather_from_tensor_model_parallel_region(y, sizes, -1, group) if gather_output else y
 
@@ -171,7 +166,7 @@ def row_parallel_linear(
     sequence_sizes : sequence of int, optional
         Rows of the output's first dimension per rank; zeros allowed: sequence parallelism.
     use_fp32, group
-        As in :func:`column_parallel_linear`, like ``weight.main_grad``.
+        As in :func:`column_parallel_linear`.
 
     Returns
     -------
@@ -182,9 +177,9 @@ def row_parallel_linear(
     -----
     Adjoint: with respect to `x`, :func:`column_parallel_linear` with the transposed weight.
 
-    Communication: an all-reduce of the output, or with `sequence_sizes` a reduce-scatter, and in
-    backward an all-gather, while the rank's own rows are multiplied. Without `input_is_parallel`,
-    backward also gathers the gradient of `x`.
+    Communication: an all-reduce of the output; with `sequence_sizes` a reduce-scatter, and in
+    backward an all-gather, and an all-reduce of the gradient of `bias`. Without
+    `input_is_parallel`, backward also gathers the gradient of `x`.
 
     In one process: ``torch.nn.functional.linear(x, weight, bias)``.
 
@@ -198,59 +193,33 @@ def row_parallel_linear(
     >>> varcomm.launch(fn, 2)
     [tensor([[ 3.5000, 12.2500]]), tensor([[ 3.5000, 12.2500]])]
     """
-    ranks = resolve(group)
-    flags = {"input_is_parallel": input_is_parallel, "use_fp32": use_fp32}
-    with checking("row_parallel_linear", ranks, **flags) as where:
-        checked_tensor(weight, where, "weight")
-        _check_sizes(weight, sizes, 1, ranks, where)
+    name, ranks = "row_parallel_linear", resolve(group)
+    with checking(name, ranks, input_is_parallel=input_is_parallel, use_fp32=use_fp32) as where:
+        if sizes is not None:
+            checked_shard(weight, sizes, 1, ranks, where)
     if not input_is_parallel:
         x = scatter_to_tensor_model_parallel_region(x, sizes, -1, group)
-    with checking("row_parallel_linear", ranks) as where:
+    with checking(name, ranks) as where:
         checked_operands(x, weight, bias, where)
-        sequence = checked_sequence(x, sequence_sizes, ranks, where, whole=True)
-        sink = _gradient_sink(weight, where)
+        sequence = _checked_sequence(x, sequence_sizes, ranks, where, whole=True)
     x, weight, bias = autocast(x, weight, bias)
-    after: After = ReplicatedSum(ranks, use_fp32)
+    y = functional.linear(x.reshape(prod(x.shape[:-1]), x.shape[-1]), weight)
     length = x.shape[:-1]
-    if sequence is not None:
-        after = ReduceScatterV(ranks, flattened(sequence, x), 0, use_fp32)
+    if sequence is None:
+        y = apply(ReplicatedSum(ranks, use_fp32), y)
+    else:
+        y = apply(ReduceScatterV(ranks, _rows_per_rank(sequence, x), 0, use_fp32), y)
         length = torch.Size((sequence[ranks.rank], *x.shape[1:-1]))
-    y = _product(as_rows(x), weight, bias, sink, None, after, False)
-    return y.view(*length, weight.shape[0])
+        if bias is not None:  # each rank adds it to its own rows
+            bias = apply(ReplicatedUse(ranks, use_fp32), bias)
+    return (y if bias is None else y + bias).view(*length, weight.shape[0])
 
 
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    before: Before | None,
-    after: After | None,
-    keep_gathered: bool,
-) -> Tensor:
-    """Return ``after(before(x) @ weight.T) + bias`` for `x` of (rows, in), differentiable."""
-    if torch.compiler.is_compiling():
-        rows = x if before is None else apply(before, x)
-        if after is None:
-            return functional.linear(rows, weight, bias)
-        y = apply(after, functional.linear(rows, weight))
-        if bias is not None and isinstance(after, ReduceScatterV):
-            bias = apply(ReplicatedUse(after.group, after.use_fp32), bias)
-        return y if bias is None else y + bias
-    needed = (x,) if after is None else (x, weight, sink)
-    recorded = any(is_recorded(operand) for operand in needed if operand is not None)
-    used = weight if sink is None else weight.detach()
-    node: Any = _Product
-    y, *_ = node.apply(x, used, bias, sink, before, after, keep_gathered, recorded)
-    return y  # type: ignore[no-any-return]
-
-
-class _Product(torch.autograd.Function):
+class _ColumnProduct(torch.autograd.Function):
     """Returns the product, an empty *token*, and the gathered rows if they are kept.
 
-    The token depends on the operands. A derivative that is recorded adds it to the operands of its
-    collectives, so that they are recorded on all ranks or on none, even if the gradient depends on
-    nothing on one of them.
+    A derivative that is recorded adds the token, which depends on the operands, to the operands of
+    its collectives, so that they are recorded on all ranks or on none.
     """
 
     @staticmethod
@@ -258,33 +227,24 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sink: Tensor | None,
-        before: Before | None,
-        after: After | None,
-        keep_gathered: bool,
+        before: Before,
+        keep: bool,
         recorded: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        token, rows = torch.empty(0, dtype=torch.float32, device=x.device), None
-        if isinstance(before, AllGatherV):
-            y, rows = multiplied_while_gathered(before, x, weight.T, bias, recorded)
-        elif after is None:
-            y = multiplied(x, weight.T, bias)
-        else:
-            y = begin(after, x @ weight.T, recorded).wait()
-            if bias is not None:
-                y += bias  # no other tensor shares this memory yet
-        return y, token, rows if keep_gathered else None
+        gathers = isinstance(before, AllGatherV)
+        rows = begin(before, x, recorded).wait() if gathers else x
+        token = torch.empty(0, dtype=torch.float32, device=x.device)
+        return functional.linear(rows, weight, bias), token, rows if keep and gathers else None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, weight, _, sink, ctx.before, ctx.after, _, _ = inputs
+        x, weight, _, ctx.before, *_ = inputs
         _, token, rows = output
         if rows is not None:
             ctx.mark_non_differentiable(rows)
-        of_x, of_weight, ctx.of_bias, of_sink, *_ = ctx.needs_input_grad
-        ctx.sink_dtype = sink.dtype if of_sink else None
+        of_x, of_weight, ctx.of_bias, *_ = ctx.needs_input_grad
         # nothing is kept for a gradient that is not needed
-        kept = (x, rows) if of_weight or of_sink else (None, None)
+        kept = (x, rows) if of_weight else (None, None)
         ctx.save_for_backward(*kept, weight if of_x else None, token)
         ctx.save_for_forward(x, weight, token)
 
@@ -292,19 +252,26 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, of_token, _ = gradients
         x, rows, weight, token = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            of_bias = gradient.sum(0) if ctx.of_bias else None
-            if of_bias is not None and isinstance(ctx.after, ReduceScatterV):  # of own rows only
-                of_bias = apply(ReplicatedSum(ctx.after.group, ctx.after.use_fp32), of_bias)
-            rows, gradient, of_x = _recorded(ctx, gradient, x, weight, token + of_token)
-            of_weight = _of_weight(ctx, gradient, rows)
-        else:
-            of_x, of_weight, gradient = _overlapped(ctx, gradient, x, rows, weight)
-            of_bias = gradient.sum(0) if ctx.of_bias else None
-        of_sink = None
-        if ctx.sink_dtype is not None:
-            of_weight, of_sink = None, of_weight
-        return of_x, of_weight, of_bias, of_sink, None, None, None, None
+        recorded, gathers = torch.is_grad_enabled(), isinstance(ctx.before, AllGatherV)
+
+        def begun(operator: Operator, value: Tensor) -> Callable[[], Tensor]:
+            if not recorded:
+                return begin(operator, value, False).wait
+            result = apply(operator, _joined(value, token + of_token))
+            return lambda: result
+
+        used = None
+        if x is not None and (recorded or (gathers and rows is None)):
+            used = begun(ctx.before, x)
+        of_rows = None if weight is None else gradient @ weight.conj()
+        if used is not None:
+            rows = used()
+        elif rows is None:
+            rows = x
+        summed = None if of_rows is None else begun(ctx.before.adjoint, of_rows)
+        of_weight = None if rows is None else gradient.T @ rows.conj()
+        of_bias = gradient.sum(0) if ctx.of_bias else None
+        return None if summed is None else summed(), of_weight, of_bias, None, None, None
 
     @staticmethod
     @in_forward_mode
@@ -313,25 +280,16 @@ class _Product(torch.autograd.Function):
         x, weight, token = saved
         # ranks communicate identically, whichever tangents exist on this rank
         of_x = torch.zeros_like(x) if of_x is None else of_x
-        if ctx.before is not None:
-            pair = apply(ctx.before, _joined(torch.stack([of_x, x], dim=1), token))
-            of_x, x = pair[:, 0], pair[:, 1]
+        of_x, x = apply(ctx.before, _joined(torch.stack([of_x, x], 1), token)).unbind(1)
         tangent = of_x @ weight.T
         if of_weight is not None:
             tangent = tangent + x @ of_weight.T
-        if ctx.after is not None:
-            tangent = apply(ctx.after, _joined(tangent, token))
         of_token = tangent.reshape(-1)[:0].real.to(torch.float32)
         return tangent if of_bias is None else tangent + of_bias, of_token, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
-        refuse_vmap("a tensor-parallel linear layer")
-
-
-def refuse_vmap(what: str) -> NoReturn:
-    """Raise the ArgumentError of operators that communicate, under ``torch.func.vmap``."""
-    raise ArgumentError(f"torch.func.vmap over {what} is not supported. Loop over the batch.")
+        refuse_vmap("column_parallel_linear: ")
 
 
 def _joined(x: Tensor, token: Tensor) -> Tensor:
@@ -339,163 +297,33 @@ def _joined(x: Tensor, token: Tensor) -> Tensor:
     return x + token.sum().to(x.dtype)
 
 
-def _recorded(
-    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Tensor | None, token: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return all rows, the gradient of all products, and that of `x`, all differentiable."""
-    rows = x if x is None or ctx.before is None else apply(ctx.before, _joined(x, token))
-    if ctx.after is not None:
-        gradient = apply(ctx.after.adjoint, _joined(gradient, token))
-    of_x = None if weight is None else gradient @ weight.conj()
-    if of_x is not None and ctx.before is not None:
-        of_x = apply(ctx.before.adjoint, _joined(of_x, token))
-    return rows, gradient, of_x
-
-
-def _overlapped(
-    ctx: Any, gradient: Tensor, x: Tensor | None, rows: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the gradients of `x`, `weight` and all products; messages travel meanwhile."""
-    before, after, of_x, gathering = ctx.before, ctx.after, None, None
-    if x is not None and rows is None:
-        if isinstance(before, AllGatherV):
-            gathering = begin(before, x, False)
-        else:
-            rows = x
-    if isinstance(after, ReduceScatterV) and weight is not None:
-        factor = weight.conj()
-        gather = AllGatherV(after.group, after.sizes, after.dim, after.use_fp32)
-        of_x, gradient = multiplied_while_gathered(gather, gradient, factor, None, False)
-    elif isinstance(after, ReduceScatterV):
-        gradient = begin(after.adjoint, gradient, False).wait()
-    elif weight is not None:
-        of_x = gradient @ weight.conj()
-    if gathering is not None:
-        rows = gathering.wait()
-    if before is None or of_x is None:
-        return of_x, _of_weight(ctx, gradient, rows), gradient
-    summing = begin(before.adjoint, of_x, False)
-    of_weight = _of_weight(ctx, gradient, rows)
-    return summing.wait(), of_weight, gradient
-
-
-def _of_weight(ctx: Any, gradient: Tensor, rows: Tensor | None) -> Tensor | None:
-    if rows is None:
-        return None
-    if ctx.sink_dtype is not None:
-        gradient, rows = gradient.to(ctx.sink_dtype), rows.to(ctx.sink_dtype)
-    return gradient.T @ rows.conj()
-
-
-def multiplied_while_gathered(
-    gather: AllGatherV,
-    x: Tensor,
-    factor: Tensor,
-    bias: Tensor | None,
-    recorded: bool,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gather rows, and return ``rows @ factor + bias`` and the rows.
-
-    This rank's rows are multiplied while the others travel, and each product is written into its
-    place in `out`.
-    """
-    pending = begin(gather, x, recorded)
-    start = sum(gather.sizes[: gather.group.rank])
-    stop = start + len(x)
-    if out is None:
-        out = x.new_empty(sum(gather.sizes), factor.shape[1])
-    multiplied(x, factor, bias, out[start:stop])
-    rows = pending.wait()
-    multiplied(rows[:start], factor, bias, out[:start])
-    multiplied(rows[stop:], factor, bias, out[stop:])
-    return out, rows
-
-
-def multiplied(x: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return ``x @ factor + bias``, in `out` if given."""
-    if bias is None:
-        return torch.mm(x, factor, out=out)
-    return torch.addmm(bias, x, factor, out=out)
-
-
-def _gradient_sink(weight: Tensor, where: str) -> Tensor | None:
-    """Return a leaf whose gradient is ``weight.main_grad``, for a weight that has one."""
-    values = getattr(weight, "main_grad", None)
-    if values is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return None
-    return _made_sink(weight, values, where)
-
-
-@uncompiled("in a graph, backward() cannot add to weight.main_grad; delete it")
-def _made_sink(weight: Tensor, values: object, where: str) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != weight.shape:
-        got = tuple(values.shape) if isinstance(values, Tensor) else values
-        raise ArgumentError(
-            f"{where}weight.main_grad must be a tensor of the weight's shape, "
-            f"{tuple(weight.shape)}; got {got!r}."
-        )
-    if not weight.is_leaf:
-        raise ArgumentError(
-            f"{where}weight.main_grad is for parameters; this weight is computed from others."
-        )
-    sink = values.new_empty(()).expand(values.shape).requires_grad_()  # without memory
-    sink.grad = values
-
-    def check(sink: Tensor) -> None:
-        if sink.grad is not values:  # torch has made a new tensor for a gradient with a graph
-            raise ArgumentError(
-                "backward(create_graph=True) with a weight.main_grad: gradients that are added to "
-                "it have no derivatives. Use torch.autograd.grad, or delete weight.main_grad."
-            )
-
-    sink.register_post_accumulate_grad_hook(check)
-    return sink
-
-
 def checked_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, where: str, name: str = "x"
 ) -> None:
     """Raise ArgumentError unless ``x @ weight.T + bias`` can be computed; `name` is that of x."""
-    checked_tensor(x, where, name)
-    checked_tensor(weight, where, "weight")
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise ArgumentError(
-            f"{where}{name} must be (..., in) and weight (out, in) on this rank; got {name} of "
-            f"shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}."
-        )
-    if bias is not None:
-        checked_tensor(bias, where, "bias")
-        if bias.shape != weight.shape[:1]:
+    operands = {name: x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for word, operand in operands.items():
+        checked_tensor(operand, where, word)
+        if _dtype(operand) != _dtype(x) or operand.device != x.device:
             raise ArgumentError(
-                f"{where}bias must be ({weight.shape[0]},), one entry per row of this rank's "
-                f"weight; got shape {tuple(bias.shape)}."
+                f"{where}{name} is {_dtype(x)} on {x.device}, but {word} is {_dtype(operand)} on "
+                f"{operand.device}."
             )
-    for other, value in (("weight", weight), ("bias", bias)):
-        if value is not None and (_dtype(value) != _dtype(x) or value.device != x.device):
-            raise ArgumentError(
-                f"{where}{name} is {_dtype(x)} on {x.device}, but {other} is {_dtype(value)} on "
-                f"{value.device}."
-            )
-    if not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentError(f"{where}{name} must be floats; got {x.dtype}.")
-
-
-def _check_sizes(
-    weight: Tensor, sizes: Sequence[int] | None, dim: int, group: Group, where: str
-) -> None:
-    if sizes is None:
-        return
-    plain = checked_sizes(sizes, "sizes", group.size, where)
-    if weight.dim() == 2 and weight.shape[dim] != plain[group.rank]:
+    if (
+        not (x.is_floating_point() or x.is_complex())
+        or x.dim() == 0
+        or weight.dim() != 2
+        or x.shape[-1] != weight.shape[1]
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
+        shapes = ", ".join(f"{word} {tuple(one.shape)}" for word, one in operands.items())
         raise ArgumentError(
-            f"{where}weight of shape {tuple(weight.shape)} has {weight.shape[dim]} "
-            f"{('rows', 'columns')[dim]}, but sizes[{group.rank}] is {plain[group.rank]} (sizes "
-            f"{list(plain)})."
+            f"{where}{name} must be floats (..., in), weight (out, in) and bias (out,) or None on "
+            f"this rank; got {shapes} of {x.dtype}."
         )
 
 
-def checked_sequence(
+def _checked_sequence(
     x: Tensor, sequence_sizes: Sequence[int] | None, group: Group, where: str, whole: bool = False
 ) -> tuple[int, ...] | None:
     """Return `sequence_sizes` as ints, if `x` has this rank's rows, or all rows if `whole`."""
@@ -503,27 +331,15 @@ def checked_sequence(
         return None
     if x.dim() < 2:
         raise ArgumentError(
-            f"{where}with sequence_sizes, x must be (sequence, ..., in); got shape "
-            f"{tuple(x.shape)}."
+            f"{where}with sequence_sizes, x must be (sequence, ..., in); got {tuple(x.shape)}."
         )
-    sequence = checked_sizes(sequence_sizes, "sequence_sizes", group.size, where)
-    rows = sum(sequence) if whole else sequence[group.rank]
-    if x.shape[0] != rows:
-        which = "sequence_sizes sum to" if whole else f"sequence_sizes[{group.rank}] is"
-        raise ArgumentError(
-            f"{where}x has {x.shape[0]} rows, but {which} {rows} (sequence_sizes {list(sequence)})."
-        )
-    return sequence
+    checked = checked_whole if whole else checked_shard
+    return checked(x, sequence_sizes, 0, group, where, "sequence_sizes")[0]
 
 
-def flattened(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
-    """Return the rows per rank of :func:`as_rows`."""
+def _rows_per_rank(sequence: Sequence[int], x: Tensor) -> tuple[int, ...]:
+    """Return the rows of each rank when all dimensions of `x` but the last are flattened."""
     return tuple(size * prod(x.shape[1:-1]) for size in sequence)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """Return `x` with all dimensions but the last flattened."""
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def autocast(
@@ -545,9 +361,7 @@ def _dtype(operand: Tensor) -> torch.dtype:
 @dataclass(frozen=True)
 class _LinearLayout(Layout):
     bias: bool = True
-    skip_bias_add: bool = False
     use_fp32: bool = True
-    allocate_weight: bool = True
 
 
 @dataclass(frozen=True)
@@ -566,11 +380,14 @@ class _RowLayout(_LinearLayout):
 class _ParallelLinear(ShardedModule):
     """Parameters of both layers, and conversion from and to ``torch.nn.Linear``."""
 
-    weight: nn.Parameter | None
+    _plain = nn.Linear
+    _copied = ("in_features", "out_features")
+    _fixed = {"bias": False}  # noqa: RUF012
+
+    weight: nn.Parameter
     bias: nn.Parameter | None
     in_features: int
     out_features: int
-    skip_bias_add: bool
     use_fp32: bool
 
     def __init__(
@@ -592,13 +409,10 @@ class _ParallelLinear(ShardedModule):
         def uniform(tile: Tensor, generator: torch.Generator) -> None:
             tile.uniform_(-bound, bound, generator=generator)
 
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-
         def make() -> None:
             full = self.out_features, self.in_features
-            if layout.allocate_weight:
-                self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            self.weight = layout.draw(full, self.spec, layout.init or uniform, seed)
+            self.register_parameter("bias", None)
             if bias:  # from another seed, so that it does not repeat the weight
                 spec = self.spec if "bias" in self._sharded else None
                 self.bias = layout.draw(full[:1], spec, uniform, seed + 1)
@@ -610,48 +424,21 @@ class _ParallelLinear(ShardedModule):
     def from_linear(cls, linear: nn.Linear, *, group: GroupLike = None, **options: Any) -> Self:
         """Shard a Linear that is identical on all ranks; collective.
 
-        `linear` is not changed and shares no memory with the result. `options` are arguments of
-        the constructor beside features, bias, init, device and dtype. All ranks raise ArgumentError
-        if one passes no plain Linear or a wrong option, DisagreementError if weights differ.
+        `linear` shares no memory with the result. `options` are arguments of the constructor beside
+        features, bias, init, device and dtype. All ranks raise an error if one passes no plain
+        Linear or a wrong option, or if weights differ.
         """
-
-        def check() -> dict[str, Any]:
-            return cls._check_plain(linear, nn.Linear, options, "linear")
-
-        agreed(f"{cls.__name__}.from_linear", check, resolve(group))
-        made = cls(
-            linear.in_features,
-            linear.out_features,
-            False,
-            group=group,
-            allocate_weight=False,
-            dtype=linear.weight.dtype,
-            **options,
-        )
-        made.weight = made._own("weight", linear.weight)
-        if linear.bias is not None:
-            made.bias = made._own("bias", linear.bias)
-        return made.train(linear.training)
+        return cls._replacing("linear", linear, options, group)
 
     def to_linear(self) -> nn.Linear:
-        """Gather the weight and return an equal Linear on every rank; collective.
-
-        All ranks raise ArgumentError if the layer has no weight of its own.
-        """
-
-        def check() -> Tensor:
-            if self.weight is None:
-                raise ArgumentError("the layer has no weight of its own: allocate_weight=False.")
-            return self.weight
-
-        weight = agree(f"{type(self).__name__}.to_linear", check, self.group)
+        """Gather the weight and return an equal Linear on every rank; collective."""
         linear: nn.Linear = nn.utils.skip_init(
             nn.Linear,
             self.in_features,
             self.out_features,
             bias=self.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
         )
         for name, own in self.named_parameters(recurse=False):
             whole, values = linear.get_parameter(name), own.detach()
@@ -660,28 +447,13 @@ class _ParallelLinear(ShardedModule):
             whole.requires_grad_(own.requires_grad)
         return linear.train(self.training)
 
-    def _weight(self, given: Tensor | None, where: str) -> Tensor:
-        weight = self.weight if given is None else given
-        if weight is None:
-            raise ArgumentError(
-                f"{where}the layer was made with allocate_weight=False. Pass a weight to each call."
-            )
-        return weight
-
     def extra_repr(self) -> str:
-        """Return features, sizes, and options that differ from their defaults."""
+        """Return features and sizes."""
         sizes = [list(block) for block in self.spec.blocks]
-        words = [
-            f"in_features={self.in_features}, out_features={self.out_features}",
-            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}",
-        ]
-        if self.sequence_sizes is not None:
-            words.append(f"sequence_sizes={list(self.sequence_sizes)}")
-        usual = {field.name: field.default for field in fields(self._kind)}
-        for name in sorted({*self._kind.own_names()} - {"bias", "allocate_weight"}):
-            if getattr(self, name) != usual[name]:
-                words.append(f"{name}={getattr(self, name)!r}")
-        return ", ".join(words)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, sizes={sizes if len(sizes) > 1 else sizes[0]}"
+        )
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -702,9 +474,7 @@ class ColumnParallelLinear(_ParallelLinear):
         `gather_output`, `sequence_sizes`, `save` and `use_fp32` as in
         :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
         generator)`` draws elements of the weight in place, all from the same distribution, in
-        pieces; None draws as :class:`torch.nn.Linear` does. `skip_bias_add` returns ``(output,
-        bias)`` and leaves the addition to the caller. ``allocate_weight=False`` makes a layer
-        without a weight, to which each call passes one, as tied heads do.
+        pieces; None draws as :class:`torch.nn.Linear` does.
 
     Attributes
     ----------
@@ -715,9 +485,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Notes
     -----
-    The full weight depends on torch's default generator on the group's first rank and not on the
+    The full weight depends on torch's default generator on the group's first rank, not on the
     number of ranks, and no rank holds it. The constructor is collective: all ranks raise an error
-    if arguments are wrong on one of them (ArgumentError), or differ (DisagreementError).
+    if arguments are wrong on one of them, or differ.
 
     Communication: per call as :func:`column_parallel_linear`.
 
@@ -742,42 +512,25 @@ class ColumnParallelLinear(_ParallelLinear):
     gather_output: bool
     save: Literal["input", "gathered"]
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        gather_output: bool | None = None,
-        sequence_sizes: Sequence[int] | None = None,
-    ) -> Output:
+    def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return this rank's outputs, or all outputs; see :func:`column_parallel_linear`.
 
-        `weight`, `gather_output` and `sequence_sizes` replace the layer's own in this call. With
-        `skip_bias_add` the result is ``(output, bias)``, both gathered or both sharded.
+        `sequence_sizes` replace the layer's own in this call.
         """
-        gather = self.gather_output if gather_output is None else gather_output
-        with checking(type(self).__name__, self.group, gather_output=gather) as where:
-            weight = self._weight(weight, where)
         y = column_parallel_linear(
             x,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            self.spec.sizes,
+            self.weight,
+            self.bias,
             sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
             save=self.save,
             use_fp32=self.use_fp32,
             group=self.group.process_group,
         )
-        if not gather:
-            return (y, self.bias) if self.skip_bias_add else y
-        if not self.skip_bias_add:
-            return self._gathered(y)
-        return self._gathered(y), None if self.bias is None else self._gathered(self.bias)
-
-    def _gathered(self, outputs: Tensor) -> Tensor:
-        """Return all outputs, in the order of the full layer."""
+        if not self.gather_output:
+            return y
         sizes, pg = self.spec.sizes, self.group.process_group
-        whole = gather_from_tensor_model_parallel_region(outputs, sizes, -1, pg)
-        return self.spec.ordered(whole, -1)
+        # in the order of the full layer, which may have several blocks
+        return self.spec.ordered(gather_from_tensor_model_parallel_region(y, sizes, -1, pg), -1)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -826,40 +579,20 @@ class RowParallelLinear(_ParallelLinear):
 
     input_is_parallel: bool
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None = None, sequence_sizes: Sequence[int] | None = None
-    ) -> Output:
+    def forward(self, x: Tensor, sequence_sizes: Sequence[int] | None = None) -> Tensor:
         """Return the outputs, or this rank's part of the sequence; see :func:`row_parallel_linear`.
 
-        `weight` and `sequence_sizes` replace the layer's own in this call. With `skip_bias_add` the
-        result is ``(output, bias)``; the bias is to be added on each rank.
+        `sequence_sizes` replace the layer's own in this call.
         """
         pg = self.group.process_group
-        with checking(type(self).__name__, self.group) as where:
-            weight = self._weight(weight, where)
-            if not self.input_is_parallel:
-                checked_tensor(x, where, "x")
-                if tuple(x.shape[-1:]) != (self.in_features,):
-                    raise ArgumentError(
-                        f"{where}x must have all {self.in_features} inputs in its last dimension; "
-                        f"got shape {tuple(x.shape)}."
-                    )
         if not self.input_is_parallel:
             x = self.spec.by_rank(x, -1)
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
-        sequence = self.sequence_sizes if sequence_sizes is None else sequence_sizes
-        y = row_parallel_linear(
+        return row_parallel_linear(
             x,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            self.spec.sizes,
-            sequence_sizes=sequence,
+            self.weight,
+            self.bias,
+            sequence_sizes=self.sequence_sizes if sequence_sizes is None else sequence_sizes,
             use_fp32=self.use_fp32,
             group=pg,
         )
-        if not self.skip_bias_add:
-            return y
-        if sequence is None or self.bias is None:
-            return y, self.bias
-        # each rank adds the bias to its own part, so gradients are summed
-        return y, copy_to_tensor_model_parallel_region(self.bias, group=pg)

@@ -35,21 +35,20 @@ def parallelize(
     sequence_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> nn.Module:
-    """Replace layers of a model by parallel ones, in place, by patterns of their names.
+    """Replace layers of a model by parallel ones, in place, by patterns of their names; collective.
 
-    Collective: every rank passes the same model. If one rank fails, all raise, and nothing is
-    replaced.
+    If one rank fails, all raise, and nothing is replaced.
 
     Parameters
     ----------
     module : torch.nn.Module
         Identical on all ranks, weights included.
     plan : mapping of str to str or callable
-        From names as in :meth:`torch.nn.Module.named_modules`, with shell wildcards (``*``, ``?``,
-        ``[...]``), to ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding,
-        ``"sequence"`` for :func:`sequence_parallel`, or a function from the module to its
-        replacement, as ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each
-        pattern must match a module, and no module may match two.
+        From names as in :meth:`torch.nn.Module.named_modules`, with shell wildcards, to
+        ``"column"`` or ``"row"`` for Linear, ``"embedding"`` for Embedding, ``"sequence"`` for
+        :func:`sequence_parallel`, or a function from the module to its replacement, as
+        ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
+        match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
         Passed to ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
@@ -67,8 +66,7 @@ def parallelize(
 
     Notes
     -----
-    Modules in several places are replaced in all of them. Parameters that modules share stay
-    shared, so they must be sharded identically.
+    Parameters that modules share stay shared, so they must be sharded identically.
 
     Communication: short messages with digests of plans and weights. No weight travels.
 
@@ -153,14 +151,13 @@ def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
                 raise ArgumentError(
                     f"plan[{pattern!r}] and plan[{other[1]!r}] both match the module {name!r}."
                 )
-    chosen = {name: (layer, how) for name, _, layer, how in found.values()}
-    for name, (layer, _) in chosen.items():
+    for name, _, layer, _ in found.values():
         for inner in list(layer.modules())[1:]:
             if id(inner) in found:
                 raise ArgumentError(
                     f"the plan matches {found[id(inner)][0]!r} and {name!r}, which contains it."
                 )
-    return chosen
+    return {name: (layer, how) for name, _, layer, how in found.values()}
 
 
 def _made(name: str, layer: nn.Module, make: Make, group: Group) -> nn.Module:
@@ -207,15 +204,14 @@ def _tied(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
 def sequence_parallel(module: M, group: GroupLike = None) -> M:
     """Sum the gradients of a module's parameters over ranks with different parts of a sequence.
 
-    The parameters are replicated, but each rank uses them for other rows, so their gradients are
-    partial. The module is changed in place: its ``forward`` reads parameters through
+    The module is changed in place: its ``forward`` reads its replicated parameters through
     :func:`copy_to_tensor_model_parallel_region`. Its state dict and optimizers stay valid.
 
     Parameters
     ----------
     module : torch.nn.Module
-        A module whose ``forward`` reads its own parameters by name, as LayerNorm and RMSNorm do.
-        Parameters of submodules are not included.
+        Its ``forward`` reads its own parameters by name, as LayerNorm and RMSNorm do; those of
+        submodules are not included.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
