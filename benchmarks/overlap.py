@@ -81,7 +81,7 @@ def measure(rank, side, ranks, split, width, layers, repeats):
             with Measured() as cost:
                 works[name]()
             costs[name].append(cost)
-    return costs, error, len(graph.interior) / graph.num_edges, graph.num_halo / graph.num_owned
+    return costs, error, len(graph.interior) / graph.edges.num_owned, graph.num_halo / graph.num_owned
 
 
 def main():

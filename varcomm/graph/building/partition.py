@@ -94,8 +94,11 @@ def partition(
     -----
     As in PyG, an attribute with N entries belongs to nodes and one with E entries to edges; if N
     equals E, ``edge`` in its name decides. Single values and arrays of one entry belong to the
-    graph as a whole, and are refused with any other length. Node ids, such as ``face`` or
-    ``edge_label_index``, are refused.
+    graph as a whole, and are refused with any other length.
+
+    ``adj_t`` becomes ``edge_index`` and ``edge_weight``; node ids in ``train_idx``, ``val_idx``,
+    ``valid_idx``, ``test_idx`` or ``split_idx`` become ``train_mask``, and so on. Other node ids,
+    such as ``face`` or ``edge_label_index``, are refused: see :meth:`NodeShard.rows`.
 
     The parts are not differentiable with respect to the full graph, and numeric arrays become
     tensors. With `src`, attributes of nodes and edges must be tensors or numeric arrays.

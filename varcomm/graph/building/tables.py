@@ -15,6 +15,7 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.utils import is_sparse, select
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.building.converted import advice, converted
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
@@ -170,12 +171,13 @@ def ends(edge_type: EdgeType) -> tuple[NodeType, NodeType]:
 
 def read(data: Data | HeteroData) -> Tables:
     """Return the tables of a graph, or raise ArgumentError."""
-    if isinstance(data, HeteroData):
-        return _read_types(data)
-    if not isinstance(data, Data):
+    if not isinstance(data, Data | HeteroData):
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
+    data = converted(data)
+    if isinstance(data, HeteroData):
+        return _read_types(data)
     count = checked_count(data.num_nodes, "data")
     edge_index = check_edge_index(data.edge_index, count, count, "data.edge_index")
     nodes, edges, whole = {}, {}, {}
@@ -263,8 +265,7 @@ def check_name(key: Any, value: object, owner: str) -> None:
         raise ArgumentError(f"{owner}: names of attributes must be str; got {key!r}.")
     if _refers_to_nodes(key, value):
         raise ArgumentError(
-            f"{owner}.{key} holds node ids, which partitioning changes. Remove it: del "
-            f"{owner}.{key}."
+            f"{owner}.{key} holds node ids, which partitioning changes. {advice(f'{owner}.{key}')}"
         )
     if key in _MEMBERS or key.startswith("_"):
         raise ArgumentError(
