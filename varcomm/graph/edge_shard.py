@@ -258,8 +258,8 @@ class EdgeShard(Numbering, Shard):
         owned = targets if kind == "target" else sources
         raise ArgumentError(
             f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call the "
-            "model with the local part, graph.x, graph.edge_index, ...: propagate, x[edge_index[0]] "
-            "and graph.with_halo(x) fetch the halo."
+            "model with the local part, graph.x, graph.edge_index, ...; propagate, "
+            "x[edge_index[0]] and graph.with_halo(x) fetch the halo."
         )
 
     def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
