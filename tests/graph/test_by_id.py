@@ -67,8 +67,6 @@ def of_types_and_pieces(rank):
     )  # fmt: skip
     assert pieces.rows(pieces.x, torch.tensor([8, 0, 4])).tolist() == [8.0, 0.0, 4.0]
     assert pieces.owner(torch.tensor([8, 0, 4])).tolist() == [1, 2, 0]
-    with pytest.raises(AttributeError, match="train_idx"):
-        _ = pieces.train_idx
     assert (pieces.num_nodes, pieces.num_edges, pieces.data.num_nodes) == (9, 3, 3)
 
 

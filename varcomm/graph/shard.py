@@ -218,7 +218,6 @@ class Shard:
         """
         plan, place, shape = self._fetching(values, ids)
         rows = plan(values)
-        # index_select keeps no rows in the autograd graph
         return rows.index_select(0, place.to(rows.device)).view(*shape, *rows.shape[1:])
 
     @kept_from_compilation

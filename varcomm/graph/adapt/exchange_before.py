@@ -33,16 +33,15 @@ def exchange_before(
 ) -> Exchanges:
     """Append the halo's rows to named arguments of submodules, and return owned rows of results.
 
-    Collective. For models whose edges are ordinary tensors of local ids, as TorchScript and
-    compiled kernels need them. Inside such a submodule ``x[row]`` reads the rows of other ranks'
-    nodes. ``graph.edge_index`` needs none of this: ``x[row]`` fetches these rows by itself.
+    Collective. For submodules that need edges as ordinary tensors of local ids, such as TorchScript
+    and compiled kernels. Elsewhere, ``x[row]`` by ``graph.edge_index`` fetches rows by itself.
 
     Parameters
     ----------
     model : torch.nn.Module
         The same on every rank; changed in place by forward hooks.
     graph : PartitionedGraph or EdgeShard
-        The graph, with halos of one hop; of a graph with several types, the edges of one type.
+        With halos of one hop; of a graph with several types, the edges of one type.
     arguments : mapping of str to sequence of str
         Names of arguments of ``forward`` by patterns of submodule names. ``*`` stands for
         characters between two dots: ``"interactions.*"`` matches ``interactions.0`` and not its
@@ -62,10 +61,9 @@ def exchange_before(
 
     Notes
     -----
-    In the call, vectors of ``graph.edge_index`` become ordinary local ids. Results with a row per
-    owned and halo node are cut to owned rows; ranks agree on these at the first call.
-
-    Communication: one exchange per named argument and call, and its adjoint in backward.
+    ``graph.edge_index`` becomes ordinary local ids in the call. Ranks agree at the first call on
+    the results that have a row per node. Communication: one exchange per named argument and call,
+    and its adjoint in backward.
 
     Examples
     --------
