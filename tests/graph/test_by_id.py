@@ -81,7 +81,7 @@ WRONG = (
     (lambda g: (g.x, torch.tensor([0.5])), "ids"),
     (lambda g: (g.x, [0, 1]), "ids"),
     (lambda g: (g.x, g.edge_index[0]), "local ids"),
-    (lambda g: (g.with_halo(g.x)[: g.num_owned + 1], ids_of(0)), "values"),
+    (lambda g: (g.x[1:], ids_of(0)), "values"),
     (lambda g: (None, ids_of(0)), "values"),
 )
 
