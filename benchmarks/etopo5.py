@@ -56,7 +56,7 @@ def build(rank, path, ranks, method):
         graph = vc.graph.from_edges(edges, sizes, node_attrs={"pos": pos}, method=method)
     with Measured() as exchange:
         graph.halo(graph.pos)
-    own = graph.num_owned, graph.num_edges, graph.num_halo
+    own = graph.num_owned, graph.edges.num_owned, graph.num_halo
     return (*own, cost.wall, cost.cpu, cost.sent, exchange.sent, max(before, cost.high))
 
 

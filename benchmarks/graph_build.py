@@ -48,7 +48,7 @@ def build(rank, side, ranks, repeats):
         with Measured() as cost:
             graph = vc.graph.partition(data, method=owner)
         costs.append(cost)
-    ids = 2 * graph.num_edges + graph.num_owned + graph.num_halo
+    ids = 2 * graph.edges.num_owned + graph.num_owned + graph.num_halo
     return (
         median([cost.wall for cost in costs]),
         median([cost.cpu for cost in costs]),

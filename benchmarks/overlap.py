@@ -81,7 +81,8 @@ def measure(rank, side, ranks, split, width, layers, repeats):
             with Measured() as cost:
                 works[name]()
             costs[name].append(cost)
-    return costs, error, len(graph.interior) / graph.num_edges, graph.num_halo / graph.num_owned
+    interior = len(graph.interior) / graph.edges.num_owned
+    return costs, error, interior, graph.num_halo / graph.num_owned
 
 
 def main():

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXPLANATIONS = [
     *(page for page in sorted(DOCS.glob("how_it_works/*.md"))),
-    *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.name != "index.md"),
+    *(page for page in sorted(DOCS.glob("coming_from/*.md")) if page.stem not in ("index", "mace")),
     *(DOCS / "sharp_bits.md", DOCS / "start.md"),
 ]
 
@@ -61,6 +61,13 @@ def test_pages_that_explain(page, worlds, monkeypatch):
     for block in blocks_of(page):
         assert ("print(" in block) == bool(comments_of(block)), block
         assert run(block, names) == comments_of(block)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mace(worlds, monkeypatch):
+    pytest.importorskip("mace")
+    test_pages_that_explain(DOCS / "coming_from" / "mace.md", worlds, monkeypatch)
 
 
 def test_that_a_wrong_comment_is_seen():

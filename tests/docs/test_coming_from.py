@@ -19,7 +19,8 @@ INSTANCES = {
     "optimizer": varcomm.data_parallel.ShardedGradients,
 }
 OURS = re.compile(rf"(?<![.\w])({'|'.join([*MODULES, *INSTANCES])})\.\w")
-OF_DATA = {"x", "y", "pos", "edge_attr"}  # attributes that a graph has from the user's data
+# attributes that a graph has from the user's data
+OF_DATA = {"x", "y", "h", "f", "pos", "edge_attr", "edge_weight", "mask", "train_mask"}
 
 
 def check(span):

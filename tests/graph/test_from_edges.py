@@ -233,7 +233,7 @@ def attributes_as_data(rank):
     for method in (None, torch.zeros(2, dtype=torch.uint8)):
         graph = from_edges(NO_EDGES, [2] * 3, node_attrs={"x": x * 2}, method=method)
         assert not graph.x.requires_grad
-        assert graph.num_nodes == (2 if method is None else 6 * (rank == 0))
+        assert graph.num_owned == (2 if method is None else 6 * (rank == 0))
     values = {str(dtype): (torch.arange(2) + 2 * rank).to(dtype) for dtype in UNSIGNED}
     graph = from_edges(NO_EDGES, [2] * 3, node_attrs=values, method=torch.tensor([1, 0]))
     return [graph[str(dtype)].to(torch.int64).tolist() for dtype in UNSIGNED]
@@ -320,7 +320,7 @@ def refusals(rank):
         arguments = {"edge_index": none, "sizes": SIZES, "node_attrs": pos}
         refused(ArgumentError, "pos", **arguments, method="hilbert")
     graph = from_edges(**right(rank))  # the ranks still work
-    return told, (graph.num_nodes, graph.num_edges)
+    return told, (graph.num_owned, graph.edges.num_owned)
 
 
 def test_refused_on_all_ranks(worlds):

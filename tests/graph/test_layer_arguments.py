@@ -48,7 +48,7 @@ def by_functions(rank):
     for settings in ({}, {"improved": True}, {"add_self_loops": False}):
         settings["dtype"] = torch.float64
         edges, weight = gcn_norm(data.edge_index, data.weight, 24, **settings)
-        part, got = gcn_norm(graph.edge_index, graph.weight, graph.num_nodes, **settings)
+        part, got = gcn_norm(graph.edge_index, graph.weight, graph.num_owned, **settings)
         mine = torch.isin(edges[1], graph.owned_ids)
         assert torch.equal(ids[part[0].plain], edges[0, mine])
         assert torch.equal(graph.owned_ids[part[0]], edges[0, mine])

@@ -177,7 +177,7 @@ def batch_norm_on(where):
 def no_row_fits(rank):
     """Rows that fit on one rank alone are refused on all; the next call may be the first to fit."""
     graph = partition(wild(), method="block")
-    nodes, edges = torch.ones(graph.num_owned, 1), torch.ones(graph.num_edges, 1)
+    nodes, edges = torch.ones(graph.num_owned, 1), torch.ones(graph.edges.num_owned, 1)
     norm, rows = batch_norm_on(graph), [nodes, edges]
     with_halo = torch.ones(graph.num_owned + graph.num_halo, 1)
     for x, message in (

@@ -142,7 +142,7 @@ def test_attributes_of_nodes_edges_and_the_graph(worlds):
     method = split_by("a rank owns nothing", nodes, 3)
     for owned, counts, part in worlds.run(3, local_attributes, data, method):
         into = torch.isin(data.edge_index[1], owned).nonzero().view(-1)
-        assert counts == (len(owned), len(into), 4, 3)
+        assert counts == (nodes, edges, 4, 3)
         assert set(part) == {*of_node, *of_edge, *of_graph, "edge_index", "num_nodes"}
         for keys, ids in ((of_node, owned), (of_edge, into)):
             for key in keys:
@@ -266,8 +266,8 @@ def with_types(rank):
     assert all(x[key] is graph[key].x for key in x)
     assert all(edge_index[key] is graph[key].edge_index for key in data.edge_types)
     assert graph.weight_dict.keys() == edge_index.keys() == set(data.edge_types)
-    assert graph.num_nodes == sum(graph[key].num_owned for key in graph.node_types)
-    assert graph.num_edges == sum(graph[key].num_owned for key in graph.edge_types)
+    assert (graph.num_nodes, graph.num_edges) == (data.num_nodes, data.num_edges)
+    assert all(graph[key].num_nodes == data[key].num_nodes for key in graph.node_types)
     assert isinstance(graph.data, HeteroData)
     assert (type(graph["paper"]), type(graph[WRITES])) == (NodeShard, EdgeShard)
     assert all(key in graph for key in ("year", "paper", WRITES))
@@ -357,6 +357,10 @@ DATA = {
     ],
     "num_nodes": [ring(num_nodes=-4), ring(num_nodes=2.5), papers("place", a=2)],
     **{f"data.{name}": [ring(**{name: EDGES})] for name in ("face", "edge_label_index")},
+    "data.ptr": [ring(ptr=torch.tensor([0, 3]))],
+    "data.train_idx": [ring(train_idx=torch.tensor(ids)) for ids in ([0, 0], [3], [[0]])],
+    "train_mask": [ring(train_idx=torch.tensor([0]), train_mask=X[:, 0] == 0)],
+    "data['author'].my_idx": [papers(my_idx=torch.tensor([0, 1]))],
     "data.my_index": [ring(my_index=np.arange(2))],
     "data.index": [ring(index=[0, 2])],
     "data.my_adj": [ring(my_adj=torch.eye(3).to_sparse())],

@@ -227,7 +227,7 @@ def refused(rank):
         ("dst must", lambda: graph.nodes.gather(graph.x, dst=0.5)),
         ("src must", lambda: graph.scatter(None, src=-1)),
         ("values must", lambda: graph.edges.sum(graph.x)),
-        ("values must", lambda: graph.edges.max(torch.arange(graph.num_edges))),
+        ("values must", lambda: graph.edges.max(torch.arange(graph.edges.num_owned))),
     ):
         with pytest.raises(ArgumentError, match=f"on rank {rank} of 3: {word}"):
             call()
@@ -236,7 +236,7 @@ def refused(rank):
         with pytest.raises(ArgumentError, match=told):
             graph.scatter(x if rank == 1 else None, src=1)
     with varcomm.debug(), pytest.raises(DisagreementError, match=r"graph\.max: ranks disagree on"):
-        graph.max(torch.ones(graph.num_nodes, 1 + rank))
+        graph.max(torch.ones(graph.num_owned, 1 + rank))
     return torch.equal(graph.scatter(wild().x if rank == 1 else None, src=1), graph.x)
 
 

@@ -150,7 +150,7 @@ def prepare(width: int, blocks: int) -> Callable[[Any], Callable[[], None]]:
         model = MeshGraphNet(6, 3, 1, hidden_channels=width, num_blocks=blocks)
         model = distribute(model, graph)
         optimizer = torch.optim.Adam(model.parameters())
-        x, edge_attr = torch.rand(graph.num_owned, 6), torch.rand(graph.num_edges, 3)
+        x, edge_attr = torch.rand(graph.num_owned, 6), torch.rand(graph.edges.num_owned, 3)
         y = torch.rand(graph.num_owned, 1)
 
         def step() -> None:

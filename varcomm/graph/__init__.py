@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from varcomm.graph.adapt.distribute import distribute
+from varcomm.graph.adapt.exchange_before import Exchanges, exchange_before
 from varcomm.graph.adapt.overlap import edge_update, message_passing
 from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
@@ -32,6 +33,7 @@ from varcomm.graph.shard import NodeShard
 
 __all__ = [
     "EdgeShard",
+    "Exchanges",
     "Mesh",
     "NodeShard",
     "PartitionedGraph",
@@ -40,6 +42,7 @@ __all__ = [
     "assign_sharded",
     "distribute",
     "edge_update",
+    "exchange_before",
     "from_edges",
     "global_add_pool",
     "global_max_pool",

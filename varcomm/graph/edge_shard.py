@@ -115,7 +115,7 @@ class EdgeShard(Numbering, Shard):
     # owned nodes up to the last one that has an edge, once asked for
     _last: list[int] = field(init=False, repr=False)
 
-    rows = "edges"
+    noun = "edges"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +131,10 @@ class EdgeShard(Numbering, Shard):
 
     @property
     def local_ids(self) -> torch.Tensor:
-        """The numbers in ``edge_index`` as an ordinary tensor."""
+        """The numbers in ``edge_index`` as an ordinary tensor.
+
+        They select from :meth:`with_halo`; ``x[row]`` of owned rows alone is out of range.
+        """
         return plain(self.edge_index)  # type: ignore[no-any-return]
 
     @property
@@ -255,10 +258,11 @@ class EdgeShard(Numbering, Shard):
         owned = targets if kind == "target" else sources
         raise ArgumentError(
             f"{where}edges select from {given} rows, but this rank owns {owned} nodes. Call the "
-            "model with the local part: graph.x, graph.edge_index, ...; halos are added by varcomm."
+            "model with the local part, graph.x, graph.edge_index, ...; propagate, "
+            "x[edge_index[0]] and graph.with_halo(x) fetch the halo."
         )
 
-    def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
+    def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Return where to start a reduction at targets: `x`, if it has a row for each."""
         targets = self.layer_counts()[2]
         if x.shape[dim] == targets or self.is_up_to_last(x.shape[dim]):
@@ -384,7 +388,7 @@ class EdgeShard(Numbering, Shard):
         """Return edges of several types, with the offsets of their nodes, as edges of one type."""
         return joined(parts)
 
-    def positions(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
+    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
         """Return the positions in a mask of all edges, of self loops or of the others."""
         count = counts_in(self.extent)[2]
         return _positions(mask, count if loops else mask.shape[0] - count)

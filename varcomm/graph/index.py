@@ -57,7 +57,7 @@ class Numbering:
         """Reduce rows of `src` to `size` nodes or graphs of `index`, over all ranks."""
         raise _unknown("reducing at sources of edges")
 
-    def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
+    def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Check that a local reduction at targets has a row for each, and return its start."""
         raise _unknown("reducing at targets of edges")
 
@@ -73,7 +73,7 @@ class Numbering:
         """Return whether PyG may ask for so many nodes: those up to the last that has an edge."""
         return False
 
-    def positions(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
+    def positions_of_loops(self, loops: bool, mask: torch.Tensor) -> torch.Tensor:
         """Return the positions in a mask of all edges, of self loops or of the others."""
         raise _unknown("self loops")
 
@@ -345,7 +345,7 @@ def _selecting(key: Any) -> Any:
         return key
     if key.kind in ("loops", "no loops"):
         if torch.compiler.is_compiling() and key.whole:
-            return key.of.positions(key.kind == "loops", key.plain)
+            return key.of.positions_of_loops(key.kind == "loops", key.plain)
         return key.plain
     raise _refuse(torch.Tensor.__getitem__, key.kind)
 
@@ -380,7 +380,7 @@ def _setitem(func: Callable[..., Any], x: Any, key: Any, value: Any) -> None:
     if isinstance(key, PartitionedIndex) and key.kind in ("loops", "no loops"):
         x[_selecting(key)] = value
     elif isinstance(key, PartitionedIndex) and key.kind == "target":
-        key.of.targets(x, 0, key.plain)[key.plain] = value
+        key.of.start_at_targets(x, 0, key.plain)[key.plain] = value
     else:
         raise _refuse(func, _first(key).kind)
 
@@ -415,7 +415,7 @@ def _reduction(
     if index.offsets != (0, 0):
         raise _refuse(func, "computed")
     if index.kind == "target":
-        out = local(index.of.targets(x, dim, src), index.plain)
+        out = local(index.of.start_at_targets(x, dim, src), index.plain)
         return index.of.at_targets(out, src)
     if index.kind not in ("source", "graph") or index.line is None:
         raise _refuse(func, index.kind)

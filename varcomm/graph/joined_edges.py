@@ -45,7 +45,7 @@ class _JoinedEdges(Numbering):
             halos.append(edges.plan(x.narrow(dim, offset, edges.num_sources), dim=dim))
         return torch.cat([x, *halos], dim=dim)
 
-    def targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
+    def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Return `x`, if it has a row for each owned node."""
         if x.shape[dim] < self.targets_end:
             raise ArgumentError(f"edges lead to {self.targets_end} nodes, but got {x.shape[dim]}.")

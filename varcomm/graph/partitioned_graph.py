@@ -31,8 +31,8 @@ EdgeType = tuple[str, str, str] | None
 
 S = TypeVar("S", bound=Shard)
 
-# Counts of PyG, of the local part.
-_COUNTS = ("num_edges", "num_edge_features", "num_features", "num_node_features", "num_nodes")
+# Counts of PyG that do not depend on the part.
+_COUNTS = ("num_edge_features", "num_features", "num_node_features")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,9 @@ class PartitionedGraph:
 
     Built by :func:`partition` or :func:`from_edges`, and immutable. ``graph.x``,
     ``graph.edge_attr``, ... are the rank's rows of the full graph's attributes, in the same order;
-    ``graph.num_nodes`` and ``graph.num_edges`` count them. In ``graph.edge_index``, nodes
-    ``0 ... n - 1`` are owned and ``n ... n + h - 1`` are the halo, by owner.
+    ``graph.num_owned`` counts the rank's nodes, ``graph.num_nodes`` and ``graph.num_edges`` those
+    of all ranks. In ``graph.edge_index``, nodes ``0 ... n - 1`` are owned and ``n ... n + h - 1``
+    are the halo, by owner.
 
     A heterogeneous graph has one shard per type: ``graph["paper"]`` is a :class:`NodeShard`,
     ``graph["author", "writes", "paper"]`` an :class:`EdgeShard` with its own halo and plan, and
@@ -121,8 +122,6 @@ class PartitionedGraph:
         if name == "batch" and None in self.node_shards:  # all nodes are one graph
             zeros = torch.zeros(self.num_owned, dtype=torch.int64, device=self.edge_index.device)
             return PartitionedIndex.make(zeros, Graphs(self.group, 1), "graph", whole=True)
-        if name == "num_edges":  # with halos of several hops, the data have more
-            return sum(shard.num_owned for shard in self.edge_shards.values())
         if name in _COUNTS or (name.endswith("_dict") and None not in self.node_shards):
             try:
                 return getattr(self.data, name)
@@ -180,6 +179,16 @@ class PartitionedGraph:
     def edge_index(self) -> torch.Tensor:
         """Edges in local ids, int64 of shape (2, E)."""
         return self.edges.edge_index
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the full graph, N, on every rank; this rank owns :attr:`num_owned`."""
+        return sum(shard.sizes.total for shard in self.node_shards.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of the full graph, on every rank; this rank owns ``graph.edges.num_owned``."""
+        return sum(shard.sizes.total for shard in self.edge_shards.values())
 
     @property
     def num_owned(self) -> int:
@@ -241,6 +250,14 @@ class PartitionedGraph:
     def scatter(self, x: torch.Tensor | None, src: int = 0) -> torch.Tensor:
         """Send each rank its rows of a tensor of all nodes on `src`; :meth:`NodeShard.scatter`."""
         return self.nodes.scatter(x, src)
+
+    def rows(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Fetch rows of any nodes by their ids in the full graph; see :meth:`NodeShard.rows`."""
+        return self.nodes.rows(values, ids)
+
+    def owner(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the owners of nodes by their ids; see :meth:`NodeShard.owner`."""
+        return self.nodes.owner(ids)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Sum over the nodes of all ranks; see :meth:`NodeShard.sum`."""

@@ -11,16 +11,19 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.delta_ids import AscendingIds
+from varcomm.graph.directory import Directory
 from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import Graphs
 from varcomm.graph.reductions import replicated_sum
 from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.compilation import counts_in, extent_of
+from varcomm.ops.compilation import counts_in, extent_of, kept_from_compilation
 from varcomm.ops.gather_v import gather_v, scatter_v
 from varcomm.ops.operator import checking
 from varcomm.ops.packing import taken
+from varcomm.plan.checks import checked_index
+from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, checked_rank
-from varcomm.transport.agreement import compare, debugging
+from varcomm.transport.agreement import agree, compare, debugging
 from varcomm.transport.group import Group
 
 __all__ = ["NodeShard", "Shard", "described", "moved"]
@@ -40,7 +43,7 @@ class Shard:
     ids: AscendingIds = field(repr=False)
 
     #: noun for the rows in messages
-    rows: ClassVar[str]
+    noun: ClassVar[str]
     #: shows compiled code the number of owned rows
     owned_extent: torch.Tensor = field(init=False, repr=False)
 
@@ -70,7 +73,7 @@ class Shard:
             raise AttributeError(name)
         if name not in self.attributes:
             have = ", ".join(self.attributes) or "no attributes"
-            raise AttributeError(f"the {self.rows} have no attribute {name!r}; they have {have}.")
+            raise AttributeError(f"the {self.noun} have no attribute {name!r}; they have {have}.")
         return self.attributes[name]
 
     def __contains__(self, name: str) -> bool:
@@ -112,7 +115,7 @@ class Shard:
             if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
                 raise ArgumentError(
                     f"{where}x must be a tensor with one row for each of the {self.num_owned} "
-                    f"owned {self.rows}; got {described(x)}."
+                    f"owned {self.noun}; got {described(x)}."
                 )
             if dst is not None:
                 dst = checked_rank(dst, self.group.size, "dst", where)
@@ -157,6 +160,93 @@ class Shard:
             # otherwise scatter_v raises on every rank; this rank must not fail alone
             x = taken(x, order.to(x.device))
         return scatter_v(x, self.sizes, src=src, group=self.group.process_group)
+
+    def owner(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rank that owns each row, by its id in the full graph; collective.
+
+        Arguments, errors and communication are those of :meth:`rows`, without the rows themselves.
+        """
+        ids = self._agreed_ids("graph.owner", ids)
+        numbers = self._directory.look_up(ids.reshape(-1))
+        return self.sizes.owner(numbers).view(ids.shape)
+
+    def rows(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Fetch rows of any ranks by their ids in the full graph; collective.
+
+        Parameters
+        ----------
+        values : torch.Tensor
+            A value of each owned row, (n, *F).
+        ids : torch.Tensor
+            Ids in the full graph, int64 or int32 of any shape, such as pairs (2, L). Each rank
+            passes its own; they may repeat, and a rank may have none.
+
+        Returns
+        -------
+        torch.Tensor
+            (*ids.shape, *F). The adjoint sums, at the owner of a row, the gradients of its copies.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if on one of them `values` do not match the owned rows, or `ids` are
+            local or out of range.
+
+        Notes
+        -----
+        Ids may differ in each call. Communication per call: 24 bytes for each different id, and its
+        row; in backward the row's gradient. The first call makes a directory, of which each rank
+        keeps N/P entries of 8 bytes: each rank sends 16 bytes per owned row.
+
+        Examples
+        --------
+        >>> import torch, varcomm
+        >>> from torch_geometric.data import Data
+        >>> def fn(rank):
+        ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        ...     ring = Data(x=torch.arange(4.0) * 10, edge_index=edge_index)
+        ...     graph = varcomm.graph.partition(ring, method="block")
+        ...     ids = torch.tensor([[3, 0], [3, 1]]) if rank == 0 else torch.tensor([2])
+        ...     return graph.rows(graph.x, ids).tolist(), graph.owner(ids).tolist()
+        >>> varcomm.launch(fn, 2)
+        [([[30.0, 0.0], [30.0, 10.0]], [[1, 0], [1, 0]]), ([20.0], [1])]
+        """
+        plan, place, shape = self._fetching(values, ids)
+        rows = plan(values)
+        return rows.index_select(0, place.to(rows.device)).view(*shape, *rows.shape[1:])
+
+    @kept_from_compilation
+    def _fetching(
+        self, values: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[ExchangePlan, torch.Tensor, torch.Size]:
+        ids = self._agreed_ids("graph.rows", ids, values)
+        plan, place = self._directory.fetching(ids.reshape(-1))
+        return plan.to(values.device), place, ids.shape
+
+    def _agreed_ids(self, what: str, ids: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        """Return ids on the graph's device, if they and the values are valid on all ranks."""
+
+        def check() -> torch.Tensor:
+            for x in values:
+                if not isinstance(x, torch.Tensor) or x.shape[:1] != (self.num_owned,):
+                    raise ArgumentError(
+                        f"values must have one row for each of the {self.num_owned} owned "
+                        f"{self.noun}; got {described(x)}."
+                    )
+            if isinstance(ids, PartitionedIndex):
+                raise ArgumentError(
+                    "ids must be those of the full graph; got local ids. Select with them: "
+                    "x[edge_index[0]]."
+                )
+            flat = ids.reshape(-1) if isinstance(ids, torch.Tensor) else ids
+            checked = checked_index(flat, self.sizes.total, "ids", self.noun)
+            return checked.view(ids.shape).to(self.ids.gaps.device)
+
+        return agree(what, check, self.group)
+
+    @cached_property
+    def _directory(self) -> Directory:
+        return Directory.of(self.owned_ids, self.sizes, self.group)
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Sum over the rows of all ranks, in fp64.
@@ -270,7 +360,12 @@ class NodeShard(Shard):
         Compressed :attr:`owned_ids`.
     """
 
-    rows = "nodes"
+    noun = "nodes"
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of this type in the full graph, N, on every rank."""
+        return self.sizes.total
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -301,7 +396,7 @@ def _check_values(values: Any, mask: Any, shard: Shard, where: str) -> None:
     if not is_fit:
         among = "" if mask is None else ", or for each of those that the mask lets through"
         raise ArgumentError(
-            f"{where}values must be floats, one row for each of the {owned} owned {shard.rows}"
+            f"{where}values must be floats, one row for each of the {owned} owned {shard.noun}"
             f'{among}; got {described(values)}. For a loss: reduction="none".'
         )
 

@@ -66,7 +66,7 @@ def partition(
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
         The full graph, on the device of the training. As in PyG, an attribute with N entries
         belongs to nodes and one with E entries to edges; if N equals E, ``edge`` in its name
-        decides. Single values and arrays of one entry belong to the graph as a whole, other lengths
+        decides. Single values and arrays of one entry belong to the graph as a whole; other lengths
         are refused, and so are node ids, such as ``face`` or ``edge_label_index``. Numeric arrays
         become tensors.
     group : ProcessGroup or DeviceMesh, optional
@@ -95,6 +95,12 @@ def partition(
         On every rank, if ranks have different graphs or methods.
     MissingPackageError
         If `method` needs a package that is not installed.
+
+    Notes
+    -----
+    ``adj_t`` becomes ``edge_index`` and ``edge_weight``; node ids in ``train_idx``, ``val_idx``,
+    ``valid_idx``, ``test_idx`` or ``split_idx`` become ``train_mask``, and so on. Other node ids,
+    such as ``face`` or ``edge_label_index``, are refused: see :meth:`NodeShard.rows`.
 
     Examples
     --------

@@ -15,6 +15,7 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.utils import is_sparse, select
 
 from varcomm.errors import ArgumentError
+from varcomm.graph.building.converted import advice, converted
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
@@ -197,6 +198,7 @@ def read(data: Data | HeteroData) -> Tables:
         raise ArgumentError(
             f"data must be a torch_geometric.data.Data or HeteroData; got {type(data).__name__}."
         )
+    data = converted(data)
     counts = node_counts(data)
     edges = edge_indices(data, counts)
     if isinstance(data, HeteroData):
@@ -273,8 +275,7 @@ def check_name(key: Any, value: object, owner: str) -> None:
         raise ArgumentError(f"{owner}: names of attributes must be str; got {key!r}.")
     if _refers_to_nodes(key, value):
         raise ArgumentError(
-            f"{owner}.{key} holds node ids, which partitioning changes. Remove it: del "
-            f"{owner}.{key}."
+            f"{owner}.{key} holds node ids, which partitioning changes. {advice(f'{owner}.{key}')}"
         )
     if key in _MEMBERS or key.startswith("_"):
         raise ArgumentError(

@@ -1,0 +1,199 @@
+"""``exchange_before``: halo exchanges before submodules that index rows of nodes themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from varcomm.errors import ArgumentError
+from varcomm.graph.edge_shard import EdgeShard
+from varcomm.graph.index import plain
+from varcomm.graph.partitioned_graph import PartitionedGraph
+from varcomm.graph.shard import described
+from varcomm.ops.compilation import kept_from_compilation
+from varcomm.ops.operator import checking
+from varcomm.transport.agreement import share
+
+__all__ = ["exchange_before"]
+
+_WHAT = "graph.exchange_before"
+
+
+def exchange_before(
+    model: torch.nn.Module,
+    graph: PartitionedGraph | EdgeShard,
+    arguments: Mapping[str, Sequence[str]],
+) -> Exchanges:
+    """Append the halo's rows to named arguments of submodules, and return owned rows of results.
+
+    Collective. For submodules that need edges as ordinary tensors of local ids, such as TorchScript
+    and compiled kernels. Elsewhere, ``x[row]`` by ``graph.edge_index`` fetches rows by itself.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The same on every rank; changed in place by forward hooks.
+    graph : PartitionedGraph or EdgeShard
+        With halos of one hop; of a graph with several types, the edges of one type.
+    arguments : mapping of str to sequence of str
+        Names of arguments of ``forward`` by patterns of submodule names. ``*`` stands for
+        characters between two dots: ``"interactions.*"`` matches ``interactions.0`` and not its
+        parts. List every argument with a row per node.
+
+    Returns
+    -------
+    Exchanges
+        ``remove()`` ends the exchanges, for instance before a call for another graph.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if a pattern matches no submodule, if one of these has no such argument, or
+        if results with a row per node cannot be distinguished from those with a row per edge. In a
+        call, on this rank and before any communication, if an argument has no row per owned node.
+
+    Notes
+    -----
+    ``graph.edge_index`` becomes ordinary local ids in the call. Ranks agree at the first call on
+    the results that have a row per node. Communication: one exchange per named argument and call,
+    and its adjoint in backward.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> from torch_geometric.data import Data
+    >>> class Neighbours(torch.nn.Module):
+    ...     def forward(self, x, row, col):
+    ...         return torch.zeros_like(x).index_add(0, col, x[row])
+    >>> def fn(rank):
+    ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    ...     ring = Data(x=torch.arange(4.0), edge_index=edge_index)
+    ...     graph = varcomm.graph.partition(ring, method="block")
+    ...     model = torch.nn.Sequential(Neighbours())
+    ...     varcomm.graph.exchange_before(model, graph, {"0": ["x"]})
+    ...     return model[0](graph.x, *graph.edges.local_ids).tolist()
+    >>> varcomm.launch(fn, 2)
+    [[3.0, 0.0], [1.0, 2.0]]
+    """
+    if not isinstance(graph, PartitionedGraph | EdgeShard):
+        raise ArgumentError(
+            f"{_WHAT}: graph must be a PartitionedGraph or one of its EdgeShards; got "
+            f"{type(graph).__name__}."
+        )
+    edges = graph if isinstance(graph, EdgeShard) else graph.edges
+
+    def check() -> tuple[bool, int]:
+        found.update(_matching(model, arguments))
+        if edges.hops > 1:
+            raise ArgumentError("the graph has halos of several hops. Partition it with hops=1.")
+        return edges.num_owned == edges.num_sources + edges.num_halo, edges.num_halo
+
+    found: dict[torch.nn.Module, dict[str, None]] = {}
+    equal, halos = zip(*share(_WHAT, check, edges.group), strict=True)
+    if all(equal) and any(halos):
+        raise ArgumentError(
+            f"{_WHAT}: every rank has as many edges as owned and halo nodes, so rows of nodes and "
+            "of edges cannot be distinguished. Call graph.with_halo in the model."
+        )
+    handles = []
+    for module, names in found.items():
+        exchange = _Exchange(edges, tuple(names), inspect.signature(module.forward))
+        handles.append(module.register_forward_pre_hook(exchange.before, with_kwargs=True))
+        handles.append(module.register_forward_hook(exchange.after))
+    return Exchanges(handles)
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The hooks of one :func:`exchange_before`."""
+
+    handles: Sequence[RemovableHandle] = field(repr=False)
+
+    def remove(self) -> None:
+        """End these exchanges; a second call does nothing."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def _matching(model: Any, arguments: Any) -> dict[torch.nn.Module, dict[str, None]]:
+    """Return the names of arguments, in order, of each submodule that matches a pattern."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(arguments, Mapping):
+        raise ArgumentError(
+            "the arguments are a torch.nn.Module, a graph, and a mapping of patterns to names; got "
+            f"{type(model).__name__} and {type(arguments).__name__}."
+        )
+    names: dict[torch.nn.Module, dict[str, None]] = {}
+    for pattern, wanted in arguments.items():
+        parts = pattern.split(".")
+        matching = {
+            name: module
+            for name, module in model.named_modules()
+            if len(name.split(".")) == len(parts) and all(map(fnmatchcase, name.split("."), parts))
+        }
+        if not matching or isinstance(wanted, str):
+            have = ", ".join(name for name, _ in model.named_children())
+            raise ArgumentError(
+                f"arguments[{pattern!r}] must be names of arguments of submodules that match; got "
+                f"{wanted!r}, and {len(matching)} submodules match. The model has {have}."
+            )
+        for name, module in matching.items():
+            has = inspect.signature(module.forward).parameters
+            if unknown := [one for one in wanted if one not in has]:
+                raise ArgumentError(
+                    f"arguments[{pattern!r}]: the forward of {name or 'the model'} "
+                    f"({type(module).__name__}) has no argument {unknown[0]!r}; it has "
+                    f"{', '.join(has)}."
+                )
+            names.setdefault(module, {}).update(dict.fromkeys(wanted))
+    return names
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """The hooks of one submodule."""
+
+    edges: EdgeShard
+    names: tuple[str, ...]
+    signature: inspect.Signature
+    # by the structure of results, which tensors have a row per owned and halo node
+    of_nodes: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        call = self.signature.bind(*args, **kwargs)
+        given = call.arguments
+        with checking(_WHAT, self.edges.group) as where:
+            for name in self.names:
+                value, owned = given.get(name), self.edges.num_sources
+                if value is not None and (
+                    not isinstance(value, torch.Tensor) or value.shape[:1] != (owned,)
+                ):
+                    raise ArgumentError(
+                        f"{where}{name} of {type(module).__name__} must have one row for each of "
+                        f"the {owned} owned nodes; got {described(value)}."
+                    )
+        for name in given:
+            if name in self.names and given[name] is not None:
+                given[name] = self.edges.rows_and_halo(given[name])
+            else:
+                given[name] = tree_map(plain, given[name])
+        return call.args, call.kwargs
+
+    @kept_from_compilation
+    def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        leaves, spec = tree_flatten(out)
+        rows = self.edges.num_sources + self.edges.num_halo
+        key = str((spec, [getattr(leaf, "dtype", None) for leaf in leaves]))
+        if key not in self.of_nodes:
+            fits = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
+            agreed = share(_WHAT, lambda: fits, self.edges.group)
+            self.of_nodes[key] = tuple(map(all, zip(*agreed, strict=True)))
+        pairs = zip(leaves, self.of_nodes[key], strict=True)
+        cut = [leaf[: self.edges.num_sources] if flag else leaf for leaf, flag in pairs]
+        return tree_unflatten(cut, spec)
