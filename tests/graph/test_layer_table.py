@@ -1,4 +1,4 @@
-"""The page on layers says what the library does."""
+"""The page on layers and functions says what the library does."""
 
 import importlib.util
 import re
@@ -6,40 +6,61 @@ from pathlib import Path
 
 from torch_geometric.nn import aggr, conv
 
+from tests.graph import functions
+from tests.graph.against_one import assert_verdicts, data_of, graph_of, verdict
 from tests.graph.layers_beyond import LAYERS
-from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
+from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def made():
+def maker():
     spec = importlib.util.spec_from_file_location(
         "make_graph_layers", DOCS / "make_graph_layers.py"
     )
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
-    return maker.page()
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_page_is_up_to_date():
     page = (DOCS / "graph_layers.md").read_text()
-    assert page == made(), "run: python docs/make_graph_layers.py"
+    assert page == maker().page(), "run: python docs/make_graph_layers.py"
 
 
 def test_every_layer_of_pyg_is_on_it_once():
     page = (DOCS / "graph_layers.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (exact|refused) \| (.*) \|$", page, re.MULTILINE)
-    assert sorted(name for name, _, _ in rows) == sorted(conv.__all__)
-    for name, state, note in rows:
-        assert (name in EXACT, name in REFUSED) == (state == "exact", state == "refused")
-        assert state == "exact" or note, f"{name} is refused without a reason"
-    assert sum(state == "exact" for _, state, _ in rows) >= 50
-
-
-def test_the_lists_name_nothing_that_pyg_has_not():
-    assert EXACT.keys() | REFUSED.keys() == set(conv.__all__)
-    assert not EXACT.keys() & REFUSED.keys()
+    layers = [row for row in rows if row[0] in conv.__all__]
+    assert sorted(name for name, _, _ in layers) == sorted(conv.__all__)
+    assert all(state == "exact" or note for _, state, note in rows)
+    assert sum(state == "exact" for _, state, _ in layers) >= 50
     assert all(hasattr(aggr, name) or name == "FusedAggregation" for name in EXACT_AGGREGATIONS)
+
+
+def test_functions_do_what_the_page_says(worlds):
+    told = {name: state for name, (state, _) in maker().of_functions().items()}
+    called = functions.cases()
+    assert called.keys() <= told.keys()
+    # the others need packages, or fail in one process
+    expected = {n: state for n, state in told.items() if n in called and state != "local"}
+    assert_verdicts(worlds, functions.cases, expected)
+
+
+def outside(rank):
+    data, found = data_of(), {}
+    graph = graph_of(data)
+    for name, (make, call) in functions.NORMS.items():
+        found[name] = verdict(make, call, data, graph, distributed=False)
+    return found
+
+
+def test_norms_outside_of_a_distributed_model(worlds):
+    """With a batch vector they are as inside; rows alone do not show that they are nodes."""
+    told = maker().of_functions()
+    for name, found in worlds.run(3, outside)[0].items():
+        if name not in functions.BY_ROWS:
+            assert (name, found) == (name, told[name][0])
 
 
 def test_the_page_of_compiled_layers_has_those_of_the_tests():

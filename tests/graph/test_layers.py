@@ -14,7 +14,7 @@ from tests.graph.layers import example
 from tests.graph.layers_beyond import LAYERS
 from tests.ops.comparing import Failures, assert_none
 from varcomm.graph import distribute, partition
-from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS
+from varcomm.graph.adapt.checks import EXACT_AGGREGATIONS, REFUSED
 
 # torch has no second derivative of the attention that it computes on the CPU
 NO_SECOND_DERIVATIVE = (pyg.GPSConv,)
@@ -121,7 +121,7 @@ def test_each_layer_that_is_called_exact_is_tested_here():
     layers = [layer.make() for layer in LAYERS.values()]
     tested = {type(layer).__name__ for layer in layers}
     elsewhere = {"MessagePassing", "HANConv", "HGTConv", "HeteroConv"}
-    assert tested == set(EXACT) - elsewhere
+    assert tested == set(pyg.conv.__all__) - REFUSED.keys() - elsewhere
     modules = [module for layer in layers for module in layer.modules()]
     aggregations = {type(m).__name__ for m in modules if isinstance(m, pyg.aggr.Aggregation)}
     assert aggregations == EXACT_AGGREGATIONS

@@ -181,9 +181,12 @@ def no_row_fits(rank):
     norm, rows = batch_norm_on(graph), [nodes, edges]
     with_halo = torch.ones(graph.num_owned + graph.num_halo, 1)
     for x, message in (
-        (torch.ones(1000, 1) if rank == 1 else nodes, "rank 1 of 3: x must have one row for each"),
-        (rows[rank % 2], "on rank 0 of nodes, on rank 1 of edges"),
-        (with_halo if rank == 1 else edges, "on rank 0 of edges, on rank 1 of nodes and the halo"),
+        (
+            torch.ones(1000, 1) if rank == 1 else nodes,
+            "refused on rank 1 of 3: x must have one row for each",
+        ),
+        (rows[rank % 2], "no rows of the same kind on all ranks"),
+        (with_halo if rank == 1 else edges, "no rows of the same kind on all ranks"),
     ):
         assert message in error_of(norm, x)
     assert norm(edges).shape == edges.shape

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 
 from varcomm.graph.adapt.distribute import distribute
 from varcomm.graph.adapt.exchange_before import Exchanges, exchange_before
-from varcomm.graph.adapt.overlap import edge_update, message_passing
+from varcomm.graph.adapt.message_passing import edge_update, message_passing
 from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
 from varcomm.graph.edge_shard import EdgeShard

@@ -13,7 +13,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex, ordinary, plain
 from varcomm.graph.joined_edges import joined
-from varcomm.graph.nn.graphs import starts_from_zero
+from varcomm.graph.nn.graphs import STARTS_FROM_ZERO
 from varcomm.graph.shard import Shard
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -164,20 +164,12 @@ class EdgeShard(Numbering, Shard):
     @property
     def interior(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source this rank owns; int64, ascending."""
-        return self._interior_and_boundary()[0]
+        return self._split[0]
 
     @property
     def boundary(self) -> torch.Tensor:
         """Positions in ``edge_index`` of edges whose source is in the halo; int64, ascending."""
-        return self._interior_and_boundary()[1]
-
-    def _interior_and_boundary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if torch.compiler.is_compiling():
-            is_interior = self.local_ids[0] < self.plan.rows()[1]
-            count = counts_in(self.extent)[1]
-            others = self.local_ids.shape[1] - count
-            return _positions(is_interior, count), _positions(~is_interior, others)
-        return self._split
+        return self._split[1]
 
     @cached_property
     def _split(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,7 +319,7 @@ class EdgeShard(Numbering, Shard):
         # edges with the extreme share its gradient evenly
         equal = src.detach() == self._rows_at(ids, top)
         times = self._sum_at_sources(ids, equal.to(src.dtype))
-        times = (times + (top == 0).mul(starts_from_zero())).clamp(min=1)
+        times = (times + (top == 0).mul(STARTS_FROM_ZERO)).clamp(min=1)
         share = equal / self._rows_at(ids, times)
         parts = self._sum_at_sources(ids, src.masked_fill(~equal, 0) * share)
         return parts + (top - parts).detach()

@@ -28,6 +28,7 @@ __all__ = ["Numbering", "PartitionedIndex", "ordinary", "plain"]
 # numbers computed from local ones, which select nothing.
 Kind = Literal["edges", "reversed", "source", "target", "graph", "loops", "no loops", "computed"]
 How = Literal["sum", "amax", "amin", "prod"]
+_KNOWN = ("sum", "amax", "amin", "prod")
 
 _ENDS: dict[str, tuple[Kind, Kind]] = {
     "edges": ("source", "target"),
@@ -222,7 +223,11 @@ def _computed(func: Callable[..., Any], out: Any, given: PartitionedIndex) -> An
     if isinstance(out, list | tuple) and not isinstance(out, torch.Size):
         parts = [_computed(func, one, given) for one in out]
         return parts if isinstance(out, list) else tuple(parts)
-    if not isinstance(out, torch.Tensor) or given.kind in ("loops", "no loops"):
+    if not isinstance(out, torch.Tensor):
+        return out
+    if given.kind in ("loops", "no loops"):
+        if out.dim() == 0 and given.plain.dim() > 0:
+            raise _refuse(func, given.kind)  # whether this rank has self loops
         return out
     if out.dtype == torch.bool and (given.kind == "graph" or out.dim() == 0):
         return out
@@ -243,6 +248,8 @@ def _same(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return _computed(func, out, x)
     if x.kind in _ENDS and out.shape[:1] != (2,):
         return _computed(func, out, x)
+    if not torch.compiler.is_compiling():
+        out = out.as_subclass(torch.Tensor)  # of expand_as(rows with a halo)
     return PartitionedIndex.make(out, x.of, x.kind, x.whole, x.line, x.offsets)
 
 
@@ -316,6 +323,8 @@ def _getitem(func: Callable[..., Any], x: Any, key: Any) -> Any:
 
 def _part(func: Callable[..., Any], x: PartitionedIndex, key: Any) -> Any:
     """Return some of the numbers."""
+    if x.kind in _ENDS and isinstance(key, list) and key == [1, 0]:
+        return _flip(func, x, 0)
     own = [_selecting(one) for one in key] if isinstance(key, tuple) else None
     out = x.plain[_selecting(key) if own is None else tuple(own)]
     kind = x.kind
@@ -410,7 +419,8 @@ def _reduction(
     """Reduce rows of `src` into `x` at the nodes or graphs of `index`."""
     if not isinstance(index, PartitionedIndex) or isinstance(x, PartitionedIndex):
         raise _refuse(func, _first(x, src).kind)
-    if isinstance(src, PartitionedIndex) or how not in ("sum", "amax", "amin", "prod"):
+    known = (*_KNOWN, "mean") if index.kind == "target" else _KNOWN
+    if isinstance(src, PartitionedIndex) or how not in known:
         raise _refuse(func, index.kind)
     if index.offsets != (0, 0):
         raise _refuse(func, "computed")
@@ -480,11 +490,34 @@ def _scatter_reduce(
     *,
     include_self: bool = True,
 ) -> Any:
+    if reduce == "mean" and isinstance(index, PartitionedIndex) and index.kind != "target":
+        add = torch.index_add if "index" in _name_of(func) else torch.scatter_add
+        if not include_self:
+            _check_start(func, x, dim, index, "amax", False)
+        count = add(torch.full_like(x, include_self), dim, index, torch.ones_like(src))
+        mean = add(x, dim, index, src) / count.clamp(min=1)
+        return x.copy_(mean) if _name_of(func).endswith("_") else mean
+
     def local(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = func(x, dim, index, src, reduce=reduce, include_self=include_self)
         return out
 
     return _reduction(func, x, dim, index, src, reduce, include_self, local)
+
+
+def _embedding(func: Callable[..., Any], index: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """Select rows of a table: of graphs, or of nodes."""
+    special = [*args[:2], *map(kwargs.get, ("padding_idx", "max_norm"))]
+    if not isinstance(index, PartitionedIndex) or any(one is not None for one in special):
+        raise _refuse(func, _first(index, weight, *args).kind)
+    return weight[index]
+
+
+def _unique(func: Callable[..., Any], x: Any, sorted: bool = True, **more: Any) -> Any:
+    """Return the graphs that have a node on any rank."""
+    if x.kind != "graph" or any(value not in (None, False) for value in more.values()):
+        raise _refuse(func, x.kind)
+    return torch.bincount(x).nonzero().view(-1)
 
 
 def _bincount(func: Callable[..., Any], x: Any, weights: Any = None, minlength: int = 0) -> Any:
@@ -631,23 +664,11 @@ def _saved(func: Callable[..., Any], x: PartitionedIndex, *args: Any) -> Any:
 _SIGNS = {"neg", "__neg__", "mul", "__mul__", "__rmul__"}
 _CATS = {"cat", "concat", "concatenate"}
 _EQUAL = {"eq": True, "__eq__": True, "ne": False, "not_equal": False, "__ne__": False}
-_FRESH = {
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "new_tensor",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "rand_like",
-    "randn_like",
-    "isclose",
-    "allclose",
-    "__repr__",
-    "__format__",
-}
+_ORDINARY = """
+    new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like
+    rand_like randn_like isclose allclose __repr__ __format__
+"""
+_FRESH = frozenset(_ORDINARY.split())
 _BY_NAMES: dict[str, Callable[..., Any]] = {
     "clone contiguous detach resolve_conj resolve_neg to cpu cuda view view_as reshape expand "
     "expand_as unsqueeze squeeze long pin_memory requires_grad_ alias": _same,
@@ -670,9 +691,11 @@ _BY_NAMES: dict[str, Callable[..., Any]] = {
     "max amax": _greatest,
     "numel nelement": _numel,
     "sort argsort": _sort,
-    "index_put_ index_put embedding embedding_bag gather take take_along_dim put put_ "
-    "index_copy index_copy_ scatter scatter_ index_fill index_fill_ unique unique_consecutive "
-    "item __int__ __index__": _never,
+    "embedding": _embedding,
+    "unique": _unique,
+    "index_put_ index_put embedding_bag gather take take_along_dim put put_ "
+    "index_copy index_copy_ scatter scatter_ index_fill index_fill_ unique_consecutive "
+    "item __int__ __index__ __array__ _segment_reduce": _never,
     "__reduce_ex__": _saved,
 }
 _RULES = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}

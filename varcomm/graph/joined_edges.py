@@ -40,10 +40,8 @@ class _JoinedEdges(Numbering):
                 f"edges of several types select from {self.sources_end} owned nodes, but got "
                 f"{x.shape[dim]} rows."
             )
-        halos = []
-        for edges, offset in self.parts:
-            halos.append(edges.plan(x.narrow(dim, offset, edges.num_sources), dim=dim))
-        return torch.cat([x, *halos], dim=dim)
+        own = [(edges, x.narrow(dim, offset, edges.num_sources)) for edges, offset in self.parts]
+        return torch.cat([x, *(edges.plan(rows, dim=dim) for edges, rows in own)], dim=dim)
 
     def start_at_targets(self, x: torch.Tensor, dim: int, src: torch.Tensor) -> torch.Tensor:
         """Return `x`, if it has a row for each owned node."""
@@ -52,17 +50,17 @@ class _JoinedEdges(Numbering):
         return x
 
 
-def joined(parts: Sequence[PartitionedIndex]) -> PartitionedIndex:
+def joined(parts: Sequence[Any]) -> PartitionedIndex:
     """Join edges of several types, to whose sources and targets offsets were added."""
-    rows = max(part.offsets[0] + part.of.num_sources for part in parts)  # type: ignore[attr-defined]
+    rows = max(part.offsets[0] + part.of.num_sources for part in parts)
     ids, first = [], rows
     for part in parts:
         edges, offset = part.of, part.offsets[0]
         source, target = part.plain
-        of_halo = source - offset >= edges.num_sources  # type: ignore[attr-defined]
-        shift = first - offset - edges.num_sources  # type: ignore[attr-defined]
+        of_halo = source - offset >= edges.num_sources
+        shift = first - offset - edges.num_sources
         ids.append(torch.stack([torch.where(of_halo, source + shift, source), target]))
-        first += edges.num_halo  # type: ignore[attr-defined]
-    end = max(part.offsets[1] + part.of.num_targets for part in parts)  # type: ignore[attr-defined]
+        first += edges.num_halo
+    end = max(part.offsets[1] + part.of.num_targets for part in parts)
     together = _JoinedEdges([(part.of, part.offsets[0]) for part in parts], rows, end)
     return PartitionedIndex.make(torch.cat(ids, dim=1), together, "edges")

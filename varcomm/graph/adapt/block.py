@@ -25,8 +25,6 @@ from varcomm.transport.agreement import share
 
 __all__ = ["exchange_once"]
 
-Signature = tuple[Any, ...]
-
 
 def exchange_once(model: torch.nn.Module, running: Running) -> None:
     """Let a model exchange halos when it is called, if the graph's halos are of several hops."""
@@ -46,7 +44,7 @@ class _Block:
     running: Running
     own: Callable[..., Any] | None
     # by the types of a call's tensors, which of these have a row for each node
-    _of_nodes: dict[Signature, tuple[bool, ...]] = field(default_factory=dict)
+    _of_nodes: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._with_halos((args, kwargs))
@@ -83,7 +81,7 @@ class _Block:
         return tree_unflatten([x[: edges.num_sources] if flag else x for x, flag in pairs], spec)
 
     def _agreed(
-        self, leaves: Sequence[Any], what: Signature, rows: int, excepted: Sequence[bool]
+        self, leaves: Sequence[Any], what: tuple[Any, ...], rows: int, excepted: Sequence[bool]
     ) -> tuple[bool, ...]:
         """Return which of these have a row for each node on all ranks; asked once per signature.
 

@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 import torch
-from torch_geometric.nn import MessagePassing, aggr, norm
+from torch_geometric.nn import CorrectAndSmooth, MessagePassing, aggr, norm
 from torch_geometric.nn.conv import ChebConv, DirGNNConv, GPSConv
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.exact import EXACT, EXACT_AGGREGATIONS, REFUSED
 from varcomm.graph.nn.norms import GLOBAL_NORMS, is_global_norm
 from varcomm.graph.nn.readouts import is_global_readout
 
-__all__ = ["check_deep", "check_exact"]
+__all__ = [
+    "EXACT_AGGREGATIONS",
+    "OVER_ALL_NODES",
+    "REFUSED",
+    "check_exact",
+    "inexact",
+]
 
-# PyG's models that consist of their layers, which are checked one by one.
-_MODELS = "BasicGNN DeepGCNLayer EdgeCNN GAT GCN GIN GraphSAGE JumpingKnowledge MLP PNA"
-_MADE_OF_LAYERS = frozenset(_MODELS.split())
+_COMPILED = "it needs a compiled package beside PyTorch, and is not compared with one process"
+_OWN_CODE = "it needs code of its own on a sharded graph, and none of PyG's models uses it"
+_NEIGHBOURS = "it looks for neighbours among the nodes that it is given, which are this rank's only"
+_WALKS = "it samples walks and nodes, which are this rank's only"
+_MEMORY = "it keeps a state of all nodes by their ids"
 
-_OVER_ALL_NODES = (
+# Vectors of edges and graphs show most of what has no meaning on a part of a graph, when the model
+# runs. These look at nodes past such vectors.
+REFUSED = {
+    "CuGraphGATConv": _COMPILED,
+    "CuGraphRGCNConv": _COMPILED,
+    "CuGraphSAGEConv": _COMPILED,
+    "DeepGraphInfomax": "its summary, its corruption and its loss are of this rank's nodes only. "
+    "Distribute its encoder; graph.mean and global_mean_pool summarise all nodes",
+    "DimeNet": _NEIGHBOURS,
+    "DynamicEdgeConv": _NEIGHBOURS,
+    "FeaStConv": _OWN_CODE,
+    "FusedGATConv": _COMPILED,
+    "GNNFF": _NEIGHBOURS,
+    "GravNetConv": _NEIGHBOURS,
+    "HypergraphConv": _OWN_CODE,
+    "MeshCNNConv": _OWN_CODE,
+    "MetaPath2Vec": _WALKS,
+    "Node2Vec": _WALKS,
+    "PANConv": _COMPILED,
+    "RENet": _MEMORY,
+    "SplineConv": _COMPILED,
+    "TGNMemory": _MEMORY,
+    "WLConv": "it numbers colours in the order of its nodes, and every rank has other nodes",
+    "XConv": _NEIGHBOURS,
+}
+
+# Each of them is tested against one process, and on a rank without edges, where PyG's other
+# aggregations fail. Others pad all neighbourhoods to the largest one of the rank, or depend on the
+# order of edges.
+_AGGREGATIONS = """
+    Attentional DeepSets DegreeScaler Fused Max Mean Min Mul Multi PowerMean Softmax Std Sum Var
+    VariancePreserving
+"""
+EXACT_AGGREGATIONS = frozenset(f"{name}Aggregation" for name in _AGGREGATIONS.split())
+
+OVER_ALL_NODES = (
     *(
         getattr(torch.nn, f"{lazy}{kind}Norm{dims}d")
         for lazy in ("", "Lazy")
@@ -28,23 +70,14 @@ _OVER_ALL_NODES = (
     *(kind for kind in GLOBAL_NORMS if kind is not norm.LayerNorm),
 )
 
-_BETWEEN_ROWS = (
-    torch.nn.MultiheadAttention,
-    torch.nn.Transformer,
-    torch.nn.TransformerDecoder,
-    torch.nn.TransformerDecoderLayer,
-    torch.nn.TransformerEncoder,
-    torch.nn.TransformerEncoderLayer,
-)
-
 _DATA_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
-# Modules of PyG without MessagePassing: attention between all nodes, layers made of layers that
-# reverse the edges, layers of a dense adjacency matrix.
+# Modules of PyG that pool or attend over all nodes, or take a dense adjacency matrix.
 _OUT_OF_REACH = (
     "torch_geometric.nn.attention",
-    "torch_geometric.nn.conv",
     "torch_geometric.nn.dense.d",
+    "torch_geometric.nn.dense.mincut",
+    "torch_geometric.nn.pool",
 )
 
 # They count edges that leave a node, reverse edges, or look at all nodes.
@@ -54,25 +87,20 @@ _NOT_DEEP = (ChebConv, DirGNNConv, GPSConv)
 _LOCAL = frozenset({"adj_t", "size", "size_j"})
 
 
-def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Raise ArgumentError if a module of `model` is not known to be exact on a sharded graph.
+def check_exact(name: str, module: torch.nn.Module, model: torch.nn.Module, hops: int) -> None:
+    """Raise ArgumentError if a module of `model` cannot be exact on a sharded graph.
 
     Its own code outside of ``propagate`` cannot be checked.
     """
     reason = _reason(name, module, model)
+    if hops > 1 and isinstance(module, _NOT_DEEP):
+        reason = (
+            "it needs more than the edges that lead to a node, and halos of several hops have no "
+            "others. Partition the graph with hops=1"
+        )
     if reason is not None:
         what = f"{name or 'the model'} ({type(module).__name__})"
         raise ArgumentError(f"cannot distribute {what}: {reason}.")
-
-
-def check_deep(name: str, module: torch.nn.Module) -> None:
-    """Raise ArgumentError if a module needs more than halos of several hops have."""
-    if isinstance(module, _NOT_DEEP):
-        raise ArgumentError(
-            f"cannot distribute {name or 'the model'} ({type(module).__name__}): it needs more "
-            "than the edges that lead to a node, and halos of several hops have no others. "
-            "Partition the graph with hops=1."
-        )
 
 
 def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str | None:
@@ -85,16 +113,20 @@ def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str |
     def inside(*kinds: type[torch.nn.Module]) -> bool:
         return any(isinstance(outer, kinds) for outer in around if outer is not module)
 
+    if known and known.__name__ in REFUSED:
+        return REFUSED[known.__name__]
     if isinstance(module, MessagePassing):
-        return _reason_against_layer(module, known)
-    if isinstance(module, _OVER_ALL_NODES):
+        return _reason_against_layer(module)
+    if isinstance(module, OVER_ALL_NODES):
         if is_global_norm(module):
             return None
         return "it normalises over all nodes, in a way that is not known across ranks"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled for TorchScript, in which nothing can be exchanged"
     # MultiAggregation attends between its results for one node; GPSConv is replaced
-    if isinstance(module, _BETWEEN_ROWS) and not inside(aggr.MultiAggregation, GPSConv):
+    if isinstance(module, torch.nn.MultiheadAttention) and not inside(
+        aggr.MultiAggregation, GPSConv
+    ):
         return (
             "it attends between the rows that it is given, and would see this rank's nodes only. "
             "If these are not nodes, call it outside the model that is distributed"
@@ -104,34 +136,21 @@ def _reason(name: str, module: torch.nn.Module, model: torch.nn.Module) -> str |
             "it averages gradients over ranks, while ranks have parts of one sum here. Distribute "
             "what is inside it, and call varcomm.data_parallel.sum_gradients after backward"
         )
-    if home.startswith("torch_geometric.nn.pool"):
-        return "it pools over all nodes, and would do so over this rank's only"
-    if known and home.startswith("torch_geometric.nn.conv") and known.__name__ in EXACT | REFUSED:
-        return _reason_against_class(known)
+    if isinstance(module, CorrectAndSmooth) and module.autoscale:
+        return "it divides by a mean over this rank's training nodes. Build it with autoscale=False"
     if home.startswith(_OUT_OF_REACH) and not inside(MessagePassing):
         return (
-            "it looks at other nodes, or at the edges, past the propagate of MessagePassing, which "
-            "is where halos are exchanged"
+            "it pools or attends over all nodes, or has a row for each, and sees this rank's only"
         )
-    if isinstance(module, aggr.Aggregation):
+    if isinstance(module, aggr.Aggregation) and not inside(norm.HeteroBatchNorm):
         return _reason_against_aggregation(
-            module, known, model, is_readout=not inside(MessagePassing, aggr.Aggregation)
-        )
-    if (
-        known
-        and home.startswith("torch_geometric.nn.models")
-        and known.__name__ not in _MADE_OF_LAYERS
-    ):
-        return (
-            f"{known.__name__} is not known to be exact on a part of the graph: its code may look "
-            "at nodes and edges by itself. Known of PyG's models are "
-            f"{', '.join(sorted(_MADE_OF_LAYERS))}, where their layers are"
+            module, model, is_readout=not inside(MessagePassing, aggr.Aggregation)
         )
     return None
 
 
 def _reason_against_aggregation(
-    module: aggr.Aggregation, known: type | None, model: torch.nn.Module, is_readout: bool
+    module: aggr.Aggregation, model: torch.nn.Module, is_readout: bool
 ) -> str | None:
     if is_readout:
         if not is_global_readout(module):
@@ -143,7 +162,14 @@ def _reason_against_aggregation(
                 "edges into a node; make two of them"
             )
         return None
-    if known in (None, aggr.Aggregation) or known.__name__ in EXACT_AGGREGATIONS:
+    return inexact(type(module))
+
+
+def inexact(kind: type[aggr.Aggregation]) -> str | None:
+    """Return why an aggregation of a layer is refused: PyG's class is not known to be exact."""
+    known = next(c for c in kind.__mro__ if c.__module__.startswith("torch_geometric."))
+    own = known is aggr.Aggregation and kind is not aggr.Aggregation
+    if own or known.__name__ in EXACT_AGGREGATIONS:
         return None
     return (
         f"{known.__name__} is not known to be exact on a part of the graph: PyG's own fails on a "
@@ -152,19 +178,7 @@ def _reason_against_aggregation(
     )
 
 
-def _reason_against_class(known: type) -> str | None:
-    name = known.__name__
-    if name in EXACT:
-        return None
-    own = f"Known are {', '.join(sorted(EXACT))}, and own subclasses of MessagePassing"
-    if name in REFUSED:
-        return f"{name} is not exact on a part of the graph: {REFUSED[name]}. {own}"
-    return f"{name} is not known to be exact on a part of the graph. {own}"
-
-
-def _reason_against_layer(layer: MessagePassing, known: type | None) -> str | None:
-    if known is not None and (reason := _reason_against_class(known)) is not None:
-        return reason
+def _reason_against_layer(layer: MessagePassing) -> str | None:
     if layer.decomposed_layers > 1:
         return "decomposed_layers is not supported"
     if layer.explain:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import HeteroBatchNorm, MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.adapt.block import exchange_once
-from varcomm.graph.adapt.checks import check_deep, check_exact
-from varcomm.graph.adapt.propagate import Running, attach
+from varcomm.graph.adapt.checks import OVER_ALL_NODES, check_exact
+from varcomm.graph.adapt.propagate import Running, attach, is_attached
 from varcomm.graph.adapt.special import replace_methods
 from varcomm.graph.nn.norms import global_norm, is_global_norm
 from varcomm.graph.nn.readouts import global_readout
@@ -26,16 +26,20 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 # The attribute of a module that holds what the modules of a distributed model share.
 _RUNNING = "_varcomm_running"
 
+_CHECKED = "_varcomm_checked"
+
+# What this module adapts or refuses.
+_ADAPTED = (MessagePassing, Aggregation, torch.nn.MultiheadAttention, *OVER_ALL_NODES)
+
 
 def distribute(model: Model, graph: PartitionedGraph) -> Model:
     """Let every message-passing layer of a model exchange halos before it propagates.
 
     Collective: every rank calls it with the same model, and either all ranks raise or none.
 
-    The model then runs on the local part, ``model(graph.x, graph.edge_index, ...)`` or
-    ``model(graph.x_dict, graph.edge_index_dict, ...)``, and returns the owned rows of its result
-    for the full graph in one process, with derivatives of any order. Its ``state_dict`` stays as it
-    is. A second call moves the model to another graph, such as one for validation.
+    The model then runs on the local part, ``model(graph.x, graph.edge_index, ...)``, and returns
+    the owned rows of its result in one process, with derivatives of any order. Its ``state_dict``
+    stays as it is. A second call moves the model to another graph, such as one for validation.
 
     Parameters
     ----------
@@ -53,8 +57,8 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Raises
     ------
     ArgumentError
-        On every rank, with the reason, if a module of PyTorch or PyG is not known to be exact. On
-        this rank, before any communication, if `graph` is no PartitionedGraph.
+        On every rank, with the reason, if a module of PyTorch or PyG cannot be exact. On this
+        rank, before any communication, if `graph` is no PartitionedGraph.
     DisagreementError
         On every rank, if names, shapes, dtypes or values of parameters or buffers differ, or the
         settings of layers of torch and PyG: aggregations, sizes, options.
@@ -62,11 +66,9 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     Notes
     -----
     ``graph.edge_index`` and ``graph.batch`` fetch and reduce rows of other ranks by themselves,
-    inside a layer or outside; see :class:`PartitionedIndex`. This function compares parameters,
-    refuses modules that look at all nodes past such a vector, and lets norms and aggregations run
-    over all nodes. Code that means all nodes without a vector cannot be seen, such as
-    ``x.mean(0)``: take ``graph.mean``. Edges may be left out and self loops added; other edges are
-    refused when the model runs. Each rank draws its own dropout.
+    inside a layer or outside. Code that means all nodes without such a vector cannot be seen, such
+    as ``x.mean(0)``: take ``graph.mean``. A norm or layer that is put in afterwards, and a model
+    that is being explained, are refused when the model runs. Each rank draws its own dropout.
 
     Communication: in each ``propagate`` and ``edge_updater``, one exchange for each value of nodes
     that messages read at their source; the adjoint exchange in backward.
@@ -82,11 +84,9 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
     ...     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
     ...     ring = Data(x=torch.eye(4), edge_index=edge_index)
     ...     torch.manual_seed(0)
-    ...     model = SAGEConv(4, 2)
+    ...     model, graph = SAGEConv(4, 2), varcomm.graph.partition(ring)
     ...     alone = model(ring.x, ring.edge_index)
-    ...     graph = varcomm.graph.partition(ring)
-    ...     model = varcomm.graph.distribute(model, graph)
-    ...     parts = model(graph.x, graph.edge_index)
+    ...     parts = varcomm.graph.distribute(model, graph)(graph.x, graph.edge_index)
     ...     return torch.allclose(parts, alone[graph.owned_ids])
     >>> varcomm.launch(fn, 2)
     [True, True]
@@ -107,6 +107,8 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             "all ranks: set the same seed before, or broadcast the model of one rank."
         )
     running = _running_of(model, graph)
+    layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
+    in_layers = {part for layer in layers for part in layer.modules()}
     for module in model.modules():
         vars(module)[_RUNNING] = running
         replace_methods(module, running)
@@ -114,11 +116,34 @@ def distribute(model: Model, graph: PartitionedGraph) -> Model:
             attach(module, running)
             _drop_cache(module)
         elif is_global_norm(module):
-            vars(module)["forward"] = global_norm(module, graph)
+            vars(module)["forward"] = global_norm(module, graph, module in in_layers)
     for readout in _readouts(model):
         vars(readout)["forward"] = global_readout(readout, graph)
     exchange_once(model, running)
+    if not hasattr(model, _CHECKED):
+        model.register_forward_pre_hook(_check_parts)
+        setattr(model, _CHECKED, True)
     return model
+
+
+def _check_parts(model: torch.nn.Module, args: object) -> None:
+    """Raise ArgumentError if a part was put in after `distribute`, or is being explained."""
+    if torch.compiler.is_compiling():
+        return
+    for name, module in model.named_modules():
+        running = vars(module).get(_RUNNING)
+        if running is None and isinstance(module, _ADAPTED):
+            raise ArgumentError(
+                f"{name} ({type(module).__name__}) was put into the model after distribute. Call "
+                "distribute(model, graph) again."
+            )
+        if isinstance(module, MessagePassing) and not is_attached(module):
+            if module.explain:
+                raise ArgumentError(
+                    f"{name or 'the model'} is being explained, and this rank has a part of the "
+                    "edges. Explain the model on the full graph, in one process."
+                )
+            attach(module, running)
 
 
 def _running_of(model: torch.nn.Module, graph: PartitionedGraph) -> Running:
@@ -139,7 +164,7 @@ def _readouts(model: torch.nn.Module) -> list[Aggregation]:
     inner = {
         part
         for module in model.modules()
-        if isinstance(module, MessagePassing | Aggregation)
+        if isinstance(module, MessagePassing | Aggregation | HeteroBatchNorm)
         for part in list(module.modules())[1:]
     }
     return [m for m in model.modules() if isinstance(m, Aggregation) and m not in inner]
@@ -151,9 +176,7 @@ def _checked(model: torch.nn.Module, graph: PartitionedGraph) -> dict[str, objec
         raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     # under all names: a module that is exact inside of a layer may be used outside of it too
     for name, module in model.named_modules(remove_duplicate=False):
-        check_exact(name, module, model)
-        if graph.hops > 1:
-            check_deep(name, module)
+        check_exact(name, module, model, graph.hops)
     state: dict[str, object] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))

@@ -16,7 +16,7 @@ from varcomm.graph.index import PartitionedIndex
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.operator import checking
 
-__all__ = ["Running", "attach"]
+__all__ = ["Running", "attach", "is_attached"]
 
 
 @dataclass(eq=False)
@@ -83,6 +83,11 @@ def attach(layer: MessagePassing, running: Running) -> None:
     layer.propagate = _Checked(layer, "propagate", running)
     if layer.inspector.implements("edge_update"):
         layer.edge_updater = _Checked(layer, "edge_updater", running)
+
+
+def is_attached(layer: MessagePassing) -> bool:
+    """Return whether a layer checks its edges; PyG replaces its methods to explain a model."""
+    return isinstance(vars(layer).get("propagate"), _Checked)
 
 
 @dataclass(frozen=True, eq=False)

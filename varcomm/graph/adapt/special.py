@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.nn.functional import dropout
 from torch_geometric import nn as pyg
-from torch_geometric.utils import get_laplacian
+from torch_geometric.utils import get_laplacian, one_hot
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.adapt.propagate import Running
 from varcomm.graph.index import plain
+from varcomm.graph.nn.graphs import extreme, largest
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.compilation import kept_from_compilation
@@ -29,6 +30,23 @@ def replace_methods(module: torch.nn.Module, running: Running) -> None:
             for name, function in methods.items():
                 if getattr(type(module), name) is getattr(kind, name):
                     vars(module)[name] = _Method(function, module, running)
+
+    if isinstance(module, pyg.HeteroDictLinear | pyg.GMMConv) and hasattr(module, "_hook"):
+        module.register_forward_pre_hook(_initialize, prepend=True)
+
+
+def _initialize(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Make lazy parameters from the width of x; PyG looks at its first row, which may be absent."""
+    if isinstance(module, pyg.GMMConv):
+        pair = (args[0], args[0]) if isinstance(args[0], torch.Tensor) else args[0]
+        module.rel_in_channels = pair[0].shape[-1]  # which PyG leaves at -1
+        return pair, *args[1:]
+    for key, x in args[0].items():
+        linear = module.lins[key]
+        if torch.nn.parameter.is_lazy(linear.weight):
+            linear.initialize_parameters(None, x.new_empty(1, x.shape[1]))
+            linear.reset_parameters()
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,37 +160,38 @@ def _cheb_norm(
     """Scale the Laplacian by its largest weight on any rank, unless `lambda_max` is given."""
     if lambda_max is None:
         weights = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
-        lambda_max = 2.0 * _greatest(running, weights)
+        all_of_one = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
+        greatest = extreme("amax", weights, all_of_one, 1, running.graph.group, from_zero=False)
+        lambda_max = 2.0 * greatest[0]
     own: Any = pyg.ChebConv.__norm__
     return own(self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
 
 
-def _greatest(running: Running, weight: torch.Tensor) -> torch.Tensor:
-    """Return the greatest weight of all ranks; equal ones share its gradient evenly."""
-    group = running.graph.group
-    own = weight.detach().amax(0, keepdim=True) if len(weight) else weight.new_tensor([-torch.inf])
-    pg = group.process_group
-    top = all_gather_v(own.detach(), [1] * group.size, group=pg).amax()
-    reaching = weight[weight.detach() == top]
-    # the value is `top`, the derivative that of the weights
-    rise = torch.stack([(reaching - reaching.detach()).sum(), reaching.new_tensor(len(reaching))])
-    total = all_reduce(rise, group=pg)
-    return top + total[0] / total[1]
+def _label_propagation(
+    self: Any, running: Running, y: torch.Tensor, edge_index: torch.Tensor, *args: Any, **more: Any
+) -> torch.Tensor:
+    """Propagate the classes of all ranks' labels, of which this rank may lack the last ones."""
+    if y.dtype == torch.int64 and len(y) == y.numel():
+        end = int(y.max()) + 1 if len(y) else 0
+        y = one_hot(y.view(-1), num_classes=largest(end, running.graph.group, y.device))
+    return pyg.LabelPropagation.forward(self, y, edge_index, *args, **more)  # type: ignore[no-any-return]
 
 
 def _no_edges(self: Any, running: Running, edge_index: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Draw no edges for the loss of attention."""
-    return edge_index[:, :0]
+    return edge_index[:, :0]  # for the loss of attention
 
 
-def _attention_loss(self: Any, running: Running) -> torch.Tensor:
-    with checking("get_attention_loss", running.graph.group) as where:
-        if self.training:
-            raise ArgumentError(
-                f"{where}the loss of attention samples edges among all pairs of nodes, which "
-                "no rank has. The layer's output is exact without the loss."
-            )
-    return pyg.SuperGATConv.get_attention_loss(self)  # type: ignore[no-any-return]
+def _of_this_rank(self: Any, running: Running, *_: Any, **__: Any) -> Any:
+    with checking(type(self).__name__, running.graph.group) as where:
+        raise ArgumentError(
+            f"{where}this method is a mean over the nodes or edges that it is given, which are "
+            "this rank's, or samples among them. Compute the values of nodes or edges, and take "
+            "graph.mean or graph.edges.mean of them."
+        )
+
+
+def _these(names: str) -> dict[str, Callable[..., Any]]:
+    return dict.fromkeys(names.split(), _of_this_rank)
 
 
 _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
@@ -180,8 +199,16 @@ _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
     pyg.HANConv: {"forward": _han_forward},
     pyg.ChebConv: {"__norm__": _cheb_norm},
     pyg.SuperGATConv: {
-        "get_attention_loss": _attention_loss,
+        "get_attention_loss": _of_this_rank,
         "negative_sampling": _no_edges,
         "positive_sampling": _no_edges,
     },
+    pyg.LabelPropagation: {"forward": _label_propagation},
+    pyg.GAE: _these("recon_loss test"),
+    pyg.VGAE: _these("kl_loss"),
+    pyg.ARGA: _these("reg_loss discriminator_loss"),
+    pyg.InnerProductDecoder: _these("forward_all"),
+    pyg.SignedGCN: _these("nll_loss pos_embedding_loss neg_embedding_loss loss test"),
+    pyg.LightGCN: _these("link_pred_loss recommendation_loss recommend"),
+    pyg.RECT_L: _these("get_semantic_labels"),
 }

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
-from torch_geometric.utils import scatter
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex
@@ -19,68 +17,19 @@ from varcomm.ops.reduction import accumulation_dtype, pieces
 from varcomm.transport.group import Group
 
 __all__ = [
-    "Batch",
+    "STARTS_FROM_ZERO",
     "Graphs",
     "accumulated",
     "extreme",
-    "extreme_value",
     "first_maximum",
     "largest",
-    "starts_from_zero",
 ]
 
 Extreme = Literal["amax", "amin"]
 
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The graph of each row of a call, owned rows first; `index` is None if there is one graph.
-
-    `rows` are Rows or :class:`Graphs`; `size` is the number of graphs of all ranks, G.
-    """
-
-    rows: Any
-    index: torch.Tensor | None
-    size: int
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum (rows, *F) over the owned nodes of each graph, on all ranks: (G, *F) on every rank.
-
-        Floats narrower than 4 bytes are summed, sent and returned in fp32. The adjoint sums the
-        gradients of all ranks.
-        """
-        own = values[: self.rows.num_owned]
-        if self.index is None:
-            exact = not (own.is_floating_point() or own.is_complex())
-            part = own.sum(0, keepdim=True, dtype=None if exact else accumulated(own.dtype))
-        else:
-            own = own.to(accumulated(own.dtype))
-            part = own.new_zeros(self.size, *own.shape[1:])
-            part = part.index_add(0, self.index[: len(own)], own)
-        return all_reduce(part, group=self.rows.group.process_group)
-
-    @cached_property
-    def counts(self) -> torch.Tensor:
-        """Nodes of each graph, int64 of shape (G,); 8 bytes per graph, none for one graph."""
-        if self.index is None:
-            return self.rows.owned_ids.new_full((1,), self.rows.total)  # type: ignore[no-any-return]
-        own = torch.bincount(self.index[: self.rows.num_owned], minlength=self.size)
-        return all_reduce(own, group=self.rows.group.process_group)
-
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Average over the nodes of each graph, as :meth:`sum`; 0 for graphs without nodes."""
-        total = self.sum(values)
-        return total / self.counts.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
-
-    def at_nodes(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the value of its graph for each row: from (G, *F) to (rows, *F) or (1, *F)."""
-        return values if self.index is None else values.index_select(0, self.index)
-
-    def of_owned(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the graph of each row of `x`, which are the owned ones."""
-        if self.index is None:
-            return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        return self.index[: len(x)]
+#: whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from, and loses
+#: that share: it does in torch 2.13
+STARTS_FROM_ZERO = True
 
 
 @dataclass(eq=False)
@@ -101,7 +50,11 @@ class Graphs(Numbering):
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
+        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs.
+
+        Floats narrower than 4 bytes are summed and sent in fp32, and rounded once. The adjoint sums
+        the gradients of all ranks.
+        """
         if self.size is not None and size < self.size and index.whole:
             raise ArgumentError(f"the batch has {self.size} graphs, more than dim_size={size}.")
         if self.num_owned is not None and not index.whole:
@@ -109,13 +62,16 @@ class Graphs(Numbering):
                 "readouts of some nodes need halos of one hop: partition the graph with hops=1."
             )
         assert index.line is not None
-        graphs = Batch(self, index.line[: self.num_owned], size)
-        src = src[: self.num_owned]
+        rows, src = index.line[: self.num_owned], src[: self.num_owned]
+        if how in ("amax", "amin"):
+            return extreme(how, src, rows, size, self.group)
+        wide = src.to(accumulated(src.dtype))
         if how == "sum":
-            return graphs.sum(src).to(src.dtype)
-        if how == "prod":
-            return _product(src, graphs).to(src.dtype)
-        return extreme(how, src, graphs)
+            part = wide.new_zeros(size, *src.shape[1:]).index_add(0, rows, wide)
+            return all_reduce(part, group=self.group.process_group).to(src.dtype)
+        ones = wide.new_ones(size, *src.shape[1:])
+        local = ones.scatter_reduce(0, _index(rows, wide), wide, "prod")
+        return _across_ranks([local], lambda values: values.prod(0), self.group).to(src.dtype)
 
     def count(self, kind: Kind, index: torch.Tensor, whole: bool) -> int:
         """Return the number of graphs: one more than the largest number on any rank."""
@@ -139,10 +95,20 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return accumulation_dtype(dtype, use_fp32=True)
 
 
-def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the extreme of (n, *F) in each graph, whose nodes share its gradient: (G, *F)."""
-    rows = batch.of_owned(x)
-    local = _local_extreme(how, x.detach(), rows, batch.size)
+def extreme(
+    how: Extreme,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    size: int,
+    group: Group,
+    from_zero: bool = STARTS_FROM_ZERO,
+) -> torch.Tensor:
+    """Return the extreme of (n, *F) in each of `size` graphs, (G, *F), where `rows` are of them.
+
+    Nodes with the extreme share its gradient evenly. The extreme of no nodes is 0.
+    """
+    start = x.new_full((size, *x.shape[1:]), _beyond(how, x.dtype))
+    local = start.scatter_reduce(0, _index(rows, x), x.detach(), how)
     equal = _equal(x.detach(), local.index_select(0, rows))
     times = torch.zeros_like(local, dtype=torch.int32).index_add(0, rows, equal.int())
     if x.is_floating_point():
@@ -155,45 +121,31 @@ def extreme(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         result: torch.Tensor = getattr(values.detach(), how)(0)
         if values.is_floating_point():
             times = times.masked_fill(~_equal(values.detach(), result), 0)
-            count = times.sum(0) + (result == 0).mul(starts_from_zero())
+            count = times.sum(0) + (result == 0).mul(from_zero)
             share = (times / count.clamp(min=1).double()).to(values.dtype)
             parts = values.masked_fill(times == 0, 0) * share
             result = _exactly(result, parts.sum(0))
         return result.masked_fill((times == 0).all(0), 0)
 
-    return _across_ranks([local, times], combine, batch.rows.group)
+    return _across_ranks([local, times], combine, group)
 
 
-def extreme_value(how: Extreme, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the extreme of (n, *F) in each graph as a constant; infinite without nodes."""
-    local = _local_extreme(how, x.detach(), batch.of_owned(x), batch.size)
-    return _across_ranks([local], lambda values: getattr(values, how)(0), batch.rows.group)
-
-
-def first_maximum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+def first_maximum(x: torch.Tensor, nodes: Any) -> torch.Tensor:
     """Return the maximum of (n, *F) over all nodes, whose gradient the first one gets: (1, *F)."""
-    nodes, shape = batch.rows.total, (1, *x.shape[1:])
+    total, shape = nodes.sizes.total, (1, *x.shape[1:])
     # torch.cat drops an empty tensor of one dimension from the autograd graph
     x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
     # a last row, after all nodes, for ranks without nodes
     x = torch.cat([x, x.new_full((1, x.shape[1]), _beyond("amax", x.dtype))])
-    ids = torch.cat([batch.rows.owned_ids, batch.rows.owned_ids.new_tensor([nodes])])
-    ids = ids.unsqueeze(1).expand_as(x).masked_fill(~_equal(x, x.amax(0)), nodes)
+    ids = torch.cat([nodes.owned_ids, nodes.owned_ids.new_tensor([total])])
+    ids = ids.unsqueeze(1).expand_as(x).masked_fill(~_equal(x, x.amax(0)), total)
     first, row = ids.min(0, keepdim=True)
 
     def combine(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        first = first.masked_fill(~_equal(values, values.amax(0)), nodes)
+        first = first.masked_fill(~_equal(values, values.amax(0)), total)
         return values.gather(0, first.argmin(0, keepdim=True))[0]
 
-    return _across_ranks([x.gather(0, row), first], combine, batch.rows.group).view(shape)
-
-
-def _product(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the product of (n, *F) over each graph: (G, *F); 1 for graphs without nodes."""
-    x = x.to(accumulated(x.dtype))
-    ones = x.new_ones(batch.size, *x.shape[1:])
-    local = ones.scatter_reduce(0, _index(batch.of_owned(x), x), x, "prod")
-    return _across_ranks([local], lambda values: values.prod(0), batch.rows.group)
+    return _across_ranks([x.gather(0, row), first], combine, nodes.group).view(shape)
 
 
 def _across_ranks(
@@ -216,11 +168,6 @@ def _across_ranks(
     return all_gather_v(combine(*own), counts, group=pg).view(shape)
 
 
-def _local_extreme(how: Extreme, x: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-    beyond = x.new_full((size, *x.shape[1:]), _beyond(how, x.dtype))
-    return beyond.scatter_reduce(0, _index(rows, x), x, how)
-
-
 def _exactly(value: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     """Give `value` the derivatives of `parts`, which equal it except for rounding."""
     return parts + torch.where(value.isfinite(), value - parts, 0).detach()
@@ -235,19 +182,6 @@ def _beyond(how: Extreme, dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point:
         return float("-inf") if how == "amax" else float("inf")
     return torch.iinfo(dtype).min if how == "amax" else torch.iinfo(dtype).max
-
-
-@cache
-def starts_from_zero() -> bool:
-    """Return whether an extreme of 0 shares its gradient with the 0 that PyG's scatter starts from.
-
-    It does in torch 2.13, and the share of that 0 is lost.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros(1, requires_grad=True)
-        largest = scatter(x, torch.zeros(1, dtype=torch.int64), 0, 1, "max")
-        (gradient,) = torch.autograd.grad(largest, x)
-        return gradient.item() < 1
 
 
 def _index(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

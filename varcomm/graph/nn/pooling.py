@@ -12,10 +12,11 @@ Floats narrower than 4 bytes are summed and sent in fp32, and rounded once.
 from __future__ import annotations
 
 import torch
+from torch_geometric.utils import scatter, softmax
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.nn.graphs import Batch, accumulated, extreme, extreme_value, first_maximum
-from varcomm.graph.nn.rows import Where, batch_of, check_rows, node_rows
+from varcomm.graph.nn.graphs import accumulated, first_maximum
+from varcomm.graph.nn.rows import Where, check_floats, node_rows
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -78,9 +79,7 @@ def global_add_pool(
     >>> varcomm.launch(fn, 2)[1]
     [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     """
-    own, graphs = _pooled("global_add_pool", x, batch, graph, size)
-    total = graphs.sum(own)
-    return total.to(x.dtype) if x.is_floating_point() else total
+    return _pooled("global_add_pool", "sum", x, batch, graph, size)
 
 
 @kept_from_compilation
@@ -111,15 +110,13 @@ def global_mean_pool(
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
     >>> def fn(rank):
-    ...     x, edge = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[0], [1]])
-    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     data = Data(x=torch.tensor([[1.0], [8.0]]), edge_index=torch.tensor([[0], [1]]))
+    ...     graph = varcomm.graph.partition(data, method="block")
     ...     return varcomm.graph.global_mean_pool(graph.x, None, graph).tolist()
     >>> varcomm.launch(fn, 2)
-    [[[3.0]], [[3.0]]]
+    [[[4.5]], [[4.5]]]
     """
-    own, graphs = _pooled("global_mean_pool", x, batch, graph, size)
-    mean = graphs.mean(own) if batch is not None else graphs.sum(own) / graphs.rows.total
-    return mean.to(x.dtype) if x.is_floating_point() else mean
+    return _pooled("global_mean_pool", "mean", x, batch, graph, size)
 
 
 @kept_from_compilation
@@ -145,9 +142,8 @@ def global_max_pool(
     node in the order of the full graph gets it; a maximum of 0 loses a share to the 0 that torch
     starts from.
 
-    Communication: ``(P - 1) / P`` times G F values and 4-byte counts (without `batch` 8-byte ids),
-    and the same of values; up to 16 KiB, and on two ranks, ``P - 1`` times G F values and counts.
-    In backward values alone.
+    Communication: up to ``P - 1`` times G F values and 4-byte counts; twice ``(P - 1) / P`` times
+    as much above 16 KiB. In backward values alone.
 
     In one process: :func:`torch_geometric.nn.global_max_pool`.
 
@@ -156,16 +152,13 @@ def global_max_pool(
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
     >>> def fn(rank):
-    ...     x, edge = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[0], [1]])
-    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     data = Data(x=torch.tensor([[1.0], [8.0]]), edge_index=torch.tensor([[0], [1]]))
+    ...     graph = varcomm.graph.partition(data, method="block")
     ...     return varcomm.graph.global_max_pool(graph.x, None, graph).tolist()
     >>> varcomm.launch(fn, 2)
-    [[[6.0]], [[6.0]]]
+    [[[8.0]], [[8.0]]]
     """
-    own, graphs = _pooled("global_max_pool", x, batch, graph, size, ordered=True)
-    if batch is not None:
-        return extreme("amax", own, graphs)
-    return first_maximum(own, graphs)
+    return _pooled("global_max_pool", "max", x, batch, graph, size)
 
 
 @kept_from_compilation
@@ -182,12 +175,10 @@ def global_min_pool(
     Returns
     -------
     torch.Tensor
-        (G, *F), as of :func:`global_max_pool`.
+        (G, *F), as of :func:`global_max_pool`; nodes with the same minimum share its gradient.
 
     Notes
     -----
-    Nodes with the same minimum share the gradient evenly.
-
     Communication: as :func:`global_max_pool`.
 
     In one process: the minimum of each feature among ``x[batch == g]``, for graph g.
@@ -197,14 +188,13 @@ def global_min_pool(
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
     >>> def fn(rank):
-    ...     x, edge = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[0], [1]])
-    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
+    ...     data = Data(x=torch.tensor([[1.0], [8.0]]), edge_index=torch.tensor([[0], [1]]))
+    ...     graph = varcomm.graph.partition(data, method="block")
     ...     return varcomm.graph.global_min_pool(graph.x, None, graph).tolist()
     >>> varcomm.launch(fn, 2)
     [[[1.0]], [[1.0]]]
     """
-    own, graphs = _pooled("global_min_pool", x, batch, graph, size, ordered=True)
-    return extreme("amin", own, graphs)
+    return _pooled("global_min_pool", "min", x, batch, graph, size)
 
 
 @kept_from_compilation
@@ -223,13 +213,11 @@ def global_softmax(
     Returns
     -------
     torch.Tensor
-        Rows as of `x`, which sum to 1 over the nodes of a graph on all ranks.
+        Rows as of `x`, whose owned ones sum to 1 over the nodes of a graph on all ranks.
 
     Notes
     -----
-    ``exp(x - m) / sum(exp(x - m))``, where the maximum m of a graph is a constant.
-
-    Communication: maxima, G F, then :func:`varcomm.all_reduce` of G F sums.
+    Communication: as :func:`global_max_pool`, then :func:`varcomm.all_reduce` of G F sums.
 
     In one process: :func:`torch_geometric.utils.softmax` of `x` by `batch`.
 
@@ -238,38 +226,49 @@ def global_softmax(
     >>> import torch, varcomm
     >>> from torch_geometric.data import Data
     >>> def fn(rank):
-    ...     x, edge = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([[0], [1]])
-    ...     graph = varcomm.graph.partition(Data(x=x, edge_index=edge), method="block")
-    ...     return (3 * varcomm.graph.global_softmax(graph.x, None, graph)).tolist()
+    ...     data = Data(x=torch.tensor([[1.0], [1.0]]), edge_index=torch.tensor([[0], [1]]))
+    ...     graph = varcomm.graph.partition(data, method="block")
+    ...     return varcomm.graph.global_softmax(graph.x, None, graph).tolist()
     >>> varcomm.launch(fn, 2)
-    [[[1.0], [1.0]], [[1.0]]]
+    [[[0.5]], [[0.5]]]
     """
     rows = node_rows("global_softmax", x, graph)
-    graphs = batch_of("global_softmax", rows, x, batch, size, dims=())
-    wide = x.to(accumulated(x.dtype))
-    top = extreme_value("amax", wide[: rows.num_owned], graphs)
-    share = (wide - graphs.at_nodes(top)).exp()
-    return (share / graphs.at_nodes(graphs.sum(share))).to(x.dtype)
+    with checking("global_softmax", rows.group) as where:
+        check_floats(x, (), where)
+    known, size = rows.index("global_softmax", x, batch, size)
+    return softmax(x.to(accumulated(x.dtype)), known, num_nodes=size).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def _pooled(
     name: str,
+    reduce: str,
     x: torch.Tensor,
     batch: torch.Tensor | None,
     graph: Where,
     size: int | None,
-    ordered: bool = False,
-) -> tuple[torch.Tensor, Batch]:
-    """Check the arguments of a pool; return the owned rows and their graphs."""
-    rows = node_rows(name, x, graph)
+) -> torch.Tensor:
+    """Check the arguments of a pool, and reduce the owned rows of all ranks by their graphs."""
+    rows, ordered = node_rows(name, x, graph), reduce in ("max", "min")
     with checking(name, rows.group) as where:
-        check_rows(x, rows, where)
+        rows.check(x, where)
         if x.dtype == torch.bool or (ordered and x.is_complex()):
             kinds = "numbers that have an order" if ordered else "numbers"
             raise ArgumentError(f"{where}x must be of {kinds}; got {x.dtype}.")
-        if ordered and batch is None and rows.total == 0:
+        if ordered and batch is None and rows.total(x) == 0:
             raise ArgumentError(f"{where}there are no {rows.name}, and none could be the extreme.")
+    if x.is_complex():  # which PyG does not divide by counts
+        parts = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(_pooled(name, reduce, parts, batch, graph, size))
     own = x[: rows.num_owned]
-    if isinstance(batch, torch.Tensor) and batch.shape == (rows.num_owned + rows.num_halo,):
+    if isinstance(batch, torch.Tensor) and batch.shape == x.shape[:1]:
         batch = batch[: rows.num_owned]
-    return own, batch_of(name, rows, own, batch, size)
+    if batch is None and reduce == "max":
+        return first_maximum(own, rows.shard)
+    if batch is None and not ordered:
+        out = rows.sum(own)
+        out = out / rows.total(x) if reduce == "mean" else out
+    else:
+        known, size = rows.index(name, own, batch, size)
+        exact = ordered or not x.is_floating_point()
+        out = scatter(own if exact else own.to(accumulated(x.dtype)), known, 0, size, reduce)
+    return out.to(x.dtype) if x.is_floating_point() else out

@@ -1,8 +1,4 @@
-"""Aggregations of PyG over all nodes of each graph; graphs may span ranks.
-
-Inside of a layer, an aggregation is over the edges into a node, which are local. A model that calls
-an aggregation itself, on nodes and a batch vector, means the nodes of all ranks.
-"""
+"""Aggregations of PyG over all nodes of each graph; graphs may span ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ import torch
 from torch_geometric.nn import aggr
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.index import PartitionedIndex, plain
-from varcomm.graph.nn.graphs import Graphs, largest
-from varcomm.graph.nn.rows import Where, check_floats, check_ids, check_rows, node_rows
+from varcomm.graph.nn.rows import Where, check_floats, node_rows
 from varcomm.ops.compilation import kept_from_compilation
 from varcomm.ops.operator import checking
 
@@ -53,8 +47,7 @@ def global_readout(module: aggr.Aggregation, graph: Where) -> Callable[..., torc
 
     Notes
     -----
-    Communication: 8 bytes per rank for the number of graphs; for each graph, sums, or extremes as
-    :func:`~varcomm.graph.global_max_pool`.
+    Communication: as of the pools that it is made of, and 8 bytes per rank.
 
     In one process: `module` itself.
 
@@ -111,24 +104,14 @@ class _GlobalReadout:
         dim: int = -2,
     ) -> torch.Tensor:
         name, rows_first = type(self.module).__name__, x.movedim(dim, 0)
-        if index is None:
-            index = torch.zeros(len(rows_first), dtype=torch.int64, device=x.device)
-            if ptr is not None:
-                index = torch.arange(len(ptr) - 1, device=x.device).repeat_interleave(ptr.diff())
-        ids = plain(index)
+        if index is None and ptr is not None:
+            index = torch.arange(len(ptr) - 1, device=x.device).repeat_interleave(ptr.diff())
         rows = node_rows(name, rows_first, self.graph)
         with checking(name, rows.group) as where:
-            check_rows(rows_first, rows, where)
             check_floats(rows_first, (), where)
-            # PyG's Aggregation fills in a dim_size of this rank
-            end = max(check_ids(ids, dim_size, rows_first, where, "index"), dim_size or 0)
-        size = largest(end, rows.group, x.device)
-        graphs = Graphs(rows.group, size)
-        known = PartitionedIndex.make(ids[: rows.num_owned], graphs, "graph", whole=True)
-        own = x.narrow(dim, 0, rows.num_owned)
-        out: torch.Tensor = type(self.module).forward(
-            self.module, own, known, dim_size=size, dim=dim
-        )
+        # PyG's Aggregation fills in a dim_size of this rank
+        known, size = rows.index(name, rows_first, index, dim_size, "index", agreed=False)
+        out: torch.Tensor = type(self.module).forward(self.module, x, known, dim_size=size, dim=dim)
         return out
 
 

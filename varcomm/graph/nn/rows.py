@@ -1,75 +1,112 @@
-"""Rows that a normalisation, a pool or a readout runs over: nodes or edges of a type.
-
-A single rank may have as many nodes as edges, or as many of one type as of another. So ranks agree
-on the kinds that fit on all of them.
-"""
+"""Rows that a normalisation, a pool or a readout runs over, as the numbers of all ranks show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.edge_shard import EdgeShard
-from varcomm.graph.index import plain
-from varcomm.graph.nn.graphs import Batch, largest
+from varcomm.graph.index import PartitionedIndex, plain
+from varcomm.graph.nn.graphs import Graphs, accumulated, largest
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.graph.shard import Shard
+from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checked_tensor
+from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
 from varcomm.sizes import exact_int
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
-__all__ = [
-    "Rows",
-    "Where",
-    "batch_of",
-    "check_floats",
-    "check_ids",
-    "check_rows",
-    "node_rows",
-    "rows_of_any_kind",
-]
+__all__ = ["Rows", "Where", "check_floats", "node_rows", "rows_of_any_kind"]
 
 # A graph with rows of several kinds, or the rows themselves.
 Where: TypeAlias = PartitionedGraph | Shard
 
 
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of one kind: the owned ones, and the number of halo rows behind them.
 
-    `name` stands for the rows in messages, `key` is their expression in code.
+    `name` stands for the rows in messages, `key` is their expression in code. Without a shard, the
+    rows are all those that a call is given on any rank; `replicated` ones are equal on all ranks.
     """
 
-    def __init__(self, shard: Shard, num_halo: int, name: str, key: str) -> None:
-        self.shard, self.num_halo, self.name, self.key = shard, num_halo, name, key
-        self.group: Group = shard.group
-        self.num_owned, self.total = shard.num_owned, shard.sizes.total
+    group: Group
+    name: str
+    key: str = ""
+    shard: Shard | None = None
+    num_halo: int = 0
+    replicated: bool = False
 
     @property
-    def owned_ids(self) -> torch.Tensor:
-        """Ids of the owned rows in the full graph, ascending; int64."""
-        return self.shard.owned_ids
+    def num_owned(self) -> int | None:
+        """Rows that count, of which halo rows may follow; None if all do."""
+        return self.shard.num_owned if self.shard is not None else None
 
     def fits(self, x: torch.Tensor) -> tuple[bool, bool]:
         """Return whether `x` has a row for each owned one, and whether for these and the halo."""
+        if self.num_owned is None:
+            return x.dim() > 0, False
         given = len(x) if x.dim() else -1
         return given == self.num_owned, given == self.num_owned + self.num_halo
 
+    def check(self, x: torch.Tensor, where: str) -> None:
+        """Raise ArgumentError unless `x` has a row for each owned one, or with the halo's."""
+        checked_tensor(x, where, "x")
+        if not any(self.fits(x)):
+            raise ArgumentError(where + _refusal(x, [self]))
 
-def check_rows(x: torch.Tensor, rows: Rows, where: str) -> None:
-    """Raise ArgumentError unless `x` has a row for each owned one, or for these and the halo."""
-    checked_tensor(x, where, "x")
-    if not any(rows.fits(x)):
-        raise ArgumentError(where + _refusal(x, [rows]))
+    def total(self, x: torch.Tensor) -> int:
+        """Return the number of rows on all ranks, of which this rank's are `x`."""
+        if self.shard is not None:
+            return self.shard.sizes.total
+        count = torch.tensor([len(x)], device=x.device)
+        return int(all_reduce(count, group=self.group.process_group))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum (rows, *F) over all ranks: (1, *F), where narrow floats are summed in fp32."""
+        exact = not (x.is_floating_point() or x.is_complex())
+        dtype = None if exact else accumulated(x.dtype)
+        part = x[: self.num_owned].sum(0, keepdim=True, dtype=dtype)
+        return all_reduce(part, group=self.group.process_group)
+
+    def index(
+        self,
+        name: str,
+        x: torch.Tensor,
+        index: torch.Tensor | None,
+        size: int | None,
+        argument: str = "batch",
+        agreed: bool = True,
+    ) -> tuple[PartitionedIndex, int]:
+        """Return the graph of each row of `x`, checked, and the number of graphs.
+
+        The number is the largest of all ranks if it is None or not agreed.
+        """
+        with checking(name, self.group) as where:
+            self.check(x, where)
+            if index is None:
+                ids, size = torch.zeros(len(x), dtype=torch.int64, device=x.device), 1
+            else:
+                ids = plain(index)
+                end = _check_ids(ids, size, x, where, argument)
+        if index is not None and (size is None or not agreed):
+            size = largest(max(end, size or 0), self.group, x.device)
+        assert size is not None
+        owned = self.num_owned if self.fits(x)[1] else None
+        graphs = Graphs(self.group, size, owned)
+        return PartitionedIndex.make(ids, graphs, "graph", whole=True), size
 
 
 def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
     """Return the nodes that `x` has rows of; where there are several types, all ranks agree."""
-    found = _fitting(name, x, _nodes(where))
+    kinds = _nodes(where)
+    found = kinds if len(kinds) == 1 else _agreed(name, x, kinds)[0]
     if len(found) > 1:
         raise ArgumentError(
             f"{name}: x has as many rows as there are {' and '.join(rows.name for rows in found)}, "
@@ -78,14 +115,27 @@ def node_rows(name: str, x: torch.Tensor, where: Where) -> Rows:
     return found[0]
 
 
-def rows_of_any_kind(name: str, x: torch.Tensor, where: Where) -> Rows:
-    """Return the nodes, or else the edges, that `x` has rows of, as all ranks agree."""
-    found = _fitting(name, x, [*_nodes(where), *_edges(where)])
-    if len({tuple(rows.shard.sizes) for rows in found}) > 1:
+def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -> Rows:
+    """Return the rows that a normalisation is given, as all ranks agree.
+
+    These are nodes, or else edges, or else rows that are equal on all ranks, as pools return them.
+    Inside a layer they are the edges that it computes with, whatever their number.
+    """
+    kinds = [*_nodes(where), *_edges(where)]
+    group = kinds[0].group
+    if len(kinds) == 1:
+        return kinds[0]
+    if in_layer and isinstance(where, PartitionedGraph) and where.hops == 1:
+        return Rows(group, "rows of a layer")
+    found, equal = _agreed(name, x, kinds, is_norm=True)
+    if equal and not found:
+        return Rows(group, "rows that are equal on all ranks", replicated=True)
+    if equal or len({tuple(rows.shard.sizes) for rows in found if rows.shard is not None}) > 1:
+        names = [rows.name for rows in found] + ["what is equal on all ranks"] * equal
         raise ArgumentError(
-            f"{name}: on every rank, x may have rows of {' or of '.join(r.name for r in found)}, "
-            "some with the halo's. Choose one: module.forward = "
-            f"varcomm.graph.global_norm(module, {found[0].key})."
+            f"{name}: on every rank, x may have rows of {' or of '.join(names)}, some with the "
+            "halo's. Choose one: module.forward = varcomm.graph.global_norm(module, "
+            f"{found[0].key})."
         )
     return found[0]
 
@@ -94,11 +144,11 @@ def _nodes(where: Where) -> list[Rows]:
     if isinstance(where, EdgeShard):
         return _edges(where)
     if isinstance(where, Shard):
-        return [Rows(where, 0, "nodes", "graph.nodes")]
+        return [Rows(where.group, "nodes", "graph.nodes", where)]
     if None in where.node_shards:
-        return [Rows(where.nodes, where.num_halo, "nodes", "graph.nodes")]
+        return [Rows(where.group, "nodes", "graph.nodes", where.nodes, where.num_halo)]
     return [
-        Rows(shard, 0, f"nodes of {kind!r}", f"graph[{kind!r}]")
+        Rows(where.group, f"nodes of {kind!r}", f"graph[{kind!r}]", shard)
         for kind, shard in where.node_shards.items()
     ]
 
@@ -106,52 +156,48 @@ def _nodes(where: Where) -> list[Rows]:
 def _edges(where: Where) -> list[Rows]:
     if isinstance(where, PartitionedGraph):
         shards = where.edge_shards
-    elif isinstance(where, EdgeShard):
-        shards = {None: where}
     else:
-        shards = {}
+        shards = {None: where} if isinstance(where, EdgeShard) else {}
     found = []
     for kind, shard in shards.items():
         name, key = "edges", "graph.edges"
         if kind is not None:
             name, key = f"edges of {kind!r}", f"graph[{kind!r}]"
-        found.append(Rows(shard, shard.edge_index.shape[1] - shard.num_owned, name, key))
+        halo = shard.edge_index.shape[1] - shard.num_owned
+        found.append(Rows(shard.group, name, key, shard, halo))
     return found
 
 
-def _fitting(name: str, x: torch.Tensor, kinds: Sequence[Rows]) -> list[Rows]:
-    """Return the kinds that fit `x` on all ranks: on all without halos, or on all with them."""
-    if len(kinds) == 1:
-        return [*kinds]
+def _agreed(
+    name: str, x: torch.Tensor, kinds: Sequence[Rows], is_norm: bool = False
+) -> tuple[list[Rows], bool]:
+    """Return the kinds that fit `x` on all ranks, and whether `x` is equal on all of several ranks.
 
-    def local() -> list[tuple[bool, bool]]:
+    They fit on all without halos, or on all with them.
+    """
+    group = kinds[0].group
+
+    def local() -> tuple[object, list[tuple[bool, bool]], str]:
         checked_tensor(x, "", "x")
         fits = [rows.fits(x) for rows in kinds]
-        if not any(map(any, fits)):
-            raise ArgumentError(_refusal(x, kinds))
-        return fits
+        known = digest(x) if x.dim() and len(x) else group.rank
+        return known, fits, "" if any(map(any, fits)) else _refusal(x, kinds)
 
-    shared = share(name, local, kinds[0].group)
+    shared = share(name, local, group)
+    digests, fits, refusals = zip(*shared, strict=True)
     found = [
         rows
-        for rows, fits in zip(kinds, zip(*shared, strict=True), strict=True)
-        if any(map(all, zip(*fits, strict=True)))
+        for rows, of_ranks in zip(kinds, zip(*fits, strict=True), strict=True)
+        if any(map(all, zip(*of_ranks, strict=True)))
     ]
-    if not found:
-        of = [
-            " or of ".join(
-                rows.name if fit[0] else f"{rows.name} and the halo"
-                for rows, fit in zip(kinds, fits, strict=True)
-                if any(fit)
-            )
-            for fits in shared
-        ]
-        other = next(rank for rank, names in enumerate(of) if names != of[0])
-        raise ArgumentError(
-            f"{name}: x has no rows that are of the same kind on all ranks: on rank 0 of {of[0]}, "
-            f"on rank {other} of {of[other]}."
-        )
-    return found
+    equal = is_norm and group.size > 1 and all(one == digests[0] for one in digests)
+    if equal and found:  # rows that do not vary have one mean in either case
+        equal = bool((x != x[:1]).any())
+    if not found and not equal:
+        wrong = next((rank for rank, text in enumerate(refusals) if text), 0)
+        text = refusals[wrong] or "x has no rows of the same kind on all ranks."
+        raise ArgumentError(f"{name}: refused on rank {wrong} of {group.size}: {text}")
+    return found, equal
 
 
 def _refusal(x: torch.Tensor, kinds: Sequence[Rows]) -> str:
@@ -174,8 +220,8 @@ def check_floats(x: torch.Tensor, dims: tuple[int, ...], where: str) -> None:
         )
 
 
-def check_ids(
-    index: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str = "batch"
+def _check_ids(
+    index: torch.Tensor, size: int | None, x: torch.Tensor, where: str, name: str
 ) -> int:
     """Return one more than the largest number in `index`, if it fits to `x` and `size`."""
     checked_tensor(index, where, name)
@@ -195,26 +241,3 @@ def check_ids(
             f"{where}numbers in {name} must be at least 0{below}; got {low} to {high}."
         )
     return high + 1
-
-
-def batch_of(
-    name: str,
-    rows: Rows,
-    x: torch.Tensor,
-    index: torch.Tensor | None,
-    size: int | None,
-    dims: tuple[int, ...] | None = None,
-) -> Batch:
-    """Check rows and batch vector of a call on this rank; if `size` is None, ask all ranks.
-
-    With `dims`, rows must be of floats, and of one of these dimensions if there are any.
-    """
-    index = plain(index)
-    with checking(name, rows.group) as where:
-        check_rows(x, rows, where)
-        if dims is not None:
-            check_floats(x, dims, where)
-        if index is None:
-            return Batch(rows, None, 1)
-        end = check_ids(index, size, x, where)
-    return Batch(rows, index, largest(end, rows.group, x.device) if size is None else size)

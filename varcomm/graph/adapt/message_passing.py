@@ -1,4 +1,4 @@
-"""Message passing by hand: messages of interior edges are computed while the halo travels."""
+"""Message passing by hand: a function of target, source and edge, and an aggregation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.resolver import aggregation_resolver
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.adapt.exact import EXACT_AGGREGATIONS
+from varcomm.graph.adapt.checks import inexact
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import PartitionedGraph
 from varcomm.ops.checks import checked_tensor
@@ -31,20 +31,14 @@ def message_passing(
 ) -> torch.Tensor:
     """Compute a message on each edge, and aggregate them at each owned node.
 
-    The halo exchange overlaps with the messages of ``graph.interior``, the edges whose source is on
-    this rank; the messages of ``graph.boundary`` follow. In backward likewise. Compiled code
-    exchanges first.
-
     Parameters
     ----------
     graph : PartitionedGraph or EdgeShard
         A graph with one type of edges, or the edges of one type, ``graph["author", "writes",
         "paper"]``; with halos of one hop.
     message : callable
-        ``message(x_i, x_j, *edge_values)`` returns the messages of some edges, (e, *G), from the
-        rows of `x` at their targets and sources, (e, *F), and their edge values. It is called
-        twice, so an edge's message must not depend on other edges; for no edges, it returns zero
-        rows.
+        ``message(x_i, x_j, *edge_values)`` returns the messages of all edges, (E, *G), from the
+        rows of `x` at their targets and sources, (E, *F), and their edge values; E may be 0.
     x : torch.Tensor or pair of torch.Tensor
         A value of each owned node, (n, *F); or a pair as in PyG, for sources and for targets, of
         which the first travels.
@@ -67,10 +61,7 @@ def message_passing(
 
     Notes
     -----
-    Communication: one exchange of `x`, or of the first of a pair; in backward, its adjoint. Values
-    of nodes that are computed before the exchange are computed once per node, not once per edge.
-
-    Dropout in `message` draws the masks of edges in another order than a layer of PyG.
+    Communication: one exchange of `x`, or of the first of a pair; in backward, its adjoint.
 
     In one process: `aggr` of ``message(x[edge_index[1]], x[edge_index[0]], *edge_values)``, at
     ``edge_index[1]``.
@@ -93,9 +84,8 @@ def message_passing(
         ends = _checked(edges, message, x, edge_values, where)
         aggregate = _aggregation(aggr, where)
     messages = _messages("graph.message_passing", edges, message, ends, edge_values)
-    target = edges.local_ids[1].index_select(0, _order(edges))
     # PyG is not typed
-    return aggregate(messages, target, dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
+    return aggregate(messages, edges.local_ids[1], dim_size=edges.layer_counts()[2], dim=0)  # type: ignore[no-any-return]
 
 
 def edge_update(
@@ -104,9 +94,7 @@ def edge_update(
     x: torch.Tensor | Pair,
     *edge_values: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute a value on each edge, interior ones while the halo travels.
-
-    This is :func:`message_passing` without its aggregation, for networks that keep values of edges.
+    """Compute a value on each edge: :func:`message_passing` without its aggregation.
 
     Parameters
     ----------
@@ -139,36 +127,26 @@ def edge_update(
     edges = _edges("graph.edge_update", graph)
     with checking("graph.edge_update", edges.group) as where:
         ends = _checked(edges, update, x, edge_values, where)
-    values = _messages("graph.edge_update", edges, update, ends, edge_values)
-    return torch.empty_like(values).index_copy_(0, _order(edges), values)
+    return _messages("graph.edge_update", edges, update, ends, edge_values)
 
 
 def _messages(
     name: str, edges: EdgeShard, message: Message, ends: Pair, edge_values: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the messages of interior edges and then those of boundary edges."""
+    """Return the message of each edge."""
     (source, target), (j, i) = ends, edges.local_ids
-    begun = edges.plan.start(source)
-    inner, outer = edges.interior, edges.boundary
-    x_j = source.index_select(0, j.index_select(0, inner))
-    x_i = target.index_select(0, i.index_select(0, inner))
-    first = message(x_i, x_j, *(value.index_select(0, inner) for value in edge_values))
-    _check_messages(name, edges, first, len(inner))
-    # Everything that does not need the halo comes before wait(): backward overlaps likewise.
-    x_i = target.index_select(0, i.index_select(0, outer))
-    values = [value.index_select(0, outer) for value in edge_values]
-    x_j = begun.wait().index_select(0, j.index_select(0, outer) - edges.layer_counts()[0])
-    last = message(x_i, x_j, *values)
-    _check_messages(name, edges, last, len(outer), first)
-    if first.dim() == 1:
-        # torch.cat drops an empty tensor of one dimension from the autograd graph
-        return torch.cat([first.unsqueeze(1), last.unsqueeze(1)]).squeeze(1)
-    return torch.cat([first, last])
-
-
-def _order(edges: EdgeShard) -> torch.Tensor:
-    """Return the position in ``edge_index`` of each message."""
-    return torch.cat([edges.interior, edges.boundary])
+    x_j = edges.rows_and_halo(source).index_select(0, j)
+    messages = message(target.index_select(0, i), x_j, *edge_values)
+    with checking(name, edges.group) as where:
+        if not isinstance(messages, torch.Tensor) or messages.shape[:1] != j.shape:
+            got = type(messages).__name__
+            if isinstance(messages, torch.Tensor):
+                got = f"shape {tuple(messages.shape)}"
+            raise ArgumentError(
+                f"{where}the message must return a tensor with one row for each of the {len(j)} "
+                f"edges that it was called with; got {got}."
+            )
+    return messages
 
 
 def _edges(name: str, graph: Any) -> EdgeShard:
@@ -194,64 +172,27 @@ def _checked(
     if edges.hops > 1:
         raise ArgumentError(
             f"{where}the graph has halos of {edges.hops} hops, which are exchanged once for as "
-            "many layers; there is no exchange to overlap with. Partition it with hops=1."
+            "many layers. Partition it with hops=1."
         )
-    if isinstance(x, tuple | list) and len(x) != 2:
+    pair = x if isinstance(x, tuple | list) else (x, x)
+    if len(pair) != 2:
         raise ArgumentError(
             f"{where}x must be a tensor or a pair of them, for sources and for targets; got "
-            f"{len(x)}. Put several values of nodes side by side: torch.cat([a, b], dim=1)."
+            f"{len(pair)}. Put several values of nodes side by side: torch.cat([a, b], dim=1)."
         )
-    source, target = x if isinstance(x, tuple | list) else (x, x)
-    names = ("x", "x") if target is source else ("x of sources", "x of targets")
     sources, _, targets = edges.layer_counts()
-    nodes = (sources, targets)
-    for name, value, rows in zip(names, (source, target), nodes, strict=True):
-        _check_rows(name, value, rows, "nodes", edges, where)
-    for number, value in enumerate(edge_values):
-        name = f"edge value {number}"
-        _check_rows(name, value, edges.local_ids.shape[1], "edges", edges, where)
-    return source, target
-
-
-def _check_rows(
-    name: str, value: Any, rows: int, of_what: str, edges: EdgeShard, where: str
-) -> None:
-    checked_tensor(value, where, name)
-    if value.shape[:1] != (rows,):
-        raise ArgumentError(
-            f"{where}{name} has shape {tuple(value.shape)}, but this rank owns {rows} {of_what}: "
-            "it must have one row for each. Pass the local part, such as graph.x and "
-            "graph.edge_attr; the halo is added here."
-        )
-    if value.device != edges.local_ids.device:
-        raise ArgumentError(
-            f"{where}{name} is on {value.device}, the graph on {edges.local_ids.device}. Move "
-            f"one of them: graph.to({str(value.device)!r})."
-        )
-
-
-def _check_messages(
-    name: str, edges: EdgeShard, messages: Any, count: int, others: torch.Tensor | None = None
-) -> None:
-    """Raise unless there is one message for each of `count` edges, of the same kind as `others`."""
-    with checking(name, edges.group) as where:
-        if not isinstance(messages, torch.Tensor) or messages.shape[:1] != (count,):
-            got = type(messages).__name__
-            if isinstance(messages, torch.Tensor):
-                got = f"shape {tuple(messages.shape)}"
+    values = {"x of sources": (pair[0], sources), "x of targets": (pair[1], targets)}
+    count = edges.local_ids.shape[1]
+    values |= {f"edge value {at}": (value, count) for at, value in enumerate(edge_values)}
+    for name, (value, rows) in values.items():
+        checked_tensor(value, where, name)
+        if value.shape[:1] != (rows,) or value.device != edges.local_ids.device:
             raise ArgumentError(
-                f"{where}the message must return a tensor with one row for each of the {count} "
-                f"edges that it was called with; got {got}."
+                f"{where}{name} must have {rows} rows, those of this rank, on "
+                f"{edges.local_ids.device}; got shape {tuple(value.shape)} on {value.device}. Pass "
+                "the local part, such as graph.x and graph.edge_attr; the halo is added here."
             )
-        if others is None:
-            return
-        kinds = [(list(part.shape[1:]), part.dtype) for part in (others, messages)]
-        if kinds[0] != kinds[1]:
-            raise ArgumentError(
-                f"{where}the message must return rows of one shape and dtype whatever the edges; "
-                f"got {kinds[0][0]} of {kinds[0][1]} for {len(others)} of them, and "
-                f"{kinds[1][0]} of {kinds[1][1]} for {count}."
-            )
+    return pair[0], pair[1]
 
 
 # Aggregations that PyG made of names: constants to torch.compile.
@@ -271,11 +212,8 @@ def _aggregation(aggr: Any, where: str) -> Aggregation:
             )
         module = _made[name]
     for part in module.modules():
-        if isinstance(part, Aggregation) and (known := _inexact(type(part))) is not None:
-            raise ArgumentError(
-                f"{where}{known} is not known to be exact on a part of the graph. Known are "
-                f"{', '.join(sorted(EXACT_AGGREGATIONS))}, and own subclasses of Aggregation."
-            )
+        if isinstance(part, Aggregation) and (reason := _inexact(type(part))):
+            raise ArgumentError(f"{where}{reason}.")
     return module
 
 
@@ -290,12 +228,5 @@ def _refusal(name: Any) -> str:
     return ""
 
 
-def _inexact(kind: type[Aggregation]) -> str | None:
-    """Return PyG's name of a class that is neither exact nor an own subclass of Aggregation."""
-    known = next(c for c in kind.__mro__ if c.__module__.startswith("torch_geometric."))
-    own = known is Aggregation and kind is not Aggregation
-    return None if own or known.__name__ in EXACT_AGGREGATIONS else known.__name__
-
-
 torch.compiler.assume_constant_result(_refusal)
-torch.compiler.assume_constant_result(_inexact)
+_inexact = torch.compiler.assume_constant_result(inexact)

@@ -1,0 +1,167 @@
+"""Calls on ranks beside the same in one process: exact, refused on all ranks, or what is wrong."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch_geometric.data import HeteroData
+
+import varcomm
+from tests.graph.graphs import split_by
+from tests.graph.layers import example
+from varcomm.graph import distribute, partition, replicated
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def data_of():
+    """``example()`` with a graph, a class and a kind of each node."""
+    data, node = example(), torch.arange(24)
+    data.batch, data.label, data.atom = node * 5 % 3, node % 4, node % 5 + 1
+    data.good = data.x[:, 0] > 0
+    return data
+
+
+def two_types():
+    """Nodes of two types, of which one has edges into the other."""
+    generator, data = torch.Generator().manual_seed(4), HeteroData()
+    for kind, nodes, channels in (("a", 14, 4), ("b", 9, 3)):
+        for name, width in {"x": channels, "pos": 3, "normal": 3}.items():
+            data[kind][name] = torch.randn(nodes, width, generator=generator).double()
+    ends = [torch.randint(nodes, (40,), generator=generator) for nodes in (14, 9)]
+    weight = torch.rand(40, generator=generator).double()
+    data["a", "to", "b"].edge_index = torch.stack(ends)
+    data["a", "to", "b"].weight, data["a", "to", "b"].attr = (
+        weight,
+        weight[:, None] ** torch.arange(2),
+    )
+    data["a", "to", "b"].kind = torch.arange(40) % 3
+    return data
+
+
+def graph_of(data, **settings):
+    """Partition so that a rank owns nothing."""
+    ranks, is_typed = dist.get_world_size(), isinstance(data, HeteroData)
+    nodes = {kind: data[kind].num_nodes for kind in data.node_types} if is_typed else data.num_nodes
+    split = lambda nodes: split_by("a rank owns nothing", nodes, ranks)  # noqa: E731
+    owners = {kind: split(count) for kind, count in nodes.items()} if is_typed else split(nodes)
+    return partition(data, method=owners, **settings)
+
+
+def values_of(graph):
+    """Return attributes by their names, behind the type of nodes if there are several."""
+    if not hasattr(graph, "node_types"):
+        return dict(getattr(graph, "data", graph))
+    found = {}
+    for kind in graph.node_types:
+        for name in ("x", "pos", "normal"):
+            found[f"{name}_{kind}"] = getattr(graph[kind], name)
+    edges = graph["a", "to", "b"]
+    return found | {name: getattr(edges, name) for name in ("edge_index", "weight", "attr", "kind")}
+
+
+def places_of(data, graph):
+    """Return the ids of this rank's rows, by the number of all rows."""
+    if not isinstance(data, HeteroData):
+        return {data.num_nodes: graph.owned_ids, data.num_edges: graph.edges.owned_ids}
+    nodes = {data[kind].num_nodes: graph[kind].owned_ids for kind in data.node_types}
+    return nodes | {data[kind].num_edges: graph[kind].owned_ids for kind in data.edge_types}
+
+
+def outcome(model, call, graph, by, rows_of, count):
+    """Return results, and gradients of a loss of them by name; `count` makes a loss count once."""
+    given = SimpleNamespace(**values_of(graph))
+    leaves = {name: getattr(given, name).clone().requires_grad_() for name in by}
+    vars(given).update(leaves)
+    torch.manual_seed(1)
+    out = call(model, given)
+    outs = [one for one in (out if isinstance(out, tuple) else (out,)) if one is not None]
+    loss, results = 0.0, []
+    for one in outs:
+        results.append(one.detach().clone())
+        ids = rows_of(one)
+        of_all = ids is None
+        ids = torch.arange(one.numel()).view(one.shape) if of_all else ids
+        weight = (ids.double() * 3 + 1).sin().view(-1, *[1] * (one.dim() - 1) * (not of_all))
+        part = (one.double().sin() * weight.view(one.shape if of_all else weight.shape)).sum()
+        loss = loss + (count(part) if of_all else part)
+    if model is not None:
+        leaves |= dict(model.named_parameters())
+    found = [one for one in leaves.values() if one.requires_grad]
+    if not loss.requires_grad or not found:
+        return results, {}
+    grads = torch.autograd.grad(loss, found, allow_unused=True, materialize_grads=True)
+    return results, dict(zip(leaves, grads, strict=True))
+
+
+class UnfitError(Exception):
+    """A call fails in one process."""
+
+
+def compare(make, call, data, graph, by=("x",), distributed=True):
+    """Return what a call on this rank has other than one process."""
+    torch.manual_seed(0)
+    alone = make().double() if make else None
+    together = copy.deepcopy(alone)
+    sizes, places = [], places_of(data, graph)
+
+    def whole_rows(out):
+        sizes.append(len(out) if out.dim() and len(out) in places else None)
+        return sizes[-1] and torch.arange(sizes[-1])
+
+    try:
+        expected = outcome(alone, call, data, by, whole_rows, lambda loss: loss)
+    except Exception as error:
+        raise UnfitError from error
+    of = iter(sizes)
+    if distributed and together is not None:
+        together = distribute(together, graph)
+    got = outcome(
+        together, call, graph, by, lambda out: places.get(next(of)), lambda x: replicated(x, graph)
+    )
+    pairs = []
+    for number, (one, two, size) in enumerate(zip(got[0], expected[0], sizes, strict=True)):
+        pairs.append((f"output {number}", one, two if size is None else two[places[size]]))
+    for name, theirs in expected[1].items():
+        if name in by:
+            pairs.append((f"gradient of {name}", got[1][name], theirs[places[len(theirs)]]))
+        else:
+            pairs.append((f"gradient of {name}", varcomm.all_reduce(got[1][name]), theirs))
+    if alone is not None:
+        pairs += [(k, together.get_buffer(k), buffer) for k, buffer in alone.named_buffers()]
+    return [
+        f"{name} differs" for name, mine, theirs in pairs
+        if mine.shape != theirs.shape or not torch.allclose(mine, theirs, equal_nan=True, **CLOSE)
+    ]  # fmt: skip
+
+
+def verdict(*args, **settings):
+    """Return "exact", "refused" or what is wrong on any rank; the same on all ranks."""
+    try:
+        found = ", ".join(compare(*args, **settings)) or "exact"
+    except UnfitError as error:
+        found = f"fails in one process: {error.__cause__}"
+    except Exception:  # PyG may fail on a rank without rows before it comes to a vector
+        found = "refused"
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return ranks[0] if len(set(ranks)) == 1 else str(ranks)
+
+
+def verdicts(rank, cases, names, make_data=data_of):
+    """Return the verdict of each of these cases: (make, call, what is differentiated by)."""
+    data = make_data()
+    graph = graph_of(data)
+    return {
+        name: verdict(make, call, data, graph, by=by or ("x",))
+        for name, (make, call, *by) in cases().items()
+        if name in names
+    }
+
+
+def assert_verdicts(worlds, cases, expected, make_data=data_of):
+    """Compare the verdicts of three ranks with those that a table has."""
+    found = worlds.run(3, verdicts, cases, list(expected), make_data)[0]
+    wrong = {name: found[name] for name, told in expected.items() if found[name] != told}
+    assert not wrong, wrong
