@@ -102,7 +102,7 @@ class PartitionedGraph:
 
     def __getitem__(self, key: Any) -> Any:
         """Return the shard of a type; of a graph with one type, an attribute."""
-        shards = {**self.node_shards, **self.edge_shards}
+        shards: dict[Any, Any] = {**self.node_shards, **self.edge_shards}
         if key is not None and key in shards:
             return shards[key]
         if isinstance(key, str) and None in shards and key in self:

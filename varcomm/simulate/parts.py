@@ -181,9 +181,9 @@ class Parts(Counts):
         """
         from varcomm.graph.building.assemble import localised, owned_edges
         from varcomm.graph.building.tables import ends
-        from varcomm.graph.delta_ids import AscendingIds
         from varcomm.graph.edge_shard import EdgeShard
         from varcomm.graph.partitioned_graph import PartitionedGraph
+        from varcomm.graph.shard import AscendingIds
 
         ranks = resolve(group)
         if ranks.size != self.size:
