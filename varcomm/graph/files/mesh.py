@@ -57,9 +57,8 @@ class Mesh:
     def write(self, path: str | os.PathLike[str], /, **fields: Any) -> None:
         """Write the mesh as VTU, with its fields and with values of the graph's nodes.
 
-        Not collective: one rank that has the values of all nodes calls it, such as rank 0 after
-        ``graph.gather(prediction, dst=0)``. If cells are the nodes, cells of fewer dimensions, as
-        on a boundary, are omitted.
+        Not collective: call it on a rank that has the values of all nodes. If cells are the nodes,
+        cells of fewer dimensions, as on a boundary, are omitted.
 
         Parameters
         ----------
@@ -153,9 +152,8 @@ def read_mesh(
         - ``edge_index`` (2, E): both directions of each edge, sorted, once.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
         - ``volume`` (N,), of cells only: length, area or volume.
-        - every numeric field of the points, or of the cells, (N, *F), by its name. In names, other
-          characters than letters and digits become ``_``, reserved names begin with ``field_``, and
-          ``index`` and ``idx``, which mark node ids in PyG, become ``number``.
+        - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that no
+          name has, ``number`` replaces ``index`` and ``idx``, reserved names get ``field_``.
 
     Raises
     ------
