@@ -60,9 +60,13 @@ def partition(
 ) -> PartitionedGraph:
     """Split a graph over ranks: each rank owns some nodes and all edges into them.
 
-    Collective; an error on one rank is raised on all ranks. If all ranks have the graph, rank 0
-    assigns the nodes and broadcasts the result. With `src`, that rank sends each rank its rows and
-    edges. The parts are not differentiable with respect to the full graph.
+    Collective; an error on one rank is raised on all ranks. The parts are not differentiable with
+    respect to the full graph.
+
+    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result.
+    With `src`, that rank sends each rank its rows and edges.
+
+    In one process: `data` itself.
 
     Parameters
     ----------

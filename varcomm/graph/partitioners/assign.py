@@ -137,6 +137,8 @@ def assign_sharded(
     ``log2(parts)`` levels of boxes, and a round per 8 bits of N; per round an :func:`all_reduce` of
     at most 2 KiB per cut.
 
+    In one process: :func:`assign`.
+
     Parameters
     ----------
     pos : torch.Tensor
