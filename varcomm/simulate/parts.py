@@ -250,6 +250,7 @@ class Parts(Counts):
         try:
             staging = Staging(folder, self._tables.attributes)
             try:
+                staging.folder.mkdir(parents=True, exist_ok=True)
                 digests: list[str] = []
                 first: dict[str, torch.Tensor] = {}
                 for rank in range(self.size):
