@@ -26,7 +26,9 @@ MADE_BY_VARCOMM = {"varcomm.Handle", "varcomm.checkpoint.PendingSave"}
 # Classes with a group that they do not use for communication of their own.
 SILENT = {"varcomm.graph.EdgeShard", "varcomm.graph.NodeShard", "varcomm.sharding.ShardSpec"}
 # Results of calls, whose examples show them; and functions that need a minute, or a file.
-WITHOUT_EXAMPLE = {"varcomm.graph.PartitionedGraph"} | {
+WITHOUT_EXAMPLE = {
+    f"varcomm.graph.{name}" for name in ("Mesh", "NodeShard", "PartitionedGraph")
+} | {
     f"varcomm.simulate.{name}"
     for name in (
         *("Counts", "Machine", "Parts", "Sample", "Scaling", "Step", "Times", "Work"),

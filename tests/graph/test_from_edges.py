@@ -196,8 +196,7 @@ class Largest(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor):
-                self.entries = max(self.entries, value.numel())
+            self.entries = max(self.entries, getattr(value, "numel", int)())
         return result
 
 
@@ -319,7 +318,10 @@ def refusals(rank):
         pos = {} if value is None else {"pos": torch.full((SIZES[rank], 2), value)}
         arguments = {"edge_index": none, "sizes": SIZES, "node_attrs": pos}
         refused(ArgumentError, "pos", **arguments, method="hilbert")
-    graph = from_edges(**right(rank))  # the ranks still work
+    # the ranks still work, and take integers of numpy
+    here = right(rank) | {"sizes": np.array(SIZES), "hops": np.int64(1) if rank == 0 else 1}
+    here["node_ids"] = torch.arange(6 if rank == 2 else 0, dtype=torch.int32)
+    graph = from_edges(**(here | {"node_attrs": {"x": torch.arange(6.0 if rank == 2 else 0.0)}}))
     return told, (graph.num_owned, graph.edges.num_owned)
 
 
@@ -333,21 +335,3 @@ def test_refused_on_all_ranks(worlds):
         assert word in message
         if number < sum(map(len, WRONG.values())):
             assert "refused on rank 1 of 3" in message
-
-
-def accepted(rank):
-    """Integers of numpy are integers."""
-    graph = from_edges(
-        EDGES if rank == 0 else EDGES[:, :0],
-        np.array(SIZES),
-        edge_attrs={"weight": torch.arange(3 if rank == 0 else 0)},
-        node_ids=torch.arange(6 if rank == 2 else 0, dtype=torch.int32),
-        node_attrs={"x": torch.arange(6.0 if rank == 2 else 0.0)},
-        hops=np.int64(1) if rank == 0 else 1,
-    )
-    return graph.x.tolist(), graph.weight.tolist(), graph.hops
-
-
-def test_accepted(worlds):
-    expected = [([0.0, 1.0], [0], 1), ([2.0], [1], 1), ([3.0, 4.0, 5.0], [2], 1)]
-    assert worlds.run(3, accepted) == expected

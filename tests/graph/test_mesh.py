@@ -308,16 +308,16 @@ def test_results_go_back(tmp_path):
 def test_other_formats(tmp_path):
     """Medit keeps plane meshes in two columns; legacy VTK files are big-endian."""
     points = np.array([[0, 0], [2, 0], [2, 2], [0, 2]], dtype=float)
-    path = saved(tmp_path, points, [("quad", [[0, 1, 2, 3]])], "plane.mesh")
-    mesh = read_mesh(path)
+    fields = {"a": np.arange(4, dtype=np.float32), "b": np.arange(4, dtype=np.uint32)}
+    quad = [("quad", [[0, 1, 2, 3]])]
+    mesh = read_mesh(saved(tmp_path, points, quad, "plane.mesh"))
     assert mesh.data.pos.tolist() == points.tolist()
     mesh.write(tmp_path / "out.vtu", height=np.arange(4))
     assert meshio.read(tmp_path / "out.vtu").points.tolist() == [[*p, 0] for p in points.tolist()]
-    points, blocks = box((2, 1), ["triangle"])
-    fields = {"a": np.arange(6, dtype=np.float32), "b": np.arange(6, dtype=np.uint32)}
-    data = read_mesh(saved(tmp_path, points, blocks, "mesh.vtk", point_data=fields)).data
+    points = np.pad(points, ((0, 0), (0, 1)))
+    data = read_mesh(saved(tmp_path, points, quad, "mesh.vtk", point_data=fields)).data
     assert (data.a.dtype, data.b.dtype) == (torch.float32, torch.int64)
-    assert data.a.tolist() == data.b.tolist() == list(range(6))
+    assert data.a.tolist() == data.b.tolist() == list(range(4))
 
 
 def test_what_meshio_has_to_say_goes_to_the_log(tmp_path, caplog, capfd):

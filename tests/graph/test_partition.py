@@ -14,7 +14,7 @@ import varcomm
 from tests.graph.graphs import METHODS, WORLDS, rich, split_by, wild
 from tests.graph.parts import by_hand, contents, differences, different, same
 from tests.graph.typed import WAYS, owners, typed
-from varcomm import ArgumentError, DisagreementError, MissingPackageError
+from varcomm import ArgumentError, DisagreementError, GroupError, MissingPackageError
 from varcomm.graph import EdgeShard, NodeShard, assign, partition
 
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
@@ -97,15 +97,14 @@ def test_parts_make_up_the_full_graph(worlds, ranks):
 def names_of_methods(rank):
     data, owner = wild(), torch.arange(24) % 2
     ring = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
-    methods = ("metis", "rcb", "random", None, owner, owner.to(torch.uint8), owner.int().numpy())
-    names = [partition(data, method=method).report().method for method in methods]
-    return names + [partition(ring, method=method).method for method in ("metis", None, "random")]
+    given = owner, owner.to(torch.uint8), owner.int().numpy()
+    names = [partition(data, method=method).method for method in ("rcb", None, *given)]
+    return names + [partition(ring, method=method).method for method in ("metis", "random")]
 
 
-def test_the_report_names_the_method(worlds):
-    given = ["the ranks given"] * 3
+def test_the_graph_names_the_method(worlds):
     # METIS has nothing to cut in a graph with fewer nodes than ranks
-    expected = ["metis", "rcb", "random", "metis", *given, "block", "block", "random"]
+    expected = ["rcb", "metis", *["the ranks given"] * 3, "block", "random"]
     assert worlds.run(3, names_of_methods) == [expected] * 3
 
 
@@ -195,18 +194,17 @@ def in_a_subgroup(rank):
     group = torch.distributed.new_group([2, 1])
     if rank == 0:
         return None
-    data = wild()
-    graph = partition(data, group, "block")
+    graph = partition(wild(), group, "block")
     with varcomm.debug(), pytest.raises(DisagreementError):
         graph.gather(graph.x if group.rank() == 0 else graph.x[1:])
     ids, rows, mean = graph.owned_ids, graph.gather(graph.x, dst=0), graph.mean(graph.x)
-    # a view of much, and something that requires a gradient, from the first rank alone
+    # a view of much, and a tensor that requires a gradient, from the first rank alone
     data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
     data.part = torch.arange(1e6).view(-1, 4)[7:8]
     data.weight = torch.ones(1, 2, requires_grad=True) * 2
-    here = group.rank() == 0  # rank 2 of the world
+    given = (data, group, "block") if group.rank() == 0 else (None, group, None)
     with varcomm.debug(), varcomm.trace() as calls:
-        graph = partition(data if here else None, group, "block" if here else None, src=0)
+        graph = partition(*given, src=0)
     assert max(call.received for call in calls) < 10_000
     assert graph.part.tolist() == [[28.0, 29.0, 30.0, 31.0]]
     assert graph.weight.requires_grad
@@ -441,7 +439,7 @@ def refusals(rank):
         mine = {"src": 0} if rank != 2 else options
         refused(DisagreementError, (word, "rank 2"), ring() if rank == 0 else None, **mine)
     for group in ("metis", torch.zeros(3)):
-        with pytest.raises(ArgumentError, match="group"):
+        with pytest.raises(GroupError, match="group"):
             partition(ring(), group)
     for data in (ring(), ring(pos=torch.zeros(2, 2))):
         refused(ArgumentError, ("data.pos",), data, "rcb")

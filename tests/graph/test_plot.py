@@ -52,13 +52,6 @@ def test_each_rank_has_its_colour_and_copies_are_darker(worlds, tmp_path, ranks)
                 assert matches(picture[KEY], RGB[rank] * light).any() == (nodes > 0)
 
 
-def test_formats(worlds, tmp_path):
-    for suffix, start in (("PNG", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")):
-        path = tmp_path / f"parts.{suffix}"
-        worlds.run(1, drawn, str(path), grid(4, 5), "rcb")
-        assert path.read_bytes().startswith(start)
-
-
 def test_in_space_copies_are_drawn_again_by_themselves(worlds, tmp_path):
     path = tmp_path / "parts.png"
     worlds.run(3, drawn, str(path), in_space(grid(20, 20)), "block")
@@ -105,13 +98,24 @@ def test_nodes_of_one_type(worlds, tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-def test_hardly_anything_to_draw(worlds, tmp_path):
-    for shape in ((0, 2), (0, 3), (5, 2), (5, 3)):
-        data = Data(pos=torch.ones(shape), edge_index=torch.zeros(2, 0, dtype=torch.int64))
-        worlds.run(3, drawn, str(tmp_path / "parts.png"), data, "block")
-        picture = imread(tmp_path / "parts.png")[KEY]
+def little(rank, folder):
+    """Nodes at one place, or none, in the plane and in space; other formats."""
+    no_edges = torch.zeros(2, 0, dtype=torch.int64)
+    for at, shape in enumerate(((0, 2), (0, 3), (5, 2), (5, 3))):
+        graph = partition(Data(pos=torch.ones(shape), edge_index=no_edges), method="block")
+        graph.plot(f"{folder}/{at}.PNG")
+    for suffix in ("pdf", "svg"):
+        graph.plot(f"{folder}/parts.{suffix}")
+
+
+def test_hardly_anything_to_draw_and_formats(worlds, tmp_path):
+    worlds.run(3, little, str(tmp_path))
+    for at in range(4):
+        picture = imread(tmp_path / f"{at}.PNG", format="png")[KEY]
         seen = [matches(picture, colour).any() for colour in RGB[:3]]
-        assert sum(seen) == min(shape[0], 1)  # nodes at the same place hide each other
+        assert sum(seen) == (at > 1)  # nodes at the same place hide each other
+    for suffix, start in (("pdf", b"%PDF"), ("svg", b"<?xml")):
+        assert (tmp_path / f"parts.{suffix}").read_bytes().startswith(start)
 
 
 def refusals(rank, folder):

@@ -157,7 +157,7 @@ def refused(rank, folder):
         differs = name == "another graph on each rank" and rank > 0
         with pytest.raises((ArgumentError, DisagreementError)) as caught:
             PartitionedGraph.load(folder / name / ("other" if differs else "g"))
-        found.append(str(caught.value))
+        found.append(str(caught.value).replace("/other", "/g"))
     return found
 
 

@@ -103,7 +103,7 @@ class PartitionedGraph:
 
     def __getitem__(self, key: Any) -> Any:
         """Return the shard of a type; of a graph with one type, an attribute."""
-        shards = {**self.node_shards, **self.edge_shards}
+        shards: dict[Any, Any] = {**self.node_shards, **self.edge_shards}
         if key is not None and key in shards:
             return shards[key]
         if isinstance(key, str) and None in shards and key in self:
@@ -236,7 +236,7 @@ class PartitionedGraph:
         return max((shard.hops for shard in self.edge_shards.values()), default=1)
 
     def halo(self, x: torch.Tensor) -> torch.Tensor:
-        """Fetch the halo's rows, (h, *F), of owned ones, (n, *F); see :meth:`EdgeShard.halo`."""
+        """Fetch the halo's rows, (h, *F), of owned ones, (n, *F)."""
         return self.edges.halo(x)
 
     def with_halo(self, x: torch.Tensor) -> torch.Tensor:
@@ -285,14 +285,13 @@ class PartitionedGraph:
     ) -> None:
         """Draw each node in the colour of its owner, darker if another rank has a copy.
 
-        Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib, and all
-        ranks return when the file is complete. Communication: at most 32 bytes per drawn node.
+        Collective: rank 0 draws the attribute ``pos``, (n, 2) or (n, 3), with matplotlib.
+        Communication: at most 32 bytes per drawn node.
 
         Parameters
         ----------
         path : path
             File that rank 0 writes or replaces, in the format of its suffix: .png, .pdf, .svg, ...
-            Its folder must exist.
         node_type : str, optional
             The type of nodes to draw, in a graph with several types.
         most : int
@@ -301,8 +300,7 @@ class PartitionedGraph:
         Raises
         ------
         ArgumentError
-            On every rank, if positions are missing or invalid, if the suffix is not a picture's, or
-            if rank 0 cannot write the file.
+            On every rank, if positions are missing or invalid, or rank 0 cannot write the file.
         DisagreementError
             On every rank, if arguments differ across ranks; the `path` of rank 0 counts.
         MissingPackageError

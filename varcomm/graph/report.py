@@ -21,10 +21,9 @@ _COLUMNS = {"owned": 8, "halo": 8, "edges": 8, "cut": 8, "sent": 8, "neighbours"
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers per rank of a partitioned graph, and the rows that a layer sends.
+    """Numbers per rank of a partitioned graph, all types together; identical on all ranks.
 
-    Built by :meth:`PartitionedGraph.report`, identical on all ranks. In a graph with several types,
-    all types are counted together.
+    Built by :meth:`PartitionedGraph.report`.
 
     Attributes
     ----------

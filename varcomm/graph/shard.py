@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 import torch
 
 from varcomm.errors import ArgumentError
-from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.directory import Directory
 from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import Graphs
@@ -26,7 +25,38 @@ from varcomm.sizes import ShardSizes, checked_rank
 from varcomm.transport.agreement import agree, compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["NodeShard", "Shard", "described", "moved"]
+__all__ = ["AscendingIds", "NodeShard", "Shard", "described", "moved"]
+
+# A gap that does not fit into a byte is stored as 255, and its excess in a list of its own.
+_MORE = 255
+
+
+@dataclass(frozen=True, eq=False)
+class AscendingIds:
+    """Strictly ascending ids: `gaps` to the previous id, from -1 on, and the excess of each 255.
+
+    As int64, the ids of edges would need half the memory of the edges; few calls read them.
+    """
+
+    gaps: torch.Tensor
+    rest: torch.Tensor
+
+    @classmethod
+    def of(cls, ids: torch.Tensor) -> Self:
+        """Encode ids, int64 of shape (n,)."""
+        gaps = ids.diff(prepend=ids.new_full((1,), -1))
+        rest = gaps[gaps >= _MORE] - _MORE
+        return cls(gaps.clamp_(max=_MORE).to(torch.uint8), rest)
+
+    def decoded(self) -> torch.Tensor:
+        """Return the ids, int64 of shape (n,)."""
+        gaps = self.gaps.to(torch.int64)
+        gaps[self.gaps == _MORE] += self.rest
+        return gaps.cumsum(0).sub_(1)
+
+    def to(self, device: torch.device | str) -> AscendingIds:
+        """Return the ids on another device."""
+        return AscendingIds(self.gaps.to(device), self.rest.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +154,6 @@ class Shard:
         return taken(whole, place.to(whole.device))
 
     def _gathered(self, x: torch.Tensor, dst: int | None) -> torch.Tensor:
-        """Collect rows of all ranks, rank by rank."""
         pg = self.group.process_group
         if dst is None:
             return all_gather_v(x, self.sizes, group=pg)

@@ -164,9 +164,9 @@ class Parts(Counts):
         Call it inside :func:`world`, or on P real ranks that have the same graph.
         """
         from varcomm.graph.building.assemble import localised, owned_edges
-        from varcomm.graph.delta_ids import AscendingIds
         from varcomm.graph.edge_shard import EdgeShard
         from varcomm.graph.partitioned_graph import PartitionedGraph
+        from varcomm.graph.shard import AscendingIds
 
         ranks = resolve(group)
         if ranks.size != self.size:
@@ -219,6 +219,7 @@ class Parts(Counts):
         try:
             staging = Staging(folder, self._tables.attributes)
             try:
+                staging.folder.mkdir(parents=True, exist_ok=True)
                 for rank in range(self.size):
                     with world(self.size, rank):
                         graph = self.part()

@@ -12,10 +12,9 @@ from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.tables import EdgeTable, NodeTable, ends, rows_at
-from varcomm.graph.delta_ids import AscendingIds
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
-from varcomm.graph.shard import NodeShard, described
+from varcomm.graph.shard import AscendingIds, NodeShard, described
 from varcomm.ops.all_to_all_v import all_to_all_v
 from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_range
@@ -85,10 +84,8 @@ class Numbering:
 
 def checked_owner(owner: Any, nodes: int, size: int) -> torch.Tensor:
     """Return the rank of each node as int64, if `owner` is valid for `size` ranks."""
-    if isinstance(owner, np.ndarray):
-        # of arrays without integers only dtype and shape matter, for the message
-        has_ints = owner.dtype.kind in "iu"
-        owner = torch.tensor(owner.astype(np.int64) if has_ints else np.zeros(owner.shape))
+    if isinstance(owner, np.ndarray) and owner.dtype.kind in "iu":
+        owner = torch.from_numpy(owner.astype(np.int64))
     if not isinstance(owner, torch.Tensor) or owner.shape != (nodes,) or not holds_integers(owner):
         raise ArgumentError(
             f"method, if not a name, must hold the rank of each of the {nodes} nodes as integers; "
@@ -181,14 +178,8 @@ class Shuffle:
         counts = torch.bincount(destination, minlength=group.size)
         in_order = bool((destination.diff() >= 0).all())
         order = None if in_order else torch.sort(destination, stable=True).indices
-        recv = cls.one_each(group).carry(counts)
+        recv = _one_each(counts, group)
         return cls(group, order, tuple(counts.tolist()), tuple(recv.tolist()))
-
-    @classmethod
-    def one_each(cls, group: Group) -> Self:
-        """Return the shuffle of one row from each rank to each rank."""
-        ones = (1,) * group.size
-        return cls(group, None, ones, ones)
 
     def carry(self, rows: torch.Tensor) -> torch.Tensor:
         """Send rows, (rows, *F), and return the received rows; collective, not differentiable."""
@@ -196,6 +187,12 @@ class Shuffle:
         if self.order is not None:
             rows = taken(rows, self.order)
         return all_to_all_v(rows, self.send, self.recv, group=self.group.process_group)
+
+
+def _one_each(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send one row to each rank; collective."""
+    ones = (1,) * group.size
+    return all_to_all_v(rows, ones, ones, group=group.process_group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +217,7 @@ class _Directory:
         # an owner's nodes arrive range by range, which is the order of the full graph
         counts, first = torch.tensor([shuffle.send, shuffle.recv], device=owner.device)
         first = first.cumsum(0) - first + sizes.offsets[group.rank]
-        first = Shuffle.one_each(group).carry(first)
+        first = _one_each(first, group)
         shift = (first - counts.cumsum(0) + counts).repeat_interleave(counts)
         numbers = torch.arange(len(owner), device=owner.device) + shift
         if shuffle.order is not None:
@@ -242,7 +239,6 @@ class _Directory:
 
 
 def _placed(own: BroughtNodes, group: Group, device: torch.device) -> tuple[_Directory, NodeShard]:
-    """Send nodes of one type to their owners; collective."""
     mine, rows = own.ranges.range(group.rank), own.attributes
     if own.owner is None:
         directory = _Directory(group, own.ranges, own.ranges)

@@ -103,6 +103,8 @@ def from_edges(
     attributes once to its owner. If nodes change their rank, also 16 bytes for each different node
     in a rank's edges. Memory per rank is proportional to its input and its part.
 
+    In one process: ``torch_geometric.data.Data`` of all edges and nodes.
+
     Examples
     --------
     Two ranks have each read half of the edges of a directed ring of 4 nodes.

@@ -23,7 +23,7 @@ from varcomm.graph.building.assemble import (
     owned_edges,
     sent_to_owners,
 )
-from varcomm.graph.building.tables import Kinds, Tables, ends, kinds, no_rows, read
+from varcomm.graph.building.tables import EdgeTable, NodeTable, Tables, ends, read
 from varcomm.graph.partitioned_graph import NodeType, PartitionedGraph
 from varcomm.graph.partitioners.assign import METHODS, assign, method_used
 from varcomm.ops.broadcast import broadcast
@@ -41,6 +41,9 @@ Ranks = torch.Tensor | np.ndarray[Any, Any]
 Method = str | Ranks | Mapping[str, Ranks] | None
 Owners = dict[NodeType, torch.Tensor]
 
+# Dtype and shape of the rows of each attribute.
+Kinds = dict[str, tuple[torch.dtype, torch.Size]]
+
 # A graph, the rank of each node by type, and the name of the method.
 Assigned = tuple[Tables, Owners, str]
 
@@ -57,9 +60,13 @@ def partition(
 ) -> PartitionedGraph:
     """Split a graph over ranks: each rank owns some nodes and all edges into them.
 
-    Collective; an error on one rank is raised on all ranks. If all ranks have the graph, rank 0
-    assigns the nodes and broadcasts the result. With `src`, that rank sends each rank its rows and
-    edges. The parts are not differentiable with respect to the full graph.
+    Collective; an error on one rank is raised on all ranks. The parts are not differentiable with
+    respect to the full graph.
+
+    Communication: if all ranks have the graph, rank 0 assigns the nodes and broadcasts the result.
+    With `src`, that rank sends each rank its rows and edges.
+
+    In one process: `data` itself.
 
     Parameters
     ----------
@@ -116,11 +123,6 @@ def partition(
     >>> varcomm.launch(fn, 2)
     [([0, 1], [3], [[0, 2], [1, 0]]), ([2, 3], [1], [[2, 0], [0, 1]])]
     """
-    if isinstance(group, str | torch.Tensor | np.ndarray):
-        raise ArgumentError(
-            f"{_WHAT}: group must be None, a ProcessGroup or a DeviceMesh; got "
-            f"{type(group).__name__}. Pass the assignment by name: method=..."
-        )
     ranks = resolve(group)
     began = time.perf_counter()
 
@@ -175,8 +177,9 @@ def _from_all(data: Any, method: Method, group: Group) -> PartitionedGraph:
     def outline(own: tuple[Tables, str | Owners | None]) -> tuple[Any, ...]:
         tables, checked = own
         given = checked if isinstance(checked, dict) else {None: checked}
-        names = {key: "method" if key is None else f"method[{key!r}]" for key in given}
-        digests = {names[key]: digest(ranks) for key, ranks in given.items()}
+        digests = {
+            "method" if key is None else f"method[{key!r}]": digest(v) for key, v in given.items()
+        }
         return tables.digests() | digests, list(tables.nodes), list(tables.edges)
 
     (tables, checked), outlines = agree_and_share(_WHAT, check, outline, group)
@@ -202,18 +205,17 @@ def _owners(
     data: Any, tables: Tables, method: str | Owners | None, group: Group
 ) -> tuple[Owners, str]:
     """Return the rank of each node, identical on all ranks, and the method's name."""
-    device = tables.device
+    device, pg = tables.device, group.process_group
     if isinstance(method, dict):
         return {key: ranks.to(device) for key, ranks in method.items()}, _GIVEN
     name = share(_WHAT, lambda: method_used(data, group.size, method), group)[0]
-    owners = agree(
-        _WHAT, lambda: assigned(data, group.size, name) if group.rank == 0 else None, group
-    )
-    pg = group.process_group
-    return {
-        key: broadcast(None if owners is None else owners[key].to(device), group=pg)
-        for key in tables.nodes
-    }, name
+
+    def first() -> Owners:
+        return assigned(data, group.size, name) if group.rank == 0 else {}
+
+    own = agree(_WHAT, first, group)
+    parts = {key: own[key].to(device) if own else None for key in tables.nodes}
+    return {key: broadcast(part, group=pg) for key, part in parts.items()}, name
 
 
 def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedGraph:
@@ -238,34 +240,39 @@ def _from_one(data: Any, method: Method, src: int, group: Group) -> PartitionedG
         if given is None:
             return None
         tables, _, name = given
-        counts = {key: nodes.count for key, nodes in tables.nodes.items()}
-        of_nodes = {key: _kinds(rows.attributes) for key, rows in tables.nodes.items()}
-        of_edges = {key: _kinds(rows.attributes) for key, rows in tables.edges.items()}
+        of_nodes = {key: (own.count, _kinds(own.attributes)) for key, own in tables.nodes.items()}
+        of_edges = {key: _kinds(own.attributes) for key, own in tables.edges.items()}
         packed = {key: _packed(key, value) for key, value in tables.attributes.items()}
-        return counts, of_nodes, of_edges, packed, name, tables.device.type
+        return of_nodes, of_edges, packed, name, tables.device.type
 
     given, outlines = agree_and_share(_WHAT, check, outline, group)
-    counts, of_nodes, of_edges, packed, name, device = outlines[src]
+    of_nodes, of_edges, packed, name, device = outlines[src]
+
+    def no_rows(kinds: Kinds) -> dict[str, torch.Tensor]:
+        return {
+            key: torch.empty(0, *shape, dtype=dtype, device=device)
+            for key, (dtype, shape) in kinds.items()
+        }
+
     if given is None:
         none = torch.empty(2, 0, dtype=torch.int64, device=device)
         owners = dict.fromkeys(of_nodes, none[0])
-        rows = {key: no_rows(of, device) for key, of in of_nodes.items()}
-        pieces = {key: (none, no_rows(of, device)) for key, of in of_edges.items()}
-        attributes = {key: from_bytes(text.encode()) for key, text in packed.items()}
+        tables = Tables(
+            {key: NodeTable(0, no_rows(kinds)) for key, (_, kinds) in of_nodes.items()},
+            {key: EdgeTable(none, no_rows(kinds)) for key, kinds in of_edges.items()},
+            {key: from_bytes(text.encode()) for key, text in packed.items()},
+        )
     else:
         tables, owners, _ = given
-        rows = {key: dict(table.attributes) for key, table in tables.nodes.items()}
-        pieces = {key: (one.edge_index, dict(one.attributes)) for key, one in tables.edges.items()}
-        attributes = dict(tables.attributes)
-    nodes = {}
-    for key, count in counts.items():
+    nodes, edges = {}, {}
+    for key, (count, _) in of_nodes.items():
         ranges = ShardSizes(count * (rank == src) for rank in range(group.size))
-        nodes[key] = BroughtNodes(ranges, rows[key], owners[key].to(device))
-    edges = {
-        key: Edges(edge_index, torch.arange(edge_index.shape[1], device=edge_index.device), own)
-        for key, (edge_index, own) in pieces.items()
-    }
-    return sent_to_owners(nodes, edges, attributes, name, group)
+        own = tables.nodes[key].attributes
+        nodes[key] = BroughtNodes(ranges, own, owners[key].to(tables.device))
+    for key, table in tables.edges.items():
+        ids = torch.arange(table.edge_index.shape[1], device=table.edge_index.device)
+        edges[key] = Edges(table.edge_index, ids, table.attributes)
+    return sent_to_owners(nodes, edges, tables.attributes, name, group)
 
 
 def _packed(name: str, value: Any) -> str:
@@ -285,4 +292,4 @@ def _kinds(attributes: Mapping[str, Any]) -> Kinds:
                 f"data.{key} must be a tensor to be sent from one rank; got "
                 f"{type(value).__name__}. Make it one, or give data to all ranks."
             )
-    return kinds(attributes)
+    return {key: (value.dtype, value.shape[1:]) for key, value in attributes.items()}

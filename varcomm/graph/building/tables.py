@@ -28,24 +28,18 @@ from varcomm.sizes import exact_int
 
 __all__ = [
     "EdgeTable",
-    "Kinds",
     "NodeTable",
     "Tables",
     "check_edge_index",
     "check_name",
     "edge_indices",
     "ends",
-    "kinds",
     "label",
-    "no_rows",
     "node_counts",
     "read",
     "rows_at",
     "stores",
 ]
-
-# Dtype and shape of the rows of each attribute.
-Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 # Names of members of the graph or of a shard would hide an attribute; so would PyG's counts.
 _MEMBERS = frozenset(
@@ -97,16 +91,14 @@ class Tables:
     attributes: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        devices = {k: v.device for k, v in self._rows().items() if isinstance(v, torch.Tensor)}
-        for name, device in devices.items():
-            if device != self.device:
-                raise ArgumentError(
-                    f"{name} is on {device}, and {next(iter(devices))} on {self.device}. Move "
-                    "them to one device: data.to(...)."
-                )
+        tensors = {k: v.device for k, v in self._rows().items() if isinstance(v, torch.Tensor)}
+        if others := [name for name, device in tensors.items() if device != self.device]:
+            raise ArgumentError(
+                f"{others[0]} is on {tensors[others[0]]}, and {next(iter(tensors))} on "
+                f"{self.device}. Move them to one device: data.to(...)."
+            )
 
     def _rows(self) -> dict[str, Any]:
-        """Return edges and attributes with rows, by name."""
         found = {f"{label(key)}.edge_index": one.edge_index for key, one in self.edges.items()}
         tables: list[tuple[Any, Any]] = [*self.nodes.items(), *self.edges.items()]
         for key, table in tables:
@@ -130,19 +122,6 @@ class Tables:
         found["the kind of device"] = self.device.type
         found |= {f"{label(key)}.num_nodes": nodes.count for key, nodes in self.nodes.items()}
         return found | {name: digest(value) for name, value in self._rows().items()}
-
-
-def kinds(rows: Mapping[str, torch.Tensor]) -> Kinds:
-    """Return dtype and shape of the rows of each attribute."""
-    return {name: (value.dtype, value.shape[1:]) for name, value in rows.items()}
-
-
-def no_rows(kinds: Kinds, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Return empty attributes of these kinds."""
-    return {
-        name: torch.empty(0, *shape, dtype=dtype, device=device)
-        for name, (dtype, shape) in kinds.items()
-    }
 
 
 def label(key: NodeType | EdgeType) -> str:
@@ -187,8 +166,9 @@ def edge_indices(
         name, pair = label(kind), ends(kind)
         if missing := [end for end in pair if end not in counts]:
             raise ArgumentError(f"{name} has edges of {missing[0]!r}, of which data have no nodes.")
-        sizes = (counts[end] for end in pair)
-        found[kind] = check_edge_index(store.get("edge_index"), *sizes, f"{name}.edge_index")
+        sources, targets = (counts[end] for end in pair)
+        edge_index = store.get("edge_index")
+        found[kind] = check_edge_index(edge_index, sources, targets, f"{name}.edge_index")
     return found
 
 
@@ -273,26 +253,19 @@ def check_name(key: Any, value: object, owner: str) -> None:
     """Raise if an attribute holds node ids, by its name, or if a member would hide it."""
     if not isinstance(key, str):
         raise ArgumentError(f"{owner}: names of attributes must be str; got {key!r}.")
-    if _refers_to_nodes(key, value):
-        raise ArgumentError(
-            f"{owner}.{key} holds node ids, which partitioning changes. {advice(f'{owner}.{key}')}"
-        )
-    if key in _MEMBERS or key.startswith("_"):
-        raise ArgumentError(
-            f"{owner}.{key} has the name of a member of PartitionedGraph, which would hide it. "
-            f"Rename it: {owner}.my_{key} = {owner}.{key}; del {owner}.{key}."
-        )
-
-
-def _refers_to_nodes(key: str, value: object) -> bool:
-    """Return whether an attribute holds node ids, by its name; a leaf_area_index does not."""
-    if key in ("face", "adj", "adj_t", "ptr") or ("adj" in key and is_sparse(value)):
-        return True
     if isinstance(value, torch.Tensor | np.ndarray):
         has_ints = str(value.dtype).removeprefix("torch.").startswith(("int", "uint"))
     else:
         has_ints = not isinstance(value, float | str | bool)
-    return has_ints and ("index" in key or "idx" in key)
+    has_ids = key in ("face", "adj", "adj_t", "ptr") or ("adj" in key and is_sparse(value))
+    # a leaf_area_index of floats holds none
+    if has_ids or (has_ints and ("index" in key or "idx" in key)):
+        fix = f"holds node ids, which partitioning changes. {advice(f'{owner}.{key}')}"
+    elif key in _MEMBERS or key.startswith("_"):
+        fix = f"has the name of a member of PartitionedGraph. Rename it to {owner}.my_{key}."
+    else:
+        return
+    raise ArgumentError(f"{owner}.{key} {fix}")
 
 
 def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> torch.Tensor:
@@ -301,15 +274,16 @@ def check_edge_index(edge_index: Any, sources: int, targets: int, name: str) -> 
         raise ArgumentError(f"{name} is of a partitioned graph already, in local ids.")
     if isinstance(edge_index, EdgeIndex):
         edge_index = edge_index.as_tensor()
-    if not isinstance(edge_index, torch.Tensor) or edge_index.dtype != torch.int64:
-        empty = isinstance(edge_index, torch.Tensor) and edge_index.numel() == 0
-        hint = " Give an empty one its dtype." if empty else ""
+    if (
+        not isinstance(edge_index, torch.Tensor)
+        or edge_index.dtype != torch.int64
+        or edge_index.dim() != 2
+        or edge_index.shape[0] != 2
+    ):
         raise ArgumentError(
-            f"{name} must be a tensor of torch.int64; got {described(edge_index)}.{hint}"
+            f"{name} must be torch.int64 of shape (2, E); got {described(edge_index)}."
         )
     checked_tensor(edge_index, "", name)
-    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        raise ArgumentError(f"{name} must have shape (2, E); got {tuple(edge_index.shape)}.")
     for row, nodes in enumerate((sources, targets)):
         checked_range(edge_index[row], nodes, f"{name}[{row}]", "nodes")
     return edge_index

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -57,9 +57,8 @@ class Mesh:
     def write(self, path: str | os.PathLike[str], /, **fields: Any) -> None:
         """Write the mesh as VTU, with its fields and with values of the graph's nodes.
 
-        Not collective: one rank that has the values of all nodes calls it, such as rank 0 after
-        ``graph.gather(prediction, dst=0)``. If cells are the nodes, cells of fewer dimensions, as
-        on a boundary, are omitted.
+        Not collective: call it on a rank that has the values of all nodes. If cells are the nodes,
+        cells of fewer dimensions, as on a boundary, are omitted.
 
         Parameters
         ----------
@@ -111,7 +110,6 @@ class Mesh:
             raise ArgumentError(f"mesh.write: {where} cannot be written: {error!r}.") from error
 
     def _checked(self, name: str, value: Any) -> Array:
-        """Return values of all nodes as VTU stores them."""
         if isinstance(value, torch.Tensor):
             value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
         rows = _rows(value)
@@ -154,9 +152,8 @@ def read_mesh(
         - ``edge_index`` (2, E): both directions of each edge, sorted, once.
         - ``edge_attr`` (E, D + 1): the displacement from source to target, and its length.
         - ``volume`` (N,), of cells only: length, area or volume.
-        - every numeric field of the points, or of the cells, (N, *F), by its name. In names, other
-          characters than letters and digits become ``_``, reserved names begin with ``field_``, and
-          ``index`` and ``idx``, which mark node ids in PyG, become ``number``.
+        - every numeric field of the nodes, (N, *F), by its name: ``_`` replaces characters that no
+          name has, ``number`` replaces ``index`` and ``idx``, reserved names get ``field_``.
 
     Raises
     ------
@@ -193,7 +190,6 @@ def read_mesh(
 
 
 def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
-    """Return the graph of a mesh that meshio has read."""
     points = np.asarray(source.points)
     if points.ndim != 2:
         raise ArgumentError("it has no points.")
@@ -213,7 +209,8 @@ def _graph(source: Any, nodes: str, dtype: torch.dtype | None) -> Mesh:
         edges = _cell_edges(cells, count, len(points))
         fields = {n: [parts[i] for i, _ in blocks] for n, parts in source.cell_data.items()}
     else:
-        pos, edges = points, _point_edges(cells, len(points))
+        joined = [group.points[:, pair].T for group in cells for pair in group.joined]
+        pos, edges = points, _both_directions(np.concatenate(joined, axis=1), len(points))
         fields = {name: [values] for name, values in source.point_data.items()}
     far = pos[edges[1]] - pos[edges[0]]
     far = np.concatenate([far, np.linalg.norm(far, axis=1, keepdims=True)], axis=1)
@@ -289,9 +286,8 @@ def _tensor(values: Array, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _native(values: Array) -> Array:
     """Return an array in native byte order, and in a precision that torch has."""
-    if values.dtype.kind == "f" and values.dtype.itemsize > 8:
-        return values.astype(np.float64)
-    return values.astype(values.dtype.newbyteorder("="), copy=False)
+    kind = values.dtype.newbyteorder("=")
+    return values.astype(np.float64 if kind == np.longdouble else kind, copy=False)
 
 
 def _rows(given: Any) -> Array | None:
@@ -310,32 +306,34 @@ def _rows(given: Any) -> Array | None:
 # corners first, then a point on each edge, then points inside facets and the cell.
 
 
-class _Shape:
+class _Shape(NamedTuple):
     """Edges and facets of a cell, by its corners; facets run counterclockwise from outside."""
 
-    def __init__(self, dim: int, edges: str, facets: str) -> None:
-        self.dim = dim
-        self.edges = [(int(edge[0]), int(edge[1])) for edge in edges.split()]
-        self.facets = [[int(corner) for corner in facet] for facet in facets.split()]
-        self.corners = 1 + max((max(facet) for facet in self.facets), default=0)
+    dim: int
+    corners: int
+    edges: list[tuple[int, int]]
+    facets: list[list[int]]
+
+
+def _solid(corners: int, edges: str, facets: str) -> _Shape:
+    pairs = [(int(pair[0]), int(pair[1])) for pair in edges.split()]
+    return _Shape(3, corners, pairs, [[*map(int, facet)] for facet in facets.split()])
 
 
 def _polygon(corners: int) -> _Shape:
-    shape = _Shape(2, "", "")
-    shape.corners, shape.edges = corners, [(i, (i + 1) % corners) for i in range(corners)]
-    shape.facets = [list(edge) for edge in shape.edges]
-    return shape
+    edges = [(i, (i + 1) % corners) for i in range(corners)]
+    return _Shape(2, corners, edges, [list(edge) for edge in edges])
 
 
 _SHAPES = {
-    "vertex": _Shape(0, "", ""),
-    "line": _Shape(1, "01", "0 1"),
+    "vertex": _Shape(0, 1, [], []),
+    "line": _Shape(1, 2, [(0, 1)], [[0], [1]]),
     "triangle": _polygon(3),
     "quad": _polygon(4),
-    "tetra": _Shape(3, "01 12 20 03 13 23", "021 013 123 203"),
-    "pyramid": _Shape(3, "01 12 23 30 04 14 24 34", "0321 014 124 234 304"),
-    "wedge": _Shape(3, "01 12 20 34 45 53 03 14 25", "021 345 0143 1254 2035"),
-    "hexahedron": _Shape(3, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
+    "tetra": _solid(4, "01 12 20 03 13 23", "021 013 123 203"),
+    "pyramid": _solid(5, "01 12 23 30 04 14 24 34", "0321 014 124 234 304"),
+    "wedge": _solid(6, "01 12 20 34 45 53 03 14 25", "021 345 0143 1254 2035"),
+    "hexahedron": _solid(8, "01 12 23 30 45 56 67 74 04 15 26 37", "0321 4567 0154 1265 2376 3047"),
 }
 
 # Cells with a point in the middle of each edge, and no other. Formats order those of wedges and
@@ -343,23 +341,13 @@ _SHAPES = {
 _QUADRATIC = ("line3", "triangle6", "quad8", "tetra10", "hexahedron20")
 
 
-@dataclass(frozen=True)
-class _Cells:
+class _Cells(NamedTuple):
     """All cells of one kind, by meshio's name: their points, (C, K), and positions among all."""
 
     kind: str
+    shape: _Shape
     points: Array
     ids: Array
-
-    @property
-    def shape(self) -> _Shape:
-        """Edges and facets."""
-        return _shape(self.kind, self.points.shape[1])
-
-    @property
-    def corners(self) -> Array:
-        """The points that are corners."""
-        return self.points[:, : self.shape.corners]
 
     @property
     def joined(self) -> list[tuple[int, int]]:
@@ -407,15 +395,9 @@ def _cells_of(blocks: Sequence[tuple[str, Any]], points: int) -> list[_Cells]:
         groups.setdefault((kind, table.shape[1]), []).append((table, ids))
         first += len(table)
     return [
-        _Cells(kind, *(np.concatenate(parts) for parts in zip(*tables, strict=True)))
-        for (kind, _), tables in groups.items()
+        _Cells(kind, _shape(kind, width), *map(np.concatenate, zip(*tables, strict=True)))
+        for (kind, width), tables in groups.items()
     ]
-
-
-def _point_edges(cells: Sequence[_Cells], points: int) -> Array:
-    """Return the edges between points, (2, E): in both directions, sorted, once."""
-    pairs = [group.points[:, pair] for group in cells for pair in group.joined]
-    return _both_directions(np.concatenate([np.zeros((0, 2), np.int64), *pairs]).T, points)
 
 
 def _cell_edges(cells: Sequence[_Cells], count: int, points: int) -> Array:
@@ -463,7 +445,7 @@ def _geometry(cells: Sequence[_Cells], points: Array, count: int) -> tuple[Array
     where = np.zeros((len(points), 3), points.dtype)
     where[:, : points.shape[1]] = points
     for group in cells:
-        corners = where[group.corners]
+        corners = where[group.points[:, : group.shape.corners]]
         means[group.ids] = mean = corners.mean(axis=1)
         corners = corners - mean[:, None]
         if group.shape.dim == 1:

@@ -185,11 +185,10 @@ def _rows(shard: NodeShard | EdgeShard, prefix: str) -> Iterator[tuple[str, torc
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved partition without its tensors.
+    """The index of a saved partition: `files` in rank order, and rows per saving rank by type.
 
-    `nodes` and `edges` are rows per rank that saved, by type; `attributes` the values of the graph
-    that are not tensors; `whole` describes the tensors of the graph, `part` the rows of those of
-    each part; `files` are in rank order.
+    `attributes` are the graph's values that are not tensors; `whole` describes the graph's tensors,
+    `part` the rows of tensors of each part.
     """
 
     folder: Path
@@ -232,24 +231,20 @@ class Outline:
                 arrays("arrays of the graph"),
                 arrays("arrays"),
             )
-            outline._check()
+            types = [*outline.nodes.values(), *outline.edges.values()]
+            fits = outline.ranks >= 1 and all(len(each) == outline.ranks for each in types)
+            _require(fits, "sizes of all types, and a file, are needed for each rank")
+            needed = [f"nodes {place}" for place in range(len(outline.nodes))]
+            for place, edge_type in enumerate(outline.edges):
+                _require({*ends(edge_type)} <= outline.nodes.keys(), f"{edge_type} lacks its nodes")
+                needed += [f"edges {place}{tensor}" for tensor in ("", *_ENDS)]
+            missing = [name for name in needed if outline.part.get(name) != _IDS]
+            _require(not missing, f"tensors of ids are missing: {missing}")
         except (ArgumentError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"{folder}: the partition is damaged, or was not saved by varcomm: {error}"
             ) from error
         return outline
-
-    def _check(self) -> None:
-        types = [*self.nodes.values(), *self.edges.values()]
-        fits = self.ranks >= 1 and all(len(sizes) == self.ranks for sizes in types)
-        _require(fits, "sizes of all types, and a file, are needed for each rank")
-        needed = [f"nodes {place}" for place in range(len(self.nodes))]
-        for place, edge_type in enumerate(self.edges):
-            known = {*ends(edge_type)} <= self.nodes.keys()
-            _require(known, f"edges {edge_type} have an unknown type of nodes")
-            needed += [f"edges {place}{tensor}" for tensor in ("", *_ENDS)]
-        wrong = [name for name in needed if self.part.get(name) != _IDS]
-        _require(not wrong, f"tensors of ids are missing: {wrong}")
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Check the sizes of all files and the digests of every P-th, or raise ArgumentError."""

@@ -19,13 +19,12 @@ from varcomm.graph.partitioners.coordinates import (
     by_bisection,
     by_hilbert,
     by_order,
-    check_node_weight,
     check_sum,
     checked_positions,
     checked_weight,
 )
 from varcomm.sizes import at_least
-from varcomm.transport.agreement import agree, compare, share
+from varcomm.transport.agreement import agree_and_share, compare
 from varcomm.transport.engine import engine_for
 from varcomm.transport.group import GroupLike, resolve
 
@@ -113,7 +112,7 @@ def assign(
         if chosen == "random":
             raise ArgumentError('method="random" takes no node_weight. Choose another method.')
         if len(weight):
-            check_node_weight(float(weight.double().sum()), parts, "node_weight")
+            check_sum(float(weight.double().sum()), 2.0**62 / parts, "node_weight", least=1)
     if edge_weight is not None and chosen != "metis":
         raise ArgumentError(f'method="{chosen}" takes no edge_weight; "metis" does.')
     owner = _owners(data, counts, parts, chosen, weight, edge_weight)
@@ -137,6 +136,8 @@ def assign_sharded(
     Communication: at most 8 rounds for ``"hilbert"``, and for ``"rcb"`` 8 for each of the
     ``log2(parts)`` levels of boxes, and a round per 8 bits of N; per round an :func:`all_reduce` of
     at most 2 KiB per cut.
+
+    In one process: :func:`assign`.
 
     Parameters
     ----------
@@ -190,21 +191,19 @@ def assign_sharded(
             raise ArgumentError(f"node_weight is on {node_weight.device}, pos is on {rows.device}.")
         return rows, checked_weight(node_weight, "node_weight", len(rows), "rows")
 
-    rows, weight = agree(what, check, ranks)
-    equal = {
-        "parts": int(parts),
-        "method": method,
-        "coordinates": rows.shape[1],
-        "dtype": str(rows.dtype),
-        "device": rows.device.type,
-        "node_weight": "none" if weight is None else "given",
-    }
-    compare(ranks, {"operation": what} | equal)
-    if weight is not None:
-        total = float(weight.double().sum())
-        totals, counts = zip(*share(what, lambda: (total, len(rows)), ranks), strict=True)
-        if any(counts):
-            check_node_weight(sum(totals), parts, f"{what}: node_weight")
+    def outline(found: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[Any, ...]:
+        rows, weight = found
+        same = {"parts": int(parts), "method": method, "coordinates": rows.shape[1]}
+        same |= {"dtype": str(rows.dtype), "device": rows.device.type}
+        total = None if weight is None else float(weight.double().sum())
+        return {**same, "node_weight": total is not None}, total, len(rows)
+
+    (rows, weight), outlines = agree_and_share(what, check, outline, ranks)
+    alike, totals, counts = zip(*outlines, strict=True)
+    if any(other != alike[0] for other in alike):
+        compare(ranks, {"operation": what} | alike[ranks.rank])  # raises on every rank
+    if weight is not None and any(counts):
+        check_sum(sum(totals), 2.0**62 / parts, f"{what}: node_weight", least=1)
     return _BY_POSITION[method](rows, int(parts), AllRows(ranks), weight)
 
 
@@ -285,7 +284,6 @@ def _by_metis(
 
 
 def _positions(data: Data | HeteroData, method: str, counts: Mapping[Any, int]) -> torch.Tensor:
-    """Return the positions of all nodes, of shape (N, D), on the CPU."""
     found = [
         checked_positions(store.get("pos"), f"{label(kind)}.pos", method, counts[kind]).cpu()
         for kind, store in stores(data, "node")

@@ -20,14 +20,13 @@ __all__ = [
     "by_bisection",
     "by_hilbert",
     "by_order",
-    "check_node_weight",
     "check_sum",
     "checked_positions",
     "checked_weight",
 ]
 
-# A position on the curve has 63 bits, at least one per coordinate.
-_MOST_COORDINATES = 63
+# A position on the curve has 63 bits, at least one per coordinate, at most those of a float64.
+_MOST_COORDINATES, _MOST_BITS = 63, 52
 
 # Rows at a time, so that the hundreds of steps read from a core's cache: five times as fast.
 _ROWS = 1 << 15
@@ -78,18 +77,12 @@ def checked_weight(weight: torch.Tensor, name: str, rows: int, row: str) -> torc
     return weight.detach().to(torch.int64)
 
 
-def check_node_weight(total: float, parts: int, name: str) -> None:
-    """Raise ArgumentError if the weights of all nodes cannot be split into parts."""
-    if total == 0:
-        raise ArgumentError(f"{name} must not be zero everywhere.")
-    check_sum(total, 2.0**62 / parts, name)
-
-
-def check_sum(total: float, limit: float, name: str) -> None:
-    """Raise ArgumentError if a sum, possibly rounded, exceeds a limit below half of int64."""
-    if total >= limit:
+def check_sum(total: float, limit: float, name: str, least: float = 0.0) -> None:
+    """Raise ArgumentError if a sum, possibly rounded, is out of range."""
+    if not least <= total < limit:
         raise ArgumentError(
-            f"{name} adds up to {total:.3g}, and must stay below {limit:.3g}. Divide all weights."
+            f"{name} adds up to {total:.3g}, which must be at least {least:g} and below "
+            f"{limit:.3g}. Scale all weights."
         )
 
 
@@ -140,7 +133,7 @@ def by_hilbert(
     box = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
     low, high = _bounds(pos, box, 1, rows)
     keys = _hilbert_keys(pos, low[0], high[0])
-    return _pieces(keys, _bits_of(pos.shape[1]) * pos.shape[1], parts, rows, weight)
+    return _pieces(keys, min(63 // pos.shape[1], _MOST_BITS) * pos.shape[1], parts, rows, weight)
 
 
 def _pieces(
@@ -281,20 +274,14 @@ def _cuts_passed(
     return passed
 
 
-def _bits_of(coordinates: int) -> int:
-    """Return the bits per coordinate of a position on the curve."""
-    # 52: the precision of a float64
-    return min(63 // coordinates, 52)
-
-
 def _hilbert_keys(pos: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return the place of each position along the Hilbert curve.
 
     The curve fills the smallest cube at `low` that holds all finite positions, (n, D) with D in
-    1...63, in ``2 ** _bits_of(D)`` steps per side. `low` and `high` are bounds of all positions,
+    1...63, in ``2 ** bits`` steps per side. `low` and `high` are bounds of all positions,
     float64 of shape (D,). A key depends on the row, `low` and `high` alone.
     """
-    bits = _bits_of(pos.shape[1])
+    bits = min(63 // pos.shape[1], _MOST_BITS)
     # halves, because the difference of two float64 can be infinite
     low = low * 0.5
     side = (high * 0.5 - low).amax().clamp(min=torch.finfo(torch.float64).tiny)
