@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from varcomm.graph.adapt.distribute import distribute
-from varcomm.graph.adapt.exchange_before import Exchanges, exchange_before
+from varcomm.graph.adapt.exchange_before import exchange_before
 from varcomm.graph.adapt.message_passing import edge_update, message_passing
 from varcomm.graph.building.from_edges import from_edges
 from varcomm.graph.building.partition import partition
@@ -33,7 +33,6 @@ from varcomm.graph.shard import NodeShard
 
 __all__ = [
     "EdgeShard",
-    "Exchanges",
     "Mesh",
     "NodeShard",
     "PartitionedGraph",

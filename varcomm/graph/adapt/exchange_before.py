@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from varcomm.errors import ArgumentError
@@ -62,8 +62,11 @@ def exchange_before(
     Notes
     -----
     ``graph.edge_index`` becomes ordinary local ids in the call. Ranks agree at the first call on
-    the results that have a row per node. Communication: one exchange per named argument and call,
-    and its adjoint in backward.
+    the results that have a row per node.
+
+    Communication: one exchange per named argument and call, and its adjoint in backward.
+
+    In one process: nothing.
 
     Examples
     --------
@@ -182,7 +185,8 @@ class _Exchange:
             if name in self.names and given[name] is not None:
                 given[name] = self.edges.rows_and_halo(given[name])
             else:
-                given[name] = tree_map(plain, given[name])
+                leaves, spec = tree_flatten(given[name])
+                given[name] = tree_unflatten([plain(leaf) for leaf in leaves], spec)
         return call.args, call.kwargs
 
     @kept_from_compilation

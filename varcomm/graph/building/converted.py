@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -45,6 +46,7 @@ def converted(data: Data | HeteroData) -> Data | HeteroData:
 
 def _masked(store: BaseStorage, own: BaseStorage) -> None:
     """Replace the ids of nodes of a split by masks."""
+    ids: dict[str, Mapping[str, Any]]
     ids = {name: {name.removesuffix("_idx"): store[name]} for name in _SPLITS if name in store}
     if isinstance(splits := store.get("split_idx"), Mapping):
         ids["split_idx"] = splits
