@@ -49,9 +49,27 @@ def of_types(m, g):
     return m({"a": g.x_a, "b": g.x_b}, {("a", "to", "b"): g.edge_index})["b"]
 
 
+class OneType(nn.Module):
+    """A model of one type, for PyG to make of it one for several."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = pyg.SAGEConv((5, 5), 6), pyg.GraphConv((6, 6), 5)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).tanh(), edge_index)
+
+
+METADATA = (["a", "b"], [("a", "to", "b")])
+
 TYPES = {
+    "to_hetero_with_bases": (
+        lambda: pyg.to_hetero_with_bases(OneType(), METADATA, 2, {"x": 5}),
+        of_types,
+        *BY,
+    ),
     "HGTConv, lazy": (
-        lambda: pyg.HGTConv(-1, 6, (["a", "b"], [("a", "to", "b")]), heads=2),
+        lambda: pyg.HGTConv(-1, 6, METADATA, heads=2),
         of_types,
         *BY,
     ),
@@ -128,6 +146,10 @@ def sparse(m, g):
 
 
 ONE = {
+    "FeaStConv": (
+        lambda: pyg.FeaStConv(NODE, 5, heads=2),
+        lambda m, g: m(g.x, g.edge_index),
+    ),
     "size": (lambda: pyg.SAGEConv(NODE, 5), sized),
     "attention": (
         lambda: pyg.TransformerConv(NODE, 5, 2, edge_dim=EDGE),

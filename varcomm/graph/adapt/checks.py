@@ -34,7 +34,6 @@ REFUSED = {
     "Distribute its encoder; graph.mean and global_mean_pool summarise all nodes",
     "DimeNet": _NEIGHBOURS,
     "DynamicEdgeConv": _NEIGHBOURS,
-    "FeaStConv": _OWN_CODE,
     "FusedGATConv": _COMPILED,
     "GNNFF": _NEIGHBOURS,
     "GravNetConv": _NEIGHBOURS,
