@@ -39,13 +39,12 @@ FUNCTIONS = {
             IDS: """sort_edge_index coalesce is_undirected to_undirected contains_self_loops
                 contains_isolated_nodes remove_isolated_nodes k_hop_subgraph to_torch_coo_tensor
                 to_torch_csr_tensor to_torch_csc_tensor to_torch_sparse_tensor add_random_edge
-                to_scipy_sparse_matrix
                 unbatch_edge_index one_hot""",
             DENSE: "to_dense_batch to_dense_adj to_nested_tensor unbatch group_argsort segment",
             DRAWN: """negative_sampling batched_negative_sampling structured_negative_sampling
                 structured_negative_sampling_feasible shuffle_node""",
         },
-        "local": {DEGREES: "homophily assortativity"},
+        "local": {DEGREES: "homophily assortativity", IDS: "to_scipy_sparse_matrix"},
     },
     "torch_geometric.nn.pool": {
         "exact": """global_add_pool global_mean_pool global_max_pool max_pool_neighbor_x

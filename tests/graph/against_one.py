@@ -13,7 +13,7 @@ from tests.graph.layers import example
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition, replicated
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def data_of():
@@ -166,8 +166,13 @@ def verdicts(rank, cases, names, make_data=data_of):
     }
 
 
-def assert_verdicts(worlds, cases, expected, make_data=data_of):
-    """Compare the verdicts of three ranks with those that a table has."""
-    found = worlds.run(3, verdicts, cases, list(expected), make_data)[0]
-    wrong = {name: found[name] for name, told in expected.items() if found[name] != told}
+def assert_verdicts(worlds, cases, expected, make_data=data_of, ranks=3):
+    """Compare the verdicts of ranks with those that a table has."""
+    found = worlds.run(ranks, verdicts, cases, list(expected), make_data)[0]
+    raised = {n for n, v in found.items() if "Error" in v and "exact" not in v}
+    wrong = {
+        name: found[name]
+        for name, told in expected.items()
+        if found[name] != told and not (told == "refused" and name in raised)
+    }
     assert not wrong, wrong

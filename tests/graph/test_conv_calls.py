@@ -146,10 +146,6 @@ def sparse(m, g):
 
 
 ONE = {
-    "FeaStConv": (
-        lambda: pyg.FeaStConv(NODE, 5, heads=2),
-        lambda m, g: m(g.x, g.edge_index),
-    ),
     "size": (lambda: pyg.SAGEConv(NODE, 5), sized),
     "attention": (
         lambda: pyg.TransformerConv(NODE, 5, 2, edge_dim=EDGE),

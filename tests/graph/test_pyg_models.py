@@ -226,7 +226,7 @@ def test_models_are_exact_or_refused(worlds):
     assert_verdicts(worlds, cases, expected)
 
 
-COPIED = ["SchNet", "PMLP", "NeuralFingerprint", "LabelPropagation", "MaskLabel", "RECT_L"]
+COPIED = ["SchNet", "PMLP", "NeuralFingerprint", "SignedGCN", "MaskLabel", "RECT_L"]
 
 
 def copied(rank, paths):
