@@ -3,7 +3,6 @@
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.utils import to_torch_csr_tensor
 
 from tests.graph.against_one import assert_verdicts, two_types
 from tests.graph.layers import EDGE, NODE, mlp
@@ -49,25 +48,9 @@ def of_types(m, g):
     return m({"a": g.x_a, "b": g.x_b}, {("a", "to", "b"): g.edge_index})["b"]
 
 
-class OneType(nn.Module):
-    """A model of one type, for PyG to make of it one for several."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = pyg.SAGEConv((5, 5), 6), pyg.GraphConv((6, 6), 5)
-
-    def forward(self, x, edge_index):
-        return self.second(self.first(x, edge_index).tanh(), edge_index)
-
-
 METADATA = (["a", "b"], [("a", "to", "b")])
 
 TYPES = {
-    "to_hetero_with_bases": (
-        lambda: pyg.to_hetero_with_bases(OneType(), METADATA, 2, {"x": 5}),
-        of_types,
-        *BY,
-    ),
     "HGTConv, lazy": (
         lambda: pyg.HGTConv(-1, 6, METADATA, heads=2),
         of_types,
@@ -141,10 +124,6 @@ def sized(m, g):
     return m((g.x, g.x), g.edge_index, size=(len(g.x), len(g.x)))
 
 
-def sparse(m, g):
-    return m(g.x, to_torch_csr_tensor(g.edge_index, size=len(g.x)).t())
-
-
 ONE = {
     "size": (lambda: pyg.SAGEConv(NODE, 5), sized),
     "attention": (
@@ -182,7 +161,6 @@ ONE = {
     ),
 }
 REFUSED = {
-    "a sparse matrix": (lambda: pyg.SAGEConv(NODE, 5), sparse),
     "numbers of nodes": (
         lambda: pyg.RGCNConv(24, 5, 3),
         lambda m, g: m(None, g.edge_index, g.edge_type),

@@ -11,7 +11,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_remaining_self_loops, degree, softmax
 
 import varcomm
-from tests.graph.against_one import compare
 from tests.graph.graphs import split_by, wild
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
@@ -148,14 +147,30 @@ def made(name):
     return MODELS[name]().double()
 
 
+def gradient(x):
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
 def check_model(failures, name, model, data, graph, *takes):
     """Compare a model of nodes, edges and values `takes` of edges with one process."""
-
-    def call(m, g):
-        return m(g.x, g.edge_index, *(getattr(g, key) for key in takes))
-
-    wrong = compare(lambda: model, call, data, graph, ("x", *takes))
-    failures.extend(f"{name}, {graph.method}: {text}" for text in wrong)
+    alone, names = copy.deepcopy(model), ("x", *takes)
+    whole = [data[key].clone().requires_grad_() for key in names]
+    out = alone(whole[0], data.edge_index, *whole[1:])
+    (out[data.train_mask] ** 2).mean().backward()
+    together = distribute(copy.deepcopy(model), graph)
+    own = [graph[key].clone().requires_grad_() for key in names]
+    part = together(own[0], graph.edge_index, *own[1:])
+    graph.mean(part**2, graph.train_mask).backward()
+    varcomm.data_parallel.sum_gradients(together)
+    pairs = {"output": (part, out[graph.owned_ids])}
+    for key, mine, full in zip(names, own, whole, strict=True):
+        ids = graph.owned_ids if key == "x" else graph.edges.owned_ids
+        pairs[f"input {key}"] = gradient(mine), gradient(full)[ids]
+    for key, parameter in alone.named_parameters():
+        pairs[key] = gradient(together.get_parameter(key)), gradient(parameter)
+    for key, (got, expected) in pairs.items():
+        with failures.named(name, graph.method, key):
+            torch.testing.assert_close(got, expected, **CLOSE)
 
 
 def check_models(rank, methods):

@@ -35,12 +35,11 @@ class _JoinedEdges(Numbering):
         """Return the rows of all types, for sources with the halos of all types."""
         if kind == "target":
             return x
-        if x.shape[dim] < self.sources_end:
+        if x.shape[dim] != self.sources_end:
             raise ArgumentError(
                 f"edges of several types select from {self.sources_end} owned nodes, but got "
                 f"{x.shape[dim]} rows."
             )
-        x = x.narrow(dim, 0, self.sources_end)  # types that no edge leaves may follow
         own = [(edges, x.narrow(dim, offset, edges.num_sources)) for edges, offset in self.parts]
         return torch.cat([x, *(edges.plan(rows, dim=dim) for edges, rows in own)], dim=dim)
 
