@@ -83,6 +83,17 @@ layers, with the reason.
 TAIL = """
 Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
 
+## Models
+
+PyG's models and your own are accepted alike: `GAE`, `SchNet` with edges of the graph, `SignedGCN`,
+`NeuralFingerprint`, `PMLP`, `LabelPropagation`, `MaskLabel`, `GroupAddRev`, `RECT_L`, `MetaLayer`
+and others are tested and exact. Methods that average over the edges or nodes of this rank raise
+`ArgumentError`, such as `GAE.recon_loss` and `VGAE.kl_loss`: compute the values and use
+`graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`, `LINKX`) does not fit
+this rank's rows; look rows up by `graph.owned_ids`. These models are refused:
+
+{models}
+
 ## Functions of edges and of graphs
 
 `graph.edge_index` and `graph.batch` know what their numbers stand for, and so does what operations
@@ -150,7 +161,9 @@ def page() -> str:
         tables += f"| of `{module}` | with a partitioned graph's vectors | |\n| --- | --- | --- |\n"
         tables += "".join(f"| `{n}` | {' | '.join(states[n])} |\n" for n in sorted(listed)) + "\n"
     aggregations = "\n".join(f"- `{name}`" for name in sorted(EXACT_AGGREGATIONS))
-    return HEAD + "".join(rows) + TAIL.format(aggregations=aggregations, functions=tables)
+    models = "\n".join(f"- `{n}`: {why}" for n, why in REFUSED.items() if n not in conv.__all__)
+    tail = TAIL.format(aggregations=aggregations, functions=tables, models=models)
+    return HEAD + "".join(rows) + tail
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ SLOW_RUNS = [
         "masked / this, turn by turn",
     ),
     ("graph_build.py --side 30 --ranks 2 --nodes 400 --weak 3 --repeats 1", "bytes per exchange"),
-    ("overlap.py --side 20 --width 4 --layers 2 --repeats 2", "without / with, turn by turn"),
     (
         "sharded_gradients.py --ranks 2 --columns 300 --layers 2 --steps 1 --repeats 1",
         "varcomm ShardedGradients",

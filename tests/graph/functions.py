@@ -131,7 +131,6 @@ POOL_MODULES = {
     "TopKPooling": pooling(pyg.TopKPooling, NODE),
     "SAGPooling": pooling(pyg.SAGPooling, NODE),
     "EdgePooling": pooling(pyg.EdgePooling, NODE),
-    "ASAPooling": pooling(pyg.ASAPooling, NODE),
     "MemPooling": (lambda: pyg.MemPooling(NODE, 3, 2, 2), lambda m, g: m(g.x, g.batch)[0]),
 }
 

@@ -3,7 +3,6 @@
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.utils import to_torch_csr_tensor
 
 from tests.graph.against_one import assert_verdicts, two_types
 from tests.graph.layers import EDGE, NODE, mlp
@@ -49,9 +48,11 @@ def of_types(m, g):
     return m({"a": g.x_a, "b": g.x_b}, {("a", "to", "b"): g.edge_index})["b"]
 
 
+METADATA = (["a", "b"], [("a", "to", "b")])
+
 TYPES = {
     "HGTConv, lazy": (
-        lambda: pyg.HGTConv(-1, 6, (["a", "b"], [("a", "to", "b")]), heads=2),
+        lambda: pyg.HGTConv(-1, 6, METADATA, heads=2),
         of_types,
         *BY,
     ),
@@ -123,10 +124,6 @@ def sized(m, g):
     return m((g.x, g.x), g.edge_index, size=(len(g.x), len(g.x)))
 
 
-def sparse(m, g):
-    return m(g.x, to_torch_csr_tensor(g.edge_index, size=len(g.x)).t())
-
-
 ONE = {
     "size": (lambda: pyg.SAGEConv(NODE, 5), sized),
     "attention": (
@@ -164,7 +161,6 @@ ONE = {
     ),
 }
 REFUSED = {
-    "a sparse matrix": (lambda: pyg.SAGEConv(NODE, 5), sparse),
     "numbers of nodes": (
         lambda: pyg.RGCNConv(24, 5, 3),
         lambda m, g: m(None, g.edge_index, g.edge_type),

@@ -29,9 +29,7 @@ def super_gat(rank):
     for _ in range(2):
         out = layer(graph.x, graph.edge_index)
         torch.testing.assert_close(out, expected[graph.owned_ids], **CLOSE)
-    with pytest.raises(
-        ArgumentError, match=r"get_attention_loss on .* the loss of attention samples"
-    ):
+    with pytest.raises(ArgumentError, match="samples among them"):
         layer.get_attention_loss()
     return layer.eval().get_attention_loss().item()
 

@@ -8,14 +8,13 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.data import Data, HeteroData
 
-import varcomm
+from tests.graph.against_one import compare, graph_of, two_types
 from tests.graph.batches import FIRST
-from tests.graph.graphs import split_by, wild
-from tests.ops.comparing import Failures, assert_none
+from tests.graph.graphs import wild
+from tests.ops.comparing import assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
 from varcomm.graph import (
-    distribute,
     global_add_pool,
     global_max_pool,
     global_norm,
@@ -23,53 +22,7 @@ from varcomm.graph import (
     partition,
 )
 
-IDLE = "a rank owns nothing"
 slow = pytest.mark.slow
-
-
-def learn(net, graph, call, ids, ranks=1):
-    """Train a step, in which running statistics move twice.
-
-    `call` gives results that have rows of nodes, by the type of these, results of all nodes, and
-    the rows that were given.
-    """
-    call(net, graph)
-    rows, pooled, given = call(net, graph)
-    # each rank has all pooled values, which count once
-    loss = sum(value.square().sum() for value in pooled.values()) / ranks
-    for key, value in rows.items():
-        weight = (ids[key].view(-1, 1) * 3 + torch.arange(value.shape[1])).sin()
-        loss = loss + (value.sin() * weight).sum()
-    loss.backward()
-    return rows, pooled, {key: x.grad for key, x in given.items()}
-
-
-def check(rank, model, call, data, ids_of, **settings):
-    """Compare with one process; a rank owns nothing."""
-    failures, ranks = Failures(), torch.distributed.get_world_size()
-    stores = {None: data} if isinstance(data, Data) else {key: data[key] for key in NODES}
-    owners = {key: split_by(IDLE, store.num_nodes, ranks) for key, store in stores.items()}
-    graph = partition(data, method=owners.get(None, owners), **settings)
-    torch.manual_seed(0)
-    alone, ids = model().double(), ids_of(graph)
-    together = distribute(copy.deepcopy(alone), graph)
-    every = {key: torch.arange(store.num_nodes) for key, store in stores.items()}
-    expected = learn(alone, data, call, every)
-    got = learn(together, graph, call, ids, ranks)
-    varcomm.data_parallel.sum_gradients(together)
-    pairs = {"pooled": (got[1], expected[1])}
-    for what, at in (("rows", 0), ("inputs", 2)):
-        pairs[what] = got[at], {key: value[ids[key]] for key, value in expected[at].items()}
-    pairs["parameters"] = [[p.grad for p in net.parameters()] for net in (together, alone)]
-    pairs["running statistics"] = together.state_dict(), alone.state_dict()
-    for what, (mine, theirs) in pairs.items():
-        with failures.named(what):
-            torch.testing.assert_close(mine, theirs, **FIRST)
-    moved = [value for key, value in alone.named_buffers() if key.endswith("running_mean")]
-    with failures.named("moved"):
-        assert moved
-        assert all(value.abs().sum() > 0 for value in moved)
-    return failures
 
 
 class OnEdges(nn.Module):
@@ -86,13 +39,10 @@ class OnEdges(nn.Module):
         return self.second(self.norm(self.first(x, edge_index)), edge_index)
 
 
-def on_edges(model, graph):
-    x = graph.x.clone().requires_grad_()
-    return {None: model(x, graph.edge_index)}, {}, {None: x}
-
-
 def check_edges(rank, hops):
-    return check(rank, OnEdges, on_edges, wild(), lambda g: {None: g.owned_ids}, hops=hops)
+    data = wild()
+    graph = graph_of(data, hops=hops)
+    return compare(OnEdges, lambda m, g: m(g.x, g.edge_index), data, graph)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +52,7 @@ def test_norms_over_edges(worlds, ranks, hops):
     assert_none(worlds.run(ranks, check_edges, hops))
 
 
+KEY = ("a", "to", "b")
 NODES = {"author": 11, "paper": 17}
 EDGES = {
     ("author", "writes", "paper"): 40,
@@ -127,14 +78,14 @@ class Hetero(nn.Module):
 
     def __init__(self):
         super().__init__()
-        layers = {key: pyg.SAGEConv((4, 4), 6) for key in EDGES}
-        layers["paper", "cites", "paper"] = pyg.EdgeConv(pyg.MLP([8, 6, 6]))
-        self.layer = pyg.HeteroConv(layers)
-        self.norms = nn.ModuleDict({kind: pyg.BatchNorm(6) for kind in NODES})
+        self.lift = nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(3, 6)})
+        self.layer = pyg.HeteroConv({KEY: pyg.EdgeConv(pyg.MLP([12, 6, 6]))})
+        self.norms = nn.ModuleDict({kind: pyg.BatchNorm(6) for kind in "ab"})
         self.read = pyg.MultiAggregation(["max", "std"])
 
     def forward(self, x_dict, edge_index_dict, batch_dict):
-        x_dict = self.layer(x_dict, edge_index_dict)
+        x_dict = {kind: self.lift[kind](x) for kind, x in x_dict.items()}
+        x_dict = x_dict | self.layer(x_dict, edge_index_dict)
         x_dict = {kind: self.norms[kind](x).tanh() for kind, x in x_dict.items()}
         pooled = {
             kind: torch.cat(
@@ -145,16 +96,15 @@ class Hetero(nn.Module):
         return x_dict, pooled
 
 
-def on_papers(model, graph):
-    x_dict = {kind: graph[kind].x.clone().requires_grad_() for kind in NODES}
-    batch_dict = {kind: graph[kind].batch for kind in NODES}
-    return *model(x_dict, graph.edge_index_dict, batch_dict), x_dict
+def on_types(m, g):
+    x_dict, edges = {"a": g.x_a, "b": g.x_b}, {KEY: g.edge_index}
+    x_dict, pooled = m(x_dict, edges, {"a": g.batch_a, "b": g.batch_b})
+    return (*x_dict.values(), *pooled.values())
 
 
 def check_hetero(rank):
-    return check(
-        rank, Hetero, on_papers, papers(), lambda g: {kind: g[kind].owned_ids for kind in NODES}
-    )
+    data = two_types()
+    return compare(Hetero, on_types, data, graph_of(data), ("x_a", "x_b"))
 
 
 @pytest.mark.parametrize("ranks", WORLDS)

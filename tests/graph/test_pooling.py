@@ -321,7 +321,6 @@ REFUSED = [
     ("add", (X, [0, 0, 0]), "batch must be a torch.Tensor"),
     ("add", (X, ZEROS - 1), "numbers in batch"),
     ("add", (X, ZEROS + 2, 2), "numbers in batch"),
-    ("add", (X, ZEROS, True), "number of graphs"),
     ("softmax", (X.long(), None), "x must be of floats"),
     ("softmax", (X[:1], None), "x must have one row"),
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
+from torch_geometric import utils
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 
 import varcomm
@@ -191,7 +192,9 @@ REFUSED = {
         lambda m, g: m(g.x, g.edge_index, g.edge_attr, g.batch),
     ),
     "DeepGraphInfomax": (
-        lambda: pyg.DeepGraphInfomax(NODE, gcn(), torch.mean, lambda x, e: (x.flip(0), e)),
+        lambda: pyg.DeepGraphInfomax(
+            NODE, gcn(), lambda z, *_: z.mean(0), lambda x, e: (x.flip(0), e)
+        ),
         edges_of,
     ),
     "GAE, loss": (lambda: pyg.GAE(gcn()), recon),
@@ -206,11 +209,10 @@ REFUSED = {
         lambda: pyg.GPSConv(NODE, gcn(), attn_type="performer"),
         edges_of,
     ),
-    "SGFormer": (lambda: pyg.SGFormer(NODE, 6, 3), of_graphs),
     "LINKX": (lambda: pyg.LINKX(24, NODE, 6, 3, 2), edges_of),
     "edges sorted": (
         None,
-        lambda m, g: g.x[torch.sort(g.edge_index[0] * 24 + g.edge_index[1])[1]],
+        lambda m, g: utils.sort_edge_index(g.edge_index, num_nodes=len(g.x)).double(),
     ),
 }
 
@@ -224,7 +226,7 @@ def test_models_are_exact_or_refused(worlds):
     assert_verdicts(worlds, cases, expected)
 
 
-COPIED = ["SchNet", "PMLP", "NeuralFingerprint", "LabelPropagation", "MaskLabel", "RECT_L"]
+COPIED = ["SchNet", "PMLP", "NeuralFingerprint", "SignedGCN", "MaskLabel", "RECT_L"]
 
 
 def copied(rank, paths):

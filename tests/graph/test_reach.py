@@ -13,22 +13,14 @@ from torch_geometric import utils
 from torch_geometric.nn import global_add_pool
 from torch_geometric.nn.resolver import aggregation_resolver
 
-import varcomm
-from tests.graph.graphs import split_by, wild
+from tests.graph.against_one import assert_verdicts, data_of
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.graph import distribute, partition, replicated
+from varcomm.graph import partition
 
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-GRAPHS = 4
+GRAPHS = 3
 CONFIG = SimpleNamespace(pool=global_add_pool, kinds=[pyg.global_mean_pool])
-
-
-def data_of():
-    data = wild()
-    data.batch = (torch.arange(data.num_nodes) * 5) % GRAPHS
-    return data
 
 
 class Helper:
@@ -60,6 +52,11 @@ def in_place(x, batch):
     return out
 
 
+def set2set():
+    torch.manual_seed(1)
+    return pyg.Set2Set(4, 2).double()
+
+
 def by_name(name):
     return aggregation_resolver(name)
 
@@ -77,7 +74,7 @@ READ = {
     "a median": lambda x, batch: by_name("std")(x, batch),
     "several": lambda x, batch: by_name(["sum", "min", "var"])(x, batch),
     "multiplied": lambda x, batch: by_name("mul")(x, batch),
-    "Set2Set": lambda x, batch: made(pyg.Set2Set, 4, 2)(x, batch),
+    "Set2Set": lambda x, batch: set2set()(x, batch),
     "scatter": lambda x, batch: utils.scatter(x, batch, reduce="mean"),
     "scatter max": lambda x, batch: utils.scatter(x, batch, reduce="max"),
     "scatter of graphs": lambda x, batch: utils.scatter(x, batch, dim_size=GRAPHS),
@@ -95,34 +92,17 @@ READ = {
 }
 
 
-def made(kind, *args):
-    torch.manual_seed(1)
-    return kind(*args).double()
-
-
-def check_reads(rank, ranks):
-    failures, data = Failures(), data_of()
-    graph = partition(data, method=split_by("a rank owns nothing", data.num_nodes, ranks))
-    alone = made(Encoder)
-    together = distribute(made(Encoder), graph)
-    for name, read in READ.items():
-        alone.zero_grad()
-        together.zero_grad()
-        expected = read(alone(data.x, data.edge_index), data.batch)
-        expected.square().sum().backward()
-        with failures.named(name):
-            out = read(together(graph.x, graph.edge_index), graph.batch)
-            torch.testing.assert_close(out, expected, **CLOSE)
-            replicated(out.square().sum(), graph).backward()
-            varcomm.data_parallel.sum_gradients(together)
-            for got, want in zip(together.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(got.grad, want.grad, **CLOSE)
-    return failures
+def reads():
+    """The encoder alone is distributed, and what reads out stands around it."""
+    return {
+        name: (Encoder, lambda m, g, read=read: read(m(g.x, g.edge_index), g.batch))
+        for name, read in READ.items()
+    }
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_readouts_are_over_all_ranks(worlds, ranks):
-    assert_none(worlds.run(ranks, check_reads, ranks))
+    assert_verdicts(worlds, reads, dict.fromkeys(READ, "exact"), ranks=ranks)
 
 
 def by_hand(x, edge_index):
@@ -130,13 +110,10 @@ def by_hand(x, edge_index):
     return torch.zeros_like(x).index_add(0, col, (x[row] - x[col]).sin())
 
 
-def with_halo(graph):
-    def message(x, edge_index):
-        row, col = edge_index
-        rows = graph.with_halo(x) if graph is not None else x
-        return torch.zeros_like(x).index_add(0, col, (rows.sin()[row] - x[col]).sin())
-
-    return message
+def by_hand_with_halo(x, edge_index):
+    row, col = edge_index
+    rows = x if type(edge_index) is torch.Tensor else edge_index.of.with_halo(x)
+    return torch.zeros_like(x).index_add(0, col, (rows.sin()[row] - x[col]).sin())
 
 
 # each is a function of rows of nodes and edges
@@ -156,6 +133,7 @@ AT_NODES = {
     "normalised": lambda x, e: utils.scatter(
         x[e[0]] * gcn_weight(x, e).view(-1, 1), e[1], dim_size=len(x)
     ),
+    "rows with a halo": lambda x, e: by_hand_with_halo(x, e),
     "by functions": lambda x, e: torch.scatter_add(
         torch.zeros_like(x),
         0,
@@ -171,40 +149,22 @@ def gcn_weight(x, edge_index):
     return degree[edge_index[0]] * degree[edge_index[1]]
 
 
-def check_nodes(rank, ranks):
-    failures, data = Failures(), data_of()
-    graph = partition(data, method=split_by("a rank owns nothing", data.num_nodes, ranks))
-    ids = graph.owned_ids
-    for name, function in {**AT_NODES, "with_halo": None}.items():
-        whole, own = (g.x.clone().requires_grad_() for g in (data, graph))
-        expected = (function or with_halo(None))(whole, data.edge_index)
-        (want,) = torch.autograd.grad(expected.square().sum(), whole)
-        with failures.named(name):
-            out = (function or with_halo(graph))(own, graph.edge_index)
-            torch.testing.assert_close(out, expected[ids], **CLOSE)
-            (got,) = torch.autograd.grad(out.square().sum(), own)
-            torch.testing.assert_close(got, want[ids], **CLOSE)
-    return failures
+def sums():
+    return {n: (None, lambda m, g, f=f: f(g.x, g.edge_index)) for n, f in AT_NODES.items()}
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_code_by_hand_reads_other_ranks_nodes(worlds, ranks):
-    assert_none(worlds.run(ranks, check_nodes, ranks))
+    assert_verdicts(worlds, sums, dict.fromkeys(AT_NODES, "exact"), ranks=ranks)
 
 
 # each has no meaning on a part of a graph
 REFUSED = {
-    "to_dense_batch": lambda g: utils.to_dense_batch(g.x, g.batch),
-    "top k": lambda g: pyg.TopKPooling(4)(g.x.float(), g.edge_index, batch=g.batch),
-    "one-hot": lambda g: nn.functional.one_hot(g.batch).double(),
     "an array": lambda g: numpy.asarray(g.edge_index),
     "half of the edges": lambda g: g.edge_index[:, g.edge_index[0] < g.edge_index[1]],
     "computed ids": lambda g: g.x[g.edge_index[0] * 1],
     "floats": lambda g: g.edge_index.float(),
-    "coalesce": lambda g: utils.coalesce(g.edge_index),
-    "to_undirected": lambda g: utils.to_undirected(g.edge_index),
     "other edges": lambda g: torch.cat([g.edge_index, torch.tensor([[0], [1]])], dim=1),
-    "negative samples": lambda g: utils.negative_sampling(g.edge_index, len(g.x)),
     "ids in place": lambda g: g.edge_index[0].clamp_(max=1),
     "a mask of ids": lambda g: g.edge_index[:, g.edge_index[0] < 5],
     "a list of vectors": lambda g: g.x.index_add(0, torch.hstack([g.batch, g.batch]), g.x[[0, 0]]),

@@ -632,11 +632,7 @@ def _greatest(func: Callable[..., Any], x: PartitionedIndex, *args: Any, **kwarg
 
 
 def _numel(func: Callable[..., Any], x: PartitionedIndex) -> int:
-    """Return at least 1 for vectors that may have elements on other ranks.
-
-    PyG skips empty vectors, ``index.max() if index.numel() else 0``, and a rank without elements
-    would miss a collective.
-    """
+    """Return at least 1 if other ranks may have elements: PyG skips empty vectors."""
     count = x.plain.numel()
     return count or int(x.kind in ("edges", "reversed", "source", "graph"))
 

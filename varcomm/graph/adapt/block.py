@@ -1,8 +1,7 @@
 """One halo exchange for all layers of a model, on a graph with halos of several hops.
 
-The layers then run on owned nodes and halo, without communication: nodes of the halo are computed
-on every rank with copies of them. Each layer is right for one hop less than the layer before, and
-the last one for owned nodes.
+The layers then run on owned nodes and halo, without communication. Each layer is right for one hop
+less than the layer before, and the last one for owned nodes.
 """
 
 from __future__ import annotations

@@ -69,10 +69,7 @@ def _gps_forward(
     batch: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attend from this rank's nodes to all nodes: every rank receives the features of all nodes.
-
-    Communication: every rank sends its rows to all others; their gradients return.
-    """
+    """Attend from this rank's nodes to all nodes: every rank receives the features of all nodes."""
 
     def normalised(norm: Any, h: torch.Tensor) -> torch.Tensor:
         if norm is None:
@@ -109,11 +106,7 @@ def _han_forward(
     edge_index_dict: dict[Any, torch.Tensor],
     return_semantic_attention_weights: bool = False,
 ) -> Any:
-    """Weigh types of edges by a mean over the nodes of all ranks: Wang et al., 2019.
-
-    Communication: beside the halos, an all-reduce of a row of features for each type of edges, and
-    of one count, per type of nodes.
-    """
+    """Weigh types of edges by a mean over the nodes of all ranks: Wang et al., 2019."""
     heads = self.heads
     nodes = {kind: self.proj[kind](x).unflatten(-1, (heads, -1)) for kind, x in x_dict.items()}
     found: dict[str, list[torch.Tensor]] = {kind: [] for kind in nodes}
@@ -190,6 +183,12 @@ def _of_this_rank(self: Any, running: Running, *_: Any, **__: Any) -> Any:
         )
 
 
+def _attention_loss(self: Any, running: Running) -> torch.Tensor:
+    if self.training:
+        return _of_this_rank(self, running)  # type: ignore[no-any-return]
+    return pyg.SuperGATConv.get_attention_loss(self)  # type: ignore[no-any-return]
+
+
 def _these(names: str) -> dict[str, Callable[..., Any]]:
     return dict.fromkeys(names.split(), _of_this_rank)
 
@@ -199,7 +198,7 @@ _METHODS: dict[type[torch.nn.Module], dict[str, Callable[..., Any]]] = {
     pyg.HANConv: {"forward": _han_forward},
     pyg.ChebConv: {"__norm__": _cheb_norm},
     pyg.SuperGATConv: {
-        "get_attention_loss": _of_this_rank,
+        "get_attention_loss": _attention_loss,
         "negative_sampling": _no_edges,
         "positive_sampling": _no_edges,
     },

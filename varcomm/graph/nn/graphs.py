@@ -50,11 +50,7 @@ class Graphs(Numbering):
     def reduced(
         self, index: PartitionedIndex, how: How, src: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs.
-
-        Floats narrower than 4 bytes are summed and sent in fp32, and rounded once. The adjoint sums
-        the gradients of all ranks.
-        """
+        """Reduce the rows of all ranks' nodes, (n, *F) here, to the rows of their graphs."""
         if self.size is not None and size < self.size and index.whole:
             raise ArgumentError(f"the batch has {self.size} graphs, more than dim_size={size}.")
         if self.num_owned is not None and not index.whole:

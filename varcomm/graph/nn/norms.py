@@ -202,8 +202,13 @@ def _over_graphs(
     size = dim_size if batch_size is None else batch_size
     known, size = rows.index(type(module).__name__, x, batch, size)
     out = type(module).forward(module, x.to(accumulated(x.dtype)), known, size)
+    return _rounded(out, x, module)
+
+
+def _rounded(out: torch.Tensor, x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """Return a result in the dtype that PyG's has."""
     dtypes = [x.dtype, *(parameter.dtype for parameter in module.parameters())]
-    return out.to(reduce(torch.promote_types, dtypes))  # type: ignore[no-any-return]
+    return out.to(reduce(torch.promote_types, dtypes))
 
 
 def _instance_norm(
@@ -251,9 +256,8 @@ def _layer_norm(
     else:
         deviation = (var + module.eps).sqrt()
     out = out / deviation.index_select(0, known)
-    if parameters:
-        out = out * module.weight + module.bias
-    return out.to(reduce(torch.promote_types, [x.dtype, *(p.dtype for p in parameters)]))
+    out = out * module.weight + module.bias if parameters else out
+    return _rounded(out, x, module)
 
 
 def _evaluated(module: torch.nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:

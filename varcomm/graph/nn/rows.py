@@ -18,7 +18,6 @@ from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.digest import digest
 from varcomm.ops.operator import checking
-from varcomm.sizes import exact_int
 from varcomm.transport.agreement import share
 from varcomm.transport.group import Group
 
@@ -123,6 +122,8 @@ def rows_of_any_kind(name: str, x: torch.Tensor, where: Where, in_layer: bool) -
     """
     kinds = [*_nodes(where), *_edges(where)]
     group = kinds[0].group
+    if group.size == 1:
+        return Rows(group, "rows of one process", replicated=True)
     if len(kinds) == 1:
         return kinds[0]
     if in_layer and isinstance(where, PartitionedGraph) and where.hops == 1:
@@ -213,11 +214,9 @@ def check_floats(x: torch.Tensor, dims: tuple[int, ...], where: str) -> None:
     """Raise ArgumentError unless `x` is of floats, and of one of `dims` dimensions if any."""
     checked_tensor(x, where, "x")
     if not x.is_floating_point() or (dims and x.dim() not in dims):
-        shapes = {2: "(rows, C)", 3: "(rows, C, L)"}
-        of = f" and shape {' or '.join(shapes[dim] for dim in dims)}" if dims else ""
-        raise ArgumentError(
-            f"{where}x must be of floats{of}; got {x.dtype} of shape {tuple(x.shape)}."
-        )
+        of = f", of {' or '.join(map(str, dims))} dimensions" if dims else ""
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ArgumentError(f"{where}x must be of floats{of}; got {got}.")
 
 
 def _check_ids(
@@ -229,10 +228,6 @@ def _check_ids(
         raise ArgumentError(
             f"{where}{name} must be of torch.int64, with a number for each of the {len(x)} rows "
             f"that are given; got {index.dtype} of shape {tuple(index.shape)}."
-        )
-    if size is not None and (exact_int(size) is None or size < 0):
-        raise ArgumentError(
-            f"{where}the number of graphs must be an int of at least 0; got {size!r}."
         )
     low, high = (int(end) for end in index.aminmax()) if len(index) else (0, -1)
     if low < 0 or (size is not None and high >= size):
