@@ -27,14 +27,15 @@ def works(rank, ranks, tokens, vocabulary, hidden, dtype):
     sizes = vc.ShardSizes.balanced(vocabulary, ranks)
     target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
     own = (target - sizes.offsets[rank]).clamp(0, sizes[rank] - 1)
-    torch.manual_seed(1 + rank)
 
     def logits():
+        torch.manual_seed(2 + rank)
         return [torch.randn(tokens, sizes[rank], dtype=dtype, requires_grad=True)]
 
     def states():
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(tokens, hidden, dtype=dtype, generator=generator)
+        torch.manual_seed(2 + rank)  # the same head each time, and other numbers than x
         head = torch.randn(sizes[rank], hidden, dtype=dtype) / hidden**0.5
         return [x.requires_grad_(), head.requires_grad_()]
 

@@ -35,7 +35,7 @@ SLOW_RUNS = [
         "simulate.py --ranks 2 --sides 6 --width 4 --blocks 1 --steps 2",
         "bytes and messages are those that vc.trace counted",
     ),
-    ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "MB of the largest"),
+    ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "ratio, all ranks"),
 ]
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import varcomm
-from varcomm import ShardSizes
 from varcomm.sharding import ShardSpec, mark
 from varcomm.tensor_parallel import ColumnParallelLinear
 from varcomm.tensor_parallel.gradients import clip_grad_norm_, grad_norm
@@ -28,9 +27,9 @@ def parameter(gradient):
     return made
 
 
-def sharded(dtype, sizes, group=None):
+def sharded(dtype, sizes):
     rows, columns, bias = whole_gradients(dtype)
-    by_row, by_column = ShardSpec.of(sizes, 0, group), ShardSpec.of(sizes, 1, group)
+    by_row, by_column = ShardSpec.of(sizes, 0), ShardSpec.of(sizes, 1)
     return [
         mark(parameter(by_row.shard(rows)), by_row),
         mark(parameter(by_column.shard(columns)), by_column),
@@ -39,46 +38,38 @@ def sharded(dtype, sizes, group=None):
     ]
 
 
-def compared(rank, sizes, dtype, max_norm, norm_type, group=None):
-    """Clip the shards and the whole; return the norm, whether it is torch's, and how far off."""
-    own = sharded(dtype, sizes, group)
-    spec = ShardSpec.of(sizes, 0, group)
-    twin = [parameter(gradient) for gradient in whole_gradients(dtype)]
-    before = grad_norm(own, norm_type, group)
-    norm = clip_grad_norm_(own, max_norm, norm_type, group)
-    expected = torch.nn.utils.clip_grad_norm_(twin, max_norm, norm_type)
+def compared(rank, sizes, norm_type):
+    """Clip the shards and the whole; return the norm, and whether it is the one before."""
+    own, by_column = sharded(DOUBLE, sizes), ShardSpec.of(sizes, 1)
+    twin = [parameter(gradient) for gradient in whole_gradients(DOUBLE)]
+    before = grad_norm(own, norm_type)
+    norm = clip_grad_norm_(own, 0.5, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(twin, 0.5, norm_type)
     torch.testing.assert_close(before, expected.double(), rtol=1e-12, atol=0)
-    by_column = ShardSpec.of(sizes, 1, group)
-    gathered = [spec.gather(own[0].grad), by_column.gather(own[1].grad), own[2].grad]
+    gathered = [
+        ShardSpec.of(sizes).gather(own[0].grad),
+        by_column.gather(own[1].grad),
+        own[2].grad,
+    ]
     for mine, one in zip(gathered, twin, strict=True):
         torch.testing.assert_close(mine, one.grad, rtol=1e-12, atol=0)
     return torch.equal(before, norm), norm.item(), own[3].grad is None
 
 
-def splits(ranks):
-    return {
-        "even": ShardSizes.balanced(7, ranks),
-        "empty": ((0,) * (ranks > 1) + tuple(ShardSizes.balanced(7, max(1, ranks - 1)))),
-        "all on one": (0,) * (ranks - 1) + (7,),
-    }
-
-
 @pytest.mark.parametrize(
-    ("ranks", "split", "norm_type"),
+    ("sizes", "norm_type"),
     [
-        (1, "even", 2.0),
-        (3, "empty", 1.0),
-        (3, "all on one", math.inf),
-        (3, "even", 0.5),
-        pytest.param(2, "all on one", 3, marks=pytest.mark.slow),
-        pytest.param(5, "even", 2.0, marks=pytest.mark.slow),
+        ([7], 2.0),
+        ([0, 4, 3], 1.0),
+        ([0, 0, 7], math.inf),
+        ([3, 2, 2], 0.5),
+        pytest.param([0, 7], 3, marks=pytest.mark.slow),
+        pytest.param([2, 2, 1, 1, 1], 2.0, marks=pytest.mark.slow),
     ],
 )
-def test_as_in_one_process(worlds, ranks, split, norm_type):
-    sizes = tuple(splits(ranks)[split])
-    answers = worlds.run(ranks, compared, sizes, DOUBLE, 0.5, norm_type)
-    assert answers == [answers[0]] * ranks
-    assert (answers[0][0], answers[0][2]) == (True, True)
+def test_as_in_one_process(worlds, sizes, norm_type):
+    answers = worlds.run(len(sizes), compared, sizes, norm_type)
+    assert answers == [(True, answers[0][1], True)] * len(sizes)
 
 
 def in_narrow(rank, dtype):

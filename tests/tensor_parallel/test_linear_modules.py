@@ -149,18 +149,15 @@ def whole_of(rank, kind, same_seed):
     torch.manual_seed(7 if same_seed or rank == 0 else rank)
     first = kind(300, 70, init=lambda t, g: t.normal_(generator=g))
     second = kind(70, 300, dtype=torch.bfloat16)
-    found = [layer.to_linear() for layer in (first, second)]
-    return [p.detach() for linear in found for p in linear.parameters()]
+    return [p.detach() for layer in (first, second) for p in layer.to_linear().parameters()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_weights_do_not_depend_on_the_ranks(worlds, kind):
     expected = worlds.run(1, whole_of, kind, True)[0]
-    answers = worlds.run(3, whole_of, kind, True)
-    answers += worlds.run(3, whole_of, kind, False)
-    assert len(answers) == 6
-    for found in answers:
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for same_seed in (True, False):
+        for found in worlds.run(3, whole_of, kind, same_seed):
+            assert all(map(torch.equal, found, expected))
     weight, bias, narrow, other = (tensor.double() for tensor in expected)
     assert abs(weight.std() - 1) < 0.02
     assert narrow.abs().max() == pytest.approx(70**-0.5, rel=0.01)

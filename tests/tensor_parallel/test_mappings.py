@@ -12,7 +12,6 @@ from tests.tensor_parallel.twins import (
     compare_all,
     drawn,
     split,
-    traced,
 )
 
 
@@ -68,35 +67,6 @@ def run(rank, pattern):
 @pytest.mark.parametrize(("ranks", "pattern"), SPLITS)
 def test_values_and_derivatives(worlds, pattern, ranks):
     assert_none(worlds.run(ranks, run, pattern))
-
-
-def communicated(rank):
-    """Which bytes each mapping sends forward and backward, on 2 ranks, fp32, 3 + 1 rows."""
-    sizes, told = [3, 1], {}
-    x = torch.ones(4, requires_grad=True)
-    shard = torch.ones(sizes[rank], requires_grad=True)
-    calls = {
-        "copy": lambda: tp.copy_to_tensor_model_parallel_region(x),
-        "reduce": lambda: tp.reduce_from_tensor_model_parallel_region(x),
-        "scatter": lambda: tp.scatter_to_tensor_model_parallel_region(x, sizes),
-        "gather": lambda: tp.gather_from_tensor_model_parallel_region(shard, sizes),
-        "gather sequence": lambda: tp.gather_from_sequence_parallel_region(shard, sizes=sizes),
-    }
-    for name, call in calls.items():
-        told[name] = [sum(c.sent for c in calls) for calls in traced(call)]
-    return told
-
-
-def test_bytes(worlds):
-    first, second = worlds.run(2, communicated)
-    assert first == {
-        "copy": [0, 16],
-        "reduce": [16, 0],
-        "scatter": [0, 12],
-        "gather": [12, 0],
-        "gather sequence": [12, 4],
-    }
-    assert second == first | {"scatter": [0, 4], "gather": [4, 0], "gather sequence": [4, 12]}
 
 
 def in_place_around(rank):

@@ -32,11 +32,9 @@ def attention(
 
     Parameters
     ----------
-    query : torch.Tensor
-        Floats ``(S, *F, heads, D)``.
-    key, value : torch.Tensor
-        ``(T, *F, kv_heads, D)`` and ``(T, *F, kv_heads, E)``; each of these heads serves ``heads /
-        kv_heads`` successive heads of `query`. There may be no heads at all.
+    query, key, value : torch.Tensor
+        Floats ``(S, *F, heads, D)``, ``(T, *F, kv_heads, D)`` and ``(T, *F, kv_heads, E)``; each
+        head of keys serves ``heads / kv_heads`` successive heads of queries, or there are none.
     causal : bool
         Whether a query sees keys up to its own place only; then S is T.
     scale : float, optional
@@ -49,9 +47,8 @@ def attention(
 
     Notes
     -----
-    Computed by :func:`torch.nn.functional.scaled_dot_product_attention`. With ``create_graph=True``
-    and in forward mode, which fused kernels do not support, products of S x T numbers per head
-    replace it.
+    Computed by :func:`torch.nn.functional.scaled_dot_product_attention`; with ``create_graph=True``
+    and in forward mode by products of S x T numbers per head.
 
     Examples
     --------
@@ -312,8 +309,8 @@ class ParallelAttention(nn.Module):
     ) -> Tensor:
         """Return the attention of `x`, ``(S, *F, H)``, the sequence first, replicated or in parts.
 
-        ``rotary(heads)`` is applied to queries and to keys, ``(S, *F, heads, head_dim)`` of the
-        whole sequence and this rank's heads. `sequence_sizes` replace the layer's in this call.
+        ``rotary(heads)`` is applied to this rank's queries and keys, ``(S, *F, heads, head_dim)``
+        of the whole sequence. `sequence_sizes` replace the layer's in this call.
         """
         qkv = self.qkv(x, sequence_sizes=sequence_sizes)
         with checking("ParallelAttention", self.qkv.group):

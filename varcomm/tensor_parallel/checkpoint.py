@@ -49,20 +49,19 @@ def checkpoint(
     *args, **kwargs
         Arguments of `function`.
     distribute_saved_activations : bool
-        Assume that the first argument, a tensor, is replicated, and keep a balanced ``1 / P`` of
-        its elements on each rank.
+        Assume that the first argument is a replicated tensor, and keep ``1 / P`` of it per rank.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that share the first argument; None is the whole world.
 
     Returns
     -------
     object
-        The result of `function`, with the same derivatives of any order.
+        The result of `function`.
 
     Notes
     -----
-    Communication: that of `function`, twice, because it runs again to its end on every rank; with
-    `distribute_saved_activations` each backward begins with an all-gather of the pieces.
+    Communication: that of `function`, again in backward, to its end on every rank; with
+    `distribute_saved_activations` also an all-gather of the pieces.
 
     In one process: ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)``.
 
@@ -102,12 +101,9 @@ def checkpoint(
 
 
 def _run_again_in_backward(function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """Call torch's checkpoint on a function that draws from streams.
+    """Call torch's checkpoint on a function that draws from streams."""
 
-    torch would stop a later run at the last tensor that is needed, on some ranks before a
-    collective in which other ranks wait.
-    """
-
+    # torch would stop at the last tensor that is needed, maybe before a collective
     def to_the_end(*args: Any) -> T:
         with set_checkpoint_early_stop(False):
             return function(*args)
@@ -152,10 +148,9 @@ class CheckpointWithoutOutput:
     tensor([2.7183, 2.7183, 2.7183])
     """
 
-    @uncompiled(_CALLS)
     def __init__(self) -> None:
         self._runs: list[_Run] | None = None
-        self._hooks = saved_tensors_hooks(self._pack, lambda note: note())
+        self._hooks = _hooks_of_notes(self._pack)
 
     def __enter__(self) -> Self:
         self._runs = []
@@ -171,8 +166,7 @@ class CheckpointWithoutOutput:
         """Call a function whose output is not kept by other operations in this block.
 
         `function` returns a tensor or a tuple of tensors and does the same each time; its arguments
-        are kept. Raises ArgumentError outside the block, and in backward, if its output has another
-        layout when it runs again.
+        are kept. Raises ArgumentError outside the block.
         """
         if self._runs is None:
             raise ArgumentError(
@@ -206,6 +200,11 @@ class CheckpointWithoutOutput:
         finally:
             self._hooks.__enter__()
         return lambda: kept.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+
+
+@uncompiled(_CALLS)
+def _hooks_of_notes(pack: Callable[[Tensor], Callable[[], Tensor]]) -> saved_tensors_hooks:
+    return saved_tensors_hooks(pack, lambda note: note())
 
 
 class _Run:

@@ -11,9 +11,8 @@ columns,
 All three are differences within the shard, so large logits that are nearly equal lose nothing. A
 shard without columns, or without a finite logit, has 0, minus infinity and its part.
 
-Rows do not depend on each other, so values and gradients are computed for one chunk of rows at a
-time, and nothing of the size of the logits is kept. Derivatives that are recorded for further
-derivatives, and forward mode, compute all rows at once.
+Values and gradients are computed for one chunk of rows at a time, and nothing of the size of the
+logits is kept. Derivatives that are recorded, and forward mode, compute all rows at once.
 """
 
 from __future__ import annotations

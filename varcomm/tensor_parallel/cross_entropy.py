@@ -7,7 +7,7 @@ at a time. These numbers are gathered, and every rank computes the loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, get_args
 
@@ -33,8 +33,6 @@ from varcomm.transport.group import Group, GroupLike, resolve
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
 Reduction = Literal["none", "mean", "sum"]
-
-_OPTIONS = ("label_smoothing", "ignore_index", "reduction", "z_loss")
 
 
 def vocab_parallel_cross_entropy(
@@ -84,8 +82,7 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ArgumentError
-        Before any data move, if arguments do not fit, or a target is neither a class nor
-        `ignore_index`.
+        Before any data move, if arguments do not fit, or a target is no class.
 
     Notes
     -----
@@ -93,7 +90,7 @@ def vocab_parallel_cross_entropy(
     bytes; nothing in backward.
 
     Memory: beside logits and their gradient, some numbers per token and rank, and 4 MiB on a CPU;
-    with ``create_graph=True`` and in forward mode a few times the logits.
+    with ``create_graph=True``, ``torch.func`` and in forward mode a few times the logits.
 
     In one process: :func:`torch.nn.functional.cross_entropy` of all logits, one token per row.
 
@@ -150,8 +147,7 @@ def linear_cross_entropy(
     weight, bias : torch.Tensor
         The head for this rank's classes: ``(sizes[rank], H)``, and ``(sizes[rank],)`` or None.
     target : torch.Tensor
-        int64 ``(*T)``: the class of each token, of all classes and all tokens; identical on all
-        ranks, also with `sequence_sizes`.
+        int64 ``(*T)``: the class of each token, of all tokens; identical on all ranks.
     sizes, label_smoothing, ignore_index, reduction, z_loss, group
         As in :func:`vocab_parallel_cross_entropy`.
     class_weight : torch.Tensor, optional
@@ -174,9 +170,9 @@ def linear_cross_entropy(
     reduce-scatter instead.
 
     Memory: `hidden` (gathered) and `weight` are kept, and the logits of a chunk exist two or three
-    times. Backward computes them again, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary
-    Language Models", 2025; with ``create_graph=True`` and in forward mode all at once. Under
-    ``torch.autocast`` operands are cast as for a linear layer.
+    times; with ``create_graph=True``, ``torch.func`` and in forward mode all logits. Backward
+    computes them again (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
+    2025). Under ``torch.autocast`` operands are cast as for a linear layer.
 
     In one process: ``torch.nn.functional.cross_entropy`` of ``torch.nn.functional.linear(hidden,
     weight, bias)``.
@@ -222,7 +218,7 @@ class _Call:
     """Arguments of both losses that are no tensors, and checks with them."""
 
     name: str
-    group: Group
+    group: Group = field(repr=False)
     label_smoothing: float
     ignore_index: int
     reduction: Reduction
@@ -288,7 +284,7 @@ def _loss(
         described = {
             "operation": call.name,
             "sizes": list(sizes),
-            "options": repr([getattr(call, name) for name in _OPTIONS]),
+            "options": repr(call),
             "shape of target": list(target.shape),
             "values of target": digest(target),
             "weights": None if weight is None else digest(weight),

@@ -67,8 +67,8 @@ def vocab_parallel_embedding(
     padding_idx : int, optional
         The id, of all ids, whose row gets no gradient.
     sequence_sizes : sequence of int, optional
-        Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows on all
-        ranks or, with `input_is_parallel`, each rank's own.
+        Rows of the first dimension of all ids per rank; zeros allowed. None returns all rows or,
+        with `input_is_parallel`, each rank's own.
     input_is_parallel : bool
         Whether each rank passes the ids of its own part of the sequence only.
     group : ProcessGroup or DeviceMesh, optional
@@ -77,7 +77,7 @@ def vocab_parallel_embedding(
     Returns
     -------
     torch.Tensor
-        ``(*ids.shape, H)``, replicated: its gradient must be identical on all ranks. With
+        ``(*ids.shape, H)``, replicated, with identical gradients on all ranks; with
         `sequence_sizes` or `input_is_parallel` this rank's rows.
 
     Raises
@@ -497,10 +497,8 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
     Attributes
     ----------
-    weight : torch.nn.Parameter
-        ``(sizes[rank], embedding_dim)``: this rank's rows.
-    spec : ShardSpec
-        How the table is sharded.
+    weight, spec : torch.nn.Parameter, ShardSpec
+        This rank's rows, ``(sizes[rank], embedding_dim)``; how the table is sharded.
 
     Notes
     -----
@@ -553,10 +551,8 @@ class FeatureParallelEmbedding(_ParallelEmbedding):
 
     Attributes
     ----------
-    weight : torch.nn.Parameter
-        ``(num_embeddings, sizes[rank])``: this rank's columns.
-    spec : ShardSpec
-        How the table is sharded.
+    weight, spec : torch.nn.Parameter, ShardSpec
+        This rank's columns, ``(num_embeddings, sizes[rank])``; how the table is sharded.
 
     Notes
     -----

@@ -89,11 +89,6 @@ def column_parallel_linear(
     torch.Tensor
         ``(*F, sizes[rank])``, or ``(sum(sequence_sizes), *F, sizes[rank])``.
 
-    Raises
-    ------
-    ArgumentError
-        Before any communication, if shapes, dtypes or sizes do not fit on this rank.
-
     Notes
     -----
     Adjoint: with respect to `x`, :func:`row_parallel_linear` with the transposed weight.
@@ -154,11 +149,10 @@ def row_parallel_linear(
     Parameters
     ----------
     x : torch.Tensor
-        Floats ``(*F, sizes[rank])``: this rank's columns of the input. Without
-        `input_is_parallel`, all columns, replicated.
+        Floats ``(*F, sizes[rank])``: this rank's columns of the input, or all columns.
     weight, bias : torch.Tensor
         This rank's columns of the weight, ``(N, sizes[rank])``, and the full bias, ``(N,)``,
-        replicated and added once, or None. Its gradient is complete on every rank.
+        replicated, or None. Its gradient is complete on every rank.
     sizes : sequence of int, optional
         Inputs per rank; zeros allowed. Used only without `input_is_parallel`; None is balanced.
     input_is_parallel : bool
@@ -473,8 +467,8 @@ class ColumnParallelLinear(_ParallelLinear):
     **options
         `gather_output`, `sequence_sizes`, `save` and `use_fp32` as in
         :func:`column_parallel_linear`; `device` and `dtype` of the parameters. ``init(tensor,
-        generator)`` draws elements of the weight in place, all from the same distribution, in
-        pieces; None draws as :class:`torch.nn.Linear` does.
+        generator)`` draws elements of pieces of the weight in place; None draws as
+        :class:`torch.nn.Linear` does.
 
     Attributes
     ----------

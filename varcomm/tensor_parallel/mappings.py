@@ -476,7 +476,6 @@ def vocab_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     Returns
     -------
     tuple of int
-        The first id, and one past the last id.
 
     Examples
     --------
@@ -496,7 +495,7 @@ def shard_sizes(
     group: Group,
     what: str = "sizes",
 ) -> Sequence[int]:
-    """Return `sizes`, or ask all ranks for the sizes of their shards; collective then."""
+    """Return `sizes`, or ask all ranks for the sizes of their shards."""
     return _asked_sizes(name, tensor, dim, group, what) if sizes is None else sizes
 
 

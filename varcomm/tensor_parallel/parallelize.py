@@ -50,7 +50,7 @@ def parallelize(
         ``functools.partial(ColumnParallelLinear.from_linear, sizes=[5, 3])``. Each pattern must
         match a module, and no module may match two.
     sequence_sizes : sequence of int, optional
-        Passed to ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
+        Of ``"column"``, ``"row"`` and ``"embedding"`` layers: sequence parallelism.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
 
@@ -124,12 +124,9 @@ def parallelize(
 
 def _chosen(module: Any, plan: Any) -> dict[str, tuple[nn.Module, str | Make]]:
     """Return the modules that a plan matches, each once, by the first of its names."""
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
-    if not isinstance(plan, Mapping):
-        raise ArgumentError(
-            f"plan must be a mapping from patterns of names; got {type(plan).__name__}."
-        )
+    for word, value, kind in (("module", module, nn.Module), ("plan", plan, Mapping)):
+        if not isinstance(value, kind):
+            raise ArgumentError(f"{word} must be a {kind.__name__}; got {type(value).__name__}.")
     found: dict[int, tuple[str, str, nn.Module, str | Make]] = {}
     for pattern, how in plan.items():
         if not callable(how) and how not in _STYLES:
@@ -219,11 +216,6 @@ def sequence_parallel(module: M, group: GroupLike = None) -> M:
     -------
     torch.nn.Module
         `module` itself.
-
-    Raises
-    ------
-    ArgumentError, DisagreementError
-        On every rank, if `module` is no module or sequence-parallel already, or parameters differ.
 
     Notes
     -----

@@ -42,8 +42,8 @@ _REPLAYING = (__file__, str(Path(__file__).with_name("checkpoint.py")))
 class RandomStreams:
     """Streams of random numbers, each with its own seed; the constructor is collective.
 
-    Two exist from the start: ``"replicated"``, identical on all ranks of the group, for replicated
-    activations, and ``"sharded"``, different on each rank, for sharded ones. :meth:`add` adds more.
+    ``"replicated"`` is identical on all ranks of the group, for replicated activations,
+    ``"sharded"`` different on each rank, for sharded ones. :meth:`add` adds more.
 
     Parameters
     ----------
@@ -52,9 +52,8 @@ class RandomStreams:
     group : ProcessGroup or DeviceMesh, optional
         Ranks that hold shards of one model; None is the whole world.
     **coordinates : int
-        Position of this group among others, under names of your choice; identical on all its
-        ranks. Replicas of the model draw the same numbers unless they differ here:
-        ``data=mesh["data"].get_local_rank()``.
+        Position of this group among others, identical on all its ranks. Replicas of the model draw
+        the same numbers unless they differ here: ``data=mesh["data"].get_local_rank()``.
 
     Notes
     -----
@@ -154,10 +153,7 @@ class RandomStreams:
             )
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return seed and states of all streams of this rank, as tensors only.
-
-        Raises ArgumentError inside :meth:`fork`.
-        """
+        """Return seed and states of all streams of this rank, as tensors; not inside fork()."""
         self._check_closed("state_dict")
         return {
             name: {
@@ -168,11 +164,7 @@ class RandomStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore all streams; raise ArgumentError, without a change, if `state` does not fit.
-
-        It does not fit inside :meth:`fork`, or if it has other streams, another seed, rank or
-        coordinates, or entries of another kind of device.
-        """
+        """Restore all streams; raise ArgumentError, without a change, if `state` does not fit."""
         self._check_closed("load_state_dict")
         if state.keys() != self._seeds.keys():
             raise ArgumentError(
@@ -204,11 +196,7 @@ class RandomStreams:
 
 
 class Replay:
-    """Streams that a function forks in its first run, restored for later runs.
-
-    A later run draws the same numbers as the first, and leaves all streams as they were before it.
-    Default generators are not included.
-    """
+    """Streams that a function forks in its first run, restored for its later runs only."""
 
     def __init__(self) -> None:
         self._met: dict[RandomStreams, Snapshot] = {}
