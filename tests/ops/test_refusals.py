@@ -62,8 +62,8 @@ def mistakes(name):
         for wrong, message in (
             (None, "tensor must be a torch.Tensor; got NoneType"),
             ([1.0, 2.0], "tensor must be a torch.Tensor; got list"),
-            (SPARSE, r"tensor must be dense .*torch.sparse_coo.* to_dense\(\)"),
-            (quantized, r"tensor must be dense .*qint8.* dequantize\(\)"),
+            (SPARSE, r"tensor must be dense; got .*torch.sparse_coo.* to_dense\(\)"),
+            (quantized, r"tensor must be dense; got .*qint8.* dequantize\(\)"),
         ):
             yield lambda wrong=wrong: op(wrong, *rest), message
     if name in SUMMING:
@@ -136,7 +136,7 @@ def mistakes_at_the_root(group_size):
     sizes = [2, 1, 0][:group_size]
     for wrong, message in (
         (None, "tensor must be a torch.Tensor; got NoneType"),
-        (SPARSE, "tensor must be dense .*torch.sparse_coo"),
+        (SPARSE, "tensor must be dense; got .*torch.sparse_coo"),
         (3.0, "tensor must be a torch.Tensor; got float"),
     ):
         yield lambda x: varcomm.broadcast(x, 1), wrong, message

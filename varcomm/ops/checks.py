@@ -24,14 +24,16 @@ def checked_tensor(tensor: object, where: str, name: str = "tensor") -> None:
     """Raise ArgumentError unless `tensor` is a plain dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{where}{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    # a DTensor has ranks of its own; float4 has two values per byte
+    if hasattr(tensor, "to_local"):  # DTensor, which has ranks of its own
+        raise ArgumentError(
+            f"{where}{name} must be this rank's own; got {type(tensor).__name__}. Pass to_local()."
+        )
     two_per_byte = str(tensor.dtype) == "torch.float4_e2m1fn_x2"
-    special = tensor.is_quantized or tensor.is_nested or hasattr(tensor, "to_local") or two_per_byte
+    special = tensor.is_quantized or tensor.is_nested or two_per_byte
     if tensor.layout != torch.strided or special:
         raise ArgumentError(
-            f"{where}{name} must be dense and this rank's own; got {type(tensor).__name__} of "
-            f"{tensor.dtype}, {tensor.layout}. Convert it: to_dense(), dequantize(), "
-            "to_padded_tensor(), to_local() of a DTensor, view(torch.uint8) of float4."
+            f"{where}{name} must be dense; got {tensor.dtype}, {tensor.layout}. Convert it: "
+            "to_dense(), dequantize(), to_padded_tensor(), view(torch.uint8) of float4."
         )
 
 
