@@ -1,4 +1,4 @@
-"""Data of the examples: sizes, edges, masks, baselines, tokens; and what the examples share."""
+"""Data of the examples: the ocean, the mesh of the weather, months held out, tokens."""
 
 import numpy as np
 import pytest
@@ -84,14 +84,3 @@ def test_tokens():
     assert len(ids) < 0.8 * 10_000
     assert 0 <= ids.min() <= ids.max() < 131
     assert vocabulary.decode(torch.arange(131)).startswith(corpus.CHARACTERS)
-
-
-def test_a_picture_that_can_be_written_leaves_nothing_until_it_is(tmp_path):
-    hindrance = example(".", "command_line").hindrance
-    assert hindrance(tmp_path / "new" / "a.png") is None
-    assert not (tmp_path / "new" / "a.png").exists()
-    (tmp_path / "old.png").write_text("drawn before")
-    assert hindrance(tmp_path / "old.png") is None
-    assert (tmp_path / "old.png").read_text() == "drawn before"
-    for target in (tmp_path / "old.png" / "a.png", tmp_path):
-        assert "cannot write" in hindrance(target)

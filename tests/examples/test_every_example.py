@@ -119,19 +119,3 @@ def test_wrong_options_are_printed_once(worlds, tmp_path):
     for line, message in zip(REFUSED, messages, strict=True):
         assert f"{line.split()[1]}: " in message
     assert others == [[""] * len(REFUSED)] * 2
-
-
-def differing(rank, arguments):
-    train = example("text", "train")
-    before, train.compare = train.compare, lambda *args: (0.0, 1e-2)
-    try:
-        return run_main(rank, "text", arguments)
-    finally:
-        train.compare = before
-
-
-def test_a_difference_from_one_process_is_a_failure(worlds, tmp_path):
-    _, *words = TEXT.split()
-    ((code, printed),) = worlds.run(1, differing, [*words, "--picture", str(tmp_path / "a.png")])
-    assert code == 1
-    assert printed.endswith("\nNOT one answer\n")

@@ -96,8 +96,7 @@ def count(step: Callable[[], object]) -> Work:
     Parameters
     ----------
     step : callable
-        Takes no arguments. Run it once before if its first run does more, such as making the state
-        of an optimizer.
+        Takes no arguments. Run it once before if its first run does more.
 
     Returns
     -------
