@@ -72,11 +72,6 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     -------
     Sample
         Applies to counts of any graph.
-
-    Raises
-    ------
-    ArgumentError
-        If the small graph has no halos on one of the sizes.
     """
     different = list(dict.fromkeys(sizes))
     simulated, transfers = [], {}

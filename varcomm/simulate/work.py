@@ -44,11 +44,6 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
     World
         As :func:`varcomm.init` returns it.
 
-    Raises
-    ------
-    GroupError
-        If torch.distributed is already initialised.
-
     Examples
     --------
     >>> import torch, varcomm as vc
