@@ -136,7 +136,7 @@ def sage(graph, x, y, edges, own, into):
     full = contender("", OURS, partial(layer, edges, lambda x: x), x, y).run()
     gradient = None if y is None else y[own]
     return (
-        lambda kind, fetch: partial(layer, graph.edge_index, fetch),
+        lambda kind, fetch: partial(layer, graph.edge_index.plain, fetch),
         x[own],
         gradient,
         (full.detach()[own]),
@@ -163,7 +163,7 @@ def mesh_graph_net(graph, x, y, edges, own, into):
     def make(kind, fetch):
         if kind == OURS:
             return lambda x, e: distributed(x, graph.edge_index, e)[0]
-        return partial(layer, graph.edge_index, fetch)
+        return partial(layer, graph.edge_index.plain, fetch)
 
     e = made("edges", (edges.shape[1], x.shape[1]), x.dtype, x.device)
     full = contender("", OURS, partial(layer, edges, lambda x: x), (x, e), y).run()

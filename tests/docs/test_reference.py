@@ -143,22 +143,3 @@ PUBLIC = public()
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstrings(name):
     assert list(problems(name, PUBLIC[name])) == []
-
-
-def test_that_gaps_are_seen():
-    def operator(x, sizes, group=None):
-        """Do something.
-
-        Parameters
-        ----------
-        x : torch.Tensor
-            A tensor.
-        size : int
-            A number.
-        group : ProcessGroup, optional
-            Ranks. Communication: none.
-        """
-
-    found = {"no Communication:", "no In one process:"}
-    found |= {"sizes not described", "size is no argument"}
-    assert found < set(problems("operator", operator))

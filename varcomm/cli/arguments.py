@@ -8,9 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = [
-    *("nbytes", "number_of", "one_of", "positive", "progress", "separated", "skew"),
-]
+__all__ = ["nbytes", "one_of", "positive", "progress", "separated", "skew"]
 
 T = TypeVar("T")
 
@@ -38,9 +36,9 @@ def nbytes(text: str) -> int:
     >>> nbytes("768"), nbytes("16K"), nbytes("1M")
     (768, 16384, 1048576)
     """
-    is_right = re.fullmatch(r"[1-9]\d{0,14}[KMG]?", text)
-    number = _checked(text, is_right, "is not a number of bytes; use 768, 16K or 1M").rstrip("KMG")
-    return int(number) * _UNITS[text.removeprefix(number)]
+    found = re.fullmatch(r"([1-9]\d{0,14})([KMG]?)", text.upper())
+    _checked(text, found, "is not a number of bytes; use 768, 16K or 1M")
+    return int(found[1]) * _UNITS[found[2]] if found else 0
 
 
 def skew(text: str) -> str:
@@ -54,15 +52,6 @@ def _checked(text: str, is_right: object, words: str) -> str:
     if not is_right:
         raise argparse.ArgumentTypeError(f"{text!r} {words}")
     return text
-
-
-def number_of(count: int, noun: str) -> str:
-    """Return a count with its noun in the right number.
-
-    >>> number_of(1, "rank"), number_of(2000, "rank")
-    ('1 rank', '2,000 ranks')
-    """
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def progress(words: str) -> None:

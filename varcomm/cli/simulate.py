@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from varcomm import simulate
-from varcomm.cli.arguments import number_of, positive, progress, separated
+from varcomm.cli.arguments import positive, progress, separated
 from varcomm.simulate.table import aligned
 
 __all__ = ["DESCRIPTION", "add_arguments", "prepare", "run"]
@@ -77,11 +77,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.plot is not None:
         check_target(options.plot)
     machine = simulate.MACHINES[options.machine]
-    data, cells, name = _graph(options)
-    blocks = number_of(options.blocks, "block")
-    model = f"MeshGraphNet of width {options.width} with {blocks}"
+    data, cells = _graph(options)
+    model = f"MeshGraphNet of width {options.width} with {options.blocks} blocks"
     print(f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {model}; {machine.name}")
-    strong = f"strong: {name}, {data.num_nodes:,} nodes"
+    strong = f"strong: {data.num_nodes:,} nodes"
     ranks, counts = sorted(set(options.ranks)), []
     for size in ranks:
         progress(f"cutting for {size} ranks")
@@ -114,19 +113,15 @@ def _chain(ranks: Sequence[int]) -> list[int]:
     return list(takewhile(ranks.__contains__, (ranks[0] * 4**place for place in count())))
 
 
-def _graph(options: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Return the graph, its sea cells if it is a grid, and its name."""
+def _graph(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the graph, and its sea cells if it is a grid."""
     if options.mesh is not None:
         from varcomm.graph import read_mesh
 
-        return read_mesh(options.mesh, dtype=torch.float32).data, None, options.mesh.name
-    if options.relief is not None:
-        cells = simulate.read_sea(options.relief)
-        name = f"the ocean at 1/{cells.shape[1] / 360:g} degree"
-    else:
-        cells = np.ones(options.grid, dtype=bool)
-        name = "a grid of {}x{}".format(*options.grid)
-    return simulate.ocean(cells), cells, name
+        return read_mesh(options.mesh, dtype=torch.float32).data, None
+    relief, grid = options.relief, options.grid
+    cells = np.ones(grid, dtype=bool) if relief is None else simulate.read_sea(relief)
+    return simulate.ocean(cells), cells
 
 
 def _piece(data: Any) -> Any:

@@ -22,6 +22,13 @@ OPERATIONS = (
     *("all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v"),
     *("indexed_all_to_all_v", "halo"),
 )
+# Rows from rank i to rank j, if rank r has n[r] rows.
+_ROWS: dict[str, Callable[[list[int], int, int], int]] = {
+    "all_gather_v": lambda n, i, j: n[i],
+    "gather_v": lambda n, i, j: n[i] * (j == ROOT),
+    "reduce_scatter_v": lambda n, i, j: n[j],
+    "scatter_v": lambda n, i, j: n[j] * (i == ROOT),
+}
 _COLUMNS = 8  # mean width of a rank's strip in the grid of "halo"
 
 
@@ -126,12 +133,9 @@ def workload(case: Case, rank: int, device: torch.device) -> Workload:
         matrix = transfers([size // 2 for size in sizes], keep=False)
     else:
         sizes = shard_sizes(case.skew, rows * world if "all_to_all" in name else rows, world)
-        if name in ("all_gather_v", "gather_v"):
-            to = [name == "all_gather_v" or peer == ROOT for peer in range(world)]
-            matrix = [[size * is_to for is_to in to] for size in sizes]
-        elif name in ("reduce_scatter_v", "scatter_v"):
-            sends = [name == "reduce_scatter_v" or peer == ROOT for peer in range(world)]
-            matrix = [[size * is_from for size in sizes] for is_from in sends]
+        if name in _ROWS:
+            peers = range(world)
+            matrix = [[_ROWS[name](sizes, i, j) for j in peers] for i in peers]
         else:
             matrix = transfers(sizes, keep=name == "all_to_all_v")
     return Workload(rank, sizes, matrix, width, dtype, device, strips=name.startswith("halo"))

@@ -27,7 +27,6 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     ----------
     is_sea : numpy.ndarray
         Bool of shape (rows, columns): rows from pole to pole, at least 3 columns around the Earth.
-        ``is_sea[::2, ::2]`` is a coarser grid.
 
     Returns
     -------

@@ -264,8 +264,6 @@ class Parts(Counts):
 def partition(data: Any, size: int, method: Method = None) -> Parts:
     """Cut a graph for `size` ranks in one process, without communication.
 
-    One pass over the edges serves all ranks. Memory beside the graph grows with nodes and halos.
-
     Parameters
     ----------
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData

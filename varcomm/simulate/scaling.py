@@ -72,11 +72,6 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
     -------
     Sample
         Applies to counts of any graph.
-
-    Raises
-    ------
-    ArgumentError
-        If the small graph has no halos on one of the sizes.
     """
     different = list(dict.fromkeys(sizes))
     simulated, transfers = [], {}
@@ -182,19 +177,14 @@ def scaling(sample: Sample, counts: Sequence[Counts], machine: Machine) -> Scali
 
     Examples
     --------
-    >>> import torch, varcomm as vc
-    >>> from torch_geometric.data import Data
-    >>> from torch_geometric.nn import SAGEConv
-    >>> def ring(n):
-    ...     nodes = torch.arange(n)
-    ...     return Data(x=torch.ones(n, 8), edge_index=torch.stack([nodes, nodes.roll(-1)]))
+    >>> import numpy as np, varcomm as vc
+    >>> small, large = (vc.simulate.ocean(np.ones((n, 2 * n), dtype=bool)) for n in (8, 64))
     >>> def prepare(graph):
-    ...     model = vc.graph.distribute(SAGEConv(8, 8), graph)
-    ...     return lambda: graph.sum(model(graph.x, graph.edge_index)).backward()
-    >>> sample = vc.simulate.sample(prepare, ring(64), [2, 4], "block")
-    >>> counts = [vc.simulate.partition(ring(6400), ranks, "block") for ranks in (2, 4)]
+    ...     return lambda: graph.halo(graph.pos)
+    >>> sample = vc.simulate.sample(prepare, small, [2, 4], "block")
+    >>> counts = [vc.simulate.partition(large, ranks, "block") for ranks in (2, 4)]
     >>> curve = vc.simulate.scaling(sample, counts, vc.simulate.MACHINES["h100-ndr"])
     >>> curve.columns["ranks"], curve.columns["owned"], curve.columns["sent"]
-    ([2, 4], [3200, 1600], [48.0, 80.0])
+    ([2, 4], [4096, 2048], [1536.0, 3072.0])
     """
     return Scaling(machine, tuple(sample.step(each) for each in counts))

@@ -44,11 +44,6 @@ def world(size: int, rank: int = 0) -> Iterator[World]:
     World
         As :func:`varcomm.init` returns it.
 
-    Raises
-    ------
-    GroupError
-        If torch.distributed is already initialised.
-
     Examples
     --------
     >>> import torch, varcomm as vc
@@ -96,8 +91,7 @@ def count(step: Callable[[], object]) -> Work:
     Parameters
     ----------
     step : callable
-        Takes no arguments. Run it once before if its first run does more, such as making the state
-        of an optimizer.
+        Takes no arguments. Run it once before if its first run does more.
 
     Returns
     -------
