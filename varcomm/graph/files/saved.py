@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -148,10 +147,7 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the files of a failed save."""
-        if not self._save.is_committed():
-            self._save.discard()
-            with suppress(OSError):  # there is an earlier save
-                self.target.rmdir()
+        self._save.discard()
 
 
 def _told(arrays: Arrays) -> dict[str, Any]:
@@ -294,7 +290,7 @@ class Outline:
 
     def _read(self, rank: int, arrays: Mapping[str, Array], start: str = "") -> Arrays:
         file = TensorFile(self.folder / list(self.files)[rank])
-        found = {name: file.tensor(start + name).full(a.dtype) for name, a in arrays.items()}
+        found = {name: file.full(start + name, a.dtype) for name, a in arrays.items()}
         for name, array in arrays.items():
             # read_part checks the edge_index, whose last dimension is not that of rank 0
             same = tuple(found[name].shape[1:]) == array.rest
