@@ -140,15 +140,14 @@ class Given:
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Return the words that ranks compare."""
-        values = {
-            f"buffer {name}": f"{value.dtype}, shape {tuple(value.shape)}"
-            for name, value in self.buffers.items()
-        }
-        for kind, parameters in (("trained", self.trained), ("frozen", self.frozen)):
-            for name, value in parameters.items():
+        values, buffers = {}, {f"buffer {name}": value for name, value in self.buffers.items()}
+        kinds: dict[str, Mapping[str, torch.Tensor]]
+        kinds = {"trained": self.trained, "frozen": self.frozen, "untrained": buffers}
+        for kind, tensors in kinds.items():
+            for name, value in tensors.items():
                 values[name] = (
-                    f"a {kind} parameter of {value.dtype} with gradients of "
-                    f"{gradient_dtype(value)}, shape {tuple(value.shape)}, on {value.device.type}"
+                    f"a {kind} tensor of {value.dtype} with gradients of {gradient_dtype(value)}, "
+                    f"shape {tuple(value.shape)}, on {value.device.type}"
                 )
         groups = {str(number): str(names) for number, (names, _) in enumerate(self.groups)}
         return {"parameters and buffers": values, "groups of parameters": groups}
