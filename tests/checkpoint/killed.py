@@ -4,35 +4,22 @@ Run as a script with a folder: prints the content of the folder after each kille
 """
 
 import os
-import random
 import signal
 import sys
-import time
 from itertools import count
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from varcomm.checkpoint import load, read, save
-from varcomm.sharding import Sharded, ShardSpec
 
 ROWS = 20_000
 
-# Changes of the time until the kill, after a save that was killed too early or too late.
-TOWARDS = (1.2, 0.8)
 
-
-def state_of(number, rank=0, ranks=1):
-    """A state whose elements are all `number`; sharded if there are several ranks."""
+def state_of(number):
+    """A state whose elements are all `number`."""
     replicated = {f"layer {n}": torch.full((300,), float(number)) for n in range(6)}
-    state = {"model": replicated, "step": number}
-    if ranks > 1:
-        spec = ShardSpec.of([ROWS // 4, ROWS - ROWS // 4])
-        state["rows"] = Sharded.of(torch.full((spec.local,), float(number)), spec)
-    else:
-        state["rows"] = torch.full((ROWS,), float(number))
-    return state
+    return {"model": replicated, "step": number, "rows": torch.full((ROWS,), float(number))}
 
 
 def held(folder):
@@ -97,44 +84,6 @@ def at_steps(folder, *steps):
             break
     save(state_of(1), folder)
     print(len(list(folder.iterdir())))
-
-
-def save_together(rank, store, folder, number, ready):
-    options = {"init_method": f"file://{store}", "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", **options)
-    state = state_of(number, rank, 2)
-    dist.barrier()
-    os.write(ready, b".")
-    save(state, folder)
-    os.write(ready, b"!")
-    signal.pause()
-
-
-def on_two_ranks(folder, times):
-    """Kill one of two ranks, or both, at random moments."""
-    chance, before = random.Random(11), -1
-    for number in range(times + 1):
-        heard, ready = os.pipe()
-        store = folder.parent / f"store {number}"
-        pids = [forked(save_together, rank, store, folder, number, ready) for rank in range(2)]
-        os.read(heard, 1)
-        if number == 0:
-            start, done = time.monotonic(), b""
-            while done.count(b"!") < 2:
-                done += os.read(heard, 1)
-            lasts = time.monotonic() - start
-        else:
-            time.sleep(chance.uniform(0, lasts))
-            os.kill(chance.choice(pids), signal.SIGKILL)
-            time.sleep(0.05)  # for the other one to see it, and to do what it does then
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            ended(pid)
-        found = held(folder)
-        if number:
-            print(before, number, found)
-            lasts *= TOWARDS[found == number]
-        before = found
 
 
 if __name__ == "__main__":

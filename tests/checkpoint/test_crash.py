@@ -35,9 +35,3 @@ def test_killed_before_each_change_of_the_disk(tmp_path):
     assert [after == new for _, new, after in killed][-1]
     assert sum(after == new for _, new, after in killed) > 1  # also killed after the rename
     assert files == 2
-
-
-@pytest.mark.slow
-def test_killed_on_one_of_two_ranks(tmp_path):
-    killed, _ = run("on_two_ranks", tmp_path / "here", 10)
-    assert len(killed) == 10

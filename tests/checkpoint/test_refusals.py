@@ -29,6 +29,10 @@ def on_rank(which, one, other):
     return lambda rank: {"a": {"key": one if rank == which else other}}
 
 
+def everywhere(**state):
+    return lambda rank: state
+
+
 class Named(torch.Tensor):
     pass
 
@@ -43,82 +47,63 @@ def ragged():
     return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
 
 
-x, sgd = torch.ones(3), torch.optim.SGD
-REFUSED = {  # the state of a rank, the error, words of its message
-    "tensors": (on_rank(1, x, 0 * x), DisagreementError, r"ranks \[1\]: 'a.key'"),
-    "values": (on_rank(1, 0.5, 0.25), DisagreementError, "'a.key'.*0.25.*rank 1.*0.5"),
-    "bool and int": (on_rank(1, 1, True), DisagreementError, "'a.key'"),
-    "shapes": (on_rank(1, x, torch.ones(2)), DisagreementError, r"'a.key'.*\(2,\).*\(3,\)"),
-    "dtypes": (on_rank(1, x, x.int()), DisagreementError, "'a.key'"),
-    "kinds": (on_rank(1, x, 5), DisagreementError, "'a.key'"),
-    "part": (
-        lambda rank: {"w": Sharded((3,), [], torch.float32) if rank else x},
-        DisagreementError,
-        "'w'",
-    ),
-    "reserved": (
-        lambda rank: {"w": x, "__metadata__": x},
-        ArgumentError,
-        "__metadata__",
-    ),
-    "some ranks": (
-        lambda rank: {"x": 1} if rank == 1 else {"x": 1, "y": torch.full((2,), float(rank))},
-        DisagreementError,
-        r"ranks \[2\]: 'y'",
-    ),
-    "copies of a box": (
-        lambda rank: {"w": Sharded((4, 3), [Box((0, 0), torch.full((4, 3), float(rank == 2)))])},
-        DisagreementError,
-        r"ranks \[2\]: 'w'",
-    ),
-    "a value and a dict": (
-        lambda rank: {"x": {"y": 1} if rank else 1},
-        DisagreementError,
-        "'x' .* container",
-    ),
-    "gap": (boxes((0, 2), (3, 1)), ArgumentError, "'w' have 9 elements"),
-    "overlap": (boxes((0, 3), (2, 2)), ArgumentError, "'w' have 15 elements"),
-    "gap and overlap": (boxes((0, 2), (1, 2)), ArgumentError, "'w'.* overlap"),
-    "on no rank": (boxes((0, 0)), ArgumentError, "'w' have 0 elements"),
-    "object": (on_rank(1, object(), 5), ArgumentError, "on rank 1 of 3: 'a.key' has type object"),
-    "numpy": (on_rank(0, np.float64(0.5), 5), ArgumentError, "'a.key' has type numpy.float64"),
-    "function": (on_rank(0, lambda: 5, 5), ArgumentError, "'a.key' has type function"),
-    "large int": (on_rank(0, 10**5000, 5), ArgumentError, "'a.key' has type int"),
-    "tuple": (on_rank(0, (x,), 5), ArgumentError, "'a.key' is a tuple"),
-    "sparse": (on_rank(0, torch.eye(3).to_sparse(), 5), ArgumentError, "'a.key' must be a dense"),
-    "ragged": (lambda rank: {"x": ragged()}, ArgumentError, "'x' must be a dense"),
-    "meta": (on_rank(0, x.to("meta"), 5), ArgumentError, "'a.key' must be a dense"),
-    "subclass": (on_rank(0, x.as_subclass(Named), 5), ArgumentError, "'a.key' is a Named"),
-    "lazy": (on_rank(0, nn.LazyLinear(3), 5), ArgumentError, "'a.key': 'weight'"),
-    "no state": (lambda rank: [1], ArgumentError, "state must be a dict"),
-    "numbers": (lambda rank: {1: 2}, ArgumentError, r"state must be a dict.*\[1\]"),
-    "itself": (lambda rank: itself(), ArgumentError, "contains itself"),
-    "same key": (lambda rank: {"a.b": 1, "a": {"b": 2}}, ArgumentError, "'a.b'"),
-    "key of a box": (
-        lambda rank: {**boxes((0, 2), (2, 2))(rank), "w[0:2, 0:3]": boxes((0, 4))(rank)["w"]},
-        ArgumentError,
-        r"'w\[0:2, 0:3\]'",
-    ),
-    "optimizer": (lambda rank: {"o": sgd(nn.Linear(2, 1).parameters())}, ArgumentError, "'o': par"),
-    "Rows of a rank": (
-        lambda rank: {"x": PerRank(Rows(torch.ones(1), torch.zeros(1), 1))},
-        ArgumentError,
-        "'x.0': Rows",
-    ),
-    "PerRank twice": (lambda rank: {"x": PerRank(PerRank(5))}, ArgumentError, "'x.0': PerRank"),
-    "part of a rank": (
-        lambda rank: {"x": PerRank(Sharded((3,), [], torch.float32))},
-        ArgumentError,
-        "'x.0'",
-    ),
-}
+def copies(rank):
+    return {"w": Sharded((4, 3), [Box((0, 0), torch.full((4, 3), float(rank == 2)))])}
+
+
+def some_ranks(rank):
+    return {"x": 1} if rank == 1 else {"x": 1, "y": torch.full((2,), float(rank))}
+
+
+def key_of_a_box(rank):
+    return {**boxes((0, 2), (2, 2))(rank), "w[0:2, 0:3]": boxes((0, 4))(rank)["w"]}
+
+
+x, part = torch.ones(3), Sharded((3,), [], torch.float32)
+differ, wrong = DisagreementError, ArgumentError
+REFUSED = [  # the state of a rank, the error, words of its message
+    (on_rank(1, x, 0 * x), differ, r"ranks \[1\]: 'a.key'"),
+    (on_rank(1, 0.5, 0.25), differ, "'a.key'.*0.25.*rank 1.*0.5"),
+    (on_rank(1, 1, True), differ, "'a.key'"),
+    (on_rank(1, x, torch.ones(2)), differ, r"'a.key'.*\(2,\).*\(3,\)"),
+    (on_rank(1, x, x.int()), differ, "'a.key'"),
+    (on_rank(1, x, 5), differ, "'a.key'"),
+    (lambda rank: {"w": part if rank else x}, differ, "'w'"),
+    (everywhere(w=x, __metadata__=x), wrong, "__metadata__"),
+    (some_ranks, differ, r"ranks \[2\]: 'y'"),
+    (copies, differ, r"ranks \[2\]: 'w'"),
+    (lambda rank: {"x": {"y": 1} if rank else 1}, differ, "'x' .* container"),
+    (boxes((0, 2), (3, 1)), wrong, "'w' have 9 elements"),
+    (boxes((0, 3), (2, 2)), wrong, "'w' have 15 elements"),
+    (boxes((0, 2), (1, 2)), wrong, "'w'.* overlap"),
+    (boxes((0, 0)), wrong, "'w' have 0 elements"),
+    (on_rank(1, object(), 5), wrong, "on rank 1 of 3: 'a.key' .* type object"),
+    (on_rank(0, np.float64(0.5), 5), wrong, "'a.key' .* type numpy.float64"),
+    (on_rank(0, lambda: 5, 5), wrong, "'a.key' .* type function"),
+    (on_rank(0, 10**5000, 5), wrong, "'a.key' cannot be saved"),
+    (on_rank(0, (x,), 5), wrong, "'a.key' is a tuple"),
+    (on_rank(0, torch.eye(3).to_sparse(), 5), wrong, "'a.key' must be a plain"),
+    (everywhere(x=ragged()), wrong, "'x' must be a plain dense"),
+    (on_rank(0, x.to("meta"), 5), wrong, "'a.key' must be a plain"),
+    (on_rank(0, x.as_subclass(Named), 5), wrong, "'a.key' must be .* Named"),
+    (on_rank(0, nn.LazyLinear(3), 5), wrong, "uninitialized parameter"),
+    (lambda rank: [1], wrong, "state must be a dict"),
+    (lambda rank: {1: 2}, wrong, r"state must be a dict.*\[1\]"),
+    (lambda rank: itself(), wrong, "recursion"),
+    (lambda rank: {"a.b": 1, "a": {"b": 2}}, wrong, "'a.b'"),
+    (key_of_a_box, wrong, r"'w\[0:2, 0:3\]'"),
+    (everywhere(o=torch.optim.SGD(nn.Linear(2, 1).parameters())), wrong, "'o': par"),
+    (everywhere(x=PerRank(Rows(torch.ones(1), torch.zeros(1), 1))), wrong, "'x.0': Rows"),
+    (everywhere(x=PerRank(PerRank(5))), wrong, "'x.0': PerRank"),
+    (everywhere(x=PerRank(part)), wrong, "'x.0'"),
+]
 
 
 def refused(rank, folder):
     save({"before": 1}, folder)
     names = sorted(path.name for path in folder.rglob("*"))
     said = []
-    for make, error, words in REFUSED.values():
+    for make, error, words in REFUSED:
         with pytest.raises(error, match=words) as caught:
             save(make(rank), folder)
         said.append(str(caught.value))
@@ -149,7 +134,7 @@ def folders(rank, folder):
     for where in (folder / "file", folder / "file" / "in it", folder / "link"):
         with pytest.raises(ArgumentError, match=where.parts[-1].split(" ")[0]):
             save({"x": 1}, where)
-    with pytest.raises(ArgumentError, match=r"folder must be a path; got dict"):
+    with pytest.raises(ArgumentError, match="PathLike object, not dict"):
         save(folder, {"x": 1})
     with pytest.raises(ArgumentError, match="async_"):
         save({"x": 1}, folder, async_=1)
@@ -197,8 +182,7 @@ def test_a_folder_without_permission(tmp_path):
     os.seteuid(user or 65534)  # root may write everywhere
     try:
         for where in (folder, folder / "deeper"):
-            said = f"{where} cannot be written to: there is no permission in {folder}"
-            with pytest.raises(ArgumentError, match=said):
+            with pytest.raises(ArgumentError, match=f"save to {where}: .*Permission denied"):
                 save({"x": 2}, where)
         with pytest.raises(ArgumentError, match=r"checkpoint\.json cannot be read: .*Permission"):
             load({"x": 1}, folder)

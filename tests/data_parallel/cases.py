@@ -136,12 +136,6 @@ def square(y):
     return y.square().sum()
 
 
-def on_forces(model, rank, ranks):
-    pos = rows(rank, ranks).requires_grad_()
-    (force,) = torch.autograd.grad(model(pos), pos, create_graph=True)
-    return square(force - 1)
-
-
 def on_forces_without_parameters(model, rank, ranks):
     """On rank 0 the energy is linear and depends on no parameter, so its forces are constants."""
     pos = (rows(1, 2) + rank).requires_grad_()
@@ -167,7 +161,6 @@ CASES = {
         lambda: Checkpointed(True),
         lambda m, *place: square(m(rows(*place).requires_grad_())),
     ),
-    "forces": (Energy, on_forces),
     "forces without parameters": (Energy, on_forces_without_parameters),
     "energy and forces": (Energy, on_energy_and_forces),
     "dtypes": (Types, lambda m, *place: m(rows(*place)).abs().square().sum()),
@@ -283,8 +276,8 @@ def loss_of(model, step, rank, part):
 
 def groups_of(model):
     """Weights decay, others do not."""
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    weights = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    others = [(n, p) for n, p in model.named_parameters() if p.dim() <= 1]
     return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
@@ -312,7 +305,6 @@ def twins(make, seed=3):
 
 def sharded(model, kind, ranks, optimizer="AdamW", **options):
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    options.setdefault("module", model)
     return ShardedGradients(
         groups_of(model), OPTIMIZERS[optimizer], sizes=sizes_of(kind, ranks, total), **options
     )

@@ -28,20 +28,20 @@ class Net(torch.nn.Module):
         return self.out(torch.tanh(self.attention(x, edge_index)))
 
 
-def graphs(sizes, dtype):
+def graphs(sizes):
     """One graph for each place along the data axis."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for n in sizes:
-        x, y = (torch.randn(n, k, generator=generator).double().to(dtype) for k in (3, 2))
+        x, y = (torch.randn(n, k, generator=generator).double() for k in (3, 2))
         edge_index = torch.randint(n, (2, 4 * n), generator=generator)
         made.append(Data(x=x, edge_index=edge_index, y=y))
     return made
 
 
-def net(dtype):
+def net():
     torch.manual_seed(1)
-    return Net().to(dtype)
+    return Net().double()
 
 
 def train(model, parts):
@@ -53,11 +53,11 @@ def train(model, parts):
         optimizer.step()
 
 
-def trained_on_a_mesh(rank, sizes, dtype):
+def trained_on_a_mesh(rank, sizes):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "graph"))
-    data = graphs(sizes, dtype)[mesh["data"].get_local_rank()]
+    data = graphs(sizes)[mesh["data"].get_local_rank()]
     graph = vc.graph.partition(data, group=mesh["graph"])
-    model = vc.graph.distribute(net(dtype), graph)
+    model = vc.graph.distribute(net(), graph)
     whole = mesh._flatten("data_graph")
     for part in (model.inner, model.attention, model.out, model):
         fully_shard(part, mesh=whole)
@@ -68,16 +68,14 @@ def trained_on_a_mesh(rank, sizes, dtype):
     return {name: value.full_tensor() for name, value in model.named_parameters()}, kept
 
 
-# torch divides gradients in another way where they are of fp32
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("sizes", [(7, 11), (5, 1)], ids=["uneven", "one rank without a node"])
-def test_a_mesh_of_data_and_graph(worlds, sizes, dtype, atol):
-    alone = net(dtype)
-    train(alone, graphs(sizes, dtype))
-    found = worlds.run(4, trained_on_a_mesh, sizes, dtype)
+def test_a_mesh_of_data_and_graph(worlds, sizes):
+    alone = net()
+    train(alone, graphs(sizes))
+    found = worlds.run(4, trained_on_a_mesh, sizes)
     for values, _ in found:
         for name, value in alone.named_parameters():
-            torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=atol)
+            torch.testing.assert_close(values[name], value.detach(), rtol=0, atol=1e-12)
     total = sum(value.numel() for value in alone.parameters())
     assert sum(kept for _, kept in found) == total  # each element is on one rank
     assert max(kept for _, kept in found) < total / 2

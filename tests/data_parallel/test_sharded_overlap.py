@@ -1,4 +1,4 @@
-"""Gathers that overlap forward; sums that start, and are freed, during backward."""
+"""Sums that start, and are freed, during backward; graphs and copies from before a step."""
 
 import copy
 import io
@@ -23,119 +23,7 @@ from tests.data_parallel.cases import (
     square,
     twins,
 )
-from varcomm import ArgumentError
 from varcomm.data_parallel import ShardedGradients
-
-
-class Direct(nn.Module):
-    """Reads parameters that are its own, in lists, and in a module of torch that it calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.listed = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))])
-        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(3))})
-        self.attention = nn.MultiheadAttention(3, 1)
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3)])[0])
-
-    def forward(self, x):
-        h = self.scale * x * self.listed[0] * self.listed[1] + self.named["shift"]
-        h, _ = self.attention(h, h, h, need_weights=False)
-        return self.layers(h)
-
-
-@on(2)
-def test_modules_wait_for_the_parameters_that_they_read(rank, ranks):
-    for nbytes, buckets in ((1, 12), (2**20, 1)):
-        model, twin = twins(Direct)
-        options = {"reduce": "sum", "bucket_bytes": nbytes, "overlap_forward": True}
-        own, one = ShardedGradients(model, plain, **options), plain(twin.parameters())
-        with varcomm.trace() as calls:
-            for step in range(3):
-                for module, parts in ((model, [rank]), (twin, range(2))):
-                    for part in parts:
-                        x = torch.full((2, 3), 0.1 * (part + step + 1))
-                        module(x).square().sum().backward()
-                for optimizer in (own, one):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        assert sum(call.name == "all_gather_v" for call in calls) == 3 * buckets
-        state = model.layers[0].state_dict()["weight"]  # of a part: waits for all
-        pairs = [(state, twin.layers[0].weight)]
-        pairs += zip(model.parameters(), twin.parameters(), strict=True)
-        for mine, other in pairs:
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-READS = (
-    lambda model: sum(p.square().sum() for p in model.parameters()),
-    lambda model: torch.linalg.vector_norm(model.weight),
-    lambda model: model.weight.data,
-    lambda model: copy.deepcopy(model.weight),
-    lambda model: model.weight.double(),
-    lambda model: torch.tensor(model.weight.tolist()),
-    lambda model: nn.functional.linear(torch.ones(1, 3), model.weight),
-)
-
-
-@on(2)
-def test_values_in_flight_cannot_be_read(rank, ranks):
-    """They are no numbers, and writing raises, until they are waited for."""
-    model = nn.Linear(3, 2)
-    own = ShardedGradients(model, plain, overlap_forward=True)
-    model(torch.ones(1, 3)).sum().backward()
-    own.step()
-    with torch.no_grad():
-        assert all(read(model).isnan().all() for read in READS)
-        with pytest.raises(RuntimeError, match="single memory location"):
-            model.weight.add_(1)
-    known = model.weight.shape, model.weight.dtype, model.weight.numel(), model.weight.grad
-    assert known == (torch.Size([2, 3]), torch.float32, 6, None)
-    own.wait()
-    own.wait()
-    with torch.no_grad():
-        assert not any(read(model).isnan().any() for read in READS)
-    own.step()
-    if rank:  # which torch does not refuse
-        model.weight.detach().zero_()
-    with pytest.raises(ArgumentError, match=r"refused on rank 1 of 2: .* filled before wait"):
-        own.step()
-
-
-def ways_to_wait(rank):
-    """Evaluation, a saved state, a loaded one, the next step, a norm, close, and deletion."""
-    sums = []
-    for way in ("evaluation", "state_dict", "load_state_dict", "step", "clip", "close", "del"):
-        torch.manual_seed(0)
-        model, x = nn.Linear(3, 2), torch.ones(1, 3)
-        own = ShardedGradients(model, plain, overlap_forward=True)
-        model(x).sum().backward()
-        state = copy.deepcopy(model.state_dict())
-        own.step()
-        if way == "evaluation":
-            with torch.inference_mode():
-                model(x)
-        elif way == "state_dict":
-            model.state_dict()
-        elif way == "load_state_dict":
-            model.load_state_dict(state)
-        elif way == "step":
-            own.step()
-            own.wait()
-        elif way == "clip":
-            own.clip_grad_norm_(1.0)
-        elif way == "close":
-            own.close()
-        else:
-            del own
-        sums.append(model.weight.sum().item())
-    return sums
-
-
-def test_everything_of_ours_waits(worlds):
-    first, second = worlds.run(2, ways_to_wait)
-    assert first == second
-    assert not any(x != x for x in first)
 
 
 def saved(model):
@@ -157,7 +45,7 @@ def test_copies_are_plain_and_old_graphs_are_refused(rank, ranks):
         loss.backward()
     for make in (copy.deepcopy, saved):
         model = nn.Linear(3, 2)
-        own = ShardedGradients(model, plain, overlap_forward=True, reduce="sum")
+        own = ShardedGradients(model, plain, reduce="sum")
         twin = make(model)
         for module in (model, twin):
             module(torch.ones(1, 3)).sum().backward()
@@ -186,7 +74,7 @@ def test_sums_start_during_backward(rank, ranks):
 @on(*SOME)
 def test_messages_do_not_meet_the_exchanges_of_a_model(rank, ranks):
     model, twin = twins(Exchanging)
-    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1, overlap_forward=True)
+    own = ShardedGradients(model, plain, reduce="sum", bucket_bytes=1)
     one = plain(twin.parameters())
     for step in range(3):
         x = torch.full((1, 2), rank + step + 1.0, dtype=DOUBLE)
@@ -200,7 +88,6 @@ def test_messages_do_not_meet_the_exchanges_of_a_model(rank, ranks):
         for optimizer in (own, one):
             optimizer.step()
             optimizer.zero_grad()
-    own.wait()
     assert_equal(model, twin, 1e-11)
 
 

@@ -26,7 +26,7 @@ from tests.data_parallel.cases import (
 )
 from tests.graph.graphs import split_by, wild
 from tests.worlds import WORLDS
-from varcomm import ArgumentError, DisagreementError
+from varcomm import ArgumentError, DisagreementError, GroupError
 from varcomm.data_parallel import GlobalCount, sum_hook
 from varcomm.graph import distribute, partition
 
@@ -155,20 +155,20 @@ def test_two_modules_with_a_count_each(rank, ranks):
 
 def test_wrong_reductions(worlds):
     """In worlds of their own, because a DistributedDataParallel cannot be used after an error."""
-    for state, words in (
-        ((None, "max"), "reduce must be"),
-        ((None, "sum", 1), "state must be"),
-        ("group", "state must be"),
-        ((None, GlobalCount()), "on 2 of 2 ranks GlobalCount.add was not called"),
+    for state, error, words in (
+        ((None, "max"), ArgumentError, "reduce must be"),
+        ((None, "sum", 1), ValueError, "unpack"),
+        ("group", GroupError, "group"),
+        ((None, GlobalCount()), ArgumentError, "on 2 of 2 ranks GlobalCount.add was not called"),
     ):
-        worlds.run(2, wrong, state, words)
+        worlds.run(2, wrong, state, error, words)
     worlds.run(2, one_count)
 
 
-def wrong(rank, state, words):
+def wrong(rank, state, error, words):
     ddp = DistributedDataParallel(slope())
     ddp.register_comm_hook(state, sum_hook)
-    with pytest.raises(ArgumentError, match=words):
+    with pytest.raises(error, match=words):
         ddp(torch.ones(1, 1)).sum().backward()
 
 

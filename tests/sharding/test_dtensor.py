@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -203,35 +202,3 @@ def compiled(rank):
 )
 def test_on_ranks(worlds, check):
     worlds.run(3, check)
-
-
-def of_groups(rank):
-    """Groups become meshes of the same ranks in the same order, without a message."""
-    failures = Failures()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    turned = dist.new_group([2, 0, 3, 1], sort_ranks=False)
-    for name, group, ranks, place in (
-        ("data", mesh["data"], 2, rank // 2),
-        ("model", mesh["model"], 2, rank % 2),
-        ("group", mesh["model"].get_group(), 2, rank % 2),
-        ("turned", turned, 4, (1, 3, 0, 2)[rank]),
-        ("world", None, 4, rank),
-    ):
-        sizes = ShardSizes.chunked(7, ranks)
-        own = torch.tensor(sizes.range(place), dtype=torch.float64)
-        with vc.trace() as seen:
-            made = to_dtensor(own, sizes, 0, group)
-            back, spec = from_dtensor(made)
-        full = made.full_tensor()
-        with failures.named(name):
-            assert torch.equal(full, torch.arange(7.0, dtype=torch.float64))
-            assert made.device_mesh == group or made.device_mesh.mesh_dim_names is None
-            assert back.data_ptr() == own.data_ptr()
-            assert (spec.group.rank, spec.group.size) == (place, ranks)
-            assert not seen.calls
-    return failures
-
-
-@pytest.mark.slow
-def test_groups_and_dimensions_of_a_mesh(worlds):
-    assert_none(worlds.run(4, of_groups))

@@ -7,12 +7,7 @@ import torch
 
 from varcomm import ArgumentError
 from varcomm.sharding import Box, Sharded
-from varcomm.sharding.optimizer_state import (
-    Part,
-    load_optimizer_state,
-    optimizer_state,
-    optimizer_state_for,
-)
+from varcomm.sharding.optimizer_state import OptimizerStates, Part
 
 NAMES = [["weight"], ["bias"]]
 OPTIMIZERS = {
@@ -34,7 +29,7 @@ def stepped(kind, steps=3):
         optimizer.step()
     named = zip(params, ("weight", "bias"), strict=True)
     parts = {p: Part(name, lambda tensor: tensor) for p, name in named}
-    return (optimizer, parts, NAMES), params
+    return OptimizerStates(optimizer, parts, NAMES), params
 
 
 def meta(state):
@@ -49,44 +44,44 @@ def meta(state):
 def test_a_fresh_optimizer_goes_on_where_another_was(kind):
     trained, params = stepped(kind)
     fresh, others = stepped(kind, steps=0)
-    state = optimizer_state(*trained)
-    target = optimizer_state_for(*fresh, meta(state))
+    state = trained.state_dict()
+    target = fresh.state_dict_for(meta(state))
     for name, own in target["state"].items():
         for key, value in own.items():
             value.copy_(state["state"][name][key])
     target["param_groups"] = [{**group, "lr": 0.01} for group in state["param_groups"]]
-    load_optimizer_state(*fresh, target)
-    for group in trained[0].param_groups:
+    fresh.load_state_dict(target)
+    for group in trained.optimizer.param_groups:
         group["lr"] = 0.01
     for mine, other in zip(others, params, strict=True):
         mine.data.copy_(other)
         mine.grad = other.grad = torch.ones_like(other)
-    fresh[0].step()
-    trained[0].step()
+    fresh.optimizer.step()
+    trained.optimizer.step()
     assert all(torch.equal(mine, other) for mine, other in zip(others, params, strict=True))
 
 
 def test_of_flat_pieces_the_state_is_that_of_the_whole():
     """One optimizer of whole parameters, two of pieces: their states are the same boxes."""
     trained, (weight, _) = stepped("adamw")
-    expected = optimizer_state(*trained)
+    expected = trained.state_dict()
     found = torch.full((3, 4), float("nan"))
     for low, high in ((0, 5), (5, 12)):
         piece, nothing = (torch.nn.Parameter(torch.zeros(n)) for n in (high - low, 0))
         mine = OPTIMIZERS["adamw"]([{"params": [piece]}, {"params": [nothing]}])
         part = Part("weight", lambda tensor, low=low: Sharded.elements(tensor, (3, 4), low))
-        own = mine, {piece: part}, NAMES
-        target = optimizer_state_for(*own, meta(expected))
+        own = OptimizerStates(mine, {piece: part}, NAMES)
+        target = own.state_dict_for(meta(expected))
         for box in target["state"]["weight"]["exp_avg"].boxes:
             box.tensor.copy_(place(expected["state"]["weight"]["exp_avg"], box))
-        load_optimizer_state(*own, target)
+        own.load_state_dict(target)
         assert mine.state[piece]["exp_avg"].shape == piece.shape
         assert nothing not in mine.state
-        state = optimizer_state(*own)
+        state = own.state_dict()
         assert [group["params"] for group in state["param_groups"]] == NAMES
         for box in state["state"]["weight"]["exp_avg"].boxes:
             place(found, box).copy_(box.tensor)
-    assert torch.equal(found, trained[0].state[weight]["exp_avg"])
+    assert torch.equal(found, trained.optimizer.state[weight]["exp_avg"])
 
 
 def place(tensor, box):
@@ -102,13 +97,13 @@ def with_piece(value):
     parts = {piece: Part("weight", lambda tensor: Sharded.elements(tensor, (8,), 4))}
     group = {**optimizer.param_groups[0], "params": ["weight"]}
     state = {"state": {"weight": {"momentum_buffer": value}}, "param_groups": [group]}
-    return (optimizer, parts, [["weight"]]), state
+    return OptimizerStates(optimizer, parts, [["weight"]]), state
 
 
 def with_whole(names=NAMES, **states):
     """A state of whole parameters in other groups or with other tensors, and what is to load it."""
     own, _ = stepped("sgd")
-    groups = zip(optimizer_state(*own)["param_groups"] * 2, names, strict=False)
+    groups = zip(own.state_dict()["param_groups"] * 2, names, strict=False)
     groups = [{**group, "params": params} for group, params in groups]
     state = {name: {"momentum_buffer": value} for name, value in states.items()}
     return own, {"state": state, "param_groups": groups}
@@ -132,24 +127,24 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "said"), REFUSED)
 def test_states_of_other_optimizers_or_parts_are_refused(given, said):
     own, state = given
-    before = dict(own[0].state)
+    before = dict(own.optimizer.state)
     with pytest.raises(ArgumentError, match=re.escape(said)):
-        load_optimizer_state(*own, state)
-    assert own[0].state == before
-    assert own[0].param_groups[0]["lr"] == 0.1
+        own.load_state_dict(state)
+    assert own.optimizer.state == before
+    assert own.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_states_that_are_loaded():
     """Of the same part or of other shapes; what the optimizer has is written into."""
     for value in (Sharded.elements(torch.ones(4), (8,), 4), torch.ones(3)):
         own, state = with_piece(value)
-        load_optimizer_state(*own, state)
-        (found,) = own[0].state.values()
+        own.load_state_dict(state)
+        (found,) = own.optimizer.state.values()
         assert found["momentum_buffer"].eq(1).all()
     own, state = with_whole(weight=torch.ones(3, 4))
-    weight, bias = own[1]
-    buffer = own[0].state[weight]["momentum_buffer"]
-    load_optimizer_state(*own, state)
-    assert own[0].state[weight]["momentum_buffer"] is buffer
+    weight, bias = own.parts
+    buffer = own.optimizer.state[weight]["momentum_buffer"]
+    own.load_state_dict(state)
+    assert own.optimizer.state[weight]["momentum_buffer"] is buffer
     assert buffer.eq(1).all()
-    assert bias not in own[0].state  # of which nothing was saved
+    assert bias not in own.optimizer.state  # of which nothing was saved

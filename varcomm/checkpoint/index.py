@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,34 +37,20 @@ def joined(path: Keys) -> str:
     return ".".join(str(name[0] if isinstance(name, tuple) else name) for name in path)
 
 
-class _Node(dict[Any, Any]):
-    """A container of a tree that is being built."""
-
-
 def nested(flat: Mapping[Keys, Any]) -> Any:
     """Return the dicts and lists that have these values at these paths, or raise ArgumentError.
 
     >>> nested({("a", "b"): 1, ("c", (0,)): 2, ("c", (1,)): 3, ("d", 7): 4})
     {'a': {'b': 1}, 'c': [2, 3], 'd': {7: 4}}
     """
-    root = _Node()
+    if len(flat) == 1 and () in flat:
+        return flat[()]
+    parts: dict[Any, dict[Keys, Any]] = {}
     for path, value in flat.items():
-        here = root
-        for name in path[:-1]:
-            here = here.setdefault(name, _Node())
-            if not isinstance(here, _Node):
-                raise ArgumentError(f"{joined(path)!r} is inside a value.")
-        if path:  # an empty state has none
-            if path[-1] in here:
-                raise ArgumentError(f"{joined(path)!r} is both a value and a container.")
-            here[path[-1]] = value
-    return _built(root)
-
-
-def _built(node: Any) -> Any:
-    if not isinstance(node, _Node):
-        return node
-    built = {name: _built(value) for name, value in node.items()}
+        if not path:
+            raise ArgumentError(f"{value!r} is both a value and a container.")
+        parts.setdefault(path[0], {})[path[1:]] = value
+    built = {name: nested(inner) for name, inner in parts.items()}
     places = [name for name in built if isinstance(name, tuple)]
     if places and len(places) < len(built):
         raise ArgumentError(f"{list(built)[:5]} are keys of both a list and a dict.")
@@ -136,7 +121,8 @@ def encode(value: Any) -> Any:
     if kind is dict and all(type(name) is str and name[:1] != "!" for name in value):
         return {name: encode(item) for name, item in value.items()}
     if kind not in _KINDS:
-        raise TypeError(f"{kind.__name__} is not a plain value")
+        name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
+        raise TypeError(f"it has type {name}; save tensors, texts, and numbers of Python's types")
     return {f"!{kind.__name__}": _KINDS[kind][0](value)}
 
 
@@ -218,11 +204,11 @@ class Checkpoint:
             for key in file.names:
                 if key in self.tensors:
                     raise ArgumentError(f"{self.folder}: two files have a tensor {key!r}.")
-                stored = file.tensor(key)
-                part = Part(name, key, (0,) * len(stored.shape), stored.shape)
-                self.tensors[key] = SavedTensor(stored.dtype, stored.shape, (part,))
+                dtype, shape = file.stored(key)
+                part = Part(name, key, (0,) * len(shape), shape)
+                self.tensors[key] = SavedTensor(dtype, shape, (part,))
                 self.paths[key] = (key,)
-                found[key] = name, str(stored.dtype), stored.shape
+                found[key] = name, str(dtype), shape
         return found
 
     def _add_entries(self, entries: Mapping[str, Any]) -> None:
@@ -250,28 +236,22 @@ class Checkpoint:
             self._open[name] = TensorFile(self.folder / name)
         return self._open[name]
 
-    @cached_property
-    def _tree(self) -> Any:
-        flat = {key: tensor.empty() for key, tensor in self.tensors.items()} | self.values
-        return nested({path: flat[key] for key, path in self.paths.items()})
-
-    def below(self, path: Keys) -> set[str]:
-        """Return the keys at a path and inside it."""
+    def below(self, path: Keys) -> dict[Keys, str]:
+        """Return the keys at a path and inside it, by the rest of their paths."""
         if self.files is not None:
-            return {key for key, other in self.paths.items() if other[: len(path)] == path}
-        name = joined(path)
-        return {k for k in self.tensors if not path or k == name or k.startswith(f"{name}.")}
+            n = len(path)
+            return {other[n:]: key for key, other in self.paths.items() if other[:n] == path}
+        name, start = joined(path), joined((*path, ""))
+        found: dict[Keys, str] = {(): name} if name in self.tensors else {}
+        return found | {(k.removeprefix(start),): k for k in self.tensors if k.startswith(start)}
 
     def at(self, path: Keys, default: Any = None) -> Any:
         """Return the saved tree at a path, with tensors on the meta device, or `default`."""
-        if self.files is not None:
-            return at(self._tree, path, default)
-        name = joined(path)
-        if name in self.tensors:
-            return self.tensors[name].empty()
-        start = f"{name}." if path else ""
-        below = [key for key in self.tensors if key.startswith(start)]
-        return {key.removeprefix(start): self.tensors[key].empty() for key in below} or default
+        saved = {
+            rest: self.tensors[key].empty() if key in self.tensors else self.values[key]
+            for rest, key in self.below(path).items()
+        }
+        return nested(saved) if saved else default
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""
@@ -282,7 +262,7 @@ class Checkpoint:
         for tensor in self.tensors.values():
             for part in tensor.parts:
                 if part.file in mine:
-                    self._file(part.file).tensor(part.name).check(tensor.dtype, part.sizes)
+                    self._file(part.file).check(part.name, tensor.dtype, part.sizes)
 
     def read(self, key: str, boxes: Iterable[Box]) -> None:
         """Overwrite boxes of a tensor with saved elements; reads only these."""
@@ -301,9 +281,7 @@ class Checkpoint:
             source.append(low - a)
             sizes.append(high - low)
             target = target.narrow(dim, low - b, high - low)
-        stored = self._file(part.file).tensor(part.name)
-        stored.check(dtype, part.sizes)
-        target.copy_(stored.read(dtype, source, sizes))
+        target.copy_(self._file(part.file).read(part.name, dtype, source, sizes))
 
 
 def _of_other_tools(path: Path) -> tuple[Path, list[str] | None]:

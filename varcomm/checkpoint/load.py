@@ -15,10 +15,10 @@ import torch
 from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
 from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_block
 from varcomm.checkpoint.save import finish_pending
-from varcomm.checkpoint.state import EARLY, LATE, Holder, Leaf, Walk, checked_state, is_bare
+from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state, is_bare
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.sharding.files import write_tensors
-from varcomm.sharding.optimizer_state import prefix_hint
+from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.group import GroupLike
 
 __all__ = ["export", "load", "read"]
@@ -36,19 +36,16 @@ def load(
 
     Collective: all ranks of `group` call it. One process needs no torch.distributed. Nothing is
     changed before all files are verified, all keys match, and all tensors can be overwritten. Then
-    generators, objects and modules with extra state take theirs, and may refuse; then tensors are
-    overwritten.
+    tensors are overwritten, and generators and objects take their states.
 
     Parameters
     ----------
     state : dict or Module
         As for :func:`save`. Names of the first level may be left out, also on some ranks; below,
         keys must match on all ranks together. Tensors are overwritten in place, plain values are
-        replaced; None instead of a dict of plain values accepts any keys. An optimizer need not
-        have made a step. An object with ``state_dict_for(saved)`` gets the saved tree with tensors
-        on the meta device, and returns the tensors to overwrite, which then go to its
-        ``load_state_dict``. A module is loaded from tensors whose names are those of its
-        ``state_dict``.
+        replaced; None instead of a dict of plain values accepts any keys. An object with
+        ``state_dict_for(saved)`` gets the saved tree with tensors on the meta device, and returns
+        the tensors to overwrite, which then go to its ``load_state_dict``.
     folder : str or path
         A folder of :func:`save`; or a ``.safetensors`` file of another tool, an index with a
         ``weight_map`` as Hugging Face writes it, or a folder with one of these. Their names match
@@ -61,20 +58,15 @@ def load(
     ArgumentError
         On every rank, if there is no checkpoint; if a file is missing, cut or altered; if keys,
         shapes or dtypes do not match; if a tensor cannot be overwritten. Then nothing is changed.
-        Also if an object refuses its state.
+        Also if an object refuses its state, after tensors have been overwritten.
     DisagreementError
         On every rank, if ranks find different checkpoints.
-    CommunicationError
-        If a rank has exited or takes longer than the timeout of the group.
 
     Notes
     -----
     Each rank verifies the SHA-256 of every P-th file, and reads only the elements that it needs.
-    Files of other tools have no digests: their headers are checked.
-
-    Communication: five rounds of small messages; rows of :class:`Rows` travel once.
-
-    In one process: the same call.
+    Files of other tools have no digests. Communication: four rounds of small messages; rows of
+    :class:`Rows` travel once.
 
     Examples
     --------
@@ -109,28 +101,27 @@ def load(
         )
     targets, fits = ranks.agree(_WHAT, lambda: _Targets(state, found, ranks.rank), _Targets.fit)
     alone(_WHAT, lambda: _check_fit(found, fits))  # the same on all ranks
-    blocks = [(key, *row_block(rows, ranks)) for key, rows in sorted(targets.rows.items())]
+    blocks = [(key, *row_block(rows, ranks)) for key, rows in targets.rows().items()]
 
-    def read_early() -> None:
-        targets.read(EARLY)
-        targets.put(EARLY)
-
-    def read_late() -> None:
-        targets.read(LATE)
+    def overwrite() -> None:
+        for key, target in targets.targets.items():
+            if not isinstance(target, Rows):
+                found.read(key, boxes_of(key, target))
         for key, block, _ in blocks:
             found.read(key, [block])
 
-    ranks.agree(_WHAT, read_early)
-    ranks.agree(_WHAT, read_late)
+    ranks.agree(_WHAT, overwrite)
     for *_, send in blocks:
         send()
-    ranks.agree(_WHAT, lambda: targets.put(LATE))
+    ranks.agree(_WHAT, targets.put)
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a whole checkpoint on the CPU; no communication.
 
-    ArgumentError if there is no checkpoint, or if a file is missing, cut or altered.
+    Modules and other objects are dicts, sharded tensors and rows full tensors, and :class:`PerRank`
+    a dict with the ranks as texts. Files of other tools are tensors by name. ArgumentError if there
+    is no checkpoint, or if a file is missing, cut or altered.
 
     Parameters
     ----------
@@ -140,9 +131,6 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Returns
     -------
     dict
-        The saved state, nested as it was: modules and other objects as dicts, sharded tensors and
-        rows as full tensors, :class:`PerRank` as a dict with the ranks as texts. Of files of other
-        tools, tensors by name.
 
     Examples
     --------
@@ -179,8 +167,7 @@ def export(
     file : str or path
         The file to write, such as ``model.safetensors``. An earlier file is replaced.
     name : str, optional
-        Write only the tensors below this name of the state, such as ``"model"``, without it in
-        their names. None writes all tensors, with dotted names.
+        Write only the tensors below this name of the state, without it in their names.
 
     Examples
     --------
@@ -226,7 +213,7 @@ def _read_all(
 
 def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
-    within, asked, missing, differing, rows = zip(*fits, strict=True)
+    within, asked, problems, rows = zip(*fits, strict=True)
     for rank, own in enumerate(rows):
         if own != rows[0]:
             raise DisagreementError(
@@ -234,52 +221,48 @@ def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
                 "same Rows on all ranks, without ids if a rank has none."
             )
     left = reduce(or_, within) & ~reduce(or_, asked)
-    unexpected = [key for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
-    lacking = list(dict.fromkeys(chain.from_iterable(missing)))
-    parts = {
-        "keys are missing in the checkpoint": [*map(repr, lacking)],
-        "of its keys are not in the state": [*map(repr, unexpected)],
-        "have another shape or dtype": [*dict.fromkeys(chain.from_iterable(differing))],
-    }
-    reasons = [f"{len(items)} {what}: {few(items)}" for what, items in parts.items() if items]
+    unexpected = [repr(key) for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
+    given = [*dict.fromkeys(chain.from_iterable(problems))]
+    parts = {"of the state do not match": given, "are not in the state": unexpected}
+    reasons = [f"{len(some)} keys {what}: {few(some)}" for what, some in parts.items() if some]
     if reasons:
         raise ArgumentError(
-            f"the checkpoint {found.folder} does not match the state. {'; '.join(reasons)}. "
-            f"Nothing has been loaded.{prefix_hint(lacking, unexpected)}"
+            f"{found.folder} has the checkpoint of another state. {'; '.join(reasons)}. Nothing "
+            "has been loaded."
         )
 
 
 class _Targets(Walk):
-    """The tensors that this rank reads, and the calls that put values in their places, by phase."""
+    """The tensors that this rank reads, and the calls that put values in their places."""
 
     def __init__(self, state: Any, found: Checkpoint, rank: int) -> None:
         super().__init__(state, rank)
         self.found = found
-        self.tensors: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        self.puts: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
-        self.rows: dict[str, Rows] = {}
-        self.missing: list[str] = []
-        self.differing: list[str] = []
+        self.targets: dict[str, torch.Tensor | Rows] = {}
+        self.puts: list[Callable[[], None]] = []
+        self.problems: list[str] = []
         self.asked: set[str] = set()
         paths = [()] if isinstance(state, torch.nn.Module) else [(name,) for name in state]
-        self.within = {key for path in paths for key in found.below(path)}
+        self.within = {key for path in paths for key in found.below(path).values()}
         for leaf in self.leaves(Leaf(state)):
             self._add(leaf.key, leaf)
 
     def fit(self) -> tuple[Any, ...]:
         """Return how well the state matches, for all ranks; bits stand for sorted keys."""
         bits = {key: 1 << bit for bit, key in enumerate(sorted(self.found.paths))}
-        within, asked = (sum(bits[key] for key in some) for some in (self.within, self.asked))
-        return within, asked, self.missing, self.differing, sorted(self.rows)
+        within, asked = (
+            sum(bits.get(key, 0) for key in some) for some in (self.within, self.asked)
+        )
+        return within, asked, self.problems, sorted(self.rows())
 
-    def read(self, phase: int) -> None:
-        """Overwrite the tensors of a phase."""
-        for key, tensor in self.tensors[phase].items():
-            self.found.read(key, boxes_of(key, tensor))
+    def rows(self) -> dict[str, Rows]:
+        """Return the targets that are Rows, in one order on all ranks."""
+        found = sorted(self.targets.items())
+        return {key: value for key, value in found if isinstance(value, Rows)}
 
-    def put(self, phase: int) -> None:
-        """Put the values of a phase in their places."""
-        for put in self.puts[phase]:
+    def put(self) -> None:
+        """Put all values in their places, in the order of the state."""
+        for put in self.puts:
             put()
 
     def opens(self, holder: Holder, path: Keys) -> bool:
@@ -287,60 +270,52 @@ class _Targets(Walk):
         if saved is not _ABSENT:
             holder.content = holder.targets(saved)
         elif holder.tree() not in ({}, []):
-            self.missing.append(joined(path))
+            self._differs(joined(path), "")
         return saved is not _ABSENT
 
     def enters(self, path: Keys) -> bool:
         saved = self.found.at(path)
         if not isinstance(saved, Mapping) or not all(str(name).isdecimal() for name in saved):
-            self.missing.append(joined((*path, str(self.rank))))
+            self._differs(joined((*path, str(self.rank))), "")
             return False
-        self.asked |= self.found.below(path)
+        self.asked.update(self.found.below(path).values())
         return str(self.rank) in saved
 
     def _add(self, key: str, leaf: Leaf) -> None:
-        value, path = leaf.value, leaf.path
+        value = leaf.value
         if isinstance(value, Holder):
-            for each in (EARLY, LATE):
-                self.puts[each].append(partial(_take, key, value, each))
-        elif isinstance(value, Rows):
-            _check_target(key, value.tensor)
-            shape = (value.total, *value.tensor.shape[1:])
-            if self._matches(key, shape, value.tensor.dtype):
-                self.rows[key] = value
-        elif isinstance(value, torch.Tensor):
-            _check_target(key, value)
-            if self._matches(key, tuple(value.shape), value.dtype):
-                self.tensors[leaf.phase][key] = value
-        elif isinstance(value, dict) and not value:
-            if self.found.at(path) == {}:  # an empty dict has a key
-                self.asked.add(key)
-        else:
-            saved = self.found.at(path, _ABSENT)
-            self.asked |= self.found.below(path)
-            if saved is _ABSENT:
-                self.missing.append(key)
-            elif not is_bare(saved):
-                self.differing.append(f"{key!r} is saved as tensors and is a plain value here")
+            self.puts.append(partial(_take, key, value))
+            return
+        if not isinstance(value, torch.Tensor | Rows):
+            saved = self.found.at(leaf.path, _ABSENT)
+            if value == {} and saved != {}:
+                return
+            self.asked.update(self.found.below(leaf.path).values())
+            if saved is _ABSENT or not is_bare(saved):
+                self._differs(key, "a plain value")
             else:
-                self.puts[leaf.phase].append(partial(leaf.put, saved))
-
-    def _matches(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        if key not in self.found.paths:
-            self.missing.append(key)
-            return False
+                self.puts.append(partial(leaf.put, saved))
+            return
+        tensor = value.tensor if isinstance(value, Rows) else value
+        shape, stored = tuple(value.shape), self.found.tensors.get(key)
+        _check_target(key, tensor)
         self.asked.add(key)
-        saved = self.found.tensors.get(key)
-        if saved is not None and (saved.shape, saved.dtype) == (shape, dtype):
-            return True
-        was = "a plain value" if saved is None else f"{saved.shape}, {saved.dtype}"
-        self.differing.append(f"{key!r} is saved as {was} and is {shape}, {dtype} here")
-        return False
+        if stored is None or (stored.shape, stored.dtype) != (shape, tensor.dtype):
+            self._differs(key, f"{shape}, {tensor.dtype}")
+        else:
+            self.targets[key] = value
+
+    def _differs(self, key: str, here: str) -> None:
+        stored = self.found.tensors.get(key)
+        was = f"{stored.shape}, {stored.dtype}" if stored else "a plain value"
+        problem = f"{key!r} is saved as {was} and is {here} here"
+        is_there = key in self.found.paths
+        self.problems.append(problem if is_there else f"{key!r} is missing in the checkpoint")
 
 
-def _take(key: str, holder: Holder, phase: int) -> None:
+def _take(key: str, holder: Holder) -> None:
     try:
-        holder.take(phase)
+        holder.take()
     except Exception as error:
         raise ArgumentError(f"{key!r} refuses its saved state: {error}") from error
 
@@ -350,10 +325,4 @@ def _check_target(key: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise ArgumentError(f"{key!r} is on the meta device. Call to_empty(device=...) first.")
     for box in boxes_of(key, tensor):
-        places, reason = zip(box.tensor.shape, box.tensor.stride(), strict=True), ""
-        if box.tensor.is_inference() and not torch.is_inference_mode_enabled():
-            reason = "was made in inference mode and can be overwritten only there"
-        if any(n > 1 and step == 0 for n, step in places):
-            reason = "is an expanded tensor, whose elements share memory"
-        if reason:
-            raise ArgumentError(f"{key!r} {reason}. Load into its clone().")
+        refuse_unwritable(repr(key), box.tensor)

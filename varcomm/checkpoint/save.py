@@ -7,8 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -66,18 +65,10 @@ def save(
     Parameters
     ----------
     state : dict
-        Values by name; dicts and lists may be nested, with texts or ints as keys of dicts that
-        have tensors in them. Values may be:
-
-        - tensors, identical on all ranks; :class:`~varcomm.sharding.Sharded` and DTensor, of which
-          each rank has boxes; :class:`Rows` of a larger tensor;
-        - modules, by the names of their ``state_dict``; marked parameters are sharded. Save the
-          module inside DistributedDataParallel or torch.compile, which add prefixes to names;
-        - optimizers, by the names of parameters in the modules of `state`, sharded as these are.
-          Optimizers with a ``state_dict`` of their own need ``state_dict_for`` too;
-        - generators, and objects with ``state_dict`` and ``load_state_dict``;
-        - :class:`PerRank` around values of each rank's own;
-        - numbers, texts, None, and lists and dicts of them.
+        Values by name, in nested dicts and lists: tensors, identical on all ranks;
+        :class:`~varcomm.sharding.Sharded`, DTensor and :class:`Rows`, of which each rank has a
+        part; modules and optimizers; generators and objects with ``state_dict`` and
+        ``load_state_dict``; :class:`PerRank` around values of each rank's own; plain values.
     folder : str or path
         The same on all ranks; made if it does not exist. Other files in it stay.
     async_ : bool
@@ -98,18 +89,11 @@ def save(
         if the folder cannot be written to. The earlier checkpoint is intact.
     DisagreementError
         On every rank, if values that must be identical differ; it names keys and ranks.
-    CommunicationError
-        If a rank has exited, or writes for longer than the timeout of the group.
 
     Notes
     -----
-    The folder has one index, ``checkpoint.json``, and one safetensors file per rank that writes. A
-    box that several ranks have is written once, by the rank with least to write.
-
     Communication: three rounds of small messages; one more if ranks have different keys; one more
     to compare CRC-32 of replicated tensors. Rows travel once, to the rank that writes them.
-
-    In one process: the same call.
 
     Examples
     --------
@@ -130,16 +114,18 @@ def save(
     def collect() -> tuple[Path, _State]:
         finish_pending()
         checked_flag(async_, "async_", "")
-        return _checked_folder(folder), _State(state, ranks.rank)
+        # absolute: the process may go to another folder meanwhile
+        return Path(folder).absolute(), _State(state, ranks)
 
     def brief(found: tuple[Path, _State]) -> tuple[Any, ...]:
-        call = {"folder": str(Path(folder)), "async_": async_}
-        return token, call, found[1].digest(), found[1].per_rank, found[1].boxes
+        own = found[1]
+        call = {"folder": str(Path(folder)), "async_": async_, "Rows": sorted(own.rows.items())}
+        return token, call, own.digest(), own.per_rank, own.boxes
 
     (target, own), told = ranks.agree(_WHAT, collect, brief)
     tokens, calls, digests, per_rank, boxes = zip(*told, strict=True)
-    for word, first in calls[0].items():
-        for rank, call in enumerate(calls):
+    for rank, call in enumerate(calls):
+        for word, first in calls[0].items():
             if call[word] != first:
                 both = f"rank 0 has {first}, rank {rank} has {call[word]}"
                 raise DisagreementError(f"{_WHAT}: ranks disagree on {word}: {both}.")
@@ -148,10 +134,10 @@ def save(
         _, commons = ranks.agree(_WHAT, lambda: own.common)
     entries = [common | more for common, more in zip(commons, per_rank, strict=True)]
     plan = alone(_WHAT, lambda: _Plan(entries, boxes))  # the same on all ranks
+    for key in sorted(own.rows):
+        own.values[key] = sorted_rows(_WHAT, key, own.values[key], ranks)
     _check_copies(own.values, plan, ranks)
-    rows = sorted(key for key, value in own.values.items() if isinstance(value, Rows))
-    sent = {key: sorted_rows(_WHAT, key, own.values[key], ranks) for key in rows}
-    contents = plan.contents(own.values | sent, ranks.rank)
+    contents = plan.contents(own.values, ranks.rank)
     task = FolderSave(target, KIND, tokens[0])
     what = f"{_WHAT} to {Path(folder)}"
     if not async_:
@@ -219,7 +205,7 @@ def finish_pending() -> None:
 
 
 # One key of the state as the index has it, and what a rank has of it: its "kind" is "value",
-# "whole", "parts" or "rows".
+# "whole" or "parts".
 _Entry: TypeAlias = dict[str, Any]
 
 # Key, offsets and sizes of a box: the unit that one rank writes.
@@ -229,19 +215,22 @@ _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 class _State:
     """The state of this rank: its tensors, and what ranks tell each other of them."""
 
-    def __init__(self, state: Any, rank: int) -> None:
+    def __init__(self, state: Any, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.values: dict[str, Any] = {}  # tensors and Rows
+        self.rows: dict[str, Any] = {}  # the same on all ranks
         self.common: dict[str, _Entry] = {}  # mostly the same on all ranks
         self.per_rank: dict[str, _Entry] = {}
         self.boxes: list[_Piece] = []
-        for leaf in Walk(checked_state(state), rank).leaves(Leaf(state)):
+        for leaf in Walk(checked_state(state), ranks.rank).leaves(Leaf(state)):
             if isinstance(leaf.value, Holder):
                 continue  # after its leaves
-            if other := self.common.get(leaf.key) or self.per_rank.get(leaf.key):
+            key = leaf.key
+            if other := self.common.get(key) or self.per_rank.get(key):
                 both = f"{other['path']} and {leaf.path}"
-                raise ArgumentError(f"{both} would both be saved as {leaf.key!r}. Rename one.")
+                raise ArgumentError(f"{both} would both be saved as {key!r}. Rename one.")
             entries = self.per_rank if leaf.own else self.common
-            entries[leaf.key] = {"path": leaf.path, **self._entry(leaf.key, leaf)}
+            entries[key] = {"path": leaf.path, **self._entry(key, leaf)}
 
     def digest(self) -> int:
         """Return a digest of the common entries."""
@@ -250,17 +239,26 @@ class _State:
     def _entry(self, key: str, leaf: Leaf) -> _Entry:
         value = leaf.value
         if not isinstance(value, torch.Tensor | Rows):
-            return {"kind": "value", "value": _as_json(key, value)}
+            try:
+                content = encode(value)
+                json.dumps(content)
+            except (TypeError, ValueError) as error:
+                raise ArgumentError(f"{key!r} cannot be saved: {error}.") from error
+            return {"kind": "value", "value": content}
         self.values[key] = value
+        shape, kind = tuple(value.shape), "parts"
         if isinstance(value, Rows):
-            kind, tensor, shape = "rows", value.tensor, (value.total, *value.tensor.shape[1:])
+            dtype = value.tensor.dtype
+            self.rows[key] = str(dtype), shape
+            rows = ShardSizes.balanced(value.total, self._ranks.size).range(self._ranks.rank)
+            offsets = rows.start, *(0,) * (len(shape) - 1)
+            self.boxes.append((key, offsets, (len(rows), *shape[1:])))
         else:
             _check_saved(key, value, leaf.own)
-            kind, tensor, shape = "whole", value, tuple(value.shape)
-        if kind == "whole" and not is_whole(tensor):
-            kind, found = "parts", boxes_of(key, tensor)
-            self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in found]
-        return {"kind": kind, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+            dtype, kind = value.dtype, "whole" if is_whole(value) else kind
+            own = [] if kind == "whole" else boxes_of(key, value)
+            self.boxes += [(key, box.offsets, tuple(box.tensor.shape)) for box in own]
+        return {"kind": kind, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
 
 
 def _in_order(content: Any) -> str:
@@ -269,27 +267,12 @@ def _in_order(content: Any) -> str:
 
 def _check_saved(key: str, tensor: torch.Tensor, own: bool) -> None:
     """Raise ArgumentError if a tensor cannot be saved."""
-    ragged, whole = tensor.is_nested, is_whole(tensor)
-    if ragged or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ArgumentError(f"{key!r} must be a dense tensor with values; got {shown(tensor)}.")
-    if whole and type(tensor) is not torch.Tensor:
-        name = type(tensor).__name__
-        raise ArgumentError(f"{key!r} is a {name}, not loaded as such. Save a plain tensor.")
+    whole = is_whole(tensor)
+    odd = tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized
+    if odd or tensor.is_meta or (whole and type(tensor) is not torch.Tensor):
+        raise ArgumentError(f"{key!r} must be a plain dense tensor; got {shown(tensor)}.")
     if own and not whole:
         raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
-
-
-def _as_json(key: str, value: Any) -> Any:
-    try:
-        content = encode(value)
-        json.dumps(content)
-        return content
-    except (TypeError, ValueError, RecursionError) as error:
-        kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
-        raise ArgumentError(
-            f"{key!r} has type {kind} and cannot be saved ({error}). Save tensors, texts, numbers "
-            "of Python's own types, and lists and dicts of them."
-        ) from error
 
 
 class _Plan:
@@ -302,8 +285,14 @@ class _Plan:
         self.entries = _merged(entries)
         self.holders: dict[_Piece, list[int]] = {}
         for rank, own in enumerate(entries):
-            for piece in (*boxes[rank], *_full_pieces(own, rank, len(boxes))):
-                self.holders.setdefault(piece, []).append(rank)
+            whole = [
+                (key, (0,) * len(entry["shape"]), entry["shape"])
+                for key, entry in own.items()
+                if entry["kind"] == "whole"
+            ]
+            for piece in (*boxes[rank], *whole):
+                if prod(piece[2]):
+                    self.holders.setdefault(piece, []).append(rank)
         by_key: dict[str, list[Any]] = {key: [] for key in self.entries}
         for key, *box in self.holders:
             by_key[key].append(box)
@@ -344,15 +333,8 @@ class _Plan:
 
 def _merged(given: Sequence[Mapping[str, _Entry]]) -> dict[str, _Entry]:
     """Return the entries of all ranks, which must not contradict each other."""
-    rows = [{k: e for k, e in entries.items() if e["kind"] == "rows"} for entries in given]
     first: dict[str, tuple[int, _Entry]] = {}
     for rank, entries in enumerate(given):
-        if rows[rank] != rows[0]:
-            here, there = (", ".join(map(repr, found)) or "none" for found in (rows[0], rows[rank]))
-            raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {here}; rank {rank} has {there}, or another "
-                "dtype or total. Give the same Rows on all ranks, without ids if a rank has none."
-            )
         for key, entry in entries.items():
             other, known = first.setdefault(key, (rank, entry))
             if known is not entry and _in_order(known) != _in_order(entry):
@@ -381,19 +363,6 @@ def _shown(entry: _Entry) -> str:
         return f"{part}a tensor of shape {entry['shape']}, torch.{entry['dtype']}"
     text = json.dumps(entry["value"])
     return "an empty container" if _is_empty(entry) else f"a plain value {text[:50]}"
-
-
-def _full_pieces(entries: Mapping[str, _Entry], rank: int, ranks: int) -> Iterator[_Piece]:
-    """Yield what a rank can write of tensors that are whole, or whole on all ranks together."""
-    for key, entry in entries.items():
-        shape: tuple[int, ...] = entry.get("shape", (0,))
-        zeros = (0,) * len(shape)
-        if entry["kind"] == "whole" and prod(shape):
-            yield key, zeros, shape
-        elif entry["kind"] == "rows" and prod(shape):
-            rows = ShardSizes.balanced(shape[0], ranks).range(rank)
-            if rows:
-                yield key, (rows.start, *zeros[1:]), (len(rows), *shape[1:])
 
 
 def _box(tensors: Mapping[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
@@ -426,21 +395,6 @@ def _check_copies(tensors: Mapping[str, torch.Tensor], plan: _Plan, ranks: Ranks
         )
 
 
-def _checked_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return where to write, wherever the process goes meanwhile, if that seems possible."""
-    if not isinstance(folder, str | os.PathLike):
-        kind = type(folder).__name__
-        raise ArgumentError(f"folder must be a path; got {kind}. Call save(state, folder).")
-    target = Path(folder).absolute()
-    nearest = next(path for path in (target, *target.parents) if os.path.lexists(path))
-    if not nearest.is_dir():
-        raise ArgumentError(f"{nearest} is a file, or a link to nothing; give a folder.")
-    effective = os.access in os.supports_effective_ids
-    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective):
-        raise ArgumentError(f"{target} cannot be written to: there is no permission in {nearest}.")
-    return target
-
-
 def _staged(contents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies on the CPU, which training does not change."""
     staged = {}
@@ -458,7 +412,6 @@ def _write(
     what: str, task: FolderSave, plan: _Plan, contents: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> None:
     """Write on all ranks, and make the files the checkpoint in the folder; collective."""
-    existed = task.folder.exists()
 
     def finish() -> None:
         if ranks.rank == 0:
@@ -469,10 +422,6 @@ def _write(
         ranks.agree(what, finish)
     except Exception as error:
         # if a rank has exited, another one may be about to commit, and the files must stay
-        agreed = ranks.group is None or on_all_ranks(error)
-        if agreed and not task.is_committed():
+        if ranks.group is None or on_all_ranks(error):
             task.discard()
-            if not existed:
-                with suppress(OSError):  # another rank was faster
-                    task.folder.rmdir()
         raise

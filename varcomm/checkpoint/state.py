@@ -9,15 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from varcomm.checkpoint.index import Keys, at, joined
 from varcomm.checkpoint.parts import PerRank, Rows, checked_rows, is_whole, wrapped
 from varcomm.errors import ArgumentError
-from varcomm.sharding import optimizer_state as named
-
-# When a target is loaded: before an object may refuse it, or after all objects have taken theirs.
-EARLY, LATE = 0, 1
+from varcomm.sharding.optimizer_state import OptimizerStates, Part
 
 # The modules of a state by their paths.
 _Modules = Mapping[Keys, torch.nn.Module]
@@ -31,7 +27,6 @@ class Leaf:
     path: Keys = ()
     put: Callable[[Any], None] = lambda value: None  # replaces the value in the state
     own: bool = False  # inside PerRank
-    phase: int = LATE
 
     @property
     def key(self) -> str:
@@ -43,11 +38,7 @@ class Walk:
     """The walk over a nested state, for a save; a load asks objects for targets instead."""
 
     def __init__(self, state: Any, rank: int) -> None:
-        self.rank = rank
-        try:
-            self._modules = _modules_in(state)
-        except RecursionError as error:
-            raise ArgumentError("the state contains itself or is nested too deeply.") from error
+        self.rank, self._modules = rank, _modules_in(state)
 
     def opens(self, holder: Holder, path: Keys) -> bool:
         """Set the content of an object; return whether the walk continues in it."""
@@ -66,10 +57,7 @@ class Walk:
         if isinstance(value, PerRank):
             if self.enters(path):
                 put, path = partial(setattr, value, "value"), (*path, str(self.rank))
-                yield from self.leaves(Leaf(value.value, path, put, True, here.phase))
-        elif isinstance(value, _Early):
-            put = partial(setattr, value, "value")
-            yield from self.leaves(Leaf(value.value, path, put, here.own, EARLY))
+                yield from self.leaves(Leaf(value.value, path, put, own=True))
         elif isinstance(value, Rows):
             yield replace(here, value=checked_rows(here.key, value))
         elif isinstance(value, torch.Tensor):
@@ -135,15 +123,8 @@ def _is_container(leaf: Leaf) -> bool:
     return not bare
 
 
-@dataclass
-class _Early:
-    """Targets that an object may refuse; they are loaded before any tensor is overwritten."""
-
-    value: Any
-
-
 class Holder:
-    """An object with `state_dict`, in one walk; it may refuse unless it makes its own targets."""
+    """An object with `state_dict`, in one walk."""
 
     content: Any = None  # its state in a save, its targets in a load
 
@@ -158,50 +139,34 @@ class Holder:
         """Return the tree to load into; `saved` is the saved tree, with tensors on meta."""
         if _can(self.held, "state_dict_for"):
             return self.held.state_dict_for(saved)
-        return _Early(_copied(saved, self.tree()))
+        return _copied(saved, self.tree())
 
-    def take(self, phase: int) -> None:
-        """Take the targets of a phase, or refuse them."""
-        early = isinstance(self.content, _Early)
-        if early == (phase == EARLY):
-            self.held.load_state_dict(self.content.value if early else self.content)
+    def take(self) -> None:
+        """Take the targets, or refuse them."""
+        self.held.load_state_dict(self.content)
 
 
 class _Module(Holder):
-    """A module: its parameters and buffers in place; extra state and copies made by hooks early."""
-
-    def __init__(self, held: torch.nn.Module) -> None:
-        super().__init__(held)
-        # the parameters themselves: copies lose their marks
-        self._state = dict(held.state_dict(keep_vars=True))
-        for name, value in self._state.items():
-            if is_lazy(value):
-                kind = type(held).__name__
-                raise ArgumentError(f"{name!r} of a {kind} has no shape yet. Run the module once.")
-        # after state_dict(), in which fully_shard replaces parameters
-        tensors = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
-        self._in_place = {name for name, value in self._state.items() if id(value) in tensors}
+    """A module: its parameters and buffers in place, extra state and copies made by hooks."""
 
     def tree(self) -> dict[str, Any]:
-        return self._state
+        # the parameters themselves: copies lose their marks
+        return dict(self.held.state_dict(keep_vars=True))
 
     def targets(self, saved: Any) -> dict[str, Any]:
-        found = dict(self._state)
-        for name in found.keys() - self._in_place:
-            own = found[name]
+        found = self.tree()
+        # after state_dict(), in which fully_shard replaces parameters
+        tensors = {id(tensor) for tensor in (*self.held.parameters(), *self.held.buffers())}
+        for name, own in found.items():
             # only extra state may change its shape
-            fixed = isinstance(own, torch.Tensor) and not name.endswith("_extra_state")
-            found[name] = _Early(_copied(own if fixed else at(saved, (name,), own), own))
+            if name.endswith("_extra_state"):
+                found[name] = _copied(at(saved, (name,), own), own)
+            elif isinstance(own, torch.Tensor) and id(own) not in tensors:
+                found[name] = _copied(own, own)
         return found
 
-    def take(self, phase: int) -> None:
-        # a module with both kinds takes them twice: hooks may derive tensors from parameters
-        early = {n: item.value for n, item in self.content.items() if isinstance(item, _Early)}
-        if early if phase == EARLY else self._in_place:
-            self.held.load_state_dict({**self._state, **early})
 
-
-class _Optimizer:
+class _Optimizer(OptimizerStates):
     """An optimizer of torch's; its states have the names of parameters, as in `modules`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: _Modules) -> None:
@@ -215,45 +180,39 @@ class _Optimizer:
                         f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is "
                         "in no module of the state, and has no name. Add its module to the state."
                     )
-        parts = {p: named.Part(name, partial(wrapped, like=p)) for p, name in names.items()}
-        self._self = optimizer, parts, [[names[param] for param in params] for params in groups]
+        parts = {p: Part(name, partial(wrapped, like=p)) for p, name in names.items()}
+        super().__init__(optimizer, parts, [[names[param] for param in own] for own in groups])
 
-    def state_dict(self) -> dict[str, Any]:
-        return named.optimizer_state(*self._self)
-
-    def state_dict_for(self, saved: Any) -> dict[str, Any]:
+    def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         if at(saved, ("masters",)) is not None:
             raise ArgumentError(
                 "the saved optimizer has fp32 masters of the parameters, and a plain optimizer "
-                "has none. Load it into a ShardedGradients with fp32_masters=False, and save that."
+                "has none. Load it into a varcomm.data_parallel.ShardedGradients."
             )
-        found = named.optimizer_state_for(*self._self, saved)
+        found = super().state_dict_for(saved)
         for own, group in zip(found["param_groups"], saved["param_groups"], strict=True):
             options = {key: _option(value, own.get(key)) for key, value in group.items()}
             own.clear()
             own.update(options)
         return found
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        named.load_optimizer_state(*self._self, state)
-
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Raise ArgumentError if an optimizer keeps states elsewhere than torch's optimizers."""
-    kind, reason = type(optimizer), ""
-    for method in ("state_dict", "load_state_dict"):
-        if getattr(kind, method) is not getattr(torch.optim.Optimizer, method):
-            reason = f"{kind.__name__} has a {method} of its own."
+    kind, plain = type(optimizer), torch.optim.Optimizer
     params = {param for group in optimizer.param_groups for param in group["params"]}
-    for key in optimizer.state:
-        if key not in params:
-            reason = f"the states of {kind.__name__} have a key {key!r}, which is not a parameter."
-    if reason:
-        raise ArgumentError(
-            f"{reason} Its states cannot be saved by the names of parameters. Use "
-            "varcomm.data_parallel.ShardedGradients to shard states; else save an object whose "
-            "state_dict and load_state_dict call the optimizer's, inside PerRank if ranks differ."
-        )
+    for odd, reason in (
+        (kind.state_dict is not plain.state_dict, "a state_dict of its own"),
+        (kind.load_state_dict is not plain.load_state_dict, "a load_state_dict of its own"),
+        (not params.issuperset(optimizer.state), "states of other keys than parameters"),
+    ):
+        if odd:
+            raise ArgumentError(
+                f"{kind.__name__} has {reason}, and its states cannot be saved by the names of "
+                "parameters. Use varcomm.data_parallel.ShardedGradients to shard states; else "
+                "save an object whose state_dict and load_state_dict call the optimizer's, "
+                "inside PerRank if ranks differ."
+            )
 
 
 def _parameter_names(modules: _Modules, left: set[torch.Tensor]) -> dict[torch.Tensor, str]:

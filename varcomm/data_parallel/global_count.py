@@ -25,12 +25,9 @@ class GlobalCount:
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. A sum over ranks divides by all rows since the last sum. ``ShardedGradients.zero_grad()``
-    drops the counts of gradients that it drops. Models whose gradients are summed by different
-    calls need a count each. A copy of a count starts at 0.
-
-    Communication: 16 bytes from each rank to every other. In one process: the loss divided by the
-    number of its rows.
+    row. A sum over ranks divides by all rows since the last sum; ``ShardedGradients.zero_grad()``
+    drops the counts too. Models whose gradients are summed by different calls need a count each. A
+    copy of a count starts at 0. Communication: 16 bytes from each rank to every other.
 
     Examples
     --------

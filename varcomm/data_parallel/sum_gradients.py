@@ -111,36 +111,28 @@ def sum_gradients(
 
 
 def _checked(parameters: Iterable[torch.nn.Parameter], where: str) -> list[torch.nn.Parameter]:
-    wanted = "parameters must be a Module or an iterable of Parameter; "
-    if isinstance(parameters, torch.Tensor):  # an iterable of its rows, which have no gradient
-        raise ArgumentError(f"{where}{wanted}got a tensor. Put it into a list.")
     given = list(parameters)
     for value in given:
         if not isinstance(value, torch.Tensor) or not value.is_leaf:
-            computed = isinstance(value, torch.Tensor)
-            kind = "computed tensor" if computed else type(value).__name__
             raise ArgumentError(
-                f"{where}{wanted}it holds a {kind}. Pass the model, or model.parameters()."
+                f"{where}parameters must be a Module or an iterable of Parameter; it holds a "
+                f"{type(value).__name__} that is none. Pass the model, or model.parameters()."
             )
     # tied parameters are listed twice, and summed once
     trained = list({id(each): each for each in given if each.requires_grad}.values())
     for number, parameter in enumerate(trained):
-        gradient, dtype, wrong = parameter.grad, gradient_dtype(parameter), ""
-        what = f"parameter {number}, of shape {tuple(parameter.shape)},"
+        gradient, dtype = parameter.grad, gradient_dtype(parameter)
+        what = f"{where}parameter {number}, of shape {tuple(parameter.shape)},"
         if is_owned(parameter):
-            wrong = (
+            raise ArgumentError(
                 f"{what} belongs to a ShardedGradients, which sums its gradients. Use one of the "
                 "two, or call its close() first."
             )
-        elif gradient is not None and gradient.layout != torch.strided:
-            wrong = f"the gradient of {what} is sparse. Use sparse=False, or densify it."
-        elif gradient is not None and gradient.dtype != dtype:
-            wrong = (
-                f"the gradient of {what} is of {gradient.dtype}, and not of {dtype}. Set its "
-                "grad_dtype before backward."
+        if gradient is not None and (gradient.layout, gradient.dtype) != (torch.strided, dtype):
+            raise ArgumentError(
+                f"{what} has a gradient of {gradient.layout} and {gradient.dtype}, and not a dense "
+                f"one of {dtype}. Use sparse=False; set its grad_dtype before backward."
             )
-        if wrong:
-            raise ArgumentError(where + wrong)
     return trained
 
 

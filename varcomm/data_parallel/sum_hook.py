@@ -12,7 +12,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from varcomm.data_parallel.buckets import BucketSum
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, summed_rows
-from varcomm.errors import ArgumentError, GroupError
+from varcomm.errors import ArgumentError
 from varcomm.ops.operator import checking
 from varcomm.transport.agreement import debugging
 from varcomm.transport.auxiliary_group import weakly
@@ -54,14 +54,9 @@ def sum_hook(
     Notes
     -----
     Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
-    next: ``DistributedDataParallel`` passes all of ``grad``, and a part that has been summed would
-    be summed again.
-
-    A model that communicates by itself (:func:`varcomm.graph.distribute`, before it is wrapped)
-    should have a group to itself: pass ``dist.new_group()`` to ``DistributedDataParallel`` and
-    here. If such a model leaves out parameters on some ranks (``find_unused_parameters=True``), use
-    :func:`sum_gradients`: a rank may complete its buckets while others wait for its part of an
-    exchange.
+    next. A model that communicates by itself should have a group to itself: pass
+    ``dist.new_group()`` to ``DistributedDataParallel`` and here. If such a model leaves out
+    parameters on some ranks, use :func:`sum_gradients`.
 
     Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second round
     begins with the last bucket. Floats narrower than 4 bytes travel narrow and are summed in fp32.
@@ -80,17 +75,8 @@ def sum_hook(
     >>> varcomm.launch(fn, 2)
     [3.0, 3.0]
     """
-    if isinstance(state, tuple) and len(state) != 2:
-        raise ArgumentError(
-            f"sum_hook: state must be a group or a pair (group, reduce); got {state}."
-        )
     group, reduce = state if isinstance(state, tuple) else (state, "sum")
-    try:
-        ranks = resolve(group)
-    except GroupError as error:
-        raise ArgumentError(
-            f"sum_hook: state must be a group or a pair (group, reduce); got {state!r}. {error}"
-        ) from error
+    ranks = resolve(group)
     sums: _Sums = ranks.auxiliary.setdefault("sum_hook", _Sums())
     with checking("sum_hook", ranks) as where:
         described(reduce, where)

@@ -98,18 +98,12 @@ def to_dtensor(
         for another device.
     DisagreementError
         Inside :func:`varcomm.debug`, if the calls of ranks differ.
-    GroupError
-        If this rank is not in `group`, or `group` is a mesh of several dimensions.
 
     Notes
     -----
-    Adjoint: :func:`from_dtensor`, after redistribution of replicated or partial gradients; exact in
-    any order. DTensor has no forward mode (NotImplementedError). A loss computed from DTensors is
-    one number, ``loss.full_tensor()``, on which every rank calls backward; it counts once.
-
-    Communication: none; in backward, the redistribution of gradients that are not sharded.
-
-    In one process: ``torch.cat(shards, dim)``.
+    Adjoint: :func:`from_dtensor`, after redistribution of replicated or partial gradients, which is
+    the only communication; exact in any order. DTensor has no forward mode. A loss computed from
+    DTensors is one number, ``loss.full_tensor()``, on which every rank calls backward.
 
     Examples
     --------
@@ -132,16 +126,14 @@ def to_dtensor(
         if checked != chunks:
             raise ArgumentError(
                 f"{where}torch splits {total} rows over {ranks.size} ranks into {list(chunks)}, "
-                f"and a DTensor has no other sizes; got {list(checked)}. Use chunks = "
-                f"ShardSizes.chunked({total}, {ranks.size}) from the start, or move rows on all "
-                "ranks with ExchangePlan.from_needed(torch.tensor(chunks.range(rank), "
-                f"dtype=torch.int64), sizes, group)(tensor, dim={dim})."
+                f"and a DTensor has no other sizes; got {list(checked)}. Use "
+                f"ShardSizes.chunked({total}, {ranks.size}), or move rows to these chunks with an "
+                "ExchangePlan.from_needed."
             )
         if isinstance(group, DeviceMesh) and group.device_type != kind:
             raise ArgumentError(
                 f"{where}the tensor is on {tensor.device}, and the mesh is one of "
-                f"{group.device_type!r}, to which torch would copy it. Move the tensor, or make "
-                f"the mesh for {kind!r}."
+                f"{group.device_type!r}. Move the tensor, or make the mesh for {kind!r}."
             )
     mesh = group
     if not isinstance(mesh, DeviceMesh):
@@ -169,19 +161,15 @@ def from_dtensor(dtensor: DTensor) -> tuple[torch.Tensor, ShardSpec]:
     Raises
     ------
     ArgumentError
-        If `dtensor` is not a DTensor, is replicated or partial, is sharded over several dimensions
-        of a mesh, or has other rows on this rank than torch's rule gives it.
+        If `dtensor` is no DTensor with one ``Shard``, or has other rows on this rank than torch's
+        rule gives it.
     DisagreementError
         Inside :func:`varcomm.debug`, if the calls of ranks differ.
-    GroupError
-        If this rank is not in the mesh.
 
     Notes
     -----
     Adjoint: :func:`to_dtensor`; exact in any order. The loss is the sum over ranks, as after every
-    operation of varcomm.
-
-    Communication: none.
+    operation of varcomm. Communication: none.
 
     Examples
     --------
@@ -219,29 +207,15 @@ def _checked_placement(dtensor: object) -> tuple[DeviceMesh, int]:
     if not isinstance(dtensor, DTensor):
         kind = type(dtensor).__name__
         raise ArgumentError(f"from_dtensor: dtensor must be a DTensor; got {kind}.")
-    mesh, placements = dtensor.device_mesh, dtensor.placements
-    placement, reshard = placements[0], "dtensor.redistribute(placements=[Shard(dim)])"
-    if mesh.ndim == 1 and type(placement) is Shard:
-        return mesh, placement.dim
-    if mesh.ndim != 1:
-        reason = (
-            f"sizes are those of one dimension of a mesh; got placements {placements} on {mesh}. "
-            "Make activations on one dimension, mesh[name]. Of parameters that fully_shard or "
-            "parallelize_module shards over several dimensions, use dtensor.full_tensor()."
+    mesh, placement = dtensor.device_mesh, dtensor.placements[0]
+    if mesh.ndim != 1 or type(placement) is not Shard:
+        raise ArgumentError(
+            f"from_dtensor: dtensor must be sharded over one dimension of a mesh, [Shard(dim)]; "
+            f"got placements {dtensor.placements} on {mesh}. Use "
+            "dtensor.redistribute(placements=[Shard(dim)]); of parameters that fully_shard and "
+            "parallelize_module shard, dtensor.full_tensor()."
         )
-    elif placement.is_partial():
-        reason = (
-            f"{placement} is not summed yet. Shard it first, {reshard}, or into any sizes: "
-            "varcomm.reduce_scatter_v(dtensor.to_local(), sizes)."
-        )
-    elif placement.is_replicate():
-        reason = (
-            "a replicated DTensor has no shards. Use dtensor.to_local(grad_placements=[Partial()])"
-            f", whose gradient is summed over ranks; to shard it, {reshard}."
-        )
-    else:
-        reason = f"{placement} has rows in another order than rank by rank. Use {reshard}."
-    raise ArgumentError(f"from_dtensor: {reason}")
+    return mesh, placement.dim
 
 
 def _compare(name: str, local: torch.Tensor, sizes: Sequence[int], dim: int, group: Group) -> None:

@@ -28,7 +28,6 @@ from varcomm.sharding.sharded import check_inside
 __all__ = [
     "Files",
     "FolderSave",
-    "StoredTensor",
     "TensorFile",
     "check_cover",
     "is_index",
@@ -76,8 +75,7 @@ class FolderSave:
     def commit(self, content: Mapping[str, Any], digests: Sequence[str]) -> None:
         """Make the files of all ranks the content of the folder; for one rank to call.
 
-        `digests` are the results of :meth:`write` in rank order. If this raises,
-        :meth:`is_committed` returns whether the new index is in place.
+        `digests` are the results of :meth:`write` in rank order.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         files = {}
@@ -103,17 +101,15 @@ class FolderSave:
             if is_save_name(path.name, self.kind) and path.name != self.name:
                 _remove(path)
 
-    def is_committed(self) -> bool:
-        """Return whether the index in the folder is that of this save."""
-        try:
-            return f'"save": "{self.name}"'.encode() in self.index.read_bytes()[:200]
-        except OSError:
-            return False
-
     def discard(self) -> None:
-        """Remove the files of this save, which has failed on all ranks."""
+        """Remove the files of a save that failed on all ranks, unless its index is in place."""
+        with suppress(OSError):
+            if f'"save": "{self.name}"'.encode() in self.index.read_bytes()[:200]:
+                return
         _remove(self.folder / self.name)
         _remove(self._coming)
+        with suppress(OSError):  # it has other files
+            self.folder.rmdir()
 
     def _file(self, rank: int) -> str:
         return f"{self.name}/rank-{rank:05}.safetensors"
@@ -212,12 +208,11 @@ def verify_files(folder: Path, files: Files, rank: int = 0, ranks: int = 1) -> N
         path = folder / name
         with reading(path):
             found = path.stat().st_size
-            is_same = found != size or number % ranks != rank or _sha256(path) == sha256
-        if found != size:
-            raise ArgumentError(f"{path} has {found} bytes; {size} were written. {_AGAIN}")
-        if not is_same:
+            digest = _sha256(path) if found == size and number % ranks == rank else sha256
+        if (found, digest) != (size, sha256):
             raise ArgumentError(
-                f"{path} has been altered: its SHA-256 is not that of the written file. {_AGAIN}"
+                f"{path} is not the file that was written: it has {found} bytes and not {size}, or "
+                f"another SHA-256. {_AGAIN}"
             )
 
 
@@ -230,44 +225,43 @@ class TensorFile:
             self._file = safe_open(path, framework="pt", device="cpu")
             self.names: list[str] = list(self._file.keys())
 
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor of the file, or raise ArgumentError."""
-        try:
-            return StoredTensor(self.path, name, self._file.get_slice(name))
-        except SafetensorError as error:
-            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
+    def stored(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return dtype and shape of a tensor in the file; complex ones are pairs of numbers."""
+        part = self._part(name)
+        shape = tuple(part.get_shape())
+        return part[tuple(slice(0, 0) for _ in shape)].dtype, shape
 
-
-class StoredTensor:
-    """One tensor of a file, of which any box can be read."""
-
-    def __init__(self, path: Path, name: str, part: Any) -> None:
-        self._part, self._where = part, f"{path}: {name!r}"
-        self.shape: tuple[int, ...] = tuple(part.get_shape())
-        self.dtype: torch.dtype = part[tuple(slice(0, 0) for _ in self.shape)].dtype
-
-    def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise ArgumentError unless the tensor has this dtype and shape."""
-        pairs = dtype.is_complex and not self.dtype.is_complex
-        stored = (dtype.to_real(), (*shape, 2)) if pairs else (dtype, tuple(shape))
-        if (self.dtype, self.shape) != stored:
+        stored, shape = self.stored(name), tuple(shape)
+        pairs = dtype.is_complex and not stored[0].is_complex
+        if stored != ((dtype.to_real(), (*shape, 2)) if pairs else (dtype, shape)):
             raise ArgumentError(
-                f"{self._where} is {self.dtype} of shape {self.shape}; the index has {dtype} of "
-                f"shape {tuple(shape)}."
+                f"{self.path}: {name!r} is {stored[0]} of shape {stored[1]}; the index has "
+                f"{dtype} of shape {shape}."
             )
 
-    def read(self, dtype: torch.dtype, offsets: Sequence[int], sizes: Any) -> torch.Tensor:
+    def read(
+        self, name: str, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
         """Return a box; only its part of the file is read."""
         box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        value: torch.Tensor = self._part[box]
+        value: torch.Tensor = self._part(name)[box]
         return value if value.dtype == dtype else torch.view_as_complex(value)
 
-    def full(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of the whole tensor, or raise ArgumentError if it has another dtype."""
-        pairs = dtype.is_complex and not self.dtype.is_complex
-        shape = self.shape[:-1] if pairs else self.shape
-        self.check(dtype, shape)
-        return self.read(dtype, (0,) * len(shape), shape).clone()
+    def full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of a tensor, or raise ArgumentError if it has another dtype."""
+        stored, shape = self.stored(name)
+        if dtype.is_complex and not stored.is_complex:
+            shape = shape[:-1]
+        self.check(name, dtype, shape)
+        return self.read(name, dtype, (0,) * len(shape), shape).clone()
+
+    def _part(self, name: str) -> Any:
+        try:
+            return self._file.get_slice(name)
+        except SafetensorError as error:
+            raise ArgumentError(f"{self.path} has no tensor {name!r}. {_AGAIN}") from error
 
 
 def check_cover(key: str, shape: Sequence[int], boxes: Sequence[Sequence[Sequence[int]]]) -> None:

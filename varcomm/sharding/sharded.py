@@ -16,7 +16,7 @@ from varcomm.ops.checks import checked_tensor
 from varcomm.sharding.spec import ShardSpec
 from varcomm.sizes import exact_int
 
-__all__ = ["Box", "Sharded", "check_inside"]
+__all__ = ["Box", "Sharded", "check_inside", "refuse_unwritable"]
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -35,8 +35,8 @@ class Box:
     Examples
     --------
     >>> import torch
-    >>> from varcomm.sharding import Box, Sharded
-    >>> Sharded((4, 3), [Box((2, 0), torch.ones(2, 3))]).boxes[0].offsets
+    >>> from varcomm.sharding import Box
+    >>> Box((2, 0), torch.ones(2, 3)).offsets
     (2, 0)
     """
 
@@ -48,9 +48,8 @@ class Sharded(torch.Tensor):
     """A tensor of which this rank has some boxes: none, one, or several.
 
     Its ``shape`` is that of the full tensor. It can be saved and loaded, by
-    ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. The
-    boxes of all ranks cover the full tensor; a box on several ranks is a copy, written once.
-    ArgumentError if a box has other dimensions, reaches beyond the tensor, or has another dtype.
+    ``varcomm.checkpoint`` and :mod:`torch.distributed.checkpoint`, and not computed with. A box on
+    several ranks is a copy, written once.
 
     Parameters
     ----------
@@ -65,13 +64,10 @@ class Sharded(torch.Tensor):
 
     Examples
     --------
-    >>> import torch, varcomm
-    >>> from varcomm.sharding import Sharded, ShardSpec
-    >>> def fn(rank):
-    ...     field = Sharded.of(torch.zeros(rank + 1, 4), ShardSpec.of([1, 2]))
-    ...     return tuple(field.shape), [box.offsets for box in field.boxes]
-    >>> varcomm.launch(fn, 2)
-    [((3, 4), [(0, 0)]), ((3, 4), [(1, 0)])]
+    >>> import torch
+    >>> from varcomm.sharding import Box, Sharded
+    >>> Sharded((4, 3), [Box((2, 0), torch.ones(2, 3))])
+    Sharded(shape=(4, 3), dtype=torch.float32, boxes=[((2, 0), (2, 3))])
     """
 
     boxes: tuple[Box, ...]
@@ -185,10 +181,8 @@ class Sharded(torch.Tensor):
         items = []
         for chunk, box in zip(self.__create_chunk_list__(), self.boxes, strict=True):
             kind = TensorProperties.create_from_tensor(box.tensor)
-            index, data = (
-                MetadataIndex(fqn, chunk.offsets),
-                TensorWriteData(chunk, kind, self.shape),
-            )
+            data = TensorWriteData(chunk, kind, self.shape)
+            index = MetadataIndex(fqn, chunk.offsets)
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         return items
 
@@ -218,10 +212,6 @@ def _global_shape(shape: Sequence[int], spec: ShardSpec) -> tuple[int, ...]:
 def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
     """Return a box of this rank's part as boxes of the full tensor, one per fused block."""
     offsets, dim = place[0], spec.dim
-    if len(offsets) <= dim:
-        raise ArgumentError(
-            f"{spec}: a tensor of {len(offsets)} dimensions has no dimension {dim}."
-        )
     first, stop = offsets[dim], offsets[dim] + place[1][dim]
     boxes, begin = [], 0
     for start, end in spec.ranges(spec.group.rank):
@@ -231,9 +221,7 @@ def _translated(part: torch.Tensor, place: Place, spec: ShardSpec) -> list[Box]:
             boxes.append(Box(at, part.narrow(dim, low - first, high - low)))
         begin += end - start
     if stop > begin:
-        raise ArgumentError(
-            f"{spec}: this rank's part has {begin} rows along dim {dim}; got {stop}."
-        )
+        raise ArgumentError(f"{spec}: this rank has {begin} rows along dim {dim}; got {stop}.")
     return boxes
 
 
@@ -255,3 +243,14 @@ def _places(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Place]:
         else:
             for offsets, sizes in _places(shape[1:], first, first + high - low):
                 yield (number, *offsets), (1, *sizes)
+
+
+def refuse_unwritable(what: str, tensor: torch.Tensor) -> None:
+    """Raise ArgumentError if a tensor cannot be overwritten in place."""
+    places, reason = zip(tensor.shape, tensor.stride(), strict=True), ""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "was made in inference mode, and can be overwritten only there"
+    if any(step == 0 and n > 1 for n, step in places):
+        reason = "is an expanded tensor, whose elements share memory"
+    if reason:
+        raise ArgumentError(f"{what} {reason}. Use its clone().")

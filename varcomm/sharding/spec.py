@@ -12,7 +12,7 @@ from varcomm.errors import ArgumentError, GroupError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.checks import checked_tensor
 from varcomm.ops.operator import checking
-from varcomm.sizes import ShardSizes, checked_dim, checked_sizes
+from varcomm.sizes import ShardSizes, checked_dim, checked_sizes, exact_int
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["ShardSpec", "mark", "shard_spec"]
@@ -64,8 +64,7 @@ class ShardSpec:
     ) -> Self:
         """Make a spec from the sizes of one block, or from a list of sizes of several blocks.
 
-        `sizes` are rows per rank along `dim`, zeros allowed, identical on all ranks. ArgumentError
-        if a block has not one int per rank, or `dim` is negative.
+        ArgumentError if a block has not one int per rank, or `dim` is negative.
         """
         ranks = resolve(group)
         given: Any = list(sizes) if isinstance(sizes, Sequence) else sizes
@@ -74,10 +73,8 @@ class ShardSpec:
         return cls(ranks, dim, tuple(map(ShardSizes, blocks)))
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
-            raise ArgumentError(
-                f"dim of a ShardSpec must be an int that is not negative; got {self.dim!r}."
-            )
+        if exact_int(self.dim) is None or self.dim < 0:
+            raise ArgumentError(f"dim of a ShardSpec must be a non-negative int; got {self.dim!r}.")
 
     @property
     def sizes(self) -> ShardSizes:
@@ -134,15 +131,14 @@ class ShardSpec:
 
     def check_local(self, tensor: torch.Tensor) -> None:
         """Raise ArgumentError unless a tensor has as many rows as this rank's part."""
-        self._check_rows(tensor, self.local, "part")
+        self._check_rows(tensor, self.local, f"part of {self.group}")
 
     def _check_rows(self, tensor: torch.Tensor, rows: int, which: str) -> None:
         checked_tensor(tensor, f"{self}: ", which)
         checked_dim(self.dim, tensor.shape, f"{self}: ")
         if tensor.shape[self.dim] != rows:
-            of = "whole" if which == "whole" else f"part of {self.group}"
             raise ArgumentError(
-                f"{self}: the {of} has {rows} rows along dim {self.dim}; got a tensor of shape "
+                f"{self}: the {which} has {rows} rows along dim {self.dim}; got a tensor of shape "
                 f"{tuple(tensor.shape)}."
             )
 
@@ -170,21 +166,9 @@ class _Mark:
 def mark(param: T, spec: ShardSpec) -> T:
     """Mark a parameter as this rank's part of a sharded one, and return it.
 
-    torch drops the mark when it copies a parameter or moves a module off the meta device;
-    tensor-parallel layers mark such parameters again. State dicts do not contain marks.
-    ArgumentError if `param` has another number of rows than `spec` gives this rank.
-
-    Parameters
-    ----------
-    param : torch.Tensor
-        This rank's part.
-    spec : ShardSpec
-        How the full tensor is sharded.
-
-    Returns
-    -------
-    torch.Tensor
-        `param` itself.
+    torch drops the mark when it copies a parameter or moves a module off the meta device. State
+    dicts do not contain marks. ArgumentError if `param` has another number of rows than `spec`
+    gives this rank.
 
     Examples
     --------
@@ -203,15 +187,6 @@ def mark(param: T, spec: ShardSpec) -> T:
 
 def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     """Return how a parameter is sharded, or None if :func:`mark` has not marked it.
-
-    Parameters
-    ----------
-    param : torch.Tensor
-        A parameter.
-
-    Returns
-    -------
-    ShardSpec or None
 
     Examples
     --------

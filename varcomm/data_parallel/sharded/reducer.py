@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from varcomm.data_parallel.buckets import Message, Owner, dense, gradient_dtype
-from varcomm.data_parallel.sharded.arguments import NAME, Settings
+from varcomm.data_parallel.sharded.arguments import NAME
 from varcomm.data_parallel.sharded.shard import Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
@@ -28,20 +28,15 @@ class Reducer:
 
     Rounds over all buckets follow each other: the next bucket of a round starts as soon as each of
     its parameters has a gradient. Ranks may be in different rounds: the total is the same, because
-    each gradient is in one sum.
-    :meth:`finish` brings all ranks to the end of one round, so nothing depends on the end of
-    backward.
+    each gradient is in one sum. :meth:`finish` brings all ranks to the end of one round, so nothing
+    depends on the end of backward.
 
-    `shards` are in the order of backward. Hooks of the parameters hold the reducer, until
-    :meth:`close`. Without a lane, on which calls have the same order on all ranks beside the
-    exchanges of the model, nothing starts during backward.
+    `shards` are in the order of backward. Without a lane, on which calls have the same order on all
+    ranks beside the exchanges of the model, nothing starts during backward.
     """
 
-    def __init__(
-        self, shards: Sequence[Shard], group: Group, lane: Lane | None, settings: Settings
-    ) -> None:
-        self._shards, self._group = shards, weakly(group)
-        self._lane, self._settings = lane, settings
+    def __init__(self, shards: Sequence[Shard], group: Group, lane: Lane | None) -> None:
+        self._shards, self._group, self._lane = shards, weakly(group), lane
         self.syncing = True
         device = shards[0].row.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -117,7 +112,7 @@ class Reducer:
             for gradient in gradients.values():
                 if self._stream is not None:
                     gradient.record_stream(self._stream)  # its memory is not reused before
-            started = _Reduction(shard, self.traffic(), gradients, self._settings)
+            started = _Reduction(shard, self.traffic(), gradients)
         self._in_flight.append((shard, started))
         self._started += 1
         self._arrived.difference_update(shard.parameters)
@@ -171,10 +166,8 @@ class _Reduction:
     has used the parameter. `gradients` are dense, by name; absent ones count as zeros.
     """
 
-    def __init__(
-        self, shard: Shard, group: Group, gradients: Mapping[str, torch.Tensor], settings: Settings
-    ) -> None:
-        split, self._settings, self._ranks = shard.split, settings, group.size
+    def __init__(self, shard: Shard, group: Group, gradients: Mapping[str, torch.Tensor]) -> None:
+        split, self._ranks = shard.split, group.size
         self._size = split.sizes[group.rank]
         self._here = [name in gradients for name, _ in shard.segments]
         rows = [n + len(found) for n, found in zip(split.sizes, split.segments, strict=True)]
@@ -190,24 +183,14 @@ class _Reduction:
                     parts.append(used.new_zeros(len(part)))
                     used[place] = 0  # by a kernel: a copy would wait for the GPU
             parts.append(used)
-        sent = torch.cat(parts)
-        if not settings.in_fp32 and settings.before != 1:
-            for row, size in zip(sent.split(rows), split.sizes, strict=True):
-                row[:size] /= settings.before
         own = [rows[group.rank]] * group.size
-        self.message = Message(packing.exchange, "reduce_scatter_v", group, sent, rows, own)
+        exchange = group, torch.cat(parts), rows, own
+        self.message = Message(packing.exchange, "reduce_scatter_v", *exchange)
 
     def wait(self) -> tuple[torch.Tensor, list[bool]]:
-        """Return the piece of the sum of parts divided by ``before``, and the used parameters.
-
-        There is an entry for each segment of the piece: whether any rank has used the parameter.
-        """
+        """Return the sum of parts, in fp32 at least, and whether any rank used each segment."""
         received = self.message.wait().view(self._ranks, -1)
-        parts = received[:, : self._size].unbind()
-        if self._settings.in_fp32:
-            total = accumulated(parts, True, 1 / self._settings.before)
-        else:
-            total = accumulated(parts, True).to(received.dtype)
+        total = accumulated(received[:, : self._size].unbind(), True)
         if all(self._here):
             return total, self._here  # without waiting for a GPU
         return total, received[:, self._size :].ne(0).any(0).tolist()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -12,12 +11,10 @@ from torch.autograd.graph import increment_version
 from varcomm.data_parallel.buckets import Message, cut, gradient_dtype
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
-from varcomm.ops.compilation import kept_from_compilation
-from varcomm.sizes import ShardSizes, checked_sizes
+from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
-__all__ = ["WHOLE", "Piece", "Shard", "splits", "wait_in"]
-
+__all__ = ["WHOLE", "Piece", "Shard", "splits"]
 
 WHOLE = "whole-parameters"
 
@@ -58,11 +55,14 @@ class Split:
 
 
 def splits(
-    parameters: Mapping[str, torch.Tensor], sizes: object, ranks: int, bucket_bytes: int
+    parameters: Mapping[str, torch.Tensor],
+    sizes: str | Sequence[int],
+    ranks: int,
+    bucket_bytes: int,
 ) -> list[Split]:
     """Return the splits of parameters, from the last of them to the first.
 
-    Raises ArgumentError if `sizes` are not as ``ShardedGradients`` takes them.
+    ArgumentError if `sizes` is another string or has another sum.
     """
     numbers = {name: value.numel() for name, value in parameters.items()}
     place = {name: number for number, name in enumerate(parameters)}
@@ -83,7 +83,13 @@ def splits(
         ]
     else:
         rows = [{n: numbers[n] for n in members} for members in lists]
-        wanted = _checked(sizes, sum(numbers.values()), ranks)
+        total = sum(numbers.values())
+        wanted = ShardSizes.balanced(total, ranks) if sizes == "balanced" else sizes
+        if isinstance(wanted, str) or sum(wanted) != total:
+            raise ArgumentError(
+                f'sizes must be "balanced", "{WHOLE}" or one int per rank, which sum to the '
+                f"{total} elements that are trained; got {sizes!r}."
+            )
         each = _apportioned([sum(row.values()) for row in rows], wanted)
     return [Split.of(row, share) for row, share in zip(rows, each, strict=True)]
 
@@ -125,22 +131,6 @@ def _owners(numbers: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owner
 
 
-def _checked(sizes: object, total: int, ranks: int) -> tuple[int, ...]:
-    if sizes == "balanced":
-        return ShardSizes.balanced(total, ranks)
-    if isinstance(sizes, str):
-        raise ArgumentError(
-            f'sizes must be "balanced", "{WHOLE}" or a list of ints, one per rank; got {sizes!r}.'
-        )
-    wanted = checked_sizes(sizes, "sizes", ranks)  # type: ignore[arg-type]
-    if sum(wanted) != total:
-        raise ArgumentError(
-            f"sizes sum to {sum(wanted)} ({list(wanted)}), but the parameters that are trained "
-            f"have {total} elements. Use ShardSizes.balanced, or shares of {total}."
-        )
-    return wanted
-
-
 @dataclass(frozen=True)
 class Piece:
     """One rank's part of a parameter: elements `start` to `stop`, in row-major order.
@@ -164,9 +154,7 @@ class Shard:
     ) -> None:
         self.split, self.segments = split, split.segments[rank]
         self.parameters = {name: parameters[name] for name in split.members}
-        example = parameters[split.members[0]].detach()
-        self.row = example.new_empty(split.sizes.total)
-        self._nothing = example.new_full((), torch.nan)
+        self.row = parameters[split.members[0]].detach().new_empty(split.sizes.total)
         self._views: dict[str, torch.Tensor] = {}
         place = 0
         for name, parameter in self.parameters.items():
@@ -175,19 +163,14 @@ class Shard:
             place += parameter.numel()
         self._own = self.row.narrow(0, split.sizes.offsets[rank], split.sizes[rank])
         self._masters = self._own
-        self._gather: Message | None = None
         self._total: torch.Tensor | None = None
         self._used: list[bool] = []
-        self._arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self.pieces: list[Piece] = []
 
-    def cut_pieces(self, whole: bool, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the values that the optimizer updates, of `dtype` on `device`."""
-        own = self._own
-        if (dtype, device) != (own.dtype, own.device):
-            pinned = device.type == "cpu" and own.is_cuda
-            empty = torch.empty(len(own), dtype=dtype, device=device, pin_memory=pinned)
-            self._masters = empty.copy_(own)
+    def cut_pieces(self, whole: bool) -> None:
+        """Make the values that the optimizer updates: fp32 masters of narrow floats."""
+        if self._own.is_floating_point() and self._own.itemsize < 4:
+            self._masters = self._own.float()
         for (name, part), value in zip(self.segments, self._parts(self._masters), strict=True):
             shape = self._views[name].shape
             # a scalar has one owner in any case, and states like those of one process
@@ -200,22 +183,12 @@ class Shard:
     def add(self, total: torch.Tensor, used: list[bool]) -> None:
         """Add a sum of this rank's piece to the sums since the last :meth:`settle`."""
         self._used = [a or b for a, b in zip(self._used, used, strict=True)] if self._used else used
-        if self._masters.device != total.device:
-            host = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=True)
-            host.copy_(total, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._arriving.append((host, event))
-        else:
-            self._total = total if self._total is None else self._total.add_(total)
+        self._total = total if self._total is None else self._total.add_(total)
 
-    def settle(self, divisor: float | None) -> None:
+    def settle(self, divisor: int | None) -> None:
         """Divide the sums and add them to the gradients of the pieces; None drops them."""
-        for host, event in self._arriving:
-            event.synchronize()
-            self._total = host if self._total is None else self._total.add_(host)
         total, used = self._total, self._used
-        self._total, self._used, self._arriving = None, [], []
+        self._total, self._used = None, []
         if total is None or divisor is None:
             return
         if divisor != 1:
@@ -238,31 +211,17 @@ class Shard:
         compared, because torch does not count writes to ``.data``.
         """
         if self.has_masters:
-            own = self._own.to(self._masters.device)
-            self._masters.copy_(own.where(self._masters.to(own.dtype) != own, self._masters))
+            kept = self._masters.to(self._own.dtype) == self._own
+            self._masters.copy_(self._masters.where(kept, self._own))
 
-    def start_gather(self, group: Group, hidden: bool) -> None:
-        """Begin to send this rank's piece to all; `hidden` parameters are NaN until `wait`."""
+    def start_gather(self, group: Group) -> Message:
+        """Begin to send this rank's piece to all; the parameters wait for the message."""
         if self.has_masters:
-            self._own.copy_(self._masters, non_blocking=True)
+            self._own.copy_(self._masters)
         # a graph that has saved a parameter for backward must not find other values there
         increment_version(list(self.parameters.values()))
         arguments = group, self._own, self.split.sizes, self.row
-        self._gather = Message(packing.all_gather, "all_gather_v", *arguments)
-        if hidden:
-            for parameter in self.parameters.values():
-                parameter.data = self._nothing.expand(parameter.shape)
-
-    def wait(self) -> None:
-        """Wait for the pieces of all ranks, and show the parameters again."""
-        if self._gather is None:
-            return
-        self._gather.wait()
-        self._gather = None
-        for name, parameter in self.parameters.items():
-            # one that was moved meanwhile stays so
-            if _is_same(parameter, self._nothing.expand(parameter.shape)):
-                parameter.data = self._views[name]
+        return Message(packing.all_gather, "all_gather_v", *arguments)
 
     @property
     def has_masters(self) -> bool:
@@ -270,61 +229,10 @@ class Shard:
         return self._masters is not self._own
 
     def moved(self) -> list[str]:
-        """Return the parameters that are not in the row any more; after `wait`.
+        """Return the parameters that are not in the row any more."""
+        return [name for name, view in self._views.items() if not self._is_at(name, view)]
 
-        A parameter that was filled while it was hidden has lost these values.
-        """
-        lost = not self._nothing.isnan()
-        views = self._views.items()
-        return [name for name, view in views if lost or not _is_same(self.parameters[name], view)]
-
-
-def _is_same(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    same = (parameter.dtype, parameter.device) == (view.dtype, view.device)
-    return same and parameter.is_set_to(view)
-
-
-# Modules of torch.nn that read no parameters of others.
-_CONTAINERS = "torch.nn.modules.module", "torch.nn.modules.container"
-
-
-def wait_in(module: torch.nn.Module, shards: Sequence[Shard]) -> list[Callable[[], None]]:
-    """Let modules wait in forward for the parameters that they read; return the hooks' removals.
-
-    They wait for all when states are saved or loaded.
-    """
-    shard_of = {id(p): shard for shard in shards for p in shard.parameters.values()}
-    hooks = []
-    for part in module.modules():
-        used = dict.fromkeys(shard_of[id(p)] for p in _read_by(part) if id(p) in shard_of)
-        if used:
-            hooks.append(part.register_forward_pre_hook(_Wait(list(used))))
-        hooks.append(part.register_state_dict_pre_hook(_Wait(shards)))
-        hooks.append(part.register_load_state_dict_pre_hook(_Wait(shards)))
-    return [hook.remove for hook in hooks]
-
-
-class _Wait:
-    """A hook that waits; in a copy of the module it does nothing."""
-
-    def __init__(self, shards: Sequence[Shard] = ()) -> None:
-        self._shards = shards
-
-    @kept_from_compilation
-    def __call__(self, *_: Any) -> None:
-        for shard in self._shards:
-            shard.wait()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Wait, ()
-
-
-def _read_by(part: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that the module's own forward reads."""
-    files = {kind.__module__ for kind in type(part).__mro__} - set(_CONTAINERS)
-    # MultiheadAttention reads out_proj.weight, and does not call out_proj
-    whole = any(file.startswith("torch.nn.") for file in files)
-    yield from part.parameters(recurse=whole)
-    for child in () if whole else part.children():
-        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
-            yield from _read_by(child)
+    def _is_at(self, name: str, view: torch.Tensor) -> bool:
+        parameter = self.parameters[name]
+        same = (parameter.dtype, parameter.device) == (view.dtype, view.device)
+        return same and parameter.is_set_to(view)

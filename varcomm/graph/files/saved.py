@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -133,13 +132,6 @@ class Staging(FolderSave):
         }
         self.commit(content, digests)
 
-    def discard(self) -> None:
-        """Remove the files of a failed save."""
-        if not self.is_committed():
-            super().discard()
-            with suppress(OSError):  # there is an earlier save
-                self.folder.rmdir()
-
 
 def check_place(folder: str | os.PathLike[str]) -> Path:
     """Return the resolved folder, or raise ArgumentError if it has other content."""
@@ -255,9 +247,8 @@ class Outline:
         file = TensorFile(self.folder / next(iter(self.files)))
         found = {}
         for name, (dtype, shape) in self.whole.items():
-            stored = file.tensor(f"{_WHOLE}{name}")
-            stored.check(dtype, shape)
-            found[name] = stored.read(dtype, [0] * len(shape), shape).clone()
+            file.check(f"{_WHOLE}{name}", dtype, shape)
+            found[name] = file.full(f"{_WHOLE}{name}", dtype)
         return found
 
     def cut(self, sizes: ShardSizes, ranks: int) -> ShardSizes:
@@ -299,11 +290,10 @@ class Outline:
             if first < last or number == 0:  # the first file has empty tensors, too
                 file = TensorFile(self.folder / path)
                 for name, (dtype, rest) in arrays.items():
-                    stored = file.tensor(name)
-                    stored.check(dtype, (sizes[number], *rest))
+                    file.check(name, dtype, (sizes[number], *rest))
                     box = (max(0, last - first), *rest)
                     at = (first - saved.start if first < last else 0, *[0] * len(rest))
-                    pieces[name].append(stored.read(dtype, at, box))
+                    pieces[name].append(file.read(name, dtype, at, box))
         part = {name: torch.cat(found) for name, found in pieces.items()}
         for name, limit in ids.items():
             values = part[kind + name]
