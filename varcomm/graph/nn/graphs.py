@@ -12,6 +12,7 @@ from torch_geometric.utils import scatter
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex
+from varcomm.graph.reductions import of_all_ranks
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -57,7 +58,8 @@ class Batch:
             own = own.to(accumulated(own.dtype))
             part = own.new_zeros(self.size, *own.shape[1:])
             part = part.index_add(0, self.index[: len(own)], own)
-        return all_reduce(part, group=self.rows.group.process_group)
+        group = self.rows.group
+        return of_all_ranks(all_reduce(part, group=group.process_group), group)
 
     @cached_property
     def counts(self) -> torch.Tensor:
@@ -210,10 +212,10 @@ def _across_ranks(
     if counts is None:
         every = [len(flat[0])] * group.size
         all_of = [all_gather_v(part, every, group=pg).view(group.size, -1) for part in flat]
-        return combine(*all_of).view(shape)
+        return of_all_ranks(combine(*all_of).view(shape), group)
     mine = [counts[group.rank]] * group.size
     own = [all_to_all_v(part, counts, mine, group=pg).view(group.size, -1) for part in flat]
-    return all_gather_v(combine(*own), counts, group=pg).view(shape)
+    return of_all_ranks(all_gather_v(combine(*own), counts, group=pg).view(shape), group)
 
 
 def _local_extreme(how: Extreme, x: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
