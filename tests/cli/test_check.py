@@ -12,17 +12,17 @@ from varcomm.cli.main import main
 SOURCE = """
 import torch
 from torch_geometric.data import Data
-from torch_geometric.nn import SAGEConv, Sequential
+from torch_geometric.nn import SAGEConv
 
 class Centred(torch.nn.Module):
-    def forward(self, x):
+    def forward(self, x, edge_index):
         return x - x.mean(0)
 
 def right():
     return SAGEConv(2, 1)
 
 def wrong():
-    return Sequential("x, edge_index", [(right(), "x, edge_index -> x"), (Centred(), "x -> x")])
+    return Centred()
 
 def refused():
     return torch.nn.Sequential(torch.nn.MultiheadAttention(2, 1))

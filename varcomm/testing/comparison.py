@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,7 +140,8 @@ def same_as_one_process(
     except LaunchError as error:
         hint = "" if call or step else "\nPass call=lambda model, data: model(...) if needed."
         raise ArgumentError(f"the model fails in one process: {error}{hint}") from error
-    task = task._replace(
+    task = replace(
+        task,
         owners=owners if several else owners[None],
         shapes=[value.shape for value in whole.values["outputs"].values() if value is not None],
     )

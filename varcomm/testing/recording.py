@@ -6,12 +6,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 import varcomm
 from varcomm.errors import ArgumentError
@@ -26,7 +27,8 @@ _DROPOUTS = frozenset(
 )
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True)
+class Task:
     """A model, data, and the functions that a run calls; see :func:`same_as_one_process`."""
 
     model: torch.nn.Module
@@ -85,7 +87,9 @@ def run(rank: int, task: Task) -> Run:
             else:
                 with recorder.during("call"):
                     result = (task.call or _call)(model, graph)
-                outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                outputs = [
+                    leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)
+                ]
                 if task.loss is not None:
                     with recorder.during("loss"):
                         value = task.loss(result, graph)
@@ -96,7 +100,7 @@ def run(rank: int, task: Task) -> Run:
     finally:
         torch.set_default_dtype(before)
     named = dict(model.named_parameters())
-    values = {
+    values: dict[str, dict[str, Any]] = {
         "outputs": {str(place): leaf for place, leaf in enumerate(outputs)},
         "loss": {"loss": value} if isinstance(value, torch.Tensor) else {},
         "gradients of inputs": {name: leaf.grad for name, leaf in inputs.items()},
@@ -104,7 +108,11 @@ def run(rank: int, task: Task) -> Run:
         "parameters": named,
         "buffers": dict(model.named_buffers()),
     }
-    return Run(axes, tree_map_only(torch.Tensor, _copy, values), recorder.records)
+    kept = {
+        kind: {name: None if each is None else _copy(each) for name, each in those.items()}
+        for kind, those in values.items()
+    }
+    return Run(axes, kept, recorder.records)
 
 
 def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterator[torch.Tensor]:
@@ -241,7 +249,7 @@ class _Recorder(TorchFunctionMode):
     def _left_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
         code = type(module).forward.__code__ if hasattr(type(module).forward, "__code__") else None
         line = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-        for leaf in tree_leaves(out):
+        for leaf in tree_flatten(out)[0]:
             self._record("", line, line, leaf)
         self._names.pop()
 
