@@ -13,6 +13,7 @@ import varcomm as vc
 from varcomm.testing import same_as_one_process
 
 lightning = pytest.importorskip("lightning")
+pytest.importorskip("lightning.fabric.plugins.environments")
 pytestmark = pytest.mark.slow
 
 
@@ -53,7 +54,7 @@ def fitted(rank, steps):
     net = vc.graph.distribute(Net(), data)
     trainer = lightning.Trainer(
         max_epochs=steps,
-        plugins=lightning.pytorch.plugins.environments.LightningEnvironment(),
+        plugins=lightning.fabric.plugins.environments.LightningEnvironment(),
         strategy=lightning.pytorch.strategies.SingleDeviceStrategy("cpu"),
         logger=False,
         enable_checkpointing=False,
