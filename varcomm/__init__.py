@@ -22,6 +22,7 @@ from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
 from varcomm.ops.broadcast import broadcast, reduce
+from varcomm.ops.broadcast_module import broadcast_module
 from varcomm.ops.gather_v import gather_v, scatter_v
 from varcomm.ops.operator import Handle
 from varcomm.ops.reduce_scatter_v import reduce_scatter_v
@@ -54,6 +55,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_v",
     "broadcast",
+    "broadcast_module",
     "debug",
     "from_dtensor",
     "gather_v",

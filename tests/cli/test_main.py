@@ -15,7 +15,7 @@ import torch
 from varcomm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "partition", "inspect", "simulate", "bench")
+COMMANDS = ("doctor", "partition", "check", "inspect", "simulate", "bench")
 # A shell that starts a process in the background makes it ignore Ctrl-C; here it must not.
 START = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "

@@ -20,6 +20,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "doctor": "test each engine and print a report for an issue",
     "partition": "cut a graph or mesh into parts for ranks to load",
+    "check": "compare a graph model on ranks with one process",
     "inspect": "check a saved partition or checkpoint, and list its content",
     "simulate": "predict a training step on many ranks",
     "bench": "measure each primitive and a plan on an engine",

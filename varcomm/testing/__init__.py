@@ -1,11 +1,19 @@
-"""Checks of adjoints and derivatives of code that communicates, on real processes.
+"""Checks of adjoints, derivatives and graph models that communicate, on real processes.
 
 Each check is collective. Its verdict is formed over all ranks before any rank raises, so a failure
 is the same AssertionError on all ranks.
 """
 
 from varcomm.testing.adjoint import dot_test
+from varcomm.testing.comparison import same_as_one_process
 from varcomm.testing.derivatives import gradcheck, gradgradcheck
 from varcomm.transport.launch import Ranks, launch
 
-__all__ = ["Ranks", "dot_test", "gradcheck", "gradgradcheck", "launch"]
+__all__ = [
+    "Ranks",
+    "dot_test",
+    "gradcheck",
+    "gradgradcheck",
+    "launch",
+    "same_as_one_process",
+]

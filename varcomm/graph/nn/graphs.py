@@ -10,6 +10,7 @@ import torch
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.index import How, Kind, Numbering, PartitionedIndex
+from varcomm.graph.reductions import of_all_ranks
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.all_reduce import all_reduce
 from varcomm.ops.all_to_all_v import all_to_all_v
@@ -64,7 +65,8 @@ class Graphs(Numbering):
         wide = src.to(accumulated(src.dtype))
         if how == "sum":
             part = wide.new_zeros(size, *src.shape[1:]).index_add(0, rows, wide)
-            return all_reduce(part, group=self.group.process_group).to(src.dtype)
+            total = all_reduce(part, group=self.group.process_group)
+            return of_all_ranks(total, self.group).to(src.dtype)
         ones = wide.new_ones(size, *src.shape[1:])
         local = ones.scatter_reduce(0, _index(rows, wide), wide, "prod")
         return _across_ranks([local], lambda values: values.prod(0), self.group).to(src.dtype)
@@ -158,10 +160,10 @@ def _across_ranks(
     if counts is None:
         every = [len(flat[0])] * group.size
         all_of = [all_gather_v(part, every, group=pg).view(group.size, -1) for part in flat]
-        return combine(*all_of).view(shape)
+        return of_all_ranks(combine(*all_of).view(shape), group)
     mine = [counts[group.rank]] * group.size
     own = [all_to_all_v(part, counts, mine, group=pg).view(group.size, -1) for part in flat]
-    return all_gather_v(combine(*own), counts, group=pg).view(shape)
+    return of_all_ranks(all_gather_v(combine(*own), counts, group=pg).view(shape), group)
 
 
 def _exactly(value: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""`broadcast_module`: values of one rank's model on all ranks, or one error on all."""
+
+import pytest
+import torch
+
+import varcomm as vc
+from tests.worlds import WORLDS
+from varcomm import ArgumentError, DisagreementError
+
+
+def model(rank, width=3):
+    """Make a model with other values on each rank: tied, bf16, complex, ints, empty, strided."""
+    torch.manual_seed(rank)
+    net = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 3))
+    net[1].weight = net[0].weight
+    net.narrow = torch.nn.Parameter(torch.randn(5).bfloat16())
+    net.frozen = torch.nn.Parameter(torch.randn(2, 3).t(), requires_grad=False)
+    net.empty = torch.nn.Parameter(torch.randn(0, 4))
+    net.single = torch.nn.Parameter(torch.randn(()))
+    net.register_buffer("count", torch.tensor([rank, 7]))
+    net.register_buffer("mask", torch.tensor([rank % 2 == 0]), persistent=False)
+    net.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
+    return net
+
+
+def values(net):
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
+def broadcasts(rank, src):
+    net, expected = model(rank), values(model(src))
+    net.register_buffer("many", torch.full((3, 2**22), float(rank)))  # a message of its own
+    expected["many"] = torch.full((3, 2**22), float(src))
+    vc.broadcast_module(net, src)
+    assert net[1].weight is net[0].weight
+    found = values(net)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+        assert value.dtype == expected[name].dtype
+    assert net.frozen.stride() == (1, 3)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_all_ranks_get_the_values_of_one(worlds, ranks):
+    worlds.run(ranks, broadcasts, ranks - 1)
+
+
+def refused(rank):
+    found = []
+    wider = model(rank, width=3 + (rank == 1))
+    untied, deeper, lazy = model(rank), model(rank), model(rank)
+    if rank == 1:
+        untied[1].weight = torch.nn.Parameter(untied[0].weight.clone())
+        deeper.append(torch.nn.ReLU())
+        deeper.register_buffer("more", torch.zeros(1))
+        lazy.append(torch.nn.LazyLinear(2))
+    for net, src in [(wider, 0), (untied, 0), (deeper, 0), (lazy, 0), (model(0), rank), ("net", 0)]:
+        before = (
+            {} if net == "net" or net is lazy else {k: v.clone() for k, v in values(net).items()}
+        )
+        with pytest.raises((ArgumentError, DisagreementError)) as error:
+            vc.broadcast_module(net, src)
+        assert all(torch.equal(values(net)[name], value) for name, value in before.items())
+        found.append((type(error.value).__name__, str(error.value)))
+    return found
+
+
+def test_another_structure_on_one_rank_is_the_same_error_on_all(worlds):
+    first, *others = worlds.run(3, refused)
+    assert all(other == first for other in others)
+    kinds, texts = zip(*first, strict=True)
+    assert kinds == ("DisagreementError",) * 3 + (
+        "ArgumentError",
+        "DisagreementError",
+        "ArgumentError",
+    )
+    for text, named in zip(
+        texts, ["0.weight", "1.weight", "more", "2.weight", "src", "model"], strict=True
+    ):
+        assert named in text

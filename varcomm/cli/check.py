@@ -1,0 +1,94 @@
+"""``varcomm check``: compare a graph model on ranks with the same model in one process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from varcomm.cli.arguments import positive
+from varcomm.errors import ArgumentError
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
+
+DESCRIPTION = """\
+Run a model on a small graph in one process and on ranks that own random nodes,
+and compare outputs, loss, gradients and buffers. A difference is printed with
+the submodule, the line and the fix; varcomm.testing.same_as_one_process does
+the same from Python.
+
+FILE.py:NAME is a function without arguments, which returns the model. --data is
+a file as of `varcomm partition`, or FILE.py:NAME, which returns a Data or a
+HeteroData. --call, --loss and --step name functions in the model's file.
+
+example:
+  %(prog)s model.py:make_model --data graph.pt --loss loss
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    add = parser.add_argument
+    add("model", metavar="FILE.py:NAME", help="function that returns the model")
+    add("--data", required=True, metavar="DATA", help="a small graph: a file, or FILE.py:NAME")
+    add("--call", metavar="NAME", help="call(model, data); default: by the names in forward")
+    add("--loss", metavar="NAME", help="loss(out, data); default: a random combination of outputs")
+    add("--step", metavar="NAME", help="step(model, data), in place of both; returns the loss")
+    add("--parts", type=positive, default=3, metavar="N", help="number of ranks; default: 3")
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Make model and data, compare, and print the result."""
+    from varcomm.testing import same_as_one_process
+
+    try:
+        file, _, _ = options.model.partition(":")
+        model = _function(options.model)()
+        if ".py:" in options.data:
+            data = _function(options.data)()
+        else:
+            from varcomm.graph.files.graph_file import read_graph
+
+            data = read_graph(Path(options.data))
+        names = {"call": options.call, "loss": options.loss, "step": options.step}
+        functions: dict[str, Any] = {
+            key: _function(f"{file}:{name}") for key, name in names.items() if name
+        }
+    except ArgumentError as error:
+        parser.error(str(error))
+    try:
+        print(same_as_one_process(model, data, parts=options.parts, **functions))
+    except AssertionError as error:
+        print(error)
+        return 1
+    except ArgumentError as error:
+        if not error.on_all_ranks:
+            parser.error(str(error))
+        raise
+    return 0
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """Return the function of ``FILE.py:NAME``; its folder stays on the path for the ranks."""
+    file, _, name = text.partition(":")
+    path = Path(file).resolve()
+    if path.suffix != ".py" or not name:
+        raise ArgumentError(f"{text} is not FILE.py:NAME, such as model.py:make_model.")
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {file}.")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: a file must not hide a module of the ranks
+    try:
+        module = importlib.import_module(path.stem)
+    except Exception as error:
+        raise ArgumentError(f"{file} cannot be imported: {error!r}.") from error
+    if Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise ArgumentError(f"{file} has the name of another module, {path.stem}. Rename it.")
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise ArgumentError(f"{file} has no function {name!r}; it has {', '.join(functions)}.")
+    return found  # type: ignore[no-any-return]

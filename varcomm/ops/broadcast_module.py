@@ -1,0 +1,103 @@
+"""``broadcast_module``: all ranks get the parameters and buffers of one rank's model."""
+
+from __future__ import annotations
+
+import torch
+
+from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.ops import packing
+from varcomm.ops.broadcast import broadcast
+from varcomm.ops.digest import differing
+from varcomm.sizes import checked_rank
+from varcomm.transport.agreement import share
+from varcomm.transport.group import GroupLike, resolve
+
+__all__ = ["broadcast_module"]
+
+_BYTES = 2**25  # of one message
+
+
+def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = None) -> None:
+    """Overwrite parameters and buffers on every rank with those of one rank; collective.
+
+    After a checkpoint that one rank has read, or after an initialisation without a seed.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The same structure on every rank. Tied parameters stay tied; gradients stay as they are.
+    src : int
+        The rank, within `group`, whose values count.
+    group : ProcessGroup or DeviceMesh, optional
+        Ranks that take part; None is the whole world.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank, if `model` or `src` are wrong on one, or if a parameter is not initialised.
+    DisagreementError
+        On every rank, before any value changes, if names, shapes, dtypes or ties differ.
+
+    Notes
+    -----
+    Adjoint: none; values are overwritten in place.
+
+    Communication: the bytes of the model, in messages of about 32 MiB.
+
+    In one process: nothing.
+
+    Examples
+    --------
+    >>> import torch, varcomm
+    >>> def fn(rank):
+    ...     torch.manual_seed(rank)
+    ...     layer = torch.nn.Linear(1, 1)
+    ...     varcomm.broadcast_module(layer)
+    ...     return layer.weight.item()
+    >>> len(set(varcomm.launch(fn, 2)))
+    1
+    """
+    what, ranks = "broadcast_module", resolve(group)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def structure() -> dict[str, object]:
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+        root = checked_rank(src, ranks.size, "src")
+        named: dict[str, torch.Tensor] = {}
+        named.update(model.named_parameters(remove_duplicate=False))
+        named.update(model.named_buffers(remove_duplicate=False))
+        first: dict[int, str] = {}
+        found: dict[str, object] = {"src": root}
+        for name, tensor in named.items():
+            if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+                raise ArgumentError(
+                    f"{name} is not initialised, or sparse. Call the model once before."
+                )
+            tied = first.setdefault(id(tensor), name)
+            if tied == name:
+                tensors[name] = tensor
+            found[name] = str(tensor.dtype), tuple(tensor.shape), tied
+        return found
+
+    others, names = differing(share(what, structure, ranks))
+    if others:
+        raise DisagreementError(
+            f"{what}: ranks {others} have another model than rank 0, in {', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}. Make the same model on all ranks."
+        )
+    bucket: list[torch.Tensor] = []
+    with torch.no_grad():
+        for place, tensor in enumerate(tensors.values(), 1):
+            bucket.append(tensor)
+            if place == len(tensors) or sum(each.nbytes for each in bucket) >= _BYTES:
+                device = bucket[0].device
+                parts = [
+                    packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket
+                ]
+                values = broadcast(torch.cat(parts), src, group=group)
+                for each, data in zip(
+                    bucket, values.split([p.numel() for p in parts]), strict=True
+                ):
+                    each.copy_(data.clone().view(each.dtype).view(each.shape))
+                bucket = []

@@ -1,0 +1,297 @@
+"""Runs of a model on one process or on ranks, with a record of the values they compute."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+import varcomm
+from varcomm.errors import ArgumentError
+
+__all__ = ["Axis", "Record", "Run", "Task", "expected", "run"]
+
+_MOST_BYTES = 2**28  # of recorded values per rank
+_DROPOUTS = frozenset(
+    f"{kind}dropout{more}"
+    for kind in ("", "alpha_", "feature_", "feature_alpha_")
+    for more in ("", "1d", "2d", "3d", "_")
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, data, and the functions that a run calls; see :func:`same_as_one_process`."""
+
+    model: torch.nn.Module
+    data: Any
+    call: Callable[..., Any] | None
+    loss: Callable[..., torch.Tensor] | None
+    step: Callable[..., Any] | None
+    owners: Any  # the rank of each node; None runs all in one process
+    shapes: list[torch.Size]  # of the outputs in one process
+
+
+class Axis(NamedTuple):
+    """One kind of rows: their number in the full graph, and the ids of those on a rank."""
+
+    rows: str
+    total: int
+    ids: torch.Tensor
+    reached: torch.Tensor  # ids of owned nodes that have an edge from another rank
+
+
+class Record(NamedTuple):
+    """A value, with the submodule and the line that computed it."""
+
+    place: tuple[str, str, str, str]  # call, step or loss; submodule; operation; line in its code
+    line: str  # of the user's code
+    value: torch.Tensor
+
+
+class Run(NamedTuple):
+    """Values by kind and name, and how rows are sharded."""
+
+    axes: list[Axis]
+    values: dict[str, dict[str, torch.Tensor | None]]
+    records: list[Record]
+
+
+def run(rank: int, task: Task) -> Run:
+    """Run a task in one process or, with the rank of each node given, as one of several ranks."""
+    outputs, value = [], None
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        graph = varcomm.graph.partition(
+            task.data, method="block" if task.owners is None else task.owners
+        )
+        inputs, model = _require_gradients(graph), task.model
+        if task.step is None and task.owners is None:
+            _use_ordinary_vectors(graph)
+        elif task.step is None:
+            varcomm.graph.distribute(model, graph)
+        torch.manual_seed(0)
+        with _Recorder(model) as recorder:
+            if task.step is not None:
+                with recorder.during("step"):
+                    value = task.step(model, graph)
+            else:
+                with recorder.during("call"):
+                    result = (task.call or _call)(model, graph)
+                outputs = [
+                    leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)
+                ]
+                if task.loss is not None:
+                    with recorder.during("loss"):
+                        value = task.loss(result, graph)
+        axes = _axes(graph)
+        if task.step is None:
+            _backward(outputs, value, task, axes, graph.group.size)
+            varcomm.data_parallel.sum_gradients(model)
+    finally:
+        torch.set_default_dtype(before)
+    named = dict(model.named_parameters())
+    values: dict[str, dict[str, Any]] = {
+        "outputs": {str(place): leaf for place, leaf in enumerate(outputs)},
+        "loss": {"loss": value} if isinstance(value, torch.Tensor) else {},
+        "gradients of inputs": {name: leaf.grad for name, leaf in inputs.items()},
+        "gradients of parameters": {name: each.grad for name, each in named.items()},
+        "parameters": named,
+        "buffers": dict(model.named_buffers()),
+    }
+    kept = {
+        kind: {name: None if each is None else _copy(each) for name, each in those.items()}
+        for kind, those in values.items()
+    }
+    return Run(axes, kept, recorder.records)
+
+
+def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterator[torch.Tensor]:
+    """Return the values that a rank may have in place of those of one process: all, or its rows."""
+    if whole.shape == shape:
+        yield whole
+    elif whole.dim() == len(shape):
+        differing = [d for d, size in enumerate(shape) if size != whole.shape[d]]
+        for axis in axes:
+            sizes = {(whole.shape[d], shape[d]) for d in differing}
+            if len(differing) == 1 and sizes == {(axis.total, len(axis.ids))}:
+                yield whole.index_select(differing[0], axis.ids)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone().as_subclass(torch.Tensor)
+
+
+def _shards(graph: Any) -> Iterator[tuple[str, Any]]:
+    for kind, shard in graph.node_shards.items():
+        yield "nodes" if kind is None else f"nodes of {kind!r}", shard
+    for kind, shard in graph.edge_shards.items():
+        yield "edges" if kind is None else f"edges of {kind!r}", shard
+
+
+def _require_gradients(graph: Any) -> dict[str, torch.Tensor]:
+    """Let attributes of nodes and edges require gradients; return the leaves."""
+    leaves = {}
+    for rows, shard in _shards(graph):
+        attributes = dict(shard.attributes)
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                leaves[f"{name} of {rows}"] = leaf = value.detach().requires_grad_()
+                attributes[name] = leaf.clone()  # which a model may change in place
+        vars(shard)["attributes"] = attributes
+    return leaves
+
+
+def _use_ordinary_vectors(graph: Any) -> None:
+    """Replace index vectors by ordinary tensors: PyG's own functions give what is right."""
+    for shard in graph.edge_shards.values():
+        vars(shard)["edge_index"] = shard.local_ids
+    for shard in graph.node_shards.values():
+        if "batch" in shard.attributes:
+            shard.attributes["batch"] = shard.attributes["batch"].as_subclass(torch.Tensor)
+
+
+def _axes(graph: Any) -> list[Axis]:
+    axes = []
+    for rows, shard in _shards(graph):
+        ids = shard.owned_ids
+        reached = [ids[:0]]
+        for kind, edges in graph.edge_shards.items():
+            if rows in ("nodes", f"nodes of {kind and kind[-1]!r}"):
+                reached.append(ids[edges.local_ids[1][edges.boundary]])
+        axes.append(Axis(rows, shard.sizes.total, ids, torch.cat(reached)))
+    for edges in graph.edge_shards.values():
+        with_halo = torch.cat([edges.sources.owned_ids, edges.halo_ids])
+        axes.append(Axis("rows with halo", edges.sources.sizes.total, with_halo, with_halo[:0]))
+    return axes
+
+
+def _call(model: torch.nn.Module, data: Any) -> Any:
+    """Call a model with the attributes of the data that its forward names."""
+    named, missing = {}, []
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+    if not by_name:  # *args
+        several = hasattr(data, "x_dict")
+        return model(
+            *((data.x_dict, data.edge_index_dict) if several else (data.x, data.edge_index))
+        )
+    for parameter in by_name:
+        try:
+            if parameter.default is parameter.empty or parameter.name in data:
+                named[parameter.name] = getattr(data, parameter.name)
+        except AttributeError:
+            missing.append(parameter.name)
+    if missing == [p.name for p in by_name if p.default is p.empty] and len(missing) == 1:
+        return model(data, **named)
+    if missing:
+        raise ArgumentError(
+            f"{type(model).__name__}.forward takes {', '.join(missing)}, which the data do not "
+            "have. Pass call=lambda model, data: model(...)."
+        )
+    return model(**named)
+
+
+def _backward(
+    outputs: list[torch.Tensor], value: Any, task: Task, axes: list[Axis], ranks: int
+) -> None:
+    """Differentiate the loss, or a random combination of all outputs, of which each counts once."""
+    if value is not None:
+        if not isinstance(value, torch.Tensor) or value.dim():
+            raise ArgumentError(
+                f"loss(out, data) must return a tensor of one number; got {value!r}."
+            )
+        value.backward()
+        return
+    roots, weights = [], []
+    for place, leaf in enumerate(outputs):
+        if not (leaf.requires_grad and leaf.is_floating_point()):
+            continue
+        shape = leaf.shape if task.owners is None else task.shapes[place]
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(place))
+        own = next(expected(whole, leaf.shape, axes), torch.zeros(leaf.shape))
+        roots.append(leaf)
+        weights.append(own / ranks if own is whole else own)
+    if roots:
+        torch.autograd.backward(roots, weights)
+
+
+class _Recorder(TorchFunctionMode):
+    """Records floats that operations and modules return; dropout returns its input."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.records: list[Record] = []
+        self._left = _MOST_BYTES
+        self._names, self._during = [""], ""
+        for name, module in model.named_modules():
+            shown = f"{name or 'the model'} ({type(module).__name__})"
+            module.register_forward_pre_hook(self._entering(shown))
+            module.register_forward_hook(self._left_module, always_call=True)
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        self._during = what
+        yield
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda module, args: self._names.append(name)
+
+    def _left_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        code = type(module).forward.__code__ if hasattr(type(module).forward, "__code__") else None
+        line = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+        for leaf in tree_flatten(out)[0]:
+            self._record("", line, line, leaf)
+        self._names.pop()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, and record its results where they are a user's or PyG's."""
+        name = getattr(func, "__name__", "").strip("_")
+        if name in _DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        out = func(*args, **(kwargs or {}))
+        leaves = out if isinstance(out, list | tuple) else (out,)
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+            site, line = _lines(sys._getframe(1))
+            for leaf in leaves if site else ():
+                self._record(name, site, line, leaf)
+        return out
+
+    def _record(self, name: str, site: str, line: str, value: Any) -> None:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.is_floating_point():
+            return
+        self._left -= value.nbytes
+        if self._left > 0:
+            place = self._during, self._names[-1], name, site
+            self.records.append(Record(place, line, _copy(value)))
+
+
+def _lines(frame: FrameType | None) -> tuple[str, str]:
+    """Return the line that called torch, none if it is varcomm's, and the line of the user's."""
+    site = ""
+    while frame is not None and frame.f_code is not run.__code__:
+        module = frame.f_globals.get("__name__", "").split(".")[0]
+        if module == "varcomm" and not site:
+            break
+        if module not in ("torch", "varcomm"):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            site = site or line
+            if module != "torch_geometric":
+                return site, line
+        frame = frame.f_back
+    return site, site
