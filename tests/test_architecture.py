@@ -29,7 +29,6 @@ def test_import_leaves_optional_packages_alone():
         "pymetis",
         "matplotlib",
         "cloudpickle",
-        "kahip",
         "meshio",
         "scipy",
         "torch.distributed.checkpoint",  # half a second
