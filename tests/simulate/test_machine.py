@@ -117,3 +117,11 @@ def counted_on_real_ranks(rank):
 
 def test_messages_of_real_ranks_are_not_counted(worlds):
     worlds.run(3, counted_on_real_ranks)
+
+
+@pytest.mark.slow
+def test_the_machine_at_hand():
+    machine = vc.simulate.measure(2, width=8)
+    assert machine.ranks_per_node == 2
+    assert min(machine.flops, machine.memory_bandwidth, machine.latency_within) > 0
+    assert machine.gap == 0

@@ -17,7 +17,7 @@ from varcomm.errors import ArgumentError, MissingPackageError
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["ocean", "read_sea"]
+__all__ = ["coarsened", "ocean", "read_sea"]
 
 
 def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
@@ -57,6 +57,17 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
     south, east = (row + 0.5) * (np.pi / rows), (column + 0.5) * (2 * np.pi / columns)
     pos = np.stack([np.sin(south) * np.cos(east), np.sin(south) * np.sin(east), np.cos(south)], 1)
     return Data(edge_index=torch.cat(edges, dim=1), pos=torch.from_numpy(pos.astype(np.float32)))
+
+
+def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
+    """Return every `times`-th row and column of a table of cells, as a view.
+
+    Examples
+    --------
+    >>> coarsened(np.eye(4, dtype=bool), 2).shape
+    (2, 2)
+    """
+    return is_sea[times // 2 :: times, times // 2 :: times]
 
 
 def read_sea(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
