@@ -18,6 +18,7 @@ from measuring import arguments, table
 import varcomm as vc
 from varcomm.cli.simulate import prepare
 
+
 def grid(side):
     return vc.simulate.ocean(np.ones((side, 2 * side), dtype=bool))
 
