@@ -59,7 +59,8 @@ def _statistics(*arguments: Any) -> Three:
     values, column, q, head, bias, weight, share, chunk_rows = arguments
     top, log, part = (q.new_empty(q.shape) for _ in range(3))
     for at in _chunks(values, q, head, chunk_rows):
-        rows = _of_rows(_logits(values[at], head, bias), column[at], q[at], weight, share)
+        z = _logits(values[at], head, bias)
+        rows = _of_rows(z, column[at], q[at], weight, share, owned=head is not None)
         top[at], log[at], part[at] = rows
     return top, log, part
 
@@ -68,12 +69,15 @@ def _logits(values: Tensor, head: Tensor | None, bias: Tensor | None) -> Tensor:
     return values if head is None else F.linear(values, head, bias)
 
 
-def _of_rows(z: Tensor, column: Tensor, q: Tensor, weight: Tensor | None, share: float) -> Three:
+def _of_rows(
+    z: Tensor, column: Tensor, q: Tensor, weight: Tensor | None, share: float, owned: bool
+) -> Three:
+    """Return the statistics of some rows; logits that are `owned` may be overwritten."""
     if z.shape[-1] == 0:
         return torch.zeros_like(q), torch.full_like(q, -torch.inf), torch.zeros_like(q)
     top = z.amax(-1).to(q.dtype)
     top = top.masked_fill(top == -torch.inf, 0)
-    below = z - top.unsqueeze(-1)
+    below = _shifted(z, top, owned)
     of_target = below.gather(-1, column.unsqueeze(-1)).squeeze(-1)
     # where q is 0, the column is any, and may be minus infinity
     part = -q * of_target.masked_fill(q == 0, 0)
@@ -92,11 +96,12 @@ def _of_logits(
     log: Tensor,
     of_log: Tensor,
     of_part: Tensor,
+    owned: bool = False,
 ) -> Tensor:
-    """Return the gradient of logits from those of `log` and `part`."""
+    """Return the gradient of logits from those of `log` and `part`; see :func:`_of_rows`."""
     if z.shape[-1] == 0:
         return (z * of_log.unsqueeze(-1)).to(z.dtype)  # depends on both, as on other ranks
-    result = _softmax(z, top, log, of_log)
+    result = _softmax(z, top, log, of_log, owned)
     if share:
         smooth = (share * of_part).unsqueeze(-1)
         result = result.sub_(smooth if weight is None else smooth * weight)
@@ -104,11 +109,18 @@ def _of_logits(
     return result.scatter_add_(-1, column.unsqueeze(-1), of_target).to(z.dtype)
 
 
-def _softmax(z: Tensor, top: Tensor, log: Tensor, factor: Tensor) -> Tensor:
+def _softmax(z: Tensor, top: Tensor, log: Tensor, factor: Tensor, owned: bool = False) -> Tensor:
     """Return the softmax times a factor per row; differences are exact for large logits."""
     # where no logit is above minus infinity, none gets a gradient: exp(z - top) is 0 there
     scale = factor * torch.exp(-log.masked_fill(log == -torch.inf, 0))
-    return (z - top.unsqueeze(-1)).exp_() * scale.unsqueeze(-1)
+    powers = _shifted(z, top, owned).exp_()
+    return powers.mul_(scale.unsqueeze(-1)) if owned else powers * scale.unsqueeze(-1)
+
+
+def _shifted(z: Tensor, top: Tensor, owned: bool) -> Tensor:
+    """Return ``z - top``, in the memory of `z` if that is possible."""
+    top = top.unsqueeze(-1)
+    return z.sub_(top) if owned and z.dtype == top.dtype else z - top
 
 
 def _chunks(
@@ -233,7 +245,8 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
 
     def add(at: tuple[slice, ...]) -> None:  # a function, which frees a chunk before the next
         z = _logits(values[at], head, bias)
-        of_logits = _of_logits(z, column[at], q[at], weight, share, *(x[at] for x in of_rows))
+        kept = (x[at] for x in of_rows)
+        of_logits = _of_logits(z, column[at], q[at], weight, share, *kept, head is not None)
         if wanted[0]:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])
