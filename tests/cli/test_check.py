@@ -86,7 +86,7 @@ WRONG = [
     ("net_of_check.py:right --data graph.pt --loss huber", "no function 'huber'"),
     ("broken_net.py:right --data graph.pt", "nothing_of_this_name"),
     ("colorsys.py:right --data graph.pt", "Rename"),
-    ("net_of_check.py:right --data none.pt", "no file none.pt"),
+    ("net_of_check.py:right --data none.pt", "none.pt is no file"),
     ("net_of_check.py:right --data rows.pt", "edge_index"),
     ("net_of_check.py:right --data pickled.pt", "to_dict()"),
     ("net_of_check.py:a_graph --data graph.pt", "model must be a torch.nn.Module"),

@@ -32,7 +32,7 @@ WITHOUT_EXAMPLE = {
     f"varcomm.simulate.{name}"
     for name in (
         *("Counts", "Machine", "Parts", "Sample", "Scaling", "Step", "Times", "Work"),
-        *("read_sea", "sample"),
+        *("measure", "read_sea", "sample"),
     )
 }
 

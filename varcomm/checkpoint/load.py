@@ -65,8 +65,11 @@ def load(
     Notes
     -----
     Each rank verifies the SHA-256 of every P-th file, and reads only the elements that it needs.
-    Files of other tools have no digests. Communication: four rounds of small messages; rows of
-    :class:`Rows` travel once.
+    Files of other tools have no digests.
+
+    Communication: four rounds of small messages; rows of :class:`Rows` travel once.
+
+    In one process: the checkpoint of one rank, which any number of ranks can read.
 
     Examples
     --------

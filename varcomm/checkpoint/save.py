@@ -95,6 +95,8 @@ def save(
     Communication: three rounds of small messages; one more if ranks have different keys; one more
     to compare CRC-32 of replicated tensors. Rows travel once, to the rank that writes them.
 
+    In one process: the same files, which any number of ranks can load.
+
     Examples
     --------
     >>> import tempfile, torch

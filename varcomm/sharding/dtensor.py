@@ -101,9 +101,13 @@ def to_dtensor(
 
     Notes
     -----
-    Adjoint: :func:`from_dtensor`, after redistribution of replicated or partial gradients, which is
-    the only communication; exact in any order. DTensor has no forward mode. A loss computed from
-    DTensors is one number, ``loss.full_tensor()``, on which every rank calls backward.
+    Adjoint: :func:`from_dtensor`, after redistribution of replicated or partial gradients; exact in
+    any order. DTensor has no forward mode. A loss computed from DTensors is one number,
+    ``loss.full_tensor()``, on which every rank calls backward.
+
+    Communication: none, but for that redistribution.
+
+    In one process: `tensor` itself.
 
     Examples
     --------

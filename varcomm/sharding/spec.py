@@ -167,8 +167,24 @@ def mark(param: T, spec: ShardSpec) -> T:
     """Mark a parameter as this rank's part of a sharded one, and return it.
 
     torch drops the mark when it copies a parameter or moves a module off the meta device. State
-    dicts do not contain marks. ArgumentError if `param` has another number of rows than `spec`
-    gives this rank.
+    dicts do not contain marks.
+
+    Parameters
+    ----------
+    param : torch.Tensor
+        This rank's part.
+    spec : ShardSpec
+        Its sizes, dimension and group.
+
+    Returns
+    -------
+    torch.Tensor
+        `param`.
+
+    Raises
+    ------
+    ArgumentError
+        If `param` has another number of rows than `spec` gives this rank.
 
     Examples
     --------
@@ -187,6 +203,16 @@ def mark(param: T, spec: ShardSpec) -> T:
 
 def shard_spec(param: torch.Tensor) -> ShardSpec | None:
     """Return how a parameter is sharded, or None if :func:`mark` has not marked it.
+
+    Parameters
+    ----------
+    param : torch.Tensor
+        A parameter.
+
+    Returns
+    -------
+    ShardSpec or None
+        The one given to :func:`mark`.
 
     Examples
     --------

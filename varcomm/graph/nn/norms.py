@@ -64,6 +64,8 @@ def global_norm(
     channels, in the dtype of `x` or fp32; per type or graph for other norms than ``BatchNorm``,
     each with a count of 8 bytes. In evaluation with running statistics, nothing is sent.
 
+    In one process: ``module.forward``.
+
     Examples
     --------
     >>> import torch, varcomm
