@@ -20,7 +20,8 @@ INSTANCES = {
 }
 OURS = re.compile(rf"(?<![.\w])({'|'.join([*MODULES, *INSTANCES])})\.\w")
 # attributes that a graph has from the user's data
-OF_DATA = {"x", "y", "h", "f", "forces", "pos", "edge_attr", "edge_weight", "mask", "train_mask"}
+OF_DATA = {"x", "y", "h", "f", "forces", "pos", "batch", "edge_attr", "edge_weight"}
+OF_DATA |= {"mask", "train_mask"}
 
 
 def check(span):

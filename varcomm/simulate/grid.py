@@ -62,6 +62,18 @@ def ocean(is_sea: np.ndarray[Any, Any]) -> Data:
 def coarsened(is_sea: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
     """Return every `times`-th row and column of a table of cells, as a view.
 
+    Parameters
+    ----------
+    is_sea : numpy.ndarray
+        Bool of shape (rows, columns).
+    times : int
+        Step between rows, and between columns.
+
+    Returns
+    -------
+    numpy.ndarray
+        The remaining rows and columns.
+
     Examples
     --------
     >>> coarsened(np.eye(4, dtype=bool), 2).shape
