@@ -8,7 +8,7 @@ from torch_geometric.data import Batch, Data
 import varcomm
 from tests.graph.graphs import WORLDS, split_by, wild
 from tests.graph.typed import owners, typed
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import from_edges, partition
 from varcomm.testing import dot_test
 
@@ -162,3 +162,16 @@ def test_edges_of_adj_t(worlds, layout, attr):
 def whole_graph(rank, data):
     found = partition(data, method="block").data.to_dict()
     return {**found, "edge_index": found["edge_index"].plain}
+
+
+def values_of_another_kind(rank):
+    graph = partition(wild(NODES), method="block")
+    x = graph.x.double()
+    for values in (x.float() if rank == 1 else x, x[:, :1] if rank == 1 else x):
+        with pytest.raises(DisagreementError, match="rank 1"):
+            graph.rows(values, torch.tensor([3]))
+    assert graph.rows(x[:, 0], torch.tensor(3)).shape == ()
+
+
+def test_values_of_another_kind_on_one_rank(worlds):
+    worlds.run(3, values_of_another_kind)

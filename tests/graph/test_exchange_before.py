@@ -7,7 +7,7 @@ from torch_geometric.data import Data
 
 import varcomm
 from tests.graph.graphs import WORLDS, split_by, wild
-from varcomm import ArgumentError
+from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import exchange_before, partition
 
 PART = {"blocks.*": ["x", "scale"]}
@@ -93,6 +93,8 @@ WRONG = (
     ({"blocks.*": ["node_feats"]}, "'node_feats'"),
     ({"blocks.*": "x"}, "'x'"),
     ({"*": ["x"]}, "ModuleList"),
+    ({"blocks.*": None}, "None"),
+    ({0: ["x"]}, "0"),
     (["blocks.0"], "list"),
 )
 
@@ -104,6 +106,11 @@ def refusals(rank):
             exchange_before(make(), graph, wrong if rank == 1 else PART)
         assert "refused on rank 1 of 3" in str(caught.value)
         assert word in str(caught.value)
+    with pytest.raises(DisagreementError, match="rank 1"):
+        exchange_before(make(), graph, {"blocks.0": ["x"]} if rank == 1 else PART)
+    nested = torch.nn.Sequential(torch.nn.Sequential(make()))
+    with pytest.raises(ArgumentError, match="its part"):
+        exchange_before(nested, graph, {"0": ["input"], "0.0.blocks.0": ["x"]})
     with pytest.raises(ArgumentError, match="PartitionedGraph"):
         exchange_before(make(), wild(), PART)
     with pytest.raises(ArgumentError, match="hops"):

@@ -79,3 +79,29 @@ def test_another_structure_on_one_rank_is_the_same_error_on_all(worlds):
         texts, ["0.weight", "1.weight", "more", "2.weight", "src", "model"], strict=True
     ):
         assert named in text
+
+
+def registered_in_another_order(rank):
+    model = torch.nn.Module()
+    for name in ("a", "b") if rank else ("b", "a"):
+        model.register_parameter(name, torch.nn.Parameter(torch.full((2,), ord(name) + rank)))
+    vc.broadcast_module(model)
+    return model.a.tolist(), model.b.tolist()
+
+
+def test_order_of_registration(worlds):
+    found = worlds.run(3, registered_in_another_order)
+    assert found == [([97.0] * 2, [98.0] * 2)] * 3
+
+
+def unwritable(rank):
+    meta = torch.nn.Linear(2, 2, device="meta" if rank == 1 else None)
+    expanded = torch.nn.Module()
+    expanded.register_buffer("x", torch.ones(1).expand(2) if rank == 1 else torch.ones(2))
+    for model in (meta, expanded):
+        with pytest.raises(ArgumentError, match="rank 1"):
+            vc.broadcast_module(model)
+
+
+def test_tensors_that_cannot_be_written(worlds):
+    worlds.run(3, unwritable)

@@ -301,3 +301,44 @@ class WithTime(torch.nn.Module):
 
 def first(model, data):
     return model[0](data.x, data.x, data.x)[0]
+
+
+def sequential():
+    return Sequential("x, edge_index", [(GCNConv(4, 3), "x, edge_index -> x"), torch.nn.ReLU()])
+
+
+class Odd(torch.nn.Module):
+    """Complex, bool and integer results, and a bool buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        own = x * self.scale
+        return torch.complex(own, own**2), own > 0, (own * 3).round().int(), self.mask, 7
+
+
+class Local(torch.nn.Module):
+    """A number of this rank."""
+
+    def forward(self, x):
+        return x.mean().item()
+
+
+def test_models_of_other_forms():
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(9, (2, 40), generator=generator)
+    data = Data(x=torch.randn(9, 4, generator=generator), edge_index=edges)
+    assert not same_as_one_process(sequential, data).wrong
+    assert not same_as_one_process(Odd(), data).wrong
+    with pytest.raises(AssertionError, match="not the same"):
+        same_as_one_process(Local(), data)
+    star = Data(x=data.x, edge_index=torch.stack([edges[0], torch.zeros_like(edges[0])]))
+    star.edge_attr = torch.rand(40, 1, generator=generator)
+
+    def edge_values(model, graph):
+        return model(graph.edge_attr)
+
+    assert not same_as_one_process(torch.nn.Linear(1, 2), star, call=edge_values).wrong

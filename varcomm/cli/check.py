@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from varcomm.cli.arguments import positive
 from varcomm.errors import ArgumentError
 
@@ -46,9 +48,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     try:
         file, _, _ = options.model.partition(":")
-        model = _function(options.model)()
+        model = _made(options.model)
+        if isinstance(model, torch.nn.Module):  # which may not be picklable: ranks make their own
+            model = _function(options.model)
         if ".py:" in options.data:
-            data = _function(options.data)()
+            data = _made(options.data)
         else:
             from varcomm.graph.files.graph_file import read_graph
 
@@ -69,6 +73,15 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             parser.error(str(error))
         raise
     return 0
+
+
+def _made(text: str) -> Any:
+    """Return the result of the function of ``FILE.py:NAME``."""
+    make = _function(text)
+    try:
+        return make()
+    except Exception as error:
+        raise ArgumentError(f"{text} raises {error!r}. It is called without arguments.") from error
 
 
 def _function(text: str) -> Callable[..., Any]:

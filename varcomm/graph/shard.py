@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.directory import Directory
 from varcomm.graph.index import PartitionedIndex, plain
 from varcomm.graph.nn.graphs import Graphs
@@ -22,7 +22,7 @@ from varcomm.ops.packing import taken
 from varcomm.plan.checks import checked_index
 from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes, checked_rank
-from varcomm.transport.agreement import agree, compare, debugging
+from varcomm.transport.agreement import agree_and_share, compare, debugging
 from varcomm.transport.group import Group
 
 __all__ = ["AscendingIds", "NodeShard", "Shard", "described", "moved"]
@@ -220,6 +220,8 @@ class Shard:
         ArgumentError
             On every rank, if on one of them `values` do not match the owned rows, or `ids` are
             local or out of range.
+        DisagreementError
+            On every rank, if dtypes or shapes of rows differ.
 
         Notes
         -----
@@ -242,7 +244,7 @@ class Shard:
         """
         plan, place, shape = self._fetching(values, ids)
         rows = plan(values)
-        return rows.index_select(0, place.to(rows.device)).view(*shape, *rows.shape[1:])
+        return rows.index_select(0, place.to(rows.device)).view(shape + rows.shape[1:])
 
     @kept_from_compilation
     def _fetching(
@@ -253,7 +255,7 @@ class Shard:
         return plan.to(values.device), place, ids.shape
 
     def _agreed_ids(self, what: str, ids: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-        """Return ids on the graph's device, if they and the values are valid on all ranks."""
+        """Return ids on the graph's device, if they and the values are valid and alike on all."""
 
         def check() -> torch.Tensor:
             for x in values:
@@ -271,7 +273,16 @@ class Shard:
             checked = checked_index(flat, self.sizes.total, "ids", self.noun)
             return checked.view(ids.shape).to(self.ids.gaps.device)
 
-        return agree(what, check, self.group)
+        def kinds(_: object) -> list[str]:
+            return [f"{x.dtype} rows of shape {tuple(x.shape[1:])}" for x in values]
+
+        checked, of_ranks = agree_and_share(what, check, kinds, self.group)
+        if other := next((rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]), None):
+            raise DisagreementError(
+                f"{what}: values are {of_ranks[0][0]} on rank 0, and {of_ranks[other][0]} on rank "
+                f"{other}. Pass the same dtype and row shape on every rank."
+            )
+        return checked
 
     @cached_property
     def _directory(self) -> Directory:

@@ -68,12 +68,16 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
         named.update(model.named_parameters(remove_duplicate=False))
         named.update(model.named_buffers(remove_duplicate=False))
         first: dict[int, str] = {}
-        found: dict[str, object] = {"src": root}
-        for name, tensor in named.items():
-            if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+        found: dict[str, object] = {"the argument src": root}
+        for name, tensor in sorted(named.items()):  # ranks may register them in another order
+            is_lazy = torch.nn.parameter.is_lazy(tensor)
+            if is_lazy or tensor.is_meta or tensor.layout != torch.strided:
                 raise ArgumentError(
-                    f"{name} is not initialised, or sparse. Call the model once before."
+                    f"{name} is not initialised, or sparse. Call the model once, or to_empty."
                 )
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            if tensor.is_inference() or any(n > 1 and step == 0 for n, step in strides):
+                raise ArgumentError(f"{name} is expanded, or made in inference mode. Clone it.")
             tied = first.setdefault(id(tensor), name)
             if tied == name:
                 tensors[name] = tensor
@@ -83,8 +87,8 @@ def broadcast_module(model: torch.nn.Module, src: int = 0, group: GroupLike = No
     others, names = differing(share(what, structure, ranks))
     if others:
         raise DisagreementError(
-            f"{what}: ranks {others} have another model than rank 0, in {', '.join(names[:3])}"
-            f"{', ...' if len(names) > 3 else ''}. Make the same model on all ranks."
+            f"{what}: ranks {others} differ from rank 0 in {', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}. Pass the same model and src on all ranks."
         )
     bucket: list[torch.Tensor] = []
     with torch.no_grad():

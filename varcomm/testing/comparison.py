@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import linecache
 import math
 import re
@@ -49,7 +50,7 @@ class Comparison:
 
 
 def same_as_one_process(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     data: Any,
     call: Callable[[torch.nn.Module, Any], Any] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -67,8 +68,10 @@ def same_as_one_process(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        Before ``distribute``; it is copied. In its mode, train or eval.
+    model : torch.nn.Module or callable
+        Before ``distribute``; it is copied. In its mode, train or eval. Or a function without
+        arguments that returns it, for models that cannot be pickled, such as PyG's ``Sequential``;
+        each process calls it with the same seed.
     data : torch_geometric.data.Data or torch_geometric.data.HeteroData
         A small graph.
     call : callable, optional
@@ -108,8 +111,11 @@ def same_as_one_process(
     (3, True)
     """
     parts = at_least(1, parts, "parts")
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    if not isinstance(model, torch.nn.Module) and not inspect.isroutine(model):
+        raise ArgumentError(
+            "model must be a torch.nn.Module or a function that returns one; got "
+            f"{type(model).__name__}."
+        )
     if step is not None and (call or loss):
         raise ArgumentError("step replaces call and loss. Pass step alone, or the other two.")
     several = getattr(data, "edge_types", None)
@@ -127,19 +133,24 @@ def same_as_one_process(
         return torch.randint(parts - (parts > 2), (count,), generator=generator)
 
     owners = {kind: drawn(n) for kind, n in counts.items()}
-    try:
-        model = copy.deepcopy(model).double().cpu()
-    except Exception as error:
-        raise ArgumentError(
-            f"model cannot be copied: {error}. Pass it before distribute."
-        ) from error
+    if isinstance(model, torch.nn.Module):
+        try:
+            model = copy.deepcopy(model).double().cpu()
+        except Exception as error:
+            raise ArgumentError(
+                f"model cannot be copied: {error}. Pass it before distribute."
+            ) from error
     data = copy.copy(data).apply(_as_double)
     task = Task(model, data, call, loss, step, None, [])
     try:
         (whole,) = varcomm.launch(run, 1, task)
     except LaunchError as error:
         hint = "" if call or step else "\nPass call=lambda model, data: model(...) if needed."
+        if "ModuleNotFoundError" in str(error):  # a class that PyG made in this process
+            hint = "\nPass a function that makes the model, in place of the model."
         raise ArgumentError(f"the model fails in one process: {error}{hint}") from error
+    if step is None and not whole.values["outputs"] and not whole.values["loss"]:
+        raise ArgumentError("there is nothing to compare: the model returns no tensor or number.")
     task = replace(
         task,
         owners=owners if several else owners[None],
@@ -296,7 +307,7 @@ def _cause(
         if scaled and any(all(same(each[0], each[way]) for each in scaled) for way in (1, 2)):
             return (
                 f"it has the number of this rank's {rows} in place of that of all. Use "
-                "graph.node_sizes.total, or len of what graph.gather returns."
+                "graph.num_nodes, or graph.num_edges."
             )
     if wrong[0][0] is not whole:
         if "norm" in operation or "softmax" in operation:

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 import varcomm
 from varcomm.errors import ArgumentError
+from varcomm.transport.agreement import share
+from varcomm.transport.group import resolve
 
 __all__ = ["Axis", "Record", "Run", "Task", "expected", "run"]
 
@@ -31,7 +33,7 @@ _DROPOUTS = frozenset(
 class Task:
     """A model, data, and the functions that a run calls; see :func:`same_as_one_process`."""
 
-    model: torch.nn.Module
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
     data: Any
     call: Callable[..., Any] | None
     loss: Callable[..., torch.Tensor] | None
@@ -74,7 +76,13 @@ def run(rank: int, task: Task) -> Run:
         graph = varcomm.graph.partition(
             task.data, method="block" if task.owners is None else task.owners
         )
+        torch.manual_seed(0)
         inputs, model = _require_gradients(graph), task.model
+        if not isinstance(model, torch.nn.Module):
+            model = model()
+            if not isinstance(model, torch.nn.Module):
+                raise ArgumentError(f"the function returned a {type(model).__name__}, no Module.")
+            model = model.double().cpu()
         if task.step is None and task.owners is None:
             _use_ordinary_vectors(graph)
         elif task.step is None:
@@ -87,15 +95,15 @@ def run(rank: int, task: Task) -> Run:
             else:
                 with recorder.during("call"):
                     result = (task.call or _call)(model, graph)
-                outputs = [
-                    leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)
-                ]
+                kinds = torch.Tensor | int | float | complex
+                leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, kinds)]
+                outputs = [torch.as_tensor(leaf) for leaf in leaves]
                 if task.loss is not None:
                     with recorder.during("loss"):
                         value = task.loss(result, graph)
         axes = _axes(graph)
         if task.step is None:
-            _backward(outputs, value, task, axes, graph.group.size)
+            _backward(outputs, value, task, axes)
             varcomm.data_parallel.sum_gradients(model)
     finally:
         torch.set_default_dtype(before)
@@ -128,7 +136,12 @@ def expected(whole: torch.Tensor, shape: torch.Size, axes: list[Axis]) -> Iterat
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().clone().as_subclass(torch.Tensor)
+    plain = value.detach().clone().as_subclass(torch.Tensor)
+    return plain if _has_gradient(plain) else plain.double()
+
+
+def _has_gradient(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _shards(graph: Any) -> Iterator[tuple[str, Any]]:
@@ -201,9 +214,7 @@ def _call(model: torch.nn.Module, data: Any) -> Any:
     return model(**named)
 
 
-def _backward(
-    outputs: list[torch.Tensor], value: Any, task: Task, axes: list[Axis], ranks: int
-) -> None:
+def _backward(outputs: list[torch.Tensor], value: Any, task: Task, axes: list[Axis]) -> None:
     """Differentiate the loss, or a random combination of all outputs, of which each counts once."""
     if value is not None:
         if not isinstance(value, torch.Tensor) or value.dim():
@@ -213,14 +224,19 @@ def _backward(
         value.backward()
         return
     roots, weights = [], []
+    of_ranks = share(
+        "same_as_one_process", lambda: [list(leaf.shape) for leaf in outputs], resolve(None)
+    )
     for place, leaf in enumerate(outputs):
-        if not (leaf.requires_grad and leaf.is_floating_point()):
+        if not leaf.requires_grad:
             continue
         shape = leaf.shape if task.owners is None else task.shapes[place]
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(place))
-        own = next(expected(whole, leaf.shape, axes), torch.zeros(leaf.shape))
+        generator = torch.Generator().manual_seed(place)
+        whole = torch.randn(shape, generator=generator, dtype=leaf.dtype)
+        own = next(expected(whole, leaf.shape, axes), torch.zeros_like(leaf))
+        is_replicated = all(shapes[place] == list(shape) for shapes in of_ranks)
         roots.append(leaf)
-        weights.append(own / ranks if own is whole else own)
+        weights.append(own / len(of_ranks) if is_replicated else own)
     if roots:
         torch.autograd.backward(roots, weights)
 
@@ -266,14 +282,14 @@ class _Recorder(TorchFunctionMode):
             return args[0] if args else (kwargs or {})["input"]
         out = func(*args, **(kwargs or {}))
         leaves = out if isinstance(out, list | tuple) else (out,)
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+        if any(isinstance(leaf, torch.Tensor) and _has_gradient(leaf) for leaf in leaves):
             site, line = _lines(sys._getframe(1))
             for leaf in leaves if site else ():
                 self._record(name, site, line, leaf)
         return out
 
     def _record(self, name: str, site: str, line: str, value: Any) -> None:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.is_floating_point():
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _has_gradient(value):
             return
         self._left -= value.nbytes
         if self._left > 0:

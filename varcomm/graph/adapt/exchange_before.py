@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from varcomm.errors import ArgumentError
+from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.index import plain
 from varcomm.graph.partitioned_graph import PartitionedGraph
@@ -92,14 +92,21 @@ def exchange_before(
         )
     edges = graph if isinstance(graph, EdgeShard) else graph.edges
 
-    def check() -> tuple[bool, int]:
+    def check() -> tuple[bool, int, list[Any]]:
         found.update(_matching(model, arguments))
         if edges.hops > 1:
             raise ArgumentError("the graph has halos of several hops. Partition it with hops=1.")
-        return edges.num_owned == edges.num_sources + edges.num_halo, edges.num_halo
+        named = {module: name for name, module in model.named_modules()}
+        names = [[named[module], *wanted] for module, wanted in found.items()]
+        return edges.num_owned == edges.num_sources + edges.num_halo, edges.num_halo, names
 
     found: dict[torch.nn.Module, dict[str, None]] = {}
-    equal, halos = zip(*share(_WHAT, check, edges.group), strict=True)
+    equal, halos, names = zip(*share(_WHAT, check, edges.group), strict=True)
+    if other := next((rank for rank, own in enumerate(names) if own != names[0]), None):
+        raise DisagreementError(
+            f"{_WHAT}: rank 0 exchanges {names[0]}, and rank {other} {names[other]}. Pass the same "
+            "model and arguments on every rank."
+        )
     if all(equal) and any(halos):
         raise ArgumentError(
             f"{_WHAT}: every rank has as many edges as owned and halo nodes, so rows of nodes and "
@@ -134,13 +141,13 @@ def _matching(model: Any, arguments: Any) -> dict[torch.nn.Module, dict[str, Non
         )
     names: dict[torch.nn.Module, dict[str, None]] = {}
     for pattern, wanted in arguments.items():
-        parts = pattern.split(".")
+        parts = str(pattern).split(".")
         matching = {
             name: module
-            for name, module in model.named_modules()
+            for name, module in model.named_modules(remove_duplicate=False)
             if len(name.split(".")) == len(parts) and all(map(fnmatchcase, name.split("."), parts))
         }
-        if not matching or isinstance(wanted, str):
+        if not matching or isinstance(wanted, str) or not isinstance(wanted, Sequence):
             have = ", ".join(name for name, _ in model.named_children())
             raise ArgumentError(
                 f"arguments[{pattern!r}] must be names of arguments of submodules that match; got "
@@ -155,6 +162,12 @@ def _matching(model: Any, arguments: Any) -> dict[torch.nn.Module, dict[str, Non
                     f"{', '.join(has)}."
                 )
             names.setdefault(module, {}).update(dict.fromkeys(wanted))
+    for module in names:
+        if inner := next((part for part in list(module.modules())[1:] if part in names), None):
+            raise ArgumentError(
+                f"arguments name a {type(module).__name__} and its part, a {type(inner).__name__}: "
+                "the rows would be exchanged twice. Name one of them."
+            )
     return names
 
 
@@ -167,6 +180,7 @@ class _Exchange:
     signature: inspect.Signature
     # by the structure of results, which tensors have a row per owned and halo node
     of_nodes: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    exchanged: list[str] = field(default_factory=list)  # in the present call
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = self.signature.bind(*args, **kwargs)
@@ -181,8 +195,9 @@ class _Exchange:
                         f"{where}{name} of {type(module).__name__} must have one row for each of "
                         f"the {owned} owned nodes; got {described(value)}."
                     )
+        self.exchanged[:] = [name for name in self.names if given.get(name) is not None]
         for name in given:
-            if name in self.names and given[name] is not None:
+            if name in self.exchanged:
                 given[name] = self.edges.rows_and_halo(given[name])
             else:
                 leaves, spec = tree_flatten(given[name])
@@ -193,7 +208,8 @@ class _Exchange:
     def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
         leaves, spec = tree_flatten(out)
         rows = self.edges.num_sources + self.edges.num_halo
-        key = str((spec, [getattr(leaf, "dtype", None) for leaf in leaves]))
+        kinds = [(leaf.dtype, leaf.dim()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = str((spec, kinds, self.exchanged))
         if key not in self.of_nodes:
             fits = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
             agreed = share(_WHAT, lambda: fits, self.edges.group)
