@@ -1,4 +1,4 @@
-"""Aggregations over all nodes of graphs that span ranks: as PyG in one process."""
+"""Aggregations over all nodes of graphs: as in one process; which of them and norms are known."""
 
 from functools import partial
 from itertools import product
