@@ -11,7 +11,7 @@ import varcomm
 from tests.graph.graphs import split_by
 from tests.graph.layers import example
 from varcomm import ArgumentError
-from varcomm.graph import distribute, partition, replicated
+from varcomm.graph import PartitionedGraph, distribute, partition
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -52,15 +52,20 @@ def graph_of(data, **settings):
 
 
 def values_of(graph):
-    """Return attributes by their names, behind the type of nodes if there are several."""
+    """Return attributes by their names; those of a type of nodes end in the name of the type.
+
+    If there are several types of edges, theirs end in the name of the relation.
+    """
     if list(getattr(graph, "node_types", [None])) == [None]:
         return dict(getattr(graph, "data", graph))
-    found = {}
+    found = {"node_types": graph.node_types, "edge_types": graph.edge_types}
+    data = getattr(graph, "data", graph)
     for kind in graph.node_types:
-        for name in ("x", "pos", "normal", "batch"):
-            found[f"{name}_{kind}"] = getattr(graph[kind], name)
-    edges = graph["a", "to", "b"]
-    return found | {name: getattr(edges, name) for name in ("edge_index", "weight", "attr", "kind")}
+        found |= {f"{name}_{kind}": value for name, value in data[kind].items()}
+    for kind in graph.edge_types:
+        end = f"_{kind[1]}" if len(graph.edge_types) > 1 else ""
+        found |= {f"{name}{end}": value for name, value in data[kind].items()}
+    return found
 
 
 def places_of(data, graph):
@@ -71,9 +76,13 @@ def places_of(data, graph):
     return nodes | {data[kind].num_edges: graph[kind].owned_ids for kind in data.edge_types}
 
 
-def outcome(model, call, graph, by, rows_of, count):
-    """Return results, and gradients of a loss of them by name; `count` makes a loss count once."""
-    given = SimpleNamespace(**values_of(graph))
+def outcome(model, call, graph, by, rows_of, count, second):
+    """Return results, and gradients of a loss of them by name; `count` makes a loss count once.
+
+    With `second`, also the gradients of the squared length of the gradients of `by`.
+    """
+    on_ranks = graph if isinstance(graph, PartitionedGraph) else None
+    given = SimpleNamespace(**values_of(graph), graph=on_ranks)
     leaves = {name: getattr(given, name).clone().requires_grad_() for name in by}
     vars(given).update(leaves)
     torch.manual_seed(1)
@@ -88,21 +97,34 @@ def outcome(model, call, graph, by, rows_of, count):
         weight = (ids.double() * 3 + 1).sin().view(-1, *[1] * (one.dim() - 1) * (not of_all))
         part = (one.double().sin() * weight.view(one.shape if of_all else weight.shape)).sum()
         loss = loss + (count(part) if of_all else part)
+    leaves = {f"input {name}": one for name, one in leaves.items()}
+    inputs = {*leaves}
     if model is not None:
         leaves |= dict(model.named_parameters())
-    found = [one for one in leaves.values() if one.requires_grad]
-    if not loss.requires_grad or not found:
+    leaves = {name: one for name, one in leaves.items() if one.requires_grad}
+    if not loss.requires_grad or not leaves:
         return results, {}
-    grads = torch.autograd.grad(loss, found, allow_unused=True, materialize_grads=True)
-    return results, dict(zip(leaves, grads, strict=True))
+    if not second:
+        loss.backward()  # checkpoints of torch may know nothing else
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
+        return results, dict(zip(leaves, grads, strict=True))
+    every = {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True, **every)
+    grads = dict(zip(leaves, first, strict=True))
+    # of the rows' gradients alone: those of parameters are parts of a sum still
+    length = sum((grads[name] ** 2).sum() for name in inputs)
+    if inputs and length.requires_grad:
+        more = torch.autograd.grad(length, [*leaves.values()], **every)
+        grads |= {f"second {name}": one for name, one in zip(leaves, more, strict=True)}
+    return results, grads
 
 
 class UnfitError(Exception):
     """A call fails in one process."""
 
 
-def compare(make, call, data, graph, by=("x",), distributed=True):
-    """Return what a call on this rank has other than one process."""
+def compare(make, call, data, graph, by=("x",), put=distribute, second=False, close=CLOSE):
+    """Return what a call on this rank has other than one process; `put` puts a model on ranks."""
     torch.manual_seed(0)
     alone = make().double() if make else None
     together = copy.deepcopy(alone)
@@ -113,29 +135,45 @@ def compare(make, call, data, graph, by=("x",), distributed=True):
         return sizes[-1] and torch.arange(sizes[-1])
 
     try:
-        expected = outcome(alone, call, data, by, whole_rows, lambda loss: loss)
+        expected = outcome(alone, call, data, by, whole_rows, lambda loss: loss, second)
     except Exception as error:
         raise UnfitError from error
     of = iter(sizes)
-    if distributed and together is not None:
-        together = distribute(together, graph)
-    got = outcome(
-        together, call, graph, by, lambda out: places.get(next(of)), lambda x: replicated(x, graph)
-    )
+    if put and together is not None:
+        together = put(together, graph)
+
+    def own_rows(out):
+        return places.get(next(of))
+
+    # ranks have losses of their own, whose sum is that of one process
+    ranks = dist.get_world_size()
+    share = 2 * (dist.get_rank() + 1) / (ranks * (ranks + 1))
+    got = outcome(together, call, graph, by, own_rows, lambda loss: loss * share, second)
     pairs = []
     for number, (one, two, size) in enumerate(zip(got[0], expected[0], sizes, strict=True)):
         pairs.append((f"output {number}", one, two if size is None else two[places[size]]))
     for name, theirs in expected[1].items():
-        if name in by:
-            pairs.append((f"gradient of {name}", got[1][name], theirs[places[len(theirs)]]))
+        mine = got[1][name]
+        if name.removeprefix("second ").startswith("input "):
+            pairs.append((f"gradient of {name}", mine, theirs[places[len(theirs)]]))
         else:
-            pairs.append((f"gradient of {name}", varcomm.all_reduce(got[1][name]), theirs))
+            pairs.append((f"gradient of {name}", varcomm.all_reduce(mine), theirs))
+    on_all = [one for one, size in zip(got[0], sizes, strict=True) if size is None]
+    found = []
     if alone is not None:
         pairs += [(k, together.get_buffer(k), buffer) for k, buffer in alone.named_buffers()]
-    return [
-        f"{name} differs" for name, mine, theirs in pairs
-        if mine.shape != theirs.shape or not torch.allclose(mine, theirs, equal_nan=True, **CLOSE)
+        on_all += [together.get_buffer(name).detach() for name, _ in alone.named_buffers()]
+        found += ["state_dict()"] * ([*together.state_dict()] != [*alone.state_dict()])
+    copies = [None] * ranks
+    dist.all_gather_object(copies, on_all)
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    for one, two in zip(on_all, copies[0], strict=True):
+        found += [] if torch.allclose(one, two, **exact) else ["a value that all ranks have"]
+    found += [
+        name for name, mine, theirs in pairs
+        if mine.shape != theirs.shape or not torch.allclose(mine, theirs, equal_nan=True, **close)
     ]  # fmt: skip
+    return [f"{name} differs" for name in found]
 
 
 def verdict(*args, **settings):

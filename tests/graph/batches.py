@@ -1,11 +1,10 @@
-"""Batches of graphs that span ranks, and how a function of nodes is differentiated twice."""
+"""Batches of graphs that span ranks."""
 
 from dataclasses import dataclass
 
 import torch
 from torch_geometric.data import Data
 
-import varcomm
 from tests.graph.graphs import split_by, wild
 from varcomm.graph import partition
 
@@ -43,41 +42,18 @@ def no_edges(nodes, **values):
     return Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=nodes, **values)
 
 
-def partitions():
+def partitions(data=None):
     """Split these nodes at random, and so that a rank owns nothing."""
     ranks = torch.distributed.get_world_size()
     methods = ("random", split_by("a rank owns nothing", NODES, ranks))
-    return [partition(wild(NODES), method=method) for method in methods]
+    return [partition(data or wild(NODES), method=method) for method in methods]
 
 
-def derivatives(run, leaves, loss, total):
-    """Return the result of `run`, and what a loss and its squared gradient derive to at leaves.
-
-    `total` sums over all nodes. The first leaf has a row for each node.
-    """
-    out = run()
-    first = torch.autograd.grad(loss(out), leaves, create_graph=True, materialize_grads=True)
-    length = total(first[0] ** 2 * 3) + 0 * total(leaves[0])
-    second = torch.autograd.grad(length, leaves, materialize_grads=True)
-    return out.detach(), [g.detach() for g in first], list(second)
+def as_data(given):
+    """Return these nodes as a graph without edges."""
+    return no_edges(len(given.x), **vars(given))
 
 
-def curved(out):
-    """A loss of results that is not linear, and in which each has a weight of its own."""
-    weight = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)
-    return (out.sin() * weight + out**2).sum()
-
-
-def summed(gradients):
-    """Keep the first, of own rows; sum the others, of replicated parameters, over ranks."""
-    return [gradients[0], *map(varcomm.all_reduce, gradients[1:])]
-
-
-def assert_same(got, expected, ids, rows=True):
-    """Compare a rank's derivatives, and a result of `rows`, with `ids` of those of one process."""
-    torch.testing.assert_close(got[0], expected[0][ids] if rows else expected[0], **FIRST)
-    for kind, close in ((1, FIRST), (2, SECOND)):
-        mine, theirs = summed(got[kind]), expected[kind]
-        torch.testing.assert_close(mine[0], theirs[0][ids], **close)
-        for one, other in zip(mine[1:], theirs[1:], strict=True):
-            torch.testing.assert_close(one, other, **close)
+def plain(vector):
+    """Return a vector as an ordinary tensor, without its graph."""
+    return getattr(vector, "plain", vector)

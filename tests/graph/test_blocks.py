@@ -1,6 +1,5 @@
 """One exchange for several layers gives what one exchange a layer gives, and one process does."""
 
-import copy
 import re
 
 import pytest
@@ -10,8 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import varcomm
+from tests.graph.against_one import compare
 from tests.graph.graphs import split_by, wild
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import assert_none
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 from varcomm.models import MeshGraphNet
@@ -61,51 +61,28 @@ MODELS = {
 }
 
 
-def outcome(model, graph, extra, weight, complete):
-    """Output, and first and second derivatives."""
-    x = graph.x.clone().requires_grad_()
-    out = model(x, graph.edge_index, *(getattr(graph, name) for name in extra))
-    out = out["rows"] + out["twice"][0] if isinstance(out, dict) else out
-    (force,) = torch.autograd.grad((weight(out) * out.sin()).sum(), x, create_graph=True)
-    (force**2).sum().backward()
-    complete(model)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"output": out.detach(), "force": force.detach(), "input": x.grad} | gradients
-
-
-def check(rank, name, hops, method):
-    failures, data = Failures(), wild()
+def check(rank, name, method):
+    data = wild()
     data.batch, data.edge_weight = torch.arange(24) % 3, data.edge_weight.abs()
-    make, extra, _ = MODELS[name]
-    torch.manual_seed(0)
-    model = make().double()
-    weights = torch.randn(24, 16, dtype=torch.float64)
-    alone = outcome(
-        copy.deepcopy(model), data, extra, lambda o: weights[: len(o), : o.shape[1]], id
-    )
-    graph = partition(data, method=method, hops=hops)
-    ids, pooled = graph.owned_ids, name == "pooled"
+    make, extra, needed = MODELS[name]
 
-    def weight(out):
-        # what is pooled is on every rank, and counts once
-        return weights[:3, : out.shape[1]] * (rank == 0) if pooled else weights[ids, : out.shape[1]]
+    def call(model, g):
+        out = model(g.x, g.edge_index, *(getattr(g, key) for key in extra))
+        return out["rows"] + out["twice"][0] if isinstance(out, dict) else out
 
-    twin = distribute(copy.deepcopy(model), graph)
-    parts = outcome(twin, graph, extra, weight, varcomm.data_parallel.sum_gradients)
-    for what, value in alone.items():
-        rows = what in ("force", "input") or (what == "output" and not pooled)
-        with failures.named(name, hops, what):
-            torch.testing.assert_close(parts[what], value[ids] if rows else value, **CLOSE)
-    return failures
+    wrong = []
+    for hops in (max(2, needed), needed + 2):
+        graph = partition(data, method=method, hops=hops)
+        found = compare(make, call, data, graph, second=True, close=CLOSE)
+        wrong += [f"{name}, {hops} hops: {one}" for one in found]
+    return wrong
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
 def test_one_exchange_equals_one_per_layer(worlds, ranks, name):
     method = split_by("a rank owns nothing", 24, ranks)
-    needed = MODELS[name][2]
-    for hops in (max(2, needed), needed + 2):
-        assert_none(worlds.run(ranks, check, name, hops, method))
+    assert_none(worlds.run(ranks, check, name, method))
 
 
 def exchanges(rank):

@@ -125,6 +125,10 @@ def sized(m, g):
 
 
 ONE = {
+    "HGTConv of one type": (
+        lambda: pyg.HGTConv(NODE, 6, (["a"], [("a", "to", "a")])),
+        lambda m, g: m({"a": g.x}, {("a", "to", "a"): g.edge_index})["a"],
+    ),
     "size": (lambda: pyg.SAGEConv(NODE, 5), sized),
     "attention": (
         lambda: pyg.TransformerConv(NODE, 5, 2, edge_dim=EDGE),

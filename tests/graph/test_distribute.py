@@ -1,18 +1,24 @@
-"""Whole models on a partitioned graph: as in one process, through any number of derivatives."""
+"""Models of PyG's layers and of a user's own code: as in one process, also for forces."""
 
-import copy
 import io
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import utils
 from torch_geometric.nn import MessagePassing
-from torch_geometric.utils import add_remaining_self_loops, degree, softmax
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, softmax
 
 import varcomm
+from tests.graph.against_one import assert_verdicts, compare
 from tests.graph.graphs import split_by, wild
-from tests.ops.comparing import Failures, assert_none
+from tests.graph.layers import example
+from tests.ops.comparing import assert_none
 from tests.worlds import WORLDS
 from varcomm.graph import distribute, partition
 
@@ -117,6 +123,174 @@ def sequential():
     )
 
 
+class OwnGCN(pyg.GCNConv):
+    """Calls what it is derived from."""
+
+    def forward(self, x, edge_index, edge_weight=None):
+        return super().forward(x.tanh(), edge_index, edge_weight).sin()
+
+
+class OwnGCNTwice(OwnGCN):
+    def forward(self, x, edge_index, edge_weight):
+        edge_index, edge_weight = gcn_norm(edge_index, edge_weight, len(x), flow=self.flow)
+        return super().forward(x, edge_index, edge_weight)
+
+
+class NormalisedOnce(nn.Module):
+    """Degrees are counted in the model, for all of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(pyg.GCNConv(4, 4, normalize=False) for _ in range(2))
+
+    def forward(self, x, edge_index, weight):
+        edge_index, weight = gcn_norm(edge_index, weight, num_nodes=x.size(0))
+        for layer in self.layers:
+            x = layer(x, edge_index, weight).tanh()
+        return x
+
+
+class MadeEdges(nn.Module):
+    """A layer on edges and weights that a function makes of x, edges and weights."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.layer = pyg.GraphConv(4, 4)
+
+    def forward(self, x, edge_index, weight):
+        return self.layer(x, *self.function(x, edge_index, weight))
+
+
+def laplacian(x, edges, weight, normalization, loops):
+    nodes = len(x) if loops else None
+    return utils.get_laplacian(edges, weight, normalization, x.dtype, nodes)
+
+
+def looped(x, edges, weight, add, fill):
+    """Self loops up to the last node that has an edge: the last node of all has none."""
+    return add(edges, weight, fill)
+
+
+class LoopedWithoutWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.SAGEConv(4, 4, aggr="sum")
+
+    def forward(self, x, edge_index, weight):
+        x = self.layer(x, add_self_loops(edge_index)[0]) * (1 + 0 * weight.sum())
+        return self.layer(x, gcn_norm(edge_index, dtype=x.dtype)[0])
+
+
+class LoopedByItself(pyg.SAGEConv):
+    """Up to the last node with an edge; also where the edges are turned round."""
+
+    def forward(self, x, edge_index):
+        return super().forward(x, add_self_loops(edge_index)[0])
+
+
+class BothWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.DirGNNConv(LoopedByItself(4, 4, aggr="sum"))
+
+    def forward(self, x, edge_index, weight):
+        return self.layer(x + 0 * weight.sum(), edge_index)
+
+
+class EarlyReturn(MessagePassing):
+    """Where there are no edges, its messages do not look at what came."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, edge_index, weight):
+        weight = self.edge_updater(edge_index, x=x, weight=weight)
+        return self.propagate(edge_index, x=self.lin(x), weight=weight)
+
+    def edge_update(self, x_j, weight):
+        if len(x_j) == 0:
+            return x_j[:, 0]
+        return weight * x_j.sin().sum(1)
+
+    def message(self, x_j, weight):
+        if len(x_j) == 0:
+            return x_j.new_zeros(0, 4)
+        return x_j * weight.view(-1, 1)
+
+    def update(self, inputs, x):
+        return inputs if isinstance(x, tuple) else inputs + x
+
+
+class PairInUpdate(MessagePassing):
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=(x.sin(), x), weight=weight)
+
+    def message(self, x_j, weight):
+        return x_j * weight.view(-1, 1)
+
+    def update(self, inputs, x):
+        return inputs + 2 * x[0] + 3 * x[1]
+
+
+class OwnAttention(MessagePassing):
+    """Without annotations, which PyG does not need of what it provides itself."""
+
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=x, weight=weight)
+
+    def message(self, x_i, x_j, weight, index, ptr, size_i):
+        return softmax((x_i * x_j).sum(1) * weight, index, ptr, size_i).view(-1, 1) * x_j
+
+
+class OwnPropagate(MessagePassing):
+    """For which PyG makes no template."""
+
+    def propagate(self, edge_index, size=None, **values):
+        return super().propagate(edge_index, size, **values).tanh()
+
+    def forward(self, x, edge_index, weight):
+        return self.propagate(edge_index, x=[x.sin(), x.cos()], weight=weight)
+
+    def message(self, x_i, x_j, weight):
+        return (x_i - 2 * x_j) * weight.view(-1, 1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(
+            [
+                pyg.GCNConv(4, 4),
+                pyg.TransformerConv(4, 4),
+                pyg.DirGNNConv(pyg.GATConv(4, 4)),
+            ]
+        )
+
+    def forward(self, x, edge_index, weight):
+        for layer in self.layers:
+            more = (weight,) if isinstance(layer, pyg.GCNConv) else ()
+            x = checkpoint(layer, x, edge_index, *more, use_reentrant=self.reentrant).tanh()
+        return x
+
+
+class Deep(nn.Module):
+    """Checkpointing of PyG's own, and of half of a model at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.DeepGCNLayer(
+            pyg.GCNConv(4, 4), nn.LayerNorm(4), nn.Tanh(), block="dense", ckpt_grad=True
+        )
+        self.rest = pyg.GCN(8, 6, 2, 3, act="tanh", jk="lstm")
+
+    def forward(self, x, edge_index, weight):
+        x = self.layer(x, edge_index, weight)
+        return checkpoint(self.rest, x, edge_index, weight, use_reentrant=False)
+
+
 MODELS = {
     "a model of layers": Jumping,
     "a layer of one's own": Attending,
@@ -147,46 +321,42 @@ def made(name):
     return MODELS[name]().double()
 
 
-def gradient(x):
-    return torch.zeros_like(x) if x.grad is None else x.grad
+# these take weights of edges as well
+OWN_CODE = {
+    "an own GCN": lambda: OwnGCN(4, 5, improved=True),
+    "an own GCN, normalised twice": lambda: OwnGCNTwice(4, 5),
+    "normalised in the model": NormalisedOnce,
+    "self loops without weights": LoopedWithoutWeights,
+    "self loops both ways": BothWays,
+    "early return": EarlyReturn,
+    "a pair in an update": PairInUpdate,
+    "own attention": OwnAttention,
+    "own propagate": OwnPropagate,
+    "checkpointed": lambda: Checkpointed(reentrant=False),
+    "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
+    "PyG's checkpointing": Deep,
+}
+for normalization, loops in product((None, "sym", "rw"), (True, False)):
+    if loops or normalization != "rw":  # which needs num_nodes
+        function = partial(laplacian, normalization=normalization, loops=loops)
+        name = f"Laplacian {normalization}, {'all' if loops else 'some'} loops"
+        OWN_CODE[name] = partial(MadeEdges, function)
+for add, fill in product((add_self_loops, add_remaining_self_loops), (None, 0.5, "mean")):
+    function = partial(looped, add=add, fill=fill)
+    OWN_CODE[f"{add.__name__} filled by {fill}"] = partial(MadeEdges, function)
 
 
-def check_model(failures, name, model, data, graph, *takes):
-    """Compare a model of nodes, edges and values `takes` of edges with one process."""
-    alone, names = copy.deepcopy(model), ("x", *takes)
-    whole = [data[key].clone().requires_grad_() for key in names]
-    out = alone(whole[0], data.edge_index, *whole[1:])
-    (out[data.train_mask] ** 2).mean().backward()
-    together = distribute(copy.deepcopy(model), graph)
-    own = [graph[key].clone().requires_grad_() for key in names]
-    part = together(own[0], graph.edge_index, *own[1:])
-    graph.mean(part**2, graph.train_mask).backward()
-    varcomm.data_parallel.sum_gradients(together)
-    pairs = {"output": (part, out[graph.owned_ids])}
-    for key, mine, full in zip(names, own, whole, strict=True):
-        ids = graph.owned_ids if key == "x" else graph.edges.owned_ids
-        pairs[f"input {key}"] = gradient(mine), gradient(full)[ids]
-    for key, parameter in alone.named_parameters():
-        pairs[key] = gradient(together.get_parameter(key)), gradient(parameter)
-    for key, (got, expected) in pairs.items():
-        with failures.named(name, graph.method, key):
-            torch.testing.assert_close(got, expected, **CLOSE)
-
-
-def check_models(rank, methods):
-    failures = Failures()
-    for method in methods:
-        graph = partition(wild(), method=method)
-        for name in MODELS:
-            check_model(failures, name, made(name), wild(), graph)
-    return failures
+def models():
+    plain = {name: (make, lambda m, g: m(g.x, g.edge_index)) for name, make in MODELS.items()}
+    return plain | {
+        name: (make, lambda m, g: m(g.x, g.edge_index, g.weight), "x", "weight")
+        for name, make in OWN_CODE.items()
+    }
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_model_equals_its_single_process_twin(worlds, ranks):
-    nothing = split_by("a rank owns nothing", wild().num_nodes, ranks)
-    methods = ["metis"] if ranks == 1 else ["metis", nothing]
-    assert_none(worlds.run(ranks, check_models, methods))
+    assert_verdicts(worlds, models, dict.fromkeys(models(), "exact"), ranks=ranks)
 
 
 class Potential(MessagePassing):
@@ -207,58 +377,74 @@ class Potential(MessagePassing):
         return self.pair(torch.cat([step, step.square().sum(1, keepdim=True)], dim=1))
 
 
-def fit_forces(model, total, mean, pos, edge_index, target):
-    """Forces are minus the gradient of the energy; the loss is differentiated through them."""
-    energy = total(model(pos, edge_index))
-    (forces,) = torch.autograd.grad(-energy, pos, create_graph=True)
-    loss = mean((forces - target) ** 2)
-    loss.backward()
-    return loss.item(), forces.detach()
+def forces_of(model, g):
+    """Forces are minus the gradient of the energy of all nodes."""
+    total = torch.sum if g.graph is None else g.graph.sum
+    energy = total(model(g.pos, g.edge_index))
+    return torch.autograd.grad(-energy, g.pos, create_graph=True)[0]
 
 
-def check_forces(rank, methods):
-    failures, data = Failures(), wild()
-    torch.manual_seed(0)
-    model = Potential().double()
-    alone, pos = copy.deepcopy(model), data.pos.clone().requires_grad_()
-    loss, forces = fit_forces(alone, torch.sum, torch.mean, pos, data.edge_index, data.y)
-    for method in methods:
-        graph = partition(data, method=method)
-        together, own = distribute(copy.deepcopy(model), graph), graph.pos.requires_grad_()
-        got = fit_forces(together, graph.sum, graph.mean, own, graph.edge_index, graph.y)
-        varcomm.data_parallel.sum_gradients(together)
-        ids = graph.owned_ids
-        with failures.named(graph.method, "loss and forces"):
-            assert got[0] == pytest.approx(loss, rel=1e-12)
-            torch.testing.assert_close(got[1], forces[ids], **CLOSE)
-        with failures.named(graph.method, "positions"):
-            torch.testing.assert_close(own.grad, pos.grad[ids], **CLOSE)
-        for key, parameter in alone.named_parameters():
-            with failures.named(graph.method, key):
-                got = together.get_parameter(key).grad
-                torch.testing.assert_close(got, parameter.grad, **CLOSE)
-    return failures
+def check_forces(rank, method):
+    """Compare forces, and what a loss of forces derives to, also for parameters."""
+    data = wild()
+    graph = partition(data, method=method)
+    return compare(Potential, forces_of, data, graph, ("pos",), second=True)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_forces_and_what_a_loss_of_forces_teaches(worlds, ranks):
-    nothing = split_by("a rank owns nothing", wild().num_nodes, ranks)
-    assert_none(worlds.run(ranks, check_forces, ["metis", nothing]))
+    method = split_by("a rank owns nothing", wild().num_nodes, ranks)
+    assert_none(worlds.run(ranks, check_forces, method))
 
 
 def saved(rank):
     for name in ("a model of layers", "GCN"):
         model = made(name)
-        before = list(model.state_dict())
         distribute(model, partition(wild(), method="block"))
         file = io.BytesIO()
         torch.save(model.state_dict(), file)
         file.seek(0)
         state = torch.load(file, weights_only=True)
-        assert list(state) == before
         made(name).load_state_dict(state)  # strict: the same keys as without varcomm
         assert all(torch.equal(state[key], value) for key, value in made(name).state_dict().items())
 
 
 def test_the_state_of_a_model_is_as_without_ranks(worlds):
     assert worlds.run(3, saved) == [None] * 3
+
+
+# layers, and their exchanges in three calls
+CACHED = {
+    "GCNConv": (lambda: pyg.GCNConv(4, 5, cached=True), [2, 1, 1]),
+    "SGConv": (lambda: pyg.SGConv(4, 5, K=2, cached=True), [3, 0, 0]),
+    "APPNP": (lambda: pyg.APPNP(2, 0.1, cached=True), [3, 2, 2]),
+    "EGConv": (lambda: pyg.EGConv(4, 6, ["max"], 3, 2, cached=True), [2, 1, 1]),
+}
+
+
+def cached(rank):
+    """Cached values of a graph are dropped when a layer moves to another."""
+    data, other = example(), utils.coalesce(example().edge_index)[:, ::2]
+    positive = data.edge_subgraph(data.positive)
+    parts = (
+        (data, partition(data, method="random")),
+        (positive, partition(positive, method="block")),
+    )
+    for make, times in CACHED.values():
+        torch.manual_seed(0)
+        layer = make().double()
+        layer(data.x, other)  # of a graph in one process
+        for whole, graph in (*parts, parts[0]):
+            alone = make().double()
+            alone.load_state_dict(layer.state_dict())
+            expected = alone(whole.x, whole.edge_index)[graph.owned_ids]
+            distribute(layer, graph)
+            for exchanges in times:
+                with varcomm.trace() as calls:
+                    out = layer(graph.x, graph.edge_index)
+                torch.testing.assert_close(out, expected, **CLOSE)
+                assert len(calls) == exchanges
+
+
+def test_cached_layers(worlds):
+    assert worlds.run(3, cached) == [None] * 3

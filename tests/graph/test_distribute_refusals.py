@@ -99,7 +99,6 @@ REFUSED = [
     (lambda: sage(decomposed_layers=2), "decomposed_layers"),
     (ReadOutWithTheLayers, "readout (MeanAggregation)"),
     (lambda: Pooled(nn.MultiheadAttention, 4, 2), "(MultiheadAttention)"),
-    (lambda: pyg.DeepGraphInfomax(4, sage(), torch.mean, torch.flip), "(DeepGraphInfomax)"),
     (lambda: pyg.DenseSAGEConv(4, 4), "(DenseSAGEConv)"),
     (lambda: nn.parallel.DistributedDataParallel(sage()), "(DistributedDataParallel)"),
     (OverOutDegree, "size_j"),
@@ -281,7 +280,6 @@ MISUSE_OF_OTHERS = [
     (lambda: Calls(partial(gcn_norm, num_nodes=30)), lambda g: (g.edge_index,)),
     (lambda: Calls(get_laplacian), lambda g: (g.edge_index + 30,)),
     (lambda: pyg.FastRGCNConv(24, 5, 3), lambda g: (g.number, g.edge_index, g.edge_type)),
-    (lambda: pyg.RGCNConv(24, 5, 3), lambda g: (None, g.edge_index, g.edge_type)),
     (
         lambda: pyg.GPSConv(4, None, norm=None).double(),
         lambda g: (torch.zeros(g.num_owned + 1, 4).double(), g.edge_index),

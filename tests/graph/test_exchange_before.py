@@ -1,12 +1,15 @@
 """Models that index rows by ordinary tensors: exchanges before named submodules."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 from torch_geometric.data import Data
 
-import varcomm
+from tests.graph.against_one import compare
 from tests.graph.graphs import WORLDS, split_by, wild
+from tests.ops.comparing import assert_none
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import exchange_before, partition
 
@@ -44,46 +47,33 @@ def make():
     return Model().double()
 
 
-def results(model, x, edge_index, e, scale, total, gradient_of):
-    """Values, a loss of first derivatives, and the gradients of parameters."""
-    x = x.clone().requires_grad_()
-    out, edges = model(x, edge_index, e, scale)
-    (first,) = torch.autograd.grad(total(out), x, create_graph=True)
-    loss = total(out) + total(first**2)
-    loss.backward()
-    gradient_of(model)
-    return [out, first, x.grad], edges, [p.grad for p in model.parameters()], loss
-
-
 def compared(rank, ranks):
     data = wild()
     data.scale = torch.cos(data.y[:, :1])
-    expected = results(
-        make(), data.x, data.edge_index, data.edge_attr, data.scale, torch.sum, lambda _: None
-    )
-    found = []
-    for way in ("random", "a rank owns nothing"):
+    wrong, exchanges = [], []
+
+    def put(model, graph):
+        exchanges.append((model, exchange_before(model, graph, PART)))
+        return model
+
+    for way, known in product(("random", "a rank owns nothing"), (True, False)):
         graph = partition(data, method=split_by(way, data.num_nodes, ranks))
-        for edges in (graph.edge_index, graph.edges.local_ids):  # known and ordinary ids
-            model = make()
-            exchanges = exchange_before(model, graph, PART)
-            given = graph.x, edges, graph.edge_attr, graph.scale
-            of_nodes, of_edges, of_parameters, loss = results(
-                model, *given, graph.sum, varcomm.data_parallel.sum_gradients
-            )
-            pairs = [*zip(of_nodes, (x[graph.owned_ids] for x in expected[0]), strict=True)]
-            pairs += [(of_edges, expected[1][graph.edges.owned_ids]), (loss, expected[3])]
-            pairs += zip(of_parameters, expected[2], strict=True)
-            found += [torch.allclose(p, q, rtol=1e-11, atol=1e-12) for p, q in pairs]
-            exchanges.remove()
-            exchanges.remove()
-            assert not any(block._forward_pre_hooks for block in model.blocks)
-    return len(found), all(found)
+
+        def call(model, g, known=known):
+            edges = g.edge_index if known or g.graph is None else g.graph.edges.local_ids
+            return model(g.x, edges, g.edge_attr, g.scale)
+
+        wrong += compare(make, call, data, graph, put=put, second=True)
+        model, handle = exchanges[-1]
+        handle.remove()
+        handle.remove()
+        assert not any(block._forward_pre_hooks for block in model.blocks)
+    return wrong
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_equal_to_one_process(worlds, ranks):
-    assert worlds.run(ranks, compared, ranks) == [(52, True)] * ranks
+    assert_none(worlds.run(ranks, compared, ranks))
 
 
 # what rank 1 gives in place of the model or of PART, and a word of the message

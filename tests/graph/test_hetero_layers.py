@@ -1,7 +1,6 @@
 """Layers and models on graphs with several types of nodes and edges, as in one process."""
 
-import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.data import Data, HeteroData
 
-import varcomm
+from tests.graph.against_one import compare
 from tests.graph.graphs import split_by
-from tests.ops.comparing import Failures, assert_none
+from tests.ops.comparing import assert_none
 from varcomm import ArgumentError
 from varcomm.graph import distribute, partition
 
@@ -23,8 +22,8 @@ EDGES = {
     ("b", "back", "a"): 31,
     ("a", "self", "a"): 45,
     ("a", "other", "a"): 12,
-    ("c", "in", "a"): 9,
-    ("a", "in", "c"): 26,
+    ("c", "in", "a"): 10,  # other numbers than of nodes
+    ("a", "of", "c"): 26,
     ("b", "none", "c"): 0,
 }
 
@@ -114,6 +113,26 @@ def by_pyg():
     return model
 
 
+def of_types(model, g, takes):
+    # as the graph lists them: some layers depend on the order of types
+    x_dict = {kind: getattr(g, f"x_{kind}") for kind in g.node_types}
+    of_edges = {
+        f"{what}_dict": {key: getattr(g, f"{what}_{key[1]}") for key in g.edge_types}
+        for what in ("edge_index", *takes)
+    }
+    out = model(x_dict, of_edges.pop("edge_index_dict"), **of_edges)
+    return tuple(value.flatten(1) for value in out.values() if value is not None)
+
+
+def signed(layer, g, takes):
+    """Good and bad edges are of two types."""
+    return layer(g.x_a, g.edge_index_self, g.edge_index_other)
+
+
+def with_loops(layer, g, takes):
+    return layer(g.x_a, g.edge_index_other)
+
+
 LAYERS = {
     "HeteroConv of SAGEConv": (lambda: pyg.HeteroConv(convs(sage)), ()),
     "HeteroConv of GATConv": (lambda: pyg.HeteroConv(convs(gat), aggr="max"), ()),
@@ -146,60 +165,21 @@ LAYERS = {
     "HGTConv with skips": (lambda: pyg.HGTConv(CHANNELS, 4, metadata()), ()),
     "a model": (TwoLayers, ("edge_weight",)),
     "a model made by PyG": (by_pyg, ()),
+    "SignedConv": (lambda: pyg.SignedConv(4, 5, first_aggr=True), (), signed),
+    "GATConv by itself": (lambda: pyg.GATConv(4, 5), (), with_loops),
+    "GCNConv by itself": (lambda: pyg.GCNConv(4, 5), (), with_loops),
 }
 
 
-def outcome(model, graph, takes, weights):
-    # as the graph lists them: some layers depend on the order of types
-    x_dict = {key: x.clone().requires_grad_() for key, x in graph.x_dict.items()}
-    edge_dict = graph.edge_index_dict
-    more = {}
-    for name in takes:
-        values = {key: getattr(graph[key], name).clone().requires_grad_() for key in EDGES}
-        more[f"{name}_dict"] = values
-    out = model(x_dict, edge_dict, **more)
-    out = {key: value.flatten(1) for key, value in out.items() if value is not None}
-    loss = sum((value * weights[key][:, : value.shape[1]]).sum() for key, value in out.items())
-    inputs = {("x", key): value for key, value in x_dict.items()}
-    inputs |= {(name, key): v for name, values in more.items() for key, v in values.items()}
-    by = inputs | {("", name): value for name, value in model.named_parameters()}
-    settings = {"allow_unused": True, "materialize_grads": True}
-    first = torch.autograd.grad(loss, [*by.values()], create_graph=True, **settings)
-    found = {("output", key): value for key, value in out.items()}
-    found |= dict(zip(by, first, strict=True))
-    length = sum((gradient**2).sum() for name, gradient in zip(by, first, strict=True) if name[0])
-    second = torch.autograd.grad(length, [*by.values()], **settings)
-    found |= {(f"second {a}", b): value for (a, b), value in zip(by, second, strict=True)}
-    return {name: value.detach() for name, value in found.items()}
-
-
-@cache
-def alone(name):
-    make, takes = LAYERS[name]
-    torch.manual_seed(0)
-    model, data = make().double(), data_of()
-    weights = {key: torch.randn(data[key].num_nodes, 64, dtype=torch.float64) for key in CHANNELS}
-    return model, weights, outcome(copy.deepcopy(model), data, takes, weights)
-
-
-def check_layers(rank, names, method):
-    failures, graph = Failures(), graph_of(method)
-    rows = {key: graph[key].owned_ids for key in (*CHANNELS, *EDGES)}
-    for name in names:
-        model, weights, expected = alone(name)
-        model = distribute(copy.deepcopy(model), graph)
-        own = {key: weights[key][rows[key]] for key in CHANNELS}
-        got = outcome(model, graph, LAYERS[name][1], own)
-        assert got.keys() == expected.keys()
-        for (what, key), value in expected.items():
-            part = got[what, key]
-            if key in rows:
-                value = value[rows[key]]
-            else:
-                part = varcomm.all_reduce(part)
-            with failures.named(name, method, what, key):
-                torch.testing.assert_close(part, value, **CLOSE)
-    return failures
+def check_layers(rank, method):
+    data, graph, wrong = data_of(), graph_of(method), []
+    for name, (make, takes, *other) in LAYERS.items():
+        call = partial(other[0] if other else of_types, takes=takes)
+        by = [f"x_{kind}" for kind in CHANNELS]
+        by += [f"{what}_{key[1]}" for what in takes for key in EDGES]
+        found = compare(make, call, data, graph, by, second=True)
+        wrong += [f"{name} by {method}: {one}" for one in found]
+    return wrong
 
 
 @pytest.mark.parametrize(
@@ -210,33 +190,7 @@ def check_layers(rank, names, method):
     ],
 )
 def test_layers_equal_their_single_process_twins(worlds, ranks, method):
-    assert_none(worlds.run(ranks, check_layers, [*LAYERS], method))
-
-
-def signed(layer, graph):
-    """Good and bad edges are of two types."""
-    ends = (graph["a", "self", "a"].edge_index, graph["a", "other", "a"].edge_index)
-    return layer(graph["a"].x, *ends)
-
-
-def with_loops(layer, graph):
-    return layer(graph["a"].x, graph["a", "other", "a"].edge_index)
-
-
-CALLED_BY_ITSELF = {
-    "SignedConv": (lambda: pyg.SignedConv(4, 5, first_aggr=True), signed),
-    "GATConv": (lambda: pyg.GATConv(4, 5), with_loops),
-    "GCNConv": (lambda: pyg.GCNConv(4, 5), with_loops),
-}
-
-
-def called_by_itself(rank):
-    for make, call in CALLED_BY_ITSELF.values():
-        torch.manual_seed(0)
-        layer, data, graph = make().double(), data_of(), graph_of("random")
-        whole = call(layer, data)
-        part = call(distribute(layer, graph), graph)
-        torch.testing.assert_close(part, whole[graph["a"].owned_ids], **CLOSE)
+    assert_none(worlds.run(ranks, check_layers, method))
 
 
 def types_of_edges(rank):
@@ -265,28 +219,17 @@ def moved(rank):
     """From a graph with several types to one with a single type, and back."""
     torch.manual_seed(0)
     layer, data, graph = pyg.GCNConv(4, 5).double(), data_of(), graph_of("random")
-    whole = with_loops(layer, data)
     plain = data["a", "other", "a"].edge_index
+    whole = layer(data["a"].x, plain)
     alone = partition(Data(x=data["a"].x, edge_index=plain), method="block")
     for _ in range(2):
-        part = with_loops(distribute(layer, graph), graph)
+        part = distribute(layer, graph)(graph["a"].x, graph["a", "other", "a"].edge_index)
         torch.testing.assert_close(part, whole[graph["a"].owned_ids], **CLOSE)
         part = distribute(layer, alone)(alone.x, alone.edge_index)
         torch.testing.assert_close(part, whole[alone.owned_ids], **CLOSE)
     assert "forward" not in vars(layer)
 
 
-def of_one_type(rank):
-    data, kinds = data_of(), (["a"], [("a", "self", "a")])
-    edges = data["a", "self", "a"].edge_index
-    graph = partition(Data(x=data["a"].x, edge_index=edges), method="block")
-    torch.manual_seed(0)
-    layer = pyg.HGTConv(4, 6, kinds).double()
-    whole = layer({"a": data["a"].x}, {kinds[1][0]: edges})["a"]
-    part = distribute(layer, graph)({"a": graph.x}, {kinds[1][0]: graph.edge_index})["a"]
-    torch.testing.assert_close(part, whole[graph.owned_ids], **CLOSE)
-
-
-@pytest.mark.parametrize("use", [called_by_itself, types_of_edges, moved, of_one_type])
+@pytest.mark.parametrize("use", [types_of_edges, moved])
 def test_single_layers(worlds, use):
     assert worlds.run(3, use) == [None] * 3

@@ -51,7 +51,7 @@ def outside(rank):
     data, found = data_of(), {}
     graph = graph_of(data)
     for name, (make, call) in functions.NORMS.items():
-        found[name] = verdict(make, call, data, graph, distributed=False)
+        found[name] = verdict(make, call, data, graph, put=None)
     return found
 
 

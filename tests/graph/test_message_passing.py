@@ -5,17 +5,19 @@ from functools import partial
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 from torch_geometric.nn.resolver import aggregation_resolver
 
 import varcomm
-from tests.graph.against_one import compare
+from tests.graph.against_one import compare, graph_of, two_types
 from tests.graph.graphs import grid, split_by, wild
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError, DisagreementError
 from varcomm.graph import edge_update, message_passing, partition
 from varcomm.testing import gradcheck, gradgradcheck
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 AGGREGATIONS = {
     name: lambda name=name: name
@@ -71,9 +73,8 @@ class Model(torch.nn.Module):
 
     def forward(self, g):
         """Aggregate by hand in one process, and by varcomm on a part."""
-        if type(g.edge_index) is not torch.Tensor:
-            edges = g.edge_index.of
-            return message_passing(edges, self.message, g.x, g.edge_attr, aggr=self.aggr)
+        if g.graph is not None:
+            return message_passing(g.graph, self.message, g.x, g.edge_attr, aggr=self.aggr)
         j, i = g.edge_index
         aggregate = aggregation_resolver(self.aggr)
         return aggregate(self.message(g.x[i], g.x[j], g.edge_attr), i, dim_size=len(g.x), dim=0)
@@ -83,23 +84,16 @@ def product(x_i, x_j):
     return (x_i * x_j**2).sin()
 
 
-def twice(step, x):
-    """Two steps, and the derivatives of a loss on their derivative."""
-    x = x.clone().requires_grad_()
-    out = step(step(x))
-    (force,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad((force**2).sum(), x)
-    return out.detach(), force.detach(), second
-
-
-def check_numbers(failures, case, data, graph):
-    """On a rank without such edges, an empty tensor of one dimension stays part of the graph."""
-    j, i = data.edge_index
-    want = twice(lambda x: torch.zeros_like(x).index_add(0, i, product(x[i], x[j])), data.x[:, 0])
-    got = twice(partial(message_passing, graph, product), graph.x[:, 0])
-    for what, a, b in zip(("output", "first", "second"), got, want, strict=True):
-        with failures.named("numbers", case, what):
-            torch.testing.assert_close(a, b[graph.owned_ids], rtol=1e-10, atol=1e-10)
+def numbers(_, g):
+    """Two steps; on a rank without such edges, an empty tensor stays part of the graph."""
+    x = g.x[:, 0]
+    for _ in range(2):
+        if g.graph is not None:
+            x = message_passing(g.graph, product, x)
+        else:
+            j, i = g.edge_index
+            x = torch.zeros_like(x).index_add(0, i, product(x[i], x[j]))
+    return x
 
 
 def check_edges(failures, case, graph):
@@ -131,10 +125,11 @@ def check(rank, ranks, names):
     for case, data, owner in cases(ranks):
         graph = partition(data, method=owner)
         check_edges(failures, case, graph)
-        check_numbers(failures, case, data, graph)
+        wrong = compare(None, numbers, data, graph, second=True, close=CLOSE)
+        failures.extend(f"numbers, {case}: {text}" for text in wrong)
         for name in names:
             model, by = partial(Model, name), ("x", "edge_attr")
-            wrong = compare(model, lambda m, g: m(g), data, graph, by, distributed=False)
+            wrong = compare(model, lambda m, g: m(g), data, graph, by, put=None)
             failures.extend(f"{name}, {case}: {text}" for text in wrong)
     return failures
 
@@ -166,30 +161,27 @@ def test_derivatives_and_forward_mode(worlds):
     assert worlds.run(3, derivatives, 3) == [None] * 3
 
 
-def bipartite(rank):
-    generator = torch.Generator().manual_seed(3)
-    data = HeteroData()
-    for kind, shape in {"author": (9, 3), "paper": (7, 2)}.items():
-        data[kind].x = torch.randn(shape, dtype=torch.float64, generator=generator)
-    j, i = (torch.randint(n, (40,), generator=generator) for n in (9, 7))
-    data["author", "writes", "paper"].edge_index = torch.stack([j, i])
-    owners = {"author": torch.arange(9) % 3, "paper": 2 - torch.arange(7) // 3}
-    graph = partition(data, method=owners)
-    x = graph["author"].x, graph["paper"].x
-
+def between(_, g):
     def message(x_i, x_j):
         return x_i[:, :1] * x_j.cos()
 
-    parts = message_passing(graph["author", "writes", "paper"], message, x, aggr="mean")
-    values = message(data["paper"].x[i], data["author"].x[j])
-    alone = pyg.aggr.MeanAggregation()(values, i, dim_size=7, dim=0)
-    torch.testing.assert_close(parts, alone[graph["paper"].owned_ids], rtol=1e-12, atol=1e-12)
-    with pytest.raises(ArgumentError, match=r"several types.*author"):
-        message_passing(graph, message, x[0])
+    if g.graph is not None:
+        of_type, x = g.graph["a", "to", "b"], (g.x_a, g.x_b)
+        return message_passing(of_type, message, x, aggr="mean")
+    j, i = g.edge_index
+    return pyg.aggr.MeanAggregation()(message(g.x_b[i], g.x_a[j]), i, dim_size=len(g.x_b), dim=0)
+
+
+def bipartite(rank):
+    data = two_types()
+    graph = graph_of(data)
+    with pytest.raises(ArgumentError, match=r"several types.*'a'"):
+        message_passing(graph, product, graph["a"].x)
+    return compare(None, between, data, graph, ("x_a", "x_b"))
 
 
 def test_edges_of_one_type(worlds):
-    assert worlds.run(3, bipartite) == [None] * 3
+    assert_none(worlds.run(3, bipartite))
 
 
 def difference(x_i, x_j, *edge_values):

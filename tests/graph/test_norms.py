@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -10,16 +11,8 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 import varcomm
-from tests.graph.batches import (
-    FIRST,
-    GRAPHS,
-    SECOND,
-    assert_same,
-    derivatives,
-    no_edges,
-    partitions,
-    whole,
-)
+from tests.graph.against_one import compare
+from tests.graph.batches import FIRST, GRAPHS, SECOND, as_data, no_edges, partitions, plain, whole
 from tests.graph.graphs import wild
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
@@ -40,8 +33,8 @@ class Norm:
     def arguments(self, given):
         return {
             "nothing": (),
-            "batch": (given.batch,),
-            "batch and size": (given.batch, GRAPHS),
+            "batch": (plain(given.batch),),
+            "batch and size": (plain(given.batch), GRAPHS),
             "kinds": (given.kinds,),
         }[self.takes]
 
@@ -107,51 +100,35 @@ def on(module, graph):
     return module
 
 
-def applied(name, module, given, total):
-    """Call a module twice, so that running statistics move twice; then differentiate."""
-    x = given.x.clone().requires_grad_()
-    more = NORMS[name].arguments(given)
-
-    def run():
-        module((1 + x.detach() / 2), *more)
-        return module(x, *more)
-
-    leaves = [x, *module.parameters()]
-    return derivatives(run, leaves, lambda out: total(out.sin() * given.weight), total)
-
-
 def buffers(module):
     # PyG assigns those of InstanceNorm with their graph
     return {key: value.detach().clone() for key, value in module.named_buffers()}
 
 
 def check(rank):
-    failures, tracked = Failures(), []
-    graph = partitions()[1]
-    for name in NORMS:
-        given = whole(*NORMS[name].features)
+    wrong, graphs = [], {}
+    for name, norm in NORMS.items():
+        if norm.features not in graphs:
+            data = as_data(whole(*norm.features))
+            graphs[norm.features] = data, partitions(data)[1]
+
+        def call(module, g, norm=norm):
+            # twice, so that running statistics move twice
+            module(1 + g.x.detach() / 2, *norm.arguments(g))
+            return module(g.x, *norm.arguments(g))
+
         # without running statistics both modes are the same
         for training in (True, False) if buffers(made(name)) else (True,):
-            alone = made(name, training)
-            expected = applied(name, alone, given, torch.sum)
-            module = on(made(name, training), graph)
-            got = applied(name, module, given.rows(graph.owned_ids), graph.sum)
-            tracked.append(buffers(module))
-            with failures.named(name, training):
-                assert_same(got, expected, graph.owned_ids)
-                torch.testing.assert_close(tracked[-1], buffers(alone), **FIRST)
-                assert list(module.state_dict()) == list(alone.state_dict())
-    return failures, tracked
+            make = partial(made, name, training)
+            given = graphs[norm.features]
+            found = compare(make, call, *given, put=on, second=True, close=SECOND)
+            wrong += [f"{name}, {training}: {one}" for one in found]
+    return wrong
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_as_in_one_process(worlds, ranks):
-    results = worlds.run(ranks, check)
-    assert_none([failures for failures, _ in results])
-    first, *others = (tracked for _, tracked in results)
-    for other in others:
-        for one, two in zip(first, other, strict=True):
-            assert all(torch.equal(one[key], two[key]) for key in one), "ranks differ"
+    assert_none(worlds.run(ranks, check))
 
 
 def check_halo(failures, graph, name):
@@ -343,39 +320,6 @@ def check_others(rank):
 
 def test_constant_rows_lazy_norms_and_copies(worlds):
     assert worlds.run(3, check_others) == [None] * 3
-
-
-class OwnForward(nn.BatchNorm1d):
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
-class OwnName(pyg.GraphNorm):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("make", "known"),
-    [
-        (OwnName, True),
-        (OwnForward, False),
-        (nn.SyncBatchNorm, False),
-        (nn.BatchNorm2d, False),
-        (nn.LayerNorm, False),
-        (nn.InstanceNorm1d, False),
-        (lambda c: pyg.LayerNorm(c, mode="node"), False),
-        (lambda c: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(c)), False),
-        (lambda c: pyg.MessageNorm(), False),
-    ],
-)
-def test_which_modules_are_known(make, known):
-    module = make(C)
-    if known:
-        global_norm(module, None)
-    else:
-        name = type(module).__name__
-        with pytest.raises(ArgumentError, match=f"^{name} is not known .* Known are BatchNorm1d,"):
-            global_norm(module, None)
 
 
 X = torch.ones(3, C)

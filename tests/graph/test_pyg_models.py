@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric import utils
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 
 import varcomm
@@ -106,17 +105,9 @@ EXACT = {
         lambda m, g: m(g.x * 1, g.edge_index),
     ),
     "RECT_L": (lambda: pyg.RECT_L(NODE, 5), lambda m, g: m(g.x, g.edge_index, g.weight)),
-    "Set2Set": (
-        lambda: Parts(conv=gcn(), part=pyg.aggr.Set2Set(NODE, 3)),
-        lambda m, g: m.part(m.conv(g.x, g.edge_index), g.batch),
-    ),
     "MetaLayer": (
         lambda: pyg.MetaLayer(EdgeModel(), NodeModel()),
         lambda m, g: m(g.x, g.edge_index, g.edge_attr)[0],
-    ),
-    "HeteroBatchNorm": (
-        lambda: Parts(conv=gcn(), norm=pyg.HeteroBatchNorm(NODE, 4)),
-        lambda m, g: m.norm(m.conv(g.x, g.edge_index), g.label),
     ),
     "a norm behind a pool": (
         lambda: Parts(conv=gcn(), head=head()),
@@ -153,12 +144,6 @@ EXACT = {
     "rows of a table": (
         None,
         lambda m, g: g.x * nn.functional.embedding(g.batch, torch.ones(3, 4).double().cumsum(0)),
-    ),
-    "ends exchanged": (
-        None,
-        lambda m, g: torch.zeros_like(g.x).index_add(
-            0, g.edge_index[[1, 0]][1], g.x[g.edge_index[[1, 0]][0]]
-        ),
     ),
 }
 
@@ -205,15 +190,7 @@ REFUSED = {
     "LightGCN": (lambda: pyg.LightGCN(24, 6, 2), lambda m, g: m.get_embedding(g.edge_index)),
     "CorrectAndSmooth, scaled": (lambda: pyg.CorrectAndSmooth(2, 0.5, 2, 0.6), smoothed),
     "GraphUNet": (lambda: pyg.GraphUNet(NODE, 6, 3, 2), edges_of),
-    "GPSConv of performers": (
-        lambda: pyg.GPSConv(NODE, gcn(), attn_type="performer"),
-        edges_of,
-    ),
     "LINKX": (lambda: pyg.LINKX(24, NODE, 6, 3, 2), edges_of),
-    "edges sorted": (
-        None,
-        lambda m, g: utils.sort_edge_index(g.edge_index, num_nodes=len(g.x)).double(),
-    ),
 }
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-import torch_geometric
 import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric import utils
@@ -52,6 +51,13 @@ def in_place(x, batch):
     return out
 
 
+def of_any_dimensions(x, batch):
+    """PyG's pools of single numbers, and of a batch of two values on the same nodes."""
+    pools = pyg.global_add_pool, pyg.global_mean_pool, pyg.global_max_pool
+    given = x[:, 0], torch.stack([x, x.cos()])
+    return tuple(f(rows, batch, n) for f in pools for rows in given for n in (None, GRAPHS + 1))
+
+
 def set2set():
     torch.manual_seed(1)
     return pyg.Set2Set(4, 2).double()
@@ -67,7 +73,6 @@ READ = {
     "a configuration": lambda x, batch: CONFIG.pool(x, batch),
     "a list": lambda x, batch: CONFIG.kinds[0](x, batch),
     "getattr": lambda x, batch: getattr(pyg, "global_" + "mean_pool")(x, batch),
-    "a module": lambda x, batch: torch_geometric.nn.pool.global_add_pool(x, batch),
     "a helper": Helper(),
     "an import inside": lambda x, batch: __import__("torch_geometric").nn.global_max_pool(x, batch),
     "an aggregation": lambda x, batch: by_name("mean")(x, batch),
@@ -75,7 +80,6 @@ READ = {
     "several": lambda x, batch: by_name(["sum", "min", "var"])(x, batch),
     "multiplied": lambda x, batch: by_name("mul")(x, batch),
     "Set2Set": lambda x, batch: set2set()(x, batch),
-    "scatter": lambda x, batch: utils.scatter(x, batch, reduce="mean"),
     "scatter max": lambda x, batch: utils.scatter(x, batch, reduce="max"),
     "scatter of graphs": lambda x, batch: utils.scatter(x, batch, dim_size=GRAPHS),
     "softmax": lambda x, batch: global_add_pool(attention(x, batch), batch),
@@ -88,6 +92,7 @@ READ = {
     "values of graphs": lambda x, batch: global_add_pool(
         x * x.new_tensor([1.0, 2.0, 3.0, 4.0])[batch].view(-1, 1), batch
     ),
+    "of any dimensions": of_any_dimensions,
     "counts": lambda x, batch: global_add_pool(x, batch) / batch.bincount().view(-1, 1),
 }
 
@@ -122,14 +127,11 @@ AT_NODES = {
     "both ends at once": lambda x, e: utils.scatter(
         x[e].prod(0), e[1], dim_size=len(x), reduce="mean"
     ),
-    "out-degrees": lambda x, e: x * utils.degree(e[0], len(x)).view(-1, 1),
     "the largest neighbour it leads to": lambda x, e: utils.scatter(
         x[e[1]], e[0], dim_size=len(x), reduce="max"
     ),
     "reversed": lambda x, e: by_hand(x, e.flip(0)),
     "stacked the other way": lambda x, e: by_hand(x, torch.stack([e[1], e[0]])),
-    "loops": lambda x, e: by_hand(x, utils.add_self_loops(e, num_nodes=len(x))[0]),
-    "without loops": lambda x, e: by_hand(x, utils.remove_self_loops(e)[0]),
     "normalised": lambda x, e: utils.scatter(
         x[e[0]] * gcn_weight(x, e).view(-1, 1), e[1], dim_size=len(x)
     ),
@@ -140,6 +142,7 @@ AT_NODES = {
         e[1].view(-1, 1).expand(-1, 4),
         torch.index_select(x, 0, e[0]).sin() - torch.index_select(input=x, dim=0, index=e[1]),
     ),
+    "exchanged": lambda x, e: by_hand(x, e[[1, 0]]),
     "sorted": lambda x, e: by_hand(x, e[:, e[1].argsort()]),
 }
 

@@ -1,16 +1,21 @@
-"""Aggregations over all nodes of graphs that span ranks: as PyG in one process."""
+"""Aggregations over all nodes of graphs: as in one process; which of them and norms are known."""
+
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from torch import nn
 from torch_geometric.nn import aggr
 from torch_geometric.nn.models import MLP
 
-from tests.graph.batches import FIRST, GRAPHS, assert_same, curved, derivatives, partitions, whole
+from tests.graph.against_one import compare
+from tests.graph.batches import FIRST, GRAPHS, SECOND, as_data, partitions, plain, whole
 from tests.ops.comparing import Failures, assert_none
 from tests.worlds import WORLDS
 from varcomm import ArgumentError
-from varcomm.graph import global_norm, global_readout, replicated
+from varcomm.graph import global_norm, global_readout
 
 C = 4
 
@@ -72,55 +77,40 @@ def on(module, graph):
     return module
 
 
-def applied(module, x, given, loss, total):
-    leaves = [x.clone().requires_grad_(), *module.parameters()]
-    return derivatives(lambda: module(leaves[0], **given), leaves, loss, total)
-
-
-def ways(given, sorted_ids):
-    """Ways to call; `ptr` is for rows that are sorted by their graph."""
-    yield {"index": given.batch}
-    yield {"index": given.batch, "dim_size": GRAPHS}
-    yield {}
-    if sorted_ids:
-        counts = given.batch.bincount(minlength=GRAPHS)
-        yield {"ptr": torch.cat([counts.new_zeros(1), counts.cumsum(0)])}
+# `ptr` is for rows that are sorted by their graph
+WAYS = {
+    "index": lambda batch: {"index": batch},
+    "number of graphs": lambda batch: {"index": batch, "dim_size": GRAPHS},
+    "one graph": lambda batch: {},
+    "pointers": lambda batch: {
+        "ptr": nn.functional.pad(batch.bincount(minlength=GRAPHS).cumsum(0), (1, 0))
+    },
+}
 
 
 def check(rank):
-    failures, seen = Failures(), []
-    for name in READOUTS:
-        check_readout(failures, seen, name)
-    return failures, seen
+    given, wrong = whole(C), []
+    data = as_data(given.rows(given.batch.argsort(stable=True)))
+    graph = partitions(data)[1]
+    for name, way in product(READOUTS, WAYS):
+        if way == "pointers" and name not in ("sum", "max", "softmax", "variance preserving"):
+            continue
 
+        def call(module, g, name=name, way=way):
+            # in one process, pointers have no second derivative
+            way = "number of graphs" if way == "pointers" and g.graph is None else way
+            x = g.x.abs() + 0.1 if name in POSITIVE else g.x
+            return module(x, **WAYS[way](plain(g.batch)))
 
-def check_readout(failures, seen, name):
-    given = whole(C)
-    given = given.rows(given.batch.argsort(stable=True))
-    x = given.x.abs() + 0.1 if name in POSITIVE else given.x
-    graph = partitions()[1]
-    ids = graph.owned_ids
-    by_pointers = name in ("sum", "max", "softmax", "variance preserving")
-    both = zip(ways(given, by_pointers), ways(given.rows(ids), by_pointers), strict=True)
-    for number, (more, own) in enumerate(both):
-        by_index = {"index": given.batch, "dim_size": GRAPHS}  # ptr has no second derivative
-        expected = applied(made(name), x, by_index if "ptr" in more else more, curved, torch.sum)
-        with failures.named(name, number, "in one process"):
-            torch.testing.assert_close(made(name)(x, **more), expected[0], **FIRST)
-        module = on(made(name), graph)
-        got = applied(module, x[ids], own, lambda out: replicated(curved(out), graph), graph.sum)
-        seen.append(got[0])
-        with failures.named(name, number):
-            assert_same(got, expected, ids, rows=False)
+        make = partial(made, name)
+        found = compare(make, call, data, graph, put=on, second=True, close=SECOND)
+        wrong += [f"{name}, {way}: {one}" for one in found]
+    return wrong
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_as_in_one_process(worlds, ranks):
-    results = worlds.run(ranks, check)
-    assert_none([failures for failures, _ in results])
-    first, *others = (seen for _, seen in results)
-    for other in others:
-        assert all(map(torch.equal, first, other)), "ranks differ"
+    assert_none(worlds.run(ranks, check))
 
 
 def check_rows(rank):
@@ -169,29 +159,51 @@ class OwnName(aggr.SumAggregation):
     pass
 
 
-@pytest.mark.parametrize(
-    ("make", "known"),
-    [
-        (OwnName, True),
-        (OwnReduce, False),
-        (OwnForward, False),
-        (aggr.MedianAggregation, False),
-        (lambda: aggr.LSTMAggregation(C, C), False),
-        (lambda: aggr.DeepSetsAggregation(nn.Linear(C, C)), False),
-        (lambda: aggr.MultiAggregation(["sum", "median"]), False),
-        (attention, True),
-        (lambda: attention(dropout=0.1), False),
-        (lambda: nn.Linear(1, 1), False),
-    ],
-)
-def test_which_modules_are_known(make, known):
-    module = make()
-    if known:
-        global_readout(module, None)
-    else:
-        name = type(module).__name__
-        with pytest.raises(ArgumentError, match=f"^{name} is not known .* Known are SumAggrega"):
-            global_readout(module, None)
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class OwnNameOfNorm(pyg.GraphNorm):
+    pass
+
+
+KNOWN = [OwnName, attention]
+UNKNOWN = [
+    OwnReduce,
+    OwnForward,
+    aggr.MedianAggregation,
+    lambda: aggr.LSTMAggregation(C, C),
+    lambda: aggr.DeepSetsAggregation(nn.Linear(C, C)),
+    lambda: aggr.MultiAggregation(["sum", "median"]),
+    lambda: attention(dropout=0.1),
+    lambda: nn.Linear(1, 1),
+]
+UNKNOWN_NORMS = [
+    lambda: OwnNorm(C),
+    lambda: nn.SyncBatchNorm(C),
+    lambda: nn.BatchNorm2d(C),
+    lambda: nn.LayerNorm(C),
+    lambda: nn.InstanceNorm1d(C),
+    lambda: pyg.LayerNorm(C, mode="node"),
+    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(pyg.BatchNorm(C)),
+    lambda: pyg.MessageNorm(),
+]
+
+
+def test_which_modules_are_known():
+    for make in KNOWN:
+        global_readout(make(), None)
+    global_norm(OwnNameOfNorm(C), None)
+    for replace, first, makes in (
+        (global_readout, "SumAggrega", UNKNOWN),
+        (global_norm, "BatchNorm1d,", UNKNOWN_NORMS),
+    ):
+        for make in makes:
+            module = make()
+            message = f"^{type(module).__name__} is not known .* Known are {first}"
+            with pytest.raises(ArgumentError, match=message):
+                replace(module, None)
 
 
 REFUSED = [

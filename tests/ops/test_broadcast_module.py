@@ -84,7 +84,9 @@ def test_another_structure_on_one_rank_is_the_same_error_on_all(worlds):
 def registered_in_another_order(rank):
     model = torch.nn.Module()
     for name in ("a", "b") if rank else ("b", "a"):
-        model.register_parameter(name, torch.nn.Parameter(torch.full((2,), float(ord(name) + rank))))
+        model.register_parameter(
+            name, torch.nn.Parameter(torch.full((2,), float(ord(name) + rank)))
+        )
     vc.broadcast_module(model)
     return model.a.tolist(), model.b.tolist()
 

@@ -62,6 +62,7 @@ class FolderSave:
         self.folder, self.kind, self.name = folder, kind, f"{kind}-{token}"
         self.index = folder / f"{kind}.json"
         self._coming = folder / f".{self.name}.json"
+        self._is_new = not folder.exists()
 
     def write(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
         """Write and sync the file of `rank`; return its SHA-256, or "" if there are no tensors."""
@@ -109,7 +110,8 @@ class FolderSave:
         _remove(self.folder / self.name)
         _remove(self._coming)
         with suppress(OSError):  # it has other files
-            self.folder.rmdir()
+            if self._is_new:
+                self.folder.rmdir()
 
     def _file(self, rank: int) -> str:
         return f"{self.name}/rank-{rank:05}.safetensors"

@@ -153,6 +153,8 @@ class CheckpointWithoutOutput:
         self._hooks = _hooks_of_notes(self._pack)
 
     def __enter__(self) -> Self:
+        if self._runs is not None:
+            raise ArgumentError("CheckpointWithoutOutput: the block is open. Make another object.")
         self._runs = []
         self._hooks.__enter__()
         return self
@@ -279,4 +281,10 @@ def _kept(x: Tensor) -> Tensor:
 
 
 def _listed(result: Any) -> Sequence[Tensor]:
-    return result if isinstance(result, tuple) else (result,)
+    found = result if isinstance(result, tuple) else (result,)
+    if not all(isinstance(each, Tensor) for each in found):
+        raise ArgumentError(
+            "CheckpointWithoutOutput: function must return a tensor or a tuple of tensors; got "
+            f"{type(result).__name__}."
+        )
+    return found

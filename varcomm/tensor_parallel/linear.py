@@ -580,6 +580,11 @@ class RowParallelLinear(_ParallelLinear):
         """
         pg = self.group.process_group
         if not self.input_is_parallel:
+            with checking("RowParallelLinear", self.group) as where:
+                if x.shape[-1:] != (self.in_features,):
+                    raise ArgumentError(
+                        f"{where}x must have {self.in_features} features; got {tuple(x.shape)}."
+                    )
             x = self.spec.by_rank(x, -1)
             x = scatter_to_tensor_model_parallel_region(x, self.spec.sizes, -1, pg)
         return row_parallel_linear(

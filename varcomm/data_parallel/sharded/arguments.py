@@ -76,8 +76,8 @@ class Given:
 
     @property
     def others(self) -> list[torch.Tensor]:
-        """Tensors without gradients."""
-        return [*self.frozen.values(), *self.buffers.values()]
+        """Tensors without gradients, in an order that does not depend on registration."""
+        return [of[name] for of in (self.frozen, self.buffers) for name in sorted(of)]
 
     def check(self, group: Group) -> None:
         """Raise unless all can be sent, and no other ShardedGradients sums the gradients."""
