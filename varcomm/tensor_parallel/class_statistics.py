@@ -246,7 +246,8 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
     def add(at: tuple[slice, ...]) -> None:  # a function, which frees a chunk before the next
         z = _logits(values[at], head, bias)
         kept = (x[at] for x in of_rows)
-        of_logits = _of_logits(z, column[at], q[at], weight, share, *kept, head is not None)
+        owned = head is not None
+        of_logits = _of_logits(z, column[at], q[at], weight, share, *kept, owned=owned)
         if wanted[0]:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])
