@@ -245,9 +245,11 @@ def _adjoint(*arguments: Any) -> list[Tensor]:
 
     def add(at: tuple[slice, ...]) -> None:  # a function, which frees a chunk before the next
         z = _logits(values[at], head, bias)
-        kept = (x[at] for x in of_rows)
-        owned = head is not None
-        of_logits = _of_logits(z, column[at], q[at], weight, share, *kept, owned=owned)
+        top, log, of_log, of_part = (x[at] for x in of_rows)
+        of_logits = _of_logits(
+            *(z, column[at], q[at], weight, share, top, log, of_log, of_part),
+            owned=head is not None,
+        )
         if wanted[0]:
             of_values[at] = of_logits if head is None else of_logits @ head
         flat, rows = _as_rows(of_logits), _as_rows(values[at])
