@@ -213,7 +213,7 @@ class Shard:
         Returns
         -------
         torch.Tensor
-            (*ids.shape, *F). The adjoint sums, at the owner of a row, the gradients of its copies.
+            ``(*ids.shape, *F)``. The adjoint sums, at the owner of a row, the gradients of its copies.
 
         Raises
         ------
