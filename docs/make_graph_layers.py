@@ -85,10 +85,10 @@ Own subclasses of these layers, and of `MessagePassing`, are accepted as well.
 
 ## Models
 
-PyG's models and your own are accepted alike: `GAE`, `SchNet` with edges of the graph, `SignedGCN`,
-`NeuralFingerprint`, `PMLP`, `LabelPropagation`, `MaskLabel`, `GroupAddRev`, `RECT_L`, `MetaLayer`
-and others are tested and exact. Methods that average over the edges or nodes of this rank raise
-`ArgumentError`, such as `GAE.recon_loss` and `VGAE.kl_loss`: compute the values and use
+PyG's models and your own are accepted by the same rules: `GAE`, `SchNet` with edges of the graph,
+`SignedGCN`, `NeuralFingerprint`, `PMLP`, `LabelPropagation`, `MaskLabel`, `GroupAddRev`, `RECT_L`,
+`MetaLayer` and others are tested and exact. Methods that average over the edges or nodes of this
+rank raise `ArgumentError`, such as `GAE.recon_loss` and `VGAE.kl_loss`: compute the values and use
 `graph.edges.mean` or `graph.mean`. An embedding of all nodes (`LightGCN`, `LINKX`) does not fit
 this rank's rows; look rows up by `graph.owned_ids`. These models are refused:
 
@@ -120,7 +120,7 @@ those of all ranks, and are out of range for `segment` on one.
 {functions}
 In a distributed model, `BatchNorm` and `DiffGroupNorm` normalise over the nodes of all ranks, over
 edges (inside a layer also with loops added or edges dropped), or plainly over pooled rows, which
-every rank has. The other norms need `graph.batch` outside of such a model. A BatchNorm that is
+every rank has. The other norms need `graph.batch` outside such a model. A BatchNorm that is
 called outside normalises this rank's rows; one that is put into a model after `distribute` is
 refused.
 

@@ -11,7 +11,7 @@ from varcomm.plan.exchange_plan import ExchangePlan
 from varcomm.sizes import ShardSizes
 from varcomm.transport.group import Group
 
-__all__ = ["Directory"]
+__all__ = ["Directory", "needed_once"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +44,17 @@ class Directory:
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the numbers of rows; collective. A rank requests each id once."""
-        plan, place = _needed(ids, self.ranges, self.group)
+        plan, place = needed_once(ids, self.ranges, self.group)
         return plan(self.numbers)[place]
 
     def fetching(self, ids: torch.Tensor) -> tuple[ExchangePlan, torch.Tensor]:
         """Return a plan to fetch rows, and the place of each id among them; collective."""
-        return _needed(self.look_up(ids), self.sizes, self.group)
+        return needed_once(self.look_up(ids), self.sizes, self.group)
 
 
-def _needed(
+def needed_once(
     numbers: torch.Tensor, sizes: ShardSizes, group: Group
 ) -> tuple[ExchangePlan, torch.Tensor]:
+    """Return a plan to fetch each row once, and the place of each number among them; collective."""
     needed, place = torch.unique(numbers, return_inverse=True)
     return ExchangePlan.from_needed(needed, sizes, group=group.process_group), place

@@ -110,7 +110,7 @@ class EdgeShard(Numbering, Shard):
     sources: NodeShard | None = field(init=False, repr=False, default=None)
     has_loops: bool = field(init=False, repr=False, default=True)
 
-    # see exchanges_for_no_edges; None outside of propagate, and in compiled code
+    # see exchanges_for_no_edges; None outside propagate, and in compiled code
     _unused: list[torch.Tensor] | None = field(init=False, repr=False, default=None)
     # owned nodes up to the last one that has an edge, once asked for
     _last: list[int] = field(init=False, repr=False)
@@ -278,7 +278,7 @@ class EdgeShard(Numbering, Shard):
         if torch.compiler.is_compiling():
             return out
         raise ArgumentError(
-            "messages that are summed outside of a layer of PyG need halos of one hop: partition "
+            "messages that are summed outside a layer of PyG need halos of one hop: partition "
             "the graph with hops=1."
         )
 

@@ -213,7 +213,8 @@ class Shard:
         Returns
         -------
         torch.Tensor
-            ``(*ids.shape, *F)``. The adjoint sums, at the owner of a row, the gradients of its copies.
+            ``(*ids.shape, *F)``. The adjoint sums, at the owner of a row, the gradients of its
+            copies.
 
         Raises
         ------
@@ -255,7 +256,7 @@ class Shard:
         return plan.to(values.device), place, ids.shape
 
     def _agreed_ids(self, what: str, ids: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-        """Return ids on the graph's device, if they and the values are valid and alike on all."""
+        """Return ids on the graph's device, once they and the values agree on all ranks."""
 
         def check() -> torch.Tensor:
             for x in values:

@@ -36,23 +36,17 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Te
     return total
 
 
-def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool, factor: float = 1) -> torch.Tensor:
-    """Return that sum before it is rounded to the parts' dtype, as a new tensor.
-
-    Parts are multiplied by `factor` before they are added, so that their sum does not overflow.
-    """
+def accumulated(parts: Iterable[torch.Tensor], use_fp32: bool) -> torch.Tensor:
+    """Return that sum before it is rounded to the parts' dtype, as a new tensor."""
     first, *others = parts
     dtype = accumulation_dtype(first.dtype, use_fp32)
-    if factor == 1 and dtype == first.dtype and others:
+    if dtype == first.dtype and others:
         total = torch.add(first, others.pop(0))
     else:
         total = first.to(dtype, copy=True)
-        if factor != 1:
-            total *= factor
     for part in others:
         # torch promotes all but floats of one byte
-        wide = part.to(total.dtype) if part.dtype.itemsize == 1 else part
-        total.add_(wide, alpha=factor)
+        total.add_(part.to(total.dtype) if part.dtype.itemsize == 1 else part)
     return total
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -90,17 +89,17 @@ def run(rank: int, task: Task) -> Run:
         torch.manual_seed(0)
         with _Recorder(model) as recorder:
             if task.step is not None:
-                with recorder.during("step"):
-                    value = task.step(model, graph)
+                recorder.during = "step"
+                value = task.step(model, graph)
             else:
-                with recorder.during("call"):
-                    result = (task.call or _call)(model, graph)
+                recorder.during = "call"
+                result = (task.call or _call)(model, graph)
                 kinds = torch.Tensor | int | float | complex
                 leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, kinds)]
                 outputs = [torch.as_tensor(leaf) for leaf in leaves]
                 if task.loss is not None:
-                    with recorder.during("loss"):
-                        value = task.loss(result, graph)
+                    recorder.during = "loss"
+                    value = task.loss(result, graph)
         axes = _axes(graph)
         if task.step is None:
             _backward(outputs, value, task, axes)
@@ -248,16 +247,11 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.records: list[Record] = []
         self._left = _MOST_BYTES
-        self._names, self._during = [""], ""
+        self._names, self.during = [""], ""
         for name, module in model.named_modules():
             shown = f"{name or 'the model'} ({type(module).__name__})"
             module.register_forward_pre_hook(self._entering(shown))
             module.register_forward_hook(self._left_module, always_call=True)
-
-    @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        self._during = what
-        yield
 
     def _entering(self, name: str) -> Callable[..., None]:
         return lambda module, args: self._names.append(name)
@@ -293,7 +287,7 @@ class _Recorder(TorchFunctionMode):
             return
         self._left -= value.nbytes
         if self._left > 0:
-            place = self._during, self._names[-1], name, site
+            place = self.during, self._names[-1], name, site
             self.records.append(Record(place, line, _copy(value)))
 
 

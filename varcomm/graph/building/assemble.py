@@ -12,6 +12,7 @@ from torch_geometric.data import HeteroData
 
 from varcomm.errors import ArgumentError
 from varcomm.graph.building.tables import EdgeTable, NodeTable, ends, rows_at
+from varcomm.graph.directory import needed_once
 from varcomm.graph.edge_shard import EdgeShard
 from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
 from varcomm.graph.shard import AscendingIds, NodeShard, described
@@ -232,9 +233,7 @@ class _Directory:
         """Return the global numbers of nodes; collective. A rank requests each node once."""
         if self.numbers is None:
             return nodes
-        asked, place = torch.unique(nodes, return_inverse=True)
-        # ascending, hence range by range
-        plan = ExchangePlan.from_needed(asked, self.ranges, group=self.group.process_group)
+        plan, place = needed_once(nodes, self.ranges, self.group)
         return plan(self.numbers)[place]
 
 
