@@ -7,89 +7,20 @@ summed over ranks, and can itself be differentiated. Wrong use is an error. Noth
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from varcomm.errors import (
-    ArgumentError,
-    CommunicationError,
-    DisagreementError,
-    GroupError,
-    LaunchError,
-    MissingPackageError,
-    VarcommError,
-)
-from varcomm.ops.all_gather_v import all_gather_v
-from varcomm.ops.all_reduce import all_reduce
-from varcomm.ops.all_to_all_v import all_to_all_v, transpose_v
-from varcomm.ops.broadcast import broadcast, reduce
-from varcomm.ops.broadcast_module import broadcast_module
-from varcomm.ops.gather_v import gather_v, scatter_v
-from varcomm.ops.operator import Handle
-from varcomm.ops.reduce_scatter_v import reduce_scatter_v
-from varcomm.ops.shard_v import shard_v
-from varcomm.plan.exchange_plan import ExchangePlan
-from varcomm.plan.indexed_all_to_all_v import indexed_all_to_all_v
-from varcomm.sharding.dtensor import from_dtensor, to_dtensor
-from varcomm.sizes import ShardSizes
-from varcomm.transport.agreement import debug
-from varcomm.transport.launch import Ranks, World, init, launch
-from varcomm.transport.trace import Call, Trace, Traffic, trace
-
-__all__ = [
-    "ArgumentError",
-    "Call",
-    "CommunicationError",
-    "DisagreementError",
-    "ExchangePlan",
-    "GroupError",
-    "Handle",
-    "LaunchError",
-    "MissingPackageError",
-    "Ranks",
-    "ShardSizes",
-    "Trace",
-    "Traffic",
-    "VarcommError",
-    "World",
-    "all_gather_v",
-    "all_reduce",
-    "all_to_all_v",
-    "broadcast",
-    "broadcast_module",
-    "debug",
-    "from_dtensor",
-    "gather_v",
-    "indexed_all_to_all_v",
-    "init",
-    "launch",
-    "reduce",
-    "reduce_scatter_v",
-    "scatter_v",
-    "shard_v",
-    "to_dtensor",
-    "trace",
-    "transpose_v",
-]
-
-# Loaded when they are first used, because importing PyTorch Geometric takes seconds per rank.
-_ROOMS = (
-    *("checkpoint", "data_parallel", "graph", "models"),
-    *("sharding", "simulate", "tensor_parallel", "testing"),
-)
+if TYPE_CHECKING:
+    from varcomm.api import *  # noqa: F403
 
 
-class _MissingSubpackageError(MissingPackageError, AttributeError):
-    """The error that `hasattr` and `help` expect if an optional package is not installed."""
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name in _ROOMS:
-        try:
-            return importlib.import_module(f"varcomm.{name}")
-        except MissingPackageError as error:
-            raise _MissingSubpackageError(str(error)) from error
-    raise AttributeError(f"module 'varcomm' has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    """Import torch with the first public name, so that ``varcomm --help`` does without."""
+    api = importlib.import_module("varcomm.api")  # which also makes subpackages attributes
+    if name not in globals():
+        globals()[name] = api.look_up(name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    api = importlib.import_module("varcomm.api")
+    return sorted({*globals(), *api.__all__, *api.ROOMS})

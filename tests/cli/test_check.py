@@ -79,17 +79,17 @@ def test_results(folder, capsys):
 
 # arguments, and words of the last line
 WRONG = [
-    ("model.py:right --data graph.pt", "no file model.py"),
+    ("model.py:right --data graph.pt", "No module named 'model'"),
     ("net_of_check.py --data graph.pt", "FILE.py:NAME"),
     ("net_of_check.txt:right --data graph.pt", "FILE.py:NAME"),
-    ("net_of_check.py:left --data graph.pt", "no function 'left'; it has"),
-    ("net_of_check.py:right --data graph.pt --loss huber", "no function 'huber'"),
+    ("net_of_check.py:left --data graph.pt", "no attribute 'left'"),
+    ("net_of_check.py:right --data graph.pt --loss huber", "no attribute 'huber'"),
     ("broken_net.py:right --data graph.pt", "nothing_of_this_name"),
     ("colorsys.py:right --data graph.pt", "Rename"),
     ("net_of_check.py:right --data none.pt", "none.pt is no file"),
     ("net_of_check.py:right --data rows.pt", "edge_index"),
     ("net_of_check.py:right --data pickled.pt", "to_dict()"),
-    ("net_of_check.py:a_graph --data graph.pt", "model must be a torch.nn.Module"),
+    ("net_of_check.py:a_graph --data graph.pt", "returned a Data"),
     ("net_of_check.py:right --data net_of_check.py:right", "edge_index"),
     ("net_of_check.py:right --data graph.pt --parts 0", "--parts"),
     ("net_of_check.py:fails --data graph.pt", "call="),

@@ -118,14 +118,9 @@ ARRAYS = {
     "objects.npz": ({"edge_index": np.array([{}, {}])}, "Object"),
     "nodes.npz": ({"edge_index": RING, "num_nodes": np.array([1, 2])}, "nodes"),
 }
-TEXTS = {
-    "notes.txt": (b"hello", "notes.txt"),
-    "empty.stl": (b"", "points"),
-    "noise.msh": (bytes(range(128, 256)) * 40, "noise.msh"),
-}
-BAD = {name: named for each in (TENSORS, ARRAYS, TEXTS) for name, (_, named) in each.items()}
+BAD = {name: named for each in (TENSORS, ARRAYS) for name, (_, named) in each.items()}
 BAD |= {"none.vtu": "no file", ".": "folder", "code.pt": "more than tensors", "pipe.npz": "pipe"}
-BAD |= {"cut.pt": "cut.pt", "cut.npz": "zip", "cut.vtu": "cut.vtu"}
+BAD |= {"cut.pt": "cut.pt", "cut.npz": "zip"}
 
 
 def write_bad_files(folder):
@@ -133,11 +128,9 @@ def write_bad_files(folder):
         torch.save(content, folder / name)
     for name, (arrays, _) in ARRAYS.items():
         np.savez(folder / name, **arrays)
-    for name, (text, _) in TEXTS.items():
-        (folder / name).write_bytes(text)
     torch.save({"edge_index": RING, "x": Runs(folder / "ran")}, folder / "code.pt")
     os.mkfifo(folder / "pipe.npz")
-    for whole in ("list.pt", "no_edges.npz", channel(folder / "channel.vtu").name):
+    for whole in ("list.pt", "no_edges.npz"):
         content = (folder / whole).read_bytes()
         (folder / f"cut{Path(whole).suffix}").write_bytes(content[: len(content) // 2])
 

@@ -1,4 +1,4 @@
-"""The command `simulate`, at sizes that take seconds, and the grids that it takes."""
+"""The command `simulate`, at sizes that take seconds, and grids of the sea."""
 
 import lzma
 
@@ -14,54 +14,37 @@ from varcomm.cli.main import main
 SMALL = ["simulate", "--width", "8", "--blocks", "1"]
 
 
-@pytest.fixture
-def relief(tmp_path):
+def test_relief_of_the_earth(tmp_path):
     """A file like NOAA's: an island, and a last column that repeats the first."""
     heights = np.full((20, 37), -1000.0, dtype=np.float32)
     heights[5:9, 10:20] = 200
-    path = tmp_path / "etopo.cdf"
+    path, packed = tmp_path / "etopo.cdf", tmp_path / "etopo.cdf.xz"
     with netcdf_file(path, "w") as file:
         file.createDimension("lat", 20)
         file.createDimension("lon", 37)
         file.createVariable("ROSE", "f4", ("lat", "lon"))[:] = heights
-    return path
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    for each in (path, packed):
+        is_sea = vc.simulate.read_sea(each)
+        assert is_sea.shape == (20, 36)
+        assert int(is_sea.sum()) == 720 - 40
 
 
-def test_relief_of_the_earth(relief, tmp_path, capsys):
-    is_sea = vc.simulate.read_sea(relief)
-    assert is_sea.shape == (20, 36)
-    assert int(is_sea.sum()) == 720 - 40
-    packed, picture = tmp_path / "etopo.cdf.xz", tmp_path / "scaling.png"
-    packed.write_bytes(lzma.compress(relief.read_bytes()))
-    assert np.array_equal(vc.simulate.read_sea(packed), is_sea)
-    arguments = ["--relief", str(packed), "--ranks", "1,2,4,16", "--weak", "--plot", str(picture)]
-    assert main([*SMALL, *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert "680 nodes" in printed
-    strong, weak, _ = printed.split("\n\n")
-    for table, ranks in ((strong, ["1", "2", "4", "16"]), (weak, ["1", "4", "16"])):
-        rows = [line.split() for line in table.splitlines()]
-        assert [row[0] for row in rows if len(row) == 13 and row[0].isdecimal()] == ranks
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_machines_have_sources(capsys):
-    assert main(["simulate", "--machines"]) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert first.split() == ["name", *vc.simulate.MACHINES]
-    assert last.startswith("source: ")
-
-
-def test_a_mesh(tmp_path, capsys):
+def test_graphs(tmp_path, capsys):
     path = channel(tmp_path / "square.vtu", 9, 9)
-    assert main([*SMALL, "--mesh", str(path), "--ranks", "2,3"]) == 0
-    assert "81 nodes, 288 edges" in capsys.readouterr().out
+    for graph, ranks, shown in (
+        (["--mesh", str(path)], "2,3", "81 nodes, 288 edges"),
+        (["--grid", "20x36"], "1,4,16", "720 nodes, "),
+    ):
+        assert main([*SMALL, *graph, "--ranks", ranks]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(shown)
+        rows = [line.split() for line in printed.splitlines()]
+        assert [row[0] for row in rows if len(row) == 13 and row[0].isdecimal()] == ranks.split(",")
 
 
-@pytest.mark.parametrize(
-    "line", ["--plot scaling.txt", "--plot none/a.png", "--grid 7", "--grid 7x2", "--relief a.cdf"]
-)
-def test_an_impossible_picture_or_graph(line, capsys):
+@pytest.mark.parametrize("line", ["--grid 7", "--grid 7x2", "--mesh none.vtu"])
+def test_an_impossible_graph(line, capsys):
     assert main(["simulate", *line.split()]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 

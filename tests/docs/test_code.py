@@ -70,11 +70,6 @@ def test_mace(worlds, monkeypatch):
     test_pages_that_explain(DOCS / "coming_from" / "mace.md", worlds, monkeypatch)
 
 
-def test_that_a_wrong_comment_is_seen():
-    block = 'print("two")\n# three'
-    assert (run(block, {}), comments_of(block)) == ("two", "three")
-
-
 def run_page(rank, page, folder):
     """Return the tensors that the blocks of a page make."""
     names = {"rank": rank, "folder": folder}

@@ -108,15 +108,6 @@ def prepare_types(graph):
     return step
 
 
-def one_way():
-    """Return a graph of 12 ranks: two swap rows, and of the others each second only sends."""
-    ranks, each = 12, 10
-    edges = [(i, each + i) for i in range(each)] + [(each + i, i) for i in range(each)]
-    edges += [(a * each + i, (a + 1) * each + i) for a in range(2, ranks, 2) for i in range(3)]
-    data = Data(x=torch.ones(ranks * each, 4), edge_index=torch.tensor(edges).T)
-    return simulate.partition(data, ranks, "block")
-
-
 def both_types():
     """Return a graph whose two types of edges have the same halo on rank 0 and on no other."""
     data = HeteroData()
@@ -135,9 +126,7 @@ def swapping_pairs():
 @pytest.mark.parametrize(
     ("prepare", "parts", "ranks"),
     [
-        (prepare_layer, one_way, None),
-        (prepare_layer, one_way, [0, 2]),
-        (prepare_layer, one_way, [3]),
+        (prepare_layer, swapping_pairs, None),
         (prepare_layer, swapping_pairs, [1]),
         (prepare_types, both_types, [1]),
         (exchange, lambda: simulate.partition(papers(), 3, "random"), [0]),
@@ -181,7 +170,7 @@ REFUSED = [
     (lambda: simulate.step(prepare_layer, parts(), [2]), ArgumentError, "ranks"),
     (lambda: simulate.step(uneven, parts(3)), DisagreementError, "same calls"),
     (lambda: simulate.step(prepare_layer, swapping_pairs(), [0]), ArgumentError, "halo: 1."),
-    (lambda: simulate.step(prepare_types, both_types(), [0]), ArgumentError, "[1, 2]"),
+    (lambda: simulate.step(prepare_types, both_types(), [0]), ArgumentError, "other ranks"),
     (lambda: sample(APART, [2]), ArgumentError, "halos"),
     (lambda: sample(SMALL, [2]).step(parts(3)), KeyError, "3"),
     (lambda: parts().plot("none/a.png"), ArgumentError, "folder"),

@@ -61,29 +61,6 @@ class WrongOnOneRank(torch.autograd.Function):
         return on_rank_1(right + ctx.spoil, right), None
 
 
-class WrongTangent(torch.autograd.Function):
-    """A square that is right in backward, and not in forward mode."""
-
-    @staticmethod
-    def forward(x):
-        return x**2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return 3 * x * tangent
-
-
 class ShiftWithAdjointTangent(torch.autograd.Function):
     """Each rank gets the tensor of the rank before it; forward mode takes that of the rank after.
 

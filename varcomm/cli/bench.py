@@ -173,20 +173,26 @@ def summary(
     median = statistics.median(samples)
     return {
         **vars(case),
-        **{"asked": case.nbytes, "nbytes": nbytes, "largest_over_mean": skew},
-        **{"count": nbytes // getattr(torch, case.dtype).itemsize, "busiest": busiest},
-        **{"seconds": median, "repetitions": len(samples)},
-        **{"algbw": nbytes / median / 1e9, "busbw": busiest / median / 1e9},
-        **{"wire": total / least if least else 1.0 + total},
+        "asked": case.nbytes,
+        "nbytes": nbytes,
+        "largest_over_mean": skew,
+        "count": nbytes // getattr(torch, case.dtype).itemsize,
+        "busiest": busiest,
+        "seconds": median,
+        "repetitions": len(samples),
+        "algbw": nbytes / median / 1e9,
+        "busbw": busiest / median / 1e9,
+        "wire": total / least if least else 1.0 + total,
     }
 
 
 def cells(result: Mapping[str, Any]) -> list[str]:
     """Return the cells of a line."""
+    names = ("world", "dtype", "nbytes", "count", "skew")
     return [
         *(result["operation"], "backward" if result["backward"] else "forward"),
-        *(str(result["world"]), result["dtype"], str(result["nbytes"]), str(result["count"])),
-        *(result["skew"], microseconds(result["seconds"]), f"{result['algbw']:.3g}"),
+        *(str(result[name]) for name in names),
+        *(microseconds(result["seconds"]), f"{result['algbw']:.3g}"),
         *(f"{result['busbw']:.3g}", f"{result['wire']:.2f}"),
     ]
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from varcomm.cli.arguments import positive
 from varcomm.errors import ArgumentError
 
@@ -44,26 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Make model and data, compare, and print the result."""
+    from varcomm.graph.files.graph_file import read_graph
     from varcomm.testing import same_as_one_process
 
+    file = options.model.partition(":")[0]
+    names = {"call": options.call, "loss": options.loss, "step": options.step}
     try:
-        file, _, _ = options.model.partition(":")
-        model = _made(options.model)
-        if isinstance(model, torch.nn.Module):  # which may not be picklable: ranks make their own
-            model = _function(options.model)
-        if ".py:" in options.data:
-            data = _made(options.data)
-        else:
-            from varcomm.graph.files.graph_file import read_graph
-
-            data = read_graph(Path(options.data))
-        names = {"call": options.call, "loss": options.loss, "step": options.step}
+        # a function, because ranks make their own: a model may not be picklable
+        model = _function(options.model)
         functions: dict[str, Any] = {
             key: _function(f"{file}:{name}") for key, name in names.items() if name
         }
-    except ArgumentError as error:
-        parser.error(str(error))
-    try:
+        is_made = ".py:" in options.data
+        data = _function(options.data)() if is_made else read_graph(Path(options.data))
         print(same_as_one_process(model, data, parts=options.parts, **functions))
     except AssertionError as error:
         print(error)
@@ -75,33 +66,18 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _made(text: str) -> Any:
-    """Return the result of the function of ``FILE.py:NAME``."""
-    make = _function(text)
-    try:
-        return make()
-    except Exception as error:
-        raise ArgumentError(f"{text} raises {error!r}. It is called without arguments.") from error
-
-
 def _function(text: str) -> Callable[..., Any]:
     """Return the function of ``FILE.py:NAME``; its folder stays on the path for the ranks."""
     file, _, name = text.partition(":")
     path = Path(file).resolve()
     if path.suffix != ".py" or not name:
         raise ArgumentError(f"{text} is not FILE.py:NAME, such as model.py:make_model.")
-    if not path.is_file():
-        raise ArgumentError(f"there is no file {file}.")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: a file must not hide a module of the ranks
+    sys.path.append(str(path.parent))  # last: a file must not hide a module of the ranks
     try:
         module = importlib.import_module(path.stem)
+        if Path(module.__file__ or "").resolve() != path:
+            raise ImportError(f"{path.stem} is the name of another module. Rename the file")
+        found: Callable[..., Any] = getattr(module, name)
     except Exception as error:
-        raise ArgumentError(f"{file} cannot be imported: {error!r}.") from error
-    if Path(getattr(module, "__file__", None) or "").resolve() != path:
-        raise ArgumentError(f"{file} has the name of another module, {path.stem}. Rename it.")
-    found = getattr(module, name, None)
-    if not callable(found):
-        functions = [key for key, value in vars(module).items() if callable(value)]
-        raise ArgumentError(f"{file} has no function {name!r}; it has {', '.join(functions)}.")
-    return found  # type: ignore[no-any-return]
+        raise ArgumentError(f"{text} cannot be imported: {error!r}.") from error
+    return found

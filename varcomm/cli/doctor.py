@@ -25,8 +25,8 @@ __all__ = ["CHECKS", "DESCRIPTION", "Engine", "add_arguments", "engines", "machi
 
 DESCRIPTION = """\
 Print versions, machine, GPUs and network interfaces, and test each installed
-engine on 2 ranks of this machine: each primitive must move the right rows, and
-its backward must be the adjoint. The output is Markdown, for an issue.
+engine on 2 ranks of this machine: primitives must move the right rows, and
+their backward must be the adjoint. The output is Markdown, for an issue.
 
 The status is 1 if an installed engine does not work. An engine takes at most
 180 s to start its ranks, and 60 s for each check.
@@ -93,64 +93,50 @@ def engines() -> Iterator[Engine]:
 def tried(engine: Engine) -> dict[str, str]:
     """Start ranks and run each check on them; return the reasons of failures by check, or "".
 
-    A check that ends the ranks is the last one. If no rank starts, it is ``"start"``.
+    A check that ends the ranks is the last one.
     """
     found: dict[str, str] = {}
     if engine.absent:
         return found
-    name = "start"
     with vc.Ranks(engine.ranks, LIMIT, backend=engine.backend) as ranks:
-        try:
-            for name in ("start", *CHECKS):
-                arguments.progress(f"{engine.name}: {name}")
-                found[name] = ranks.run(check, name, engine.ranks, engine.device)[0]
-        except LaunchError as error:
-            cause = error.__cause__
-            text = f"{type(cause).__name__}: {cause}" if cause else str(error).splitlines()[0]
-            found[name] = " ".join(text.split())
+        for name in CHECKS:
+            arguments.progress(f"{engine.name}: {name}")
+            try:
+                found[name] = ranks.run(check, name, engine.device)[0]
+            except LaunchError as error:
+                cause = error.__cause__
+                text = f"{type(cause).__name__}: {cause}" if cause else str(error).splitlines()[0]
+                found[name] = " ".join(text.split())
+                break
     arguments.progress("")
-    return {name: reason for name, reason in found.items() if name != "start" or reason}
+    return found
 
 
-def check(rank: int, name: str, ranks: int, device: str) -> str:
-    """Run a check, or nothing, and return its failure, or ""; the same on all ranks."""
+def check(rank: int, name: str, device: str) -> str:
+    """Run a check and return its failure, or ""; the same on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    sizes = vc.ShardSizes([1 if other % 2 else 3 for other in range(ranks)])
+    sizes = vc.ShardSizes([1 if other % 2 else 3 for other in range(dist.get_world_size())])
     try:
         if name in _CALLS:
             call, has_all_rows = _CALLS[name]
             rows = sizes.total if has_all_rows else sizes[rank]
             x = torch.randn(rows, 4, dtype=torch.float64).to(device)
             dot_test(lambda x: call(rank, sizes, x), x)
-        elif name == "every dtype":
-            _gather_every_dtype(rank, sizes, device)
+        else:
+            mine = sizes.range(rank)
+            for dtype in _DTYPES:
+                sent = (torch.arange(sizes.total) % 2).to(device, dtype)
+                found = vc.all_gather_v(sent[mine.start : mine.stop], sizes)
+                assert torch.equal(found, sent), f"{dtype} arrives altered"
     except AssertionError as error:
         return str(error)
     return ""
 
 
-def _gather_every_dtype(rank: int, sizes: vc.ShardSizes, device: str) -> None:
-    wrong, mine = [], sizes.range(rank)
-    for dtype in _DTYPES:
-        sent = (torch.arange(sizes.total) % 2).to(device, dtype)
-        if not torch.equal(vc.all_gather_v(sent[mine.start : mine.stop], sizes), sent):
-            wrong.append(str(dtype).removeprefix("torch."))
-    assert not wrong, f"arrives altered: {', '.join(wrong)}"
-
-
-def _last_rows(rank: int, sizes: vc.ShardSizes, x: torch.Tensor) -> torch.Tensor:
-    last, ranks = torch.tensor([sizes[rank] - 1], device=x.device), len(sizes)
-    return vc.indexed_all_to_all_v(x, [last] * ranks, [[1] * ranks] * ranks)
-
-
 def _first_rows(rank: int, sizes: vc.ShardSizes, x: torch.Tensor) -> torch.Tensor:
     needed = torch.tensor(sizes.offsets[: len(sizes)], device=x.device)
     return vc.ExchangePlan.from_needed(needed, sizes)(x)
-
-
-def _transposed(rank: int, sizes: vc.ShardSizes, x: torch.Tensor) -> torch.Tensor:
-    return vc.transpose_v(x, 1, vc.ShardSizes.balanced(4, len(sizes)), 0, sizes)
 
 
 # Calls for the dot test, with rank, sizes and x; and whether x has all rows, not this rank's.
@@ -160,12 +146,9 @@ _CALLS: dict[str, tuple[Callable[[int, vc.ShardSizes, torch.Tensor], torch.Tenso
     "scatter_v": (lambda _, s, x: vc.scatter_v(x, s), True),
     "reduce_scatter_v": (lambda _, s, x: vc.reduce_scatter_v(x, s), True),
     "all_to_all_v": (lambda r, s, x: vc.all_to_all_v(x, s, [s[r]] * len(s)), True),
-    "shard_v": (lambda _, s, x: vc.shard_v(x, s), True),
-    "transpose_v": (_transposed, False),
     "broadcast": (lambda _, s, x: vc.broadcast(x), True),
     "reduce": (lambda _, s, x: vc.reduce(x), True),
     "all_reduce": (lambda _, s, x: vc.all_reduce(x), True),
-    "indexed_all_to_all_v": (_last_rows, False),
     "ExchangePlan": (_first_rows, False),
 }
 CHECKS = (*_CALLS, "every dtype")

@@ -68,28 +68,24 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
     by_rank = []
     for rank in range(outline.ranks):
         part = outline.read_part(rank, outline.ranks)
-        by_rank.append(
-            {
-                "rank": rank,
-                "nodes": sum(sizes[rank] for sizes in outline.nodes.values()),
-                "edges": sum(sizes[rank] for sizes in outline.edges.values()),
-                "halo": outline.halo(part, rank),
-                "bytes": sum(value.nbytes for value in part.values()),
-            }
+        nodes, edges = (
+            sum(sizes[rank] for sizes in kinds.values()) for kinds in (outline.nodes, outline.edges)
         )
-    of_graph = {name: type(value).__name__ for name, value in outline.attributes.items()}
-    of_graph |= {name: _kind(array.dtype, array.rest) for name, array in outline.whole.items()}
+        nbytes = sum(value.nbytes for value in part.values())
+        row = {"nodes": nodes, "edges": edges, "halo": outline.halo(part, rank), "bytes": nbytes}
+        by_rank.append({"rank": rank, **row})
 
     def attributes(types: Mapping[Any, Any], noun: str) -> dict[str, str]:
         """Return dtype and row shape of each attribute by name, with its type in front."""
-        of = [k and f"{k if isinstance(k, str) else ' '.join(k)}." for k in types]
-        return {
-            f"{key or ''}{name.partition('.')[2]}": _kind(array.dtype, array.rest)
-            for place, key in enumerate(of)
-            for name, array in outline.part.items()
-            if name.startswith(f"{noun} {place}.")
-        }
+        found = {}
+        for place, key in enumerate(types):
+            of = f"{key if isinstance(key, str) else ' '.join(key)}." if key else ""
+            for name, array in outline.part.items():
+                if name.startswith(f"{noun} {place}."):
+                    found[of + name.partition(".")[2]] = _kind(*array)
+        return found
 
+    of_graph = {name: type(value).__name__ for name, value in outline.attributes.items()}
     return "saved partition", {
         "ranks": outline.ranks,
         "method": outline.method,
@@ -99,7 +95,7 @@ def _partition(folder: Path) -> tuple[str, dict[str, Any]]:
         "by_rank": by_rank,
         "node_attributes": attributes(outline.nodes, "nodes"),
         "edge_attributes": attributes(outline.edges, "edges"),
-        "graph_attributes": of_graph,
+        "graph_attributes": of_graph | {k: _kind(*array) for k, array in outline.whole.items()},
         "checksums": "verified",
     }
 
@@ -118,12 +114,11 @@ def _checkpoint(folder: Path) -> tuple[str, dict[str, Any]]:
     for key, tensor in saved.tensors.items():
         pieces = len(tensor.parts)
         tensors[key] = _kind(tensor.dtype, tensor.shape) + f", in {pieces} pieces" * (pieces != 1)
-    names = sorted(saved.files or {part.file for t in saved.tensors.values() for part in t.parts})
     by_rank = []
+    names = sorted(saved.files or {part.file for t in saved.tensors.values() for part in t.parts})
     for number, name in enumerate(names):
-        rank = number if saved.files is None else int(name[-17:-12])
         size = (saved.folder / name).stat().st_size
-        by_rank.append({"rank": rank, "bytes": size, "file": name})
+        by_rank.append({"rank": number, "bytes": size, "file": name})
     sizes = (prod(tensor.shape) * tensor.dtype.itemsize for tensor in saved.tensors.values())
     return "checkpoint", {
         "ranks": len(names),

@@ -11,8 +11,6 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from varcomm.errors import VarcommError
-
 __all__ = ["main"]
 
 # The module of a command is imported when it runs. Each has DESCRIPTION, add_arguments(parser), and
@@ -54,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.parse_args(given)  # prints help, or raises SystemExit
         parser.error("a command must come first")
     command = import_module(f"varcomm.cli.{given[0]}")
+    from varcomm.errors import VarcommError  # here, because it imports torch
+
     own.description = command.DESCRIPTION
     command.add_arguments(own)
     options = parser.parse_args(given)

@@ -11,8 +11,6 @@ from varcomm.errors import ArgumentError
 
 __all__ = ["DESCRIPTION", "METHODS", "add_arguments", "run"]
 
-_MOST = 1_000_000  # parts; memory grows with them
-
 DESCRIPTION = """\
 Cut a graph into parts in one process, report their quality, and write them into
 a folder. varcomm.graph.PartitionedGraph.load reads it on any number of ranks.
@@ -37,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="a mesh or a graph")
-    add("--parts", type=_parts, required=True, metavar="N", help="number of ranks")
+    add("--parts", type=positive, required=True, metavar="N", help="number of ranks")
     method = (
         f"{', '.join(METHODS)}; default: metis if pymetis is installed, else rcb if the graph has "
         "positions, else block. metis needs several parts and more nodes than parts; "
@@ -53,38 +51,29 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check the targets, cut, write and report."""
     from varcomm import simulate
     from varcomm.graph.files.graph_file import read_graph
-    from varcomm.graph.files.plot import check_target, places
+    from varcomm.graph.files.plot import check_target
     from varcomm.graph.files.saved import check_place
 
-    out, picture = options.out, options.plot
-    if picture is not None:
-        check_target(picture)
-    if out is not None:
-        check_place(out)
+    if options.plot is not None:
+        check_target(options.plot)
+    if options.out is not None:
+        check_place(options.out)
     data = read_graph(options.file)
-    if picture is not None:
-        places(data.pos)
     try:
         parts = simulate.partition(data, options.parts, options.method)
     except ArgumentError as error:
         raise ArgumentError(f"{options.file}: {error}") from error
-    if out is not None:
-        parts.save(out, lambda rank: progress(f"writing parts: {rank + 1} of {options.parts}"))
+    if options.plot is not None:  # first: it refuses nodes without positions
+        parts.plot(options.plot)
+    if options.out is not None:
+        total = options.parts
+        parts.save(options.out, lambda rank: progress(f"writing parts: {rank + 1} of {total}"))
         progress("")
-    if picture is not None:
-        parts.plot(picture)
     if options.json:
         print(json.dumps(parts.report().to_dict(), indent=1))
         return 0
     print(parts.report())
-    if out is not None:
-        print(f"parts: {out}")
-    if picture is not None:
-        print(f"picture: {picture}")
+    for name, path in (("parts", options.out), ("picture", options.plot)):
+        if path is not None:
+            print(f"{name}: {path}")
     return 0
-
-
-def _parts(text: str) -> int:
-    if (number := positive(text)) > _MOST:
-        raise argparse.ArgumentTypeError(f"{text} exceeds {_MOST:,} parts")
-    return number

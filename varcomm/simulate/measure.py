@@ -23,7 +23,7 @@ _LARGE = 4 << 20  # bytes to each rank, more than any cache
 _WINDOWS, _WINDOW, _CALLS = 5, 0.1, 20  # seconds and calls per window
 
 
-def measure(ranks: int, width: int = 64, threads: int = 1) -> Machine:
+def measure(ranks: int, width: int = 64) -> Machine:
     """Measure rates and latencies of ranks on this host while all of them do the same.
 
     Ranks share cores and memory, so the numbers hold for this number of ranks alone.
@@ -31,11 +31,9 @@ def measure(ranks: int, width: int = 64, threads: int = 1) -> Machine:
     Parameters
     ----------
     ranks : int
-        Number of ranks, on the CPU, with Gloo; at least 2.
+        Number of ranks, on the CPU, with Gloo and one thread each; at least 2.
     width : int
         Features of matrix products and messages.
-    threads : int
-        Threads per rank.
 
     Returns
     -------
@@ -48,7 +46,7 @@ def measure(ranks: int, width: int = 64, threads: int = 1) -> Machine:
         If `ranks` is not an integer above one.
     """
     size = at_least(2, ranks, "simulate.measure: ranks")
-    found: list[dict[str, float]] = launch(_on_rank, size, width, threads)
+    found: list[dict[str, float]] = launch(_on_rank, size, width)
     worst = {name: max(one[name] for one in found) for name in found[0]}
     bandwidth = (size - 1) * _LARGE / max(worst["large"] - worst["all"], 1e-9)
     return Machine(
@@ -65,26 +63,42 @@ def measure(ranks: int, width: int = 64, threads: int = 1) -> Machine:
         gap=max(0.0, (worst["all"] - worst["pair"]) / (size - 2)) if size > 2 else 0.0,
         call=0.0,
         runs_ahead=False,
-        source=f"measured: {size} ranks at once with Gloo, {threads} threads each",
+        source=f"measured: {size} ranks at once with Gloo, one thread each",
     )
 
 
-def _on_rank(rank: int, width: int, threads: int) -> dict[str, float]:
+def _on_rank(rank: int, width: int) -> dict[str, float]:
     """Return the seconds of a FLOP, a byte, a small operator, and of exchanges."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     size = init().size
     rows, weight = torch.randn(_ROWS, width), torch.randn(width, width)
     work = count(lambda: _messages(rows, weight))
 
+    def seconds(call: Callable[[], object], waits: bool = False) -> float:
+        """Return the median over windows of the mean time of a call on all ranks at once.
+
+        Ranks that wait for each other make a fixed number of calls. Other ranks make calls for a
+        fixed time, because ranks that share a core run in turns of some milliseconds.
+        """
+        means = []
+        for _ in range(_WINDOWS):
+            all_to_all_v(torch.zeros(size), [1] * size, [1] * size)  # ranks begin together
+            start, calls = time.perf_counter(), 0
+            while calls < _CALLS if waits else time.perf_counter() - start < _WINDOW:
+                call()
+                calls += 1
+            means.append((time.perf_counter() - start) / calls)
+        return statistics.median(means)
+
     def exchange(counts: list[int], nbytes: int) -> float:
         data = torch.ones(sum(counts), nbytes // 4)
-        return _mean(lambda: all_to_all_v(data, counts, counts), size, waits=True)
+        return seconds(lambda: all_to_all_v(data, counts, counts), waits=True)
 
     others = [int(other != rank) for other in range(size)]
     return {
-        "flop": _mean(lambda: rows @ weight, size) / (2 * rows.numel() * width),
-        "byte": _mean(lambda: _messages(rows, weight), size) / work.other_bytes,
-        "small": _mean(lambda: _messages(rows[:8], weight), size) / work.kernels,
+        "flop": seconds(lambda: rows @ weight) / (2 * rows.numel() * width),
+        "byte": seconds(lambda: _messages(rows, weight)) / work.other_bytes,
+        "small": seconds(lambda: _messages(rows[:8], weight)) / work.kernels,
         "pair": exchange([int(other == rank ^ 1) for other in range(size)], 64),
         "all": exchange(others, 64),
         "large": exchange(others, _LARGE),
@@ -98,20 +112,3 @@ def _messages(rows: torch.Tensor, weight: torch.Tensor) -> None:
     messages = torch.nn.functional.silu(nodes[edges % len(nodes)]) + rows
     messages = torch.nn.functional.layer_norm(messages, weight.shape[:1])
     torch.zeros_like(nodes).index_add(0, edges // 8 % len(nodes), messages).sum().backward()
-
-
-def _mean(call: Callable[[], object], size: int, waits: bool = False) -> float:
-    """Return the median over windows of the mean time of a call on all ranks at once.
-
-    Ranks that wait for each other make a fixed number of calls. Other ranks make calls for a fixed
-    time, because ranks that share a core run in turns of some milliseconds.
-    """
-    means = []
-    for _ in range(_WINDOWS):
-        all_to_all_v(torch.zeros(size), [1] * size, [1] * size)  # ranks begin together
-        start, calls = time.perf_counter(), 0
-        while calls < _CALLS if waits else time.perf_counter() - start < _WINDOW:
-            call()
-            calls += 1
-        means.append((time.perf_counter() - start) / calls)
-    return statistics.median(means)

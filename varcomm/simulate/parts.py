@@ -71,12 +71,8 @@ class Counts:
     @cached_property
     def neighbours(self) -> torch.Tensor:
         """Number of ranks with which each rank exchanges rows in at least one direction."""
-        return torch.bincount(self._links[0], minlength=self.size)
-
-    @property
-    def _links(self) -> torch.Tensor:
-        """Pairs of ranks that exchange rows, both ways round, in ascending order; shape (2, L)."""
-        return (self.rows + self.rows.T).coalesce().indices()
+        both_ways = (self.rows + self.rows.T).coalesce().indices()
+        return torch.bincount(both_ways[0], minlength=self.size)
 
     def without_graph(self) -> Counts:
         """Return the counts alone, which need little memory."""
@@ -214,30 +210,27 @@ class Parts(Counts):
         """
         from varcomm.graph.files.saved import Staging, part_of
 
-        digests: list[str] = []
-        first: dict[str, torch.Tensor] = {}
+        staging, digests, first = None, list[str](), dict[str, torch.Tensor]()
         try:
             staging = Staging(folder, self._tables.attributes)
-            try:
-                staging.folder.mkdir(parents=True, exist_ok=True)
-                for rank in range(self.size):
-                    with world(self.size, rank):
-                        graph = self.part()
-                    numbers = {
-                        key: self._needs[key].sources.number[edges.halo_ids]
-                        for key, edges in graph.edge_shards.items()
-                    }
-                    part = dict(part_of(graph, numbers))
-                    first = first or part
-                    digests.append(staging.write(rank, part))
-                    if progress is not None:
-                        progress(rank)
-                staging.finish(graph, first, digests)
-            except BaseException:
+            staging.folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(self.size):
+                with world(self.size, rank):
+                    graph = self.part()
+                halos = {key: edges.halo_ids for key, edges in graph.edge_shards.items()}
+                numbers = {key: self._needs[key].sources.number[ids] for key, ids in halos.items()}
+                part = dict(part_of(graph, numbers))
+                first = first or part
+                digests.append(staging.write(rank, part))
+                if progress is not None:
+                    progress(rank)
+            staging.finish(graph, first, digests)
+        except BaseException as error:
+            if staging is not None:
                 staging.discard()
-                raise
-        except OSError as error:
-            raise ArgumentError(f"{folder} cannot be written: {error}.") from error
+            if isinstance(error, OSError):
+                raise ArgumentError(f"{folder} cannot be written: {error}.") from error
+            raise
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw :meth:`varcomm.graph.PartitionedGraph.plot`, for a graph with one type of nodes."""

@@ -13,7 +13,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.simulate.machine import Machine
 from varcomm.simulate.parts import Counts, partition
-from varcomm.simulate.step import Fit, HaloCall, Prepare, SameCall, Step, calls_of_all, run
+from varcomm.simulate.step import Fit, Prepare, Step, StepCall, calls_of_all, run
 from varcomm.simulate.table import aligned
 
 __all__ = ["Sample", "Scaling", "sample", "scaling"]
@@ -45,7 +45,7 @@ class Sample:
     """
 
     fit: Fit
-    transfers: Mapping[int, tuple[HaloCall | SameCall, ...]]
+    transfers: Mapping[int, tuple[StepCall, ...]]
 
     def step(self, counts: Counts) -> Step:
         """Return the step on a partition, for a number of ranks that was sampled."""
@@ -86,7 +86,7 @@ def sample(prepare: Prepare, data: Any, sizes: Iterable[int], method: Any = None
         works = run(prepare, parts, list(ranks))
         simulated.append((parts, works))
         transfers[size] = calls_of_all(parts, works)
-        if size > 1 and any(getattr(call, "width", 1) == 0 for call in transfers[size]):
+        if size > 1 and any(call.width == 0 for call in transfers[size]):
             raise ArgumentError(
                 f"simulate.sample: the small graph has no halos on {size} ranks, so that the bytes "
                 "per row are not determined. Use a graph with edges between parts."
@@ -131,7 +131,7 @@ class Scaling:
 
     def _row(self, step: Step) -> dict[str, float]:
         parts, counts, times = step.parts, step.counts, step.times(self.machine)
-        halos = {call.name for call in step.transfers if isinstance(call, HaloCall)}
+        halos = {call.name for call in step.transfers if call.width is not None}
         of_halos, of_sums = torch.zeros(2, parts.size, dtype=torch.float64)
         for name, seconds in times.communication.items():
             (of_halos if name in halos else of_sums).add_(seconds)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -21,7 +20,7 @@ from varcomm.transport.simulated import Transfer
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.partitioned_graph import PartitionedGraph
 
-__all__ = ["Fit", "HaloCall", "Prepare", "SameCall", "Step", "calls_of_all", "run", "step"]
+__all__ = ["Fit", "Prepare", "Step", "StepCall", "calls_of_all", "run", "step"]
 
 # From a rank's part of the graph to a function that does one step.
 Prepare = Callable[["PartitionedGraph"], Callable[[], object]]
@@ -31,48 +30,40 @@ _OPERATORS = ("flops", "matmul_bytes", "other_bytes", "kernels")  # of Work
 
 
 @dataclass(frozen=True)
-class HaloCall:
-    """An exchange of halos, or its adjoint if `is_adjoint`: `width` bytes per halo row."""
+class StepCall:
+    """A call of a step: an exchange of halos or its adjoint, or one like it on all ranks.
+
+    `transfer` is that of one rank. An exchange of halos has an edge type, and `width` bytes per
+    row; of other calls, the width is None.
+    """
 
     name: str
-    edge_type: Any
-    is_adjoint: bool
-    width: int = 1
+    transfer: Transfer
+    edge_type: Any = None
+    width: int | None = None
 
-    def nbytes(self, counts: Counts) -> torch.Tensor:
+    def nbytes(self, counts: Counts, width: int) -> torch.Tensor:
         """Return the bytes that each rank sends to each rank; sparse, shape (P, P)."""
         flows: torch.Tensor = counts.flows[self.edge_type]
-        return ((flows.T if self.is_adjoint else flows) * self.width).coalesce()
+        return ((flows.T if self.name.endswith("_adjoint") else flows) * width).coalesce()
 
     def traffic(self, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the messages and bytes that each rank sends; int64, shape (P,)."""
-        nbytes = self.nbytes(counts)
+        if self.width is None:
+            send = torch.tensor(self.transfer.send)
+            return (send > 0).sum().expand(counts.size), send.sum().expand(counts.size)
+        nbytes = self.nbytes(counts, self.width)
         return torch.bincount(nbytes.indices()[0], minlength=counts.size), sums(nbytes, 1)
 
     def seconds(self, counts: Counts, machine: Machine) -> torch.Tensor:
         """Return the seconds on each rank; fp64, shape (P,)."""
-        nbytes = self.nbytes(counts)
+        if self.width is None:
+            return torch.full((counts.size,), machine.transfer(self.transfer), dtype=torch.float64)
+        nbytes = self.nbytes(counts, self.width)
         return machine.exchange(nbytes.indices(), nbytes.values(), counts.size)
 
 
-@dataclass(frozen=True)
-class SameCall:
-    """A call with the same bytes on all ranks, up to a few, such as a sum over all ranks."""
-
-    name: str
-    transfer: Transfer
-
-    def traffic(self, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the messages and bytes that each rank sends; int64, shape (P,)."""
-        send = torch.tensor(self.transfer.send)
-        return (send > 0).sum().expand(counts.size), send.sum().expand(counts.size)
-
-    def seconds(self, counts: Counts, machine: Machine) -> torch.Tensor:
-        """Return the seconds on each rank; fp64, shape (P,)."""
-        return torch.full((counts.size,), machine.transfer(self.transfer), dtype=torch.float64)
-
-
-def calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[HaloCall | SameCall, ...]:
+def calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[StepCall, ...]:
     """Return the calls of all ranks of a partition from those of simulated ranks."""
     names = {rank: [name for name, _ in work.transfers] for rank, work in works.items()}
     first = next(iter(names))
@@ -88,41 +79,37 @@ def calls_of_all(parts: Parts, works: Mapping[int, Work]) -> tuple[HaloCall | Sa
     )
 
 
-def _call(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> HaloCall | SameCall:
+def _call(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> StepCall:
     largest = max(transfers.values(), key=lambda each: sum(each.send) + sum(each.recv))
     if largest.schedule != "neighbours" or len(largest.ranks) != parts.size:
-        return SameCall(name, largest)
-    halos = {call: call.nbytes(parts) for call in _matching(parts, name, transfers)}
-    if any(call.width == 0 and len(nbytes.values()) for call, nbytes in halos.items()):
-        raise ArgumentError(
-            f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the bytes "
-            f"per row are not determined. Also run a rank with a halo: {int(parts.halo.argmax())}."
-        )
-    first, *others = halos.values() or [torch.empty(0)]
-    apart: set[int] = set()
-    for other in others:
-        different = (other - first).coalesce()
-        apart |= set(different.indices()[:, different.values() != 0].flatten().tolist())
-    if apart:
-        raise ArgumentError(
-            f"simulate: ranks {sorted(transfers)} do not determine whose halo a call of {name} "
-            f"exchanges, or in which direction. Also run one of these ranks: {sorted(apart)[:5]}."
-        )
-    return next(iter(halos), SameCall(name, largest))
-
-
-def _matching(parts: Parts, name: str, transfers: Mapping[int, Transfer]) -> Iterator[HaloCall]:
-    """Yield the exchanges of halos, and their adjoints, that have the bytes of the transfers."""
+        return StepCall(name, largest)
+    # the types of edges whose halo, or its adjoint, has the bytes of the transfers
+    halos: list[StepCall] = []
     given = [n for each in transfers.values() for n in (*each.send, *each.recv)]
-    directions = {"exchange": [False], "exchange_adjoint": [True]}.get(name, [False, True])
-    for edge_type, is_adjoint in product(parts.flows, directions):
-        call, rows = HaloCall(name, edge_type, is_adjoint), list[int]()
-        flows = call.nbytes(parts)
+    for edge_type in parts.flows:
+        call, rows = StepCall(name, largest, edge_type), list[int]()
+        flows = call.nbytes(parts, 1)
         for rank in transfers:
             rows += [*flows[rank].to_dense().tolist(), *flows.T[rank].to_dense().tolist()]
         width = sum(given) // sum(rows) if any(rows) else 0
-        if [width * n for n in rows] == given and (width or not any(rows)):
-            yield replace(call, width=width)
+        if [width * n for n in rows] != given or (any(rows) and not width):
+            continue
+        if not width and flows.values().numel():
+            raise ArgumentError(
+                f"simulate: ranks {sorted(transfers)} exchange no rows in {name}, so that the "
+                "bytes per row are not determined. Also run a rank with a halo: "
+                f"{int(parts.halo.argmax())}."
+            )
+        halos.append(replace(call, width=width))
+    if not halos:
+        return StepCall(name, largest)
+    first, *others = (call.nbytes(parts, call.width or 0) for call in halos)
+    if any((other - first).coalesce().values().any() for other in others):
+        raise ArgumentError(
+            f"simulate: ranks {sorted(transfers)} do not determine the type of edges whose halo a "
+            f"call of {name} exchanges. Also run other ranks."
+        )
+    return halos[0]
 
 
 @dataclass(frozen=True)
@@ -201,14 +188,14 @@ class Step:
         Work of the simulated ranks.
     fit : Fit
         The linear model; ``fit.error`` is its error on the simulated ranks.
-    transfers : tuple of HaloCall and SameCall
+    transfers : tuple of StepCall
         The calls of a step, in order.
     """
 
     parts: Counts
     works: Mapping[int, Work]
     fit: Fit = field(repr=False)
-    transfers: tuple[HaloCall | SameCall, ...] = field(repr=False)
+    transfers: tuple[StepCall, ...] = field(repr=False)
 
     @cached_property
     def counts(self) -> Mapping[str, torch.Tensor]:

@@ -64,9 +64,9 @@ def dot_test(
     check_recorded([result], group)
     y = random_like(result, "dot test", rank)
     (back,) = torch.autograd.grad(result, x, y)
-    forward = total(inner_product(result, y), group)
-    backward = total(inner_product(x, back), group)
-    scale = total((result.detach().to(torch.complex128) * y).abs().sum().item(), group)
+    size = (result.detach().to(torch.complex128) * y).abs().sum().item()
+    products = [inner_product(result, y), inner_product(x, back), size]
+    forward, backward, scale = total(products, group)
     limit = (64 * torch.finfo(x.dtype).eps if rtol is None else rtol) * scale
     assert abs(forward - backward) <= limit, (
         f"not an adjoint pair: <A x, y> = {forward!r}, <x, A* y> = {backward!r}; "
@@ -105,8 +105,7 @@ def random_like(x: torch.Tensor, *purpose: object) -> torch.Tensor:
     return drawn.to(x.device, x.dtype)
 
 
-def total(value: float, group: GroupLike) -> float:
-    """Return the sum over ranks."""
-    device = resolve(group).device()
-    part = torch.tensor(value, dtype=torch.float64, device=device)
-    return all_reduce(part, group=group).item()
+def total(values: Sequence[float], group: GroupLike) -> list[float]:
+    """Return sums over ranks, identical on all ranks."""
+    part = torch.tensor(values, dtype=torch.float64, device=resolve(group).device())
+    return all_reduce(part, group=group).tolist()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -18,18 +18,12 @@ from varcomm.errors import ArgumentError
 from varcomm.transport.agreement import share
 from varcomm.transport.group import resolve
 
-__all__ = ["Axis", "Record", "Run", "Task", "expected", "run"]
+__all__ = ["Axis", "Place", "Run", "Task", "expected", "run"]
 
 _MOST_BYTES = 2**28  # of recorded values per rank
-_DROPOUTS = frozenset(
-    f"{kind}dropout{more}"
-    for kind in ("", "alpha_", "feature_", "feature_alpha_")
-    for more in ("", "1d", "2d", "3d", "_")
-)
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A model, data, and the functions that a run calls; see :func:`same_as_one_process`."""
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -47,15 +41,15 @@ class Axis(NamedTuple):
     rows: str
     total: int
     ids: torch.Tensor
-    reached: torch.Tensor  # ids of owned nodes that have an edge from another rank
 
 
-class Record(NamedTuple):
-    """A value, with the submodule and the line that computed it."""
+class Place(NamedTuple):
+    """An operation of a model; `during` is ``"call"``, ``"step"`` or ``"loss"``."""
 
-    place: tuple[str, str, str, str]  # call, step or loss; submodule; operation; line in its code
-    line: str  # of the user's code
-    value: torch.Tensor
+    during: str
+    module: str
+    operation: str
+    line: str  # of the user's code: file and number
 
 
 class Run(NamedTuple):
@@ -63,7 +57,7 @@ class Run(NamedTuple):
 
     axes: list[Axis]
     values: dict[str, dict[str, torch.Tensor | None]]
-    records: list[Record]
+    records: dict[tuple[Place, int], torch.Tensor]  # by place, and number of the call there
 
 
 def run(rank: int, task: Task) -> Run:
@@ -173,44 +167,24 @@ def _use_ordinary_vectors(graph: Any) -> None:
 
 
 def _axes(graph: Any) -> list[Axis]:
-    axes = []
-    for rows, shard in _shards(graph):
-        ids = shard.owned_ids
-        reached = [ids[:0]]
-        for kind, edges in graph.edge_shards.items():
-            if rows in ("nodes", f"nodes of {kind and kind[-1]!r}"):
-                reached.append(ids[edges.local_ids[1][edges.boundary]])
-        axes.append(Axis(rows, shard.sizes.total, ids, torch.cat(reached)))
+    axes = [Axis(rows, shard.sizes.total, shard.owned_ids) for rows, shard in _shards(graph)]
     for edges in graph.edge_shards.values():
         with_halo = torch.cat([edges.sources.owned_ids, edges.halo_ids])
-        axes.append(Axis("rows with halo", edges.sources.sizes.total, with_halo, with_halo[:0]))
+        axes.append(Axis("rows with halo", edges.sources.sizes.total, with_halo))
     return axes
 
 
 def _call(model: torch.nn.Module, data: Any) -> Any:
-    """Call a model with the attributes of the data that its forward names."""
-    named, missing = {}, []
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
-    if not by_name:  # *args
-        several = hasattr(data, "x_dict")
-        return model(
-            *((data.x_dict, data.edge_index_dict) if several else (data.x, data.edge_index))
-        )
-    for parameter in by_name:
-        try:
-            if parameter.default is parameter.empty or parameter.name in data:
-                named[parameter.name] = getattr(data, parameter.name)
-        except AttributeError:
-            missing.append(parameter.name)
-    if missing == [p.name for p in by_name if p.default is p.empty] and len(missing) == 1:
-        return model(data, **named)
-    if missing:
-        raise ArgumentError(
-            f"{type(model).__name__}.forward takes {', '.join(missing)}, which the data do not "
-            "have. Pass call=lambda model, data: model(...)."
-        )
-    return model(**named)
+    """Call a model with the attributes that its forward names; if there are none, with the data."""
+    _, *parameters = inspect.signature(type(model).forward).parameters.values()
+    # a graph has batch and the dicts of types, also where `in` does not list them
+    names = [
+        p.name
+        for p in parameters
+        if p.default is p.empty or p.name == "batch" or p.name.endswith("_dict") or p.name in data
+    ]
+    named = {name: getattr(data, name) for name in names if name != "data" and hasattr(data, name)}
+    return model(**named) if named else model(data)
 
 
 def _backward(outputs: list[torch.Tensor], value: Any, task: Task, axes: list[Axis]) -> None:
@@ -245,8 +219,9 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.records: list[Record] = []
-        self._left = _MOST_BYTES
+        self.records: dict[tuple[Place, int], torch.Tensor] = {}
+        self._calls: Counter[Place] = Counter()
+        self._bytes_left = _MOST_BYTES
         self._names, self.during = [""], ""
         for name, module in model.named_modules():
             shown = f"{name or 'the model'} ({type(module).__name__})"
@@ -257,10 +232,10 @@ class _Recorder(TorchFunctionMode):
         return lambda module, args: self._names.append(name)
 
     def _left_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
-        code = type(module).forward.__code__ if hasattr(type(module).forward, "__code__") else None
+        code = getattr(type(module).forward, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
         for leaf in tree_flatten(out)[0]:
-            self._record("", line, line, leaf)
+            self._record("", line, leaf)
         self._names.pop()
 
     def __torch_function__(
@@ -272,36 +247,33 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Call the function, and record its results where they are a user's or PyG's."""
         name = getattr(func, "__name__", "").strip("_")
-        if name in _DROPOUTS:
+        if "dropout" in name:
             return args[0] if args else (kwargs or {})["input"]
         out = func(*args, **(kwargs or {}))
         leaves = out if isinstance(out, list | tuple) else (out,)
         if any(isinstance(leaf, torch.Tensor) and _has_gradient(leaf) for leaf in leaves):
-            site, line = _lines(sys._getframe(1))
-            for leaf in leaves if site else ():
-                self._record(name, site, line, leaf)
+            line = _line_of_user(sys._getframe(1))
+            for leaf in leaves if line else ():
+                self._record(name, line, leaf)
         return out
 
-    def _record(self, name: str, site: str, line: str, value: Any) -> None:
+    def _record(self, name: str, line: str, value: Any) -> None:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _has_gradient(value):
             return
-        self._left -= value.nbytes
-        if self._left > 0:
-            place = self.during, self._names[-1], name, site
-            self.records.append(Record(place, line, _copy(value)))
+        self._bytes_left -= value.nbytes
+        if self._bytes_left > 0:
+            place = Place(self.during, self._names[-1], name, line)
+            self._calls[place] += 1
+            self.records[place, self._calls[place]] = _copy(value)
 
 
-def _lines(frame: FrameType | None) -> tuple[str, str]:
-    """Return the line that called torch, none if it is varcomm's, and the line of the user's."""
-    site = ""
+def _line_of_user(frame: FrameType | None) -> str:
+    """Return the line of the user's code that called torch, or none if varcomm called it."""
     while frame is not None and frame.f_code is not run.__code__:
         module = frame.f_globals.get("__name__", "").split(".")[0]
-        if module == "varcomm" and not site:
+        if module == "varcomm":
             break
-        if module not in ("torch", "varcomm"):
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            site = site or line
-            if module != "torch_geometric":
-                return site, line
+        if module not in ("torch", "torch_geometric"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return site, site
+    return ""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from varcomm import errors
+import varcomm.errors as errors
 from varcomm.errors import ArgumentError, CommunicationError, DisagreementError, VarcommError
 from varcomm.transport import failure
 from varcomm.transport.debug import debug, debug_timeout, debugging

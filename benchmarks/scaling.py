@@ -1,0 +1,124 @@
+"""Predicted strong and weak scaling of a training step, as a table and a picture.
+
+``python benchmarks/scaling.py --relief etopo5.cdf.xz --plot docs/images/scaling.png`` draws the
+figure of the README: MeshGraphNet on the world ocean at 1/12 degree. The file is NOAA's, as for
+etopo5.py. Without it, the graph is a grid without land.
+"""
+
+import argparse
+from itertools import count, takewhile
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from measuring import arguments
+
+import varcomm as vc
+from varcomm.cli.simulate import METHOD, piece_of, prepare
+
+# Columns of a scaling, their names, and colours for readers who confuse red and green.
+LINES = {
+    "step": ("a step", "#222222"),
+    "busy": ("arithmetic and memory", "#0072b2"),
+    "launching": ("launching kernels", "#56b4e9"),
+    "halos": ("halo exchanges", "#e69f00"),
+    "sums": ("sums of gradients and loss", "#d55e00"),
+}
+
+
+def draw(scalings, path, title):
+    """Draw scalings side by side, with their names above."""
+    figure = Figure(figsize=(6.4 * len(scalings), 5.0), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    panels = figure.subplots(1, len(scalings), squeeze=False)[0]
+    for axes, (name, scaling) in zip(panels, scalings.items(), strict=True):
+        axes.set_title(name, fontsize=10)
+        panel(axes, scaling)
+    # strong scaling comes first, and its legend has all entries
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=110)
+
+
+def panel(axes, scaling):
+    columns, ranks = scaling.columns, scaling.columns["ranks"]
+    points = list(zip(ranks, columns["step"], columns["efficiency"], strict=True))
+    axes.set(xscale="log", yscale="log", xlabel="ranks")
+    axes.set_ylabel("ms per step on the slowest rank; above it, the efficiency")
+    for name, (words, colour) in LINES.items():
+        style = {"linewidth": 2.6 if name == "step" else 1.4, "markersize": 3, "label": words}
+        values = [1e3 * seconds or None for seconds in columns[name]]
+        axes.plot(ranks, values, "-o", color=colour, **style)
+    ideal = [1e3 * seconds * efficiency for _, seconds, efficiency in points]
+    axes.plot(ranks, ideal, "--", color="#8a8a8a", linewidth=1.2, label="ideal")
+    limit = scaling.machine.memory
+    full = [n for n, used in zip(ranks, columns["memory"], strict=True) if used > limit]
+    if full:
+        words = f"more than the {limit / 1e9:.0f} GB of a rank"
+        axes.axvspan(ranks[0] / 2, full[-1] * 1.4, color="#f3f0e8", zorder=0, label=words)
+    every = slice(None, None, 1 if len(ranks) < 8 else 2)
+    at = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center", "fontsize": 8}
+    for number, seconds, efficiency in points[every]:
+        axes.annotate(f"{efficiency:.0%}", (number, 1e3 * seconds), **at)
+    axes.set_xticks(ranks[every], [f"{number:,}" for number in ranks[every]])
+    axes.set_xlim(ranks[0] / 2, ranks[-1] * 2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.margins(y=0.12)
+
+
+def cut(cells, size):
+    return vc.simulate.partition(vc.simulate.ocean(cells), size, METHOD).without_graph()
+
+
+def grown(cells, counts):
+    """Counts of grids that grow with the ranks; the middle one has the given grid.
+
+    Below, the grid is coarser and cut again; above, the parts are taken to be finer.
+    """
+    middle, found = len(counts) // 2, []
+    for place, each in enumerate(counts):
+        if place < middle:
+            coarse = vc.simulate.coarsened(cells, 2 ** (middle - place))
+            found.append(cut(coarse, each.size))
+        else:
+            found.append(each.refined(2 ** (place - middle)))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--relief", type=Path, help="etopo5.cdf, etopo20.cdf or etopo60.cdf, or .xz"
+    )
+    parser.add_argument("--plot", type=Path, help="draw a picture")
+    ranks = [2**place for place in range(13)]
+    given = arguments(parser, rows=180, machine="h100-ndr", ranks=ranks, width=128, blocks=8)
+    cells = np.ones((given.rows, 2 * given.rows), dtype=bool)
+    if given.relief:
+        cells = vc.simulate.read_sea(given.relief)
+    data, machine = vc.simulate.ocean(cells), vc.simulate.MACHINES[given.machine]
+    # each number of ranks of weak scaling is 4 times the one before
+    chain = list(takewhile(given.ranks.__contains__, (given.ranks[0] * 4**n for n in count())))
+    counts = [vc.simulate.partition(data, size, METHOD).without_graph() for size in given.ranks]
+    step = prepare(given.width, given.blocks)
+    sample = vc.simulate.sample(step, piece_of(data), given.ranks, METHOD)
+    weak = grown(cells, [each for each in counts if each.size in chain])
+    each, middle = int(weak[0].owned.sum()) / chain[0], chain[len(chain) // 2]
+    scalings = {
+        f"strong: {data.num_nodes:,} nodes": vc.simulate.scaling(sample, counts, machine),
+        f"weak: {each:,.0f} nodes per rank; finer grids, this one on {middle} ranks": (
+            vc.simulate.scaling(sample, weak, machine)
+        ),
+    }
+    model = f"MeshGraphNet of width {given.width} with {given.blocks} blocks"
+    title = f"A training step of {model} on {machine.name}, predicted from peak rates"
+    for name, scaling in ((title, ""), *scalings.items()):
+        print(name, scaling, sep="\n")
+    print(f"error of the linear fit: at most {max(sample.fit.error.values()):.1e}")
+    if given.plot:
+        draw(scalings, given.plot, title)
+
+
+if __name__ == "__main__":
+    main()
