@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -23,17 +25,18 @@ def test_rooms_import_only_what_stands_to_their_right(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_import_leaves_optional_packages_alone():
-    optional = {
-        "torch_geometric",
-        "pymetis",
-        "matplotlib",
-        "cloudpickle",
-        "meshio",
-        "scipy",
-        "torch.distributed.checkpoint",  # half a second
-    }
-    code = f"import sys, varcomm; sys.exit(str(sorted({optional} & sys.modules.keys())))"
+OPTIONAL = {"torch_geometric", "pymetis", "matplotlib", "cloudpickle", "meshio", "scipy"}
+
+
+@pytest.mark.parametrize(
+    ("module", "not_imported"),
+    [
+        ("varcomm.api", OPTIONAL | {"torch.distributed.checkpoint"}),  # half a second
+        ("varcomm.cli.main", {"torch", "numpy"}),  # so that help is quick
+    ],
+)
+def test_imports_are_late(module, not_imported):
+    code = f"import sys, {module}; sys.exit(str(sorted({not_imported} & sys.modules.keys())))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
 

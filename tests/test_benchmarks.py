@@ -38,7 +38,7 @@ SLOW_RUNS = [
     ("linears.py --rows 21 --inputs 8 --outputs 6 --repeats 2", "ratio, all ranks"),
     (
         "scaling.py --rows 20 --ranks 1 2 4 16 --width 8 --blocks 1 --plot {folder}/a.png",
-        "weak: 45 nodes per rank; finer grids, this one on 4 ranks",
+        "weak: 200 nodes per rank; finer grids, this one on 4 ranks",
     ),
 ]
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varcomm import ArgumentError, ShardSizes
-from varcomm.sizes import checked_dim, checked_rank, checked_sizes, exact_int
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
@@ -65,25 +64,6 @@ def test_plain_ints_from_all_libraries():
     assert ShardSizes().owner(torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
-EXACT = [
-    (-(2**70), -(2**70)),
-    (np.int8(-3), -3),
-    (np.uint64(3), 3),
-    (torch.tensor(3, dtype=torch.int32), 3),
-    *((value, None) for value in (np.bool_(True), torch.tensor(True), 3.0, np.float64(3), "3")),
-    *((value, None) for value in ([3], torch.tensor(3.0), torch.tensor([3, 4]))),
-]
-
-
-def test_integers_and_dimensions():
-    for value, want in EXACT:
-        got = exact_int(value)
-        assert got == want
-        assert got is None or type(got) is int
-    assert [checked_dim(dim, (4, 5, 6)) for dim in range(-3, 3)] == [0, 1, 2, 0, 1, 2]
-    assert checked_rank(np.int64(1), 2, "src") == 1
-
-
 REFUSALS = [
     (lambda: ShardSizes(5), "sizes"),
     (lambda: ShardSizes("35"), "sizes"),
@@ -106,11 +86,6 @@ REFUSALS = [
     (lambda: ShardSizes.balanced(3, True), "parts .* True"),
     (lambda: ShardSizes.balanced(3, 2, 0), "multiple_of .* 0"),
     (lambda: ShardSizes.chunked(3, 0), "parts .* 0"),
-    (lambda: checked_sizes([1, 2], "counts", 3, "here: "), "^here: counts .* 3"),
-    (lambda: checked_dim(2, (4, 5), "here: ", "axis"), "^here: axis=2 "),
-    (lambda: checked_dim(0, ()), "dim=0 .*unsqueeze"),
-    (lambda: checked_dim(True, (4, 5)), "dim .* True"),
-    (lambda: checked_rank(3, 3, "src", "here: "), "^here: src .* 3"),
 ]
 
 

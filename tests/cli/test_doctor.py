@@ -11,8 +11,8 @@ from varcomm.cli import doctor
 from varcomm.cli.doctor import CHECKS, Engine
 from varcomm.cli.main import main
 
-GLOO = Engine("gloo")
-ABSENT = Engine("mpi", absent='pip install "varcomm[mpi]"')
+GLOO = Engine("Gloo", "gloo")
+ABSENT = Engine("MPI", "mpi", absent='pip install "varcomm[mpi]"')
 
 
 def all_checks(rank):

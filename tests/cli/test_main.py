@@ -88,15 +88,6 @@ def started(*words, **more):
     )
 
 
-def test_help_does_without_torch():
-    code = "import sys, varcomm.cli.main as m; m.main(['--help'])"
-    check = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
-    done = subprocess.run(
-        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.endswith("False\n")
-
-
 def test_a_closed_pipe_and_a_full_disk(tmp_path):
     np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
     command = ("-m", "varcomm", "partition", str(tmp_path / "path.npz"), "--parts", "1")

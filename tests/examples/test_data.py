@@ -1,4 +1,4 @@
-"""Data of the examples: the ocean, the mesh of the weather, months held out, tokens."""
+"""Data of the examples: the ocean, and the mesh of the weather."""
 
 import numpy as np
 import pytest
@@ -49,13 +49,6 @@ def test_no_point_of_the_sphere_is_out_of_reach():
     assert found == set(zip(*(ids.tolist() for ids in np.nonzero(far <= reach)), strict=True))
 
 
-def test_training_never_sees_the_months_held_out():
-    assert (climate.HELD_OUT, climate.TEST) == ((1, 5, 9), [0, 4, 8])
-    assert climate.TRAIN == [2, 3, 6, 7, 10, 11]
-    for start in climate.TRAIN:
-        assert not {start, (start + 1) % 12} & set(climate.HELD_OUT)
-
-
 def halo_rows(rank):
     data = climate.load(2)
     graph = partition(data, method=split.together(data, 3, 3))
@@ -72,15 +65,3 @@ def test_grid_and_mesh_together_fetch_less(worlds):
     data = climate.load(2)
     counted = split.fetched(data, split.together(data, 3, 3), 3)
     assert np.sum(worlds.run(3, halo_rows), axis=0).tolist() == counted
-
-
-def test_tokens():
-    corpus = example("text", "corpus")
-    text = corpus.text()
-    vocabulary = corpus.Vocabulary(text[:20_000])
-    assert len(vocabulary) == len(set(vocabulary.tokens)) == 131
-    ids = vocabulary.encode(text[50_000:60_000])
-    assert vocabulary.decode(ids) == text[50_000:60_000]
-    assert len(ids) < 0.8 * 10_000
-    assert 0 <= ids.min() <= ids.max() < 131
-    assert vocabulary.decode(torch.arange(131)).startswith(corpus.CHARACTERS)

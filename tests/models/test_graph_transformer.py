@@ -19,14 +19,14 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 HIDDEN, HEADS, WIDE = 15, 5, 17
 
 
-def new_model(blocks=2, mlp_channels=WIDE):
+def new_model():
     torch.manual_seed(0)
     return GraphTransformer(
         *(4, 3, 2),
         hidden_channels=HIDDEN,
-        num_blocks=blocks,
+        num_blocks=2,
         num_heads=HEADS,
-        mlp_channels=mlp_channels,
+        mlp_channels=WIDE,
     ).double()
 
 
@@ -35,15 +35,6 @@ def samples(data, *batch):
     generator = torch.Generator().manual_seed(2)
     shape = (data.num_nodes, *batch, 4)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_a_node_sees_as_many_edges_away_as_there_are_blocks(blocks):
-    line = torch.stack([torch.arange(4), torch.arange(1, 5)])
-    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    out = new_model(blocks)(x, line, torch.ones(4, 3, dtype=torch.float64))
-    (gradient,) = torch.autograd.grad(out[4].sum(), x)
-    assert (gradient.abs().sum(1) > 0).tolist() == [node >= 4 - blocks for node in range(5)]
 
 
 def derivatives(model, values, inputs, mean, complete):

@@ -13,7 +13,7 @@ from tests.models.comparing import compare
 from tests.ops.comparing import Failures, assert_none
 from varcomm.errors import ArgumentError
 from varcomm.graph import distribute, partition
-from varcomm.models import EncodeProcessDecode, MeshGraphNet
+from varcomm.models import EncodeProcessDecode, GraphTransformer, MeshGraphNet
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 ENCODER, PROCESSOR, DECODER = ("grid", "to", "mesh"), ("mesh", "to", "mesh"), ("mesh", "to", "grid")
@@ -28,6 +28,10 @@ def mesh_graph_net(blocks=3):
 def encode_process_decode(blocks=2):
     torch.manual_seed(0)
     return EncodeProcessDecode(4, 3, 2, 1, hidden_channels=8, num_blocks=blocks).double()
+
+
+def graph_transformer(blocks):
+    return GraphTransformer(4, 3, 2, hidden_channels=8, num_blocks=blocks, num_heads=2).double()
 
 
 def earth(grid=23, mesh=9):
@@ -61,6 +65,7 @@ def test_a_message_goes_as_many_edges_as_there_are_blocks(blocks):
     for out in (
         mesh_graph_net(blocks)(x, steps, torch.ones(4, 3).double()),
         encode_process_decode(blocks)(both, edges, lengths),
+        graph_transformer(blocks)(x, steps, torch.ones(4, 3).double()),
     ):
         (gradient,) = torch.autograd.grad(out[4].sum(), x)
         assert (gradient.abs().sum(1) > 0).tolist() == [node >= 4 - blocks for node in range(5)]

@@ -83,15 +83,3 @@ class ShiftWithAdjointTangent(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, tangent, _):
         return ShiftWithAdjointTangent.apply(tangent, not ctx.back)
-
-
-class SwapsGradients(torch.autograd.Function):
-    """Right but for which input gets which gradient."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        return a + 2 * b
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient, gradient

@@ -105,14 +105,13 @@ def of_other_defects(rank):
         uneven = shard(rank, [2, 0, 1][rank])
         found += [
             verdict(gradcheck, shift, x, fast_mode=fast),
-            verdict(gradcheck, planted.SwapsGradients.apply, x, shard(rank + 9), **backward),
             verdict(gradcheck, second_output_is_wrong, uneven, x, **backward),
         ]
     return found
 
 
 def test_other_defects(worlds):
-    fails = [FORWARD, BACKWARD, BACKWARD]
+    fails = [FORWARD, BACKWARD]
     begins(worlds.run(3, of_other_defects), ADJOINT, "", "", ADJOINT, BACKWARD, "", *fails, *fails)
 
 

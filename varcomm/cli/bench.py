@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import random
 import statistics
@@ -109,8 +108,6 @@ def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     """Refuse an engine without a device, and a file that cannot be written."""
     if options.engine == "nccl" and not torch.cuda.is_available():
         parser.error("--engine nccl: this machine has no GPU that torch can use")
-    if not 0 < options.seconds < math.inf:
-        parser.error(f"--seconds must be a positive number; got {options.seconds}")
     if options.json is not None and is_first_rank():
         try:
             options.json.open("ab").close()

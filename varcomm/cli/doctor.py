@@ -9,9 +9,9 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,33 +61,27 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 1 if any(why for found in results.values() for why in found.values()) else 0
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(NamedTuple):
     """An engine on a kind of device; `absent` says why it is not installed."""
 
+    name: str
     backend: str
     device: str = "cpu"
     ranks: int = 2
     absent: str = ""
 
-    @property
-    def name(self) -> str:
-        """Name of the engine and, of Gloo on a GPU, the device."""
-        name = {"gloo": "Gloo", "nccl": "NCCL", "mpi": "MPI"}[self.backend]
-        return f"{name}, tensors on a GPU" if (name, self.device) == ("Gloo", "cuda") else name
-
 
 def engines() -> Iterator[Engine]:
     """Yield all engines, also those that are not installed."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield Engine("gloo")
+    yield Engine("Gloo", "gloo")
     if gpus:
-        yield Engine("gloo", "cuda")
+        yield Engine("Gloo, tensors on a GPU", "gloo", "cuda")
     absent = "" if dist.is_nccl_available() else "this torch is built without NCCL"
     absent = absent if gpus else "no GPU that torch can use"
-    yield Engine("nccl", "cuda", min(2, gpus), absent)  # a GPU for each rank
+    yield Engine("NCCL", "nccl", "cuda", min(2, gpus), absent)  # a GPU for each rank
     has_mpi = importlib.util.find_spec("mpi4py") is not None
-    yield Engine("mpi", absent="" if has_mpi else 'pip install "varcomm[mpi]"')
+    yield Engine("MPI", "mpi", absent="" if has_mpi else 'pip install "varcomm[mpi]"')
 
 
 def tried(engine: Engine) -> dict[str, str]:

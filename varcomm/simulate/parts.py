@@ -210,9 +210,8 @@ class Parts(Counts):
         """
         from varcomm.graph.files.saved import Staging, part_of
 
-        staging, digests, first = None, list[str](), dict[str, torch.Tensor]()
+        staging, digests = Staging(folder, self._tables.attributes), list[str]()
         try:
-            staging = Staging(folder, self._tables.attributes)
             staging.folder.mkdir(parents=True, exist_ok=True)
             for rank in range(self.size):
                 with world(self.size, rank):
@@ -220,16 +219,12 @@ class Parts(Counts):
                 halos = {key: edges.halo_ids for key, edges in graph.edge_shards.items()}
                 numbers = {key: self._needs[key].sources.number[ids] for key, ids in halos.items()}
                 part = dict(part_of(graph, numbers))
-                first = first or part
                 digests.append(staging.write(rank, part))
                 if progress is not None:
                     progress(rank)
-            staging.finish(graph, first, digests)
-        except BaseException as error:
-            if staging is not None:
-                staging.discard()
-            if isinstance(error, OSError):
-                raise ArgumentError(f"{folder} cannot be written: {error}.") from error
+            staging.finish(graph, part, digests)
+        except BaseException:
+            staging.discard()
             raise
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -248,10 +243,7 @@ class Parts(Counts):
         drawn = torch.randperm(len(rows), generator=chance)[:_DRAWN].sort().values
         shown = torch.cat([rows, copied], dim=1)[drawn].numpy()
         owner = numbered.owner[numbered.order].cpu()[drawn].numpy()
-        try:
-            draw(Path(path), shown, owner, len(rows), self.report())
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be written: {error}.") from error
+        draw(Path(path), shown, owner, len(rows), self.report())
 
 
 def partition(data: Any, size: int, method: Method = None) -> Parts:

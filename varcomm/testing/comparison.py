@@ -156,9 +156,9 @@ def same_as_one_process(
     owners = {kind: drawn(data[kind]) for kind in data.node_types} if several else drawn(data)
     if isinstance(model, torch.nn.Module):
         model = copy.deepcopy(model).double().cpu()
-    task = Task(model, copy.copy(data).apply(_as_double), call, loss, step, None, [])
+    task = (model, copy.copy(data).apply(_as_double), call, loss, step)
     try:
-        (whole,) = varcomm.launch(run, 1, task)
+        (whole,) = varcomm.launch(run, 1, Task(*task, None, []))
     except LaunchError as error:
         hint = "" if call or step else "\nPass call=lambda model, data: model(...) if needed."
         if "ModuleNotFoundError" in str(error):  # a class that PyG made in this process
@@ -168,7 +168,7 @@ def same_as_one_process(
         raise ArgumentError("there is nothing to compare: the model returns no tensor or number.")
     shapes = [value.shape for value in whole.values["outputs"].values() if value is not None]
     try:
-        ranks = varcomm.launch(run, parts, task._replace(owners=owners, shapes=shapes))
+        ranks = varcomm.launch(run, parts, Task(*task, owners, shapes))
     except LaunchError as error:
         if isinstance(error.__cause__, VarcommError):
             raise error.__cause__ from error

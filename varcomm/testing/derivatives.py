@@ -1,8 +1,7 @@
 """First and second derivatives of functions that communicate, against finite differences.
 
-:func:`torch.autograd.gradcheck` does not apply: it calls the function once per coordinate of one
-rank's inputs, so that ranks with uneven shards would make different numbers of calls, and it
-ignores the outputs of other ranks.
+:func:`torch.autograd.gradcheck` ignores the outputs of other ranks, and makes different numbers of
+calls on ranks with uneven shards.
 """
 
 from __future__ import annotations
@@ -130,11 +129,6 @@ def gradgradcheck(
     ----------
     fn, *inputs, group, eps, tol, forward_mode, fast_mode
         As in :func:`gradcheck`; forward mode is then forward over backward.
-
-    Raises
-    ------
-    AssertionError, ArgumentError
-        As :func:`gradcheck`.
 
     Notes
     -----
