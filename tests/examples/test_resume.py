@@ -69,12 +69,3 @@ def test_a_rank_is_killed_while_it_saves_and_two_continue(tmp_path):
     assert re.search(r"^on 2 ranks: .* s a step, .* and \d+ MiB a rank$", printed, re.MULTILINE)
     assert printed.endswith("\none answer\n")
     assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    "line", ["--steps 60", "--smoke --steps 30", "--every 0", f"--picture {__file__}/a.png"]
-)
-def test_wrong_options(capsys, line):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        example("kill_and_resume").main(line.split())
-    assert f"{re.findall('--[a-z]+', line)[-1]}: " in capsys.readouterr().err

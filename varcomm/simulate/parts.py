@@ -20,8 +20,7 @@ from varcomm.transport.group import GroupLike, resolve
 if TYPE_CHECKING:  # which needs PyTorch Geometric
     from varcomm.graph.building.assemble import Numbering
     from varcomm.graph.building.partition import Method
-    from varcomm.graph.building.tables import Tables
-    from varcomm.graph.partitioned_graph import EdgeType, NodeType, PartitionedGraph
+    from varcomm.graph.partitioned_graph import PartitionedGraph
     from varcomm.graph.report import Report
 
 __all__ = ["Counts", "Needs", "Parts", "partition", "sums"]
@@ -150,9 +149,9 @@ class Parts(Counts):
     """
 
     method: str
-    _needs: Mapping[EdgeType, Needs] = field(repr=False)
-    _tables: Tables = field(repr=False)
-    _numbered: Mapping[NodeType, Numbering] = field(repr=False)
+    _needs: Mapping[Any, Needs] = field(repr=False)
+    _tables: Any = field(repr=False)
+    _numbered: Mapping[Any, Numbering] = field(repr=False)
 
     def part(self, group: GroupLike = None) -> PartitionedGraph:
         """Return the part that :func:`varcomm.graph.partition` returns, without communication.

@@ -7,6 +7,7 @@ calls on ranks with uneven shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -116,10 +117,7 @@ def gradgradcheck(
     fn: Callable[..., torch.Tensor | Tensors],
     *inputs: torch.Tensor,
     group: GroupLike = None,
-    eps: float = 1e-6,
-    tol: float = 1e-6,
-    forward_mode: bool = True,
-    fast_mode: bool = False,
+    **options: Any,
 ) -> None:
     """Assert that second derivatives of `fn` across ranks equal finite differences.
 
@@ -127,8 +125,10 @@ def gradgradcheck(
 
     Parameters
     ----------
-    fn, *inputs, group, eps, tol, forward_mode, fast_mode
-        As in :func:`gradcheck`; forward mode is then forward over backward.
+    fn, *inputs, group
+        As in :func:`gradcheck`.
+    **options
+        `eps`, `tol`, `forward_mode`, which is then forward over backward, and `fast_mode`.
 
     Notes
     -----
@@ -159,16 +159,7 @@ def gradgradcheck(
         pairs = zip(gradients, xs, strict=True)
         return tuple(g if g.requires_grad else g + 0 * x for g, x in pairs)
 
-    gradcheck(
-        backward,
-        *inputs,
-        *weights,
-        group=group,
-        eps=eps,
-        tol=tol,
-        forward_mode=forward_mode,
-        fast_mode=fast_mode,
-    )
+    gradcheck(backward, *inputs, *weights, group=group, **options)
 
 
 def _gradients(results: Tensors, inputs: Tensors, weights: Tensors) -> Tensors:

@@ -20,8 +20,6 @@ from varcomm.transport.group import resolve
 
 __all__ = ["Axis", "Place", "Run", "Task", "expected", "run"]
 
-_MOST_BYTES = 2**28  # of recorded values per rank
-
 
 class Task(NamedTuple):
     """A model, data, and the functions that a run calls; see :func:`same_as_one_process`."""
@@ -221,7 +219,6 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.records: dict[tuple[Place, int], torch.Tensor] = {}
         self._calls: Counter[Place] = Counter()
-        self._bytes_left = _MOST_BYTES
         self._names, self.during = [""], ""
         for name, module in model.named_modules():
             shown = f"{name or 'the model'} ({type(module).__name__})"
@@ -234,8 +231,7 @@ class _Recorder(TorchFunctionMode):
     def _left_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
         code = getattr(type(module).forward, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-        for leaf in tree_flatten(out)[0]:
-            self._record("", line, leaf)
+        self._record("", line, out)
         self._names.pop()
 
     def __torch_function__(
@@ -250,21 +246,16 @@ class _Recorder(TorchFunctionMode):
         if "dropout" in name:
             return args[0] if args else (kwargs or {})["input"]
         out = func(*args, **(kwargs or {}))
-        leaves = out if isinstance(out, list | tuple) else (out,)
-        if any(isinstance(leaf, torch.Tensor) and _has_gradient(leaf) for leaf in leaves):
-            line = _line_of_user(sys._getframe(1))
-            for leaf in leaves if line else ():
-                self._record(name, line, leaf)
+        if line := _line_of_user(sys._getframe(1)):
+            self._record(name, line, out)
         return out
 
-    def _record(self, name: str, line: str, value: Any) -> None:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _has_gradient(value):
-            return
-        self._bytes_left -= value.nbytes
-        if self._bytes_left > 0:
-            place = Place(self.during, self._names[-1], name, line)
-            self._calls[place] += 1
-            self.records[place, self._calls[place]] = _copy(value)
+    def _record(self, name: str, line: str, values: Any) -> None:
+        for value in tree_flatten(values)[0]:
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and _has_gradient(value):
+                place = Place(self.during, self._names[-1], name, line)
+                self._calls[place] += 1
+                self.records[place, self._calls[place]] = _copy(value)
 
 
 def _line_of_user(frame: FrameType | None) -> str:
