@@ -62,7 +62,7 @@ def key_of_a_box(rank):
 x, part = torch.ones(3), Sharded((3,), [], torch.float32)
 differ, wrong = DisagreementError, ArgumentError
 REFUSED = [  # the state of a rank, the error, words of its message
-    (on_rank(1, x, 0 * x), differ, r"ranks \[1\]: 'a.key'"),
+    (on_rank(1, x, 0 * x), differ, r"'a.key' on ranks \[1\]"),
     (on_rank(1, 0.5, 0.25), differ, "'a.key'.*0.25.*rank 1.*0.5"),
     (on_rank(1, 1, True), differ, "'a.key'"),
     (on_rank(1, x, torch.ones(2)), differ, r"'a.key'.*\(2,\).*\(3,\)"),
@@ -70,8 +70,8 @@ REFUSED = [  # the state of a rank, the error, words of its message
     (on_rank(1, x, 5), differ, "'a.key'"),
     (lambda rank: {"w": part if rank else x}, differ, "'w'"),
     (everywhere(w=x, __metadata__=x), wrong, "__metadata__"),
-    (some_ranks, differ, r"ranks \[2\]: 'y'"),
-    (copies, differ, r"ranks \[2\]: 'w'"),
+    (some_ranks, differ, r"'y' on ranks \[2\]"),
+    (copies, differ, r"'w' on ranks \[2\]"),
     (lambda rank: {"x": {"y": 1} if rank else 1}, differ, "'x' .* container"),
     (boxes((0, 2), (3, 1)), wrong, "'w' have 9 elements"),
     (boxes((0, 3), (2, 2)), wrong, "'w' have 15 elements"),
@@ -126,7 +126,7 @@ def folders(rank, folder):
     (folder / f"machine {rank}").mkdir()
     if rank == 0:
         (folder / "link").symlink_to(folder / "none")
-    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0, rank 1 has .*/1\."):
+    with pytest.raises(DisagreementError, match=r"on folder: rank 0 has .*/0; rank 1 has .*/1;"):
         save({"x": 1}, folder / str(rank))
     for name in ("none", "file", "empty"):
         with pytest.raises(ArgumentError, match=name):

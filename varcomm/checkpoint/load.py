@@ -16,7 +16,8 @@ from varcomm.checkpoint.index import Checkpoint, Keys, joined, nested
 from varcomm.checkpoint.parts import Ranks, Rows, alone, boxes_of, few, row_block
 from varcomm.checkpoint.save import finish_pending
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state, is_bare
-from varcomm.errors import ArgumentError, DisagreementError
+from varcomm.errors import ArgumentError
+from varcomm.ops.digest import require_equal
 from varcomm.sharding.files import write_tensors
 from varcomm.sharding.sharded import refuse_unwritable
 from varcomm.transport.group import GroupLike
@@ -97,11 +98,8 @@ def load(
         opened.verify(ranks.rank, ranks.size)
         return opened
 
-    found, digests = ranks.agree(_WHAT, find, lambda one: one.digest)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise DisagreementError(
-            f"{_WHAT}: ranks {others} find another checkpoint in {folder} than rank 0."
-        )
+    found, digests = ranks.agree(_WHAT, find, lambda one: {f"the digest of {folder}": one.digest})
+    require_equal(_WHAT, digests)
     targets, fits = ranks.agree(_WHAT, lambda: _Targets(state, found, ranks.rank), _Targets.fit)
     alone(_WHAT, lambda: _check_fit(found, fits))  # the same on all ranks
     blocks = [(key, *row_block(rows, ranks)) for key, rows in targets.rows().items()]
@@ -217,12 +215,7 @@ def _read_all(
 def _check_fit(found: Checkpoint, fits: Sequence[Any]) -> None:
     """Raise, the same on all ranks, if the states of all ranks together do not match."""
     within, asked, problems, rows = zip(*fits, strict=True)
-    for rank, own in enumerate(rows):
-        if own != rows[0]:
-            raise DisagreementError(
-                f"ranks disagree on Rows: rank 0 has {rows[0]}, rank {rank} has {own}. Give the "
-                "same Rows on all ranks, without ids if a rank has none."
-            )
+    require_equal(_WHAT, [{"Rows, which may be without ids": own} for own in rows])
     left = reduce(or_, within) & ~reduce(or_, asked)
     unexpected = [repr(key) for bit, key in enumerate(sorted(found.paths)) if left >> bit & 1]
     given = [*dict.fromkeys(chain.from_iterable(problems))]

@@ -175,7 +175,7 @@ def checked_rows(key: str, rows: Rows) -> Rows:
     return Rows(tensor.detach(), ids.to(tensor.device, torch.int64), total)
 
 
-def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
+def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> torch.Tensor:
     """Send Rows to the ranks that write them, and return this rank's block; collective."""
     sizes = ShardSizes.balanced(rows.total, ranks.size)
     ids, tensor = rows.ids, _movable(rows.tensor)
@@ -198,7 +198,7 @@ def sorted_rows(what: str, key: str, rows: Rows, ranks: Ranks) -> Sharded:
     ranks.agree(what, check)
     block = torch.empty_like(tensor)
     block[ids - first] = tensor
-    return Sharded(rows.shape, [_box(first, block.view(rows.tensor.dtype))])
+    return block.view(rows.tensor.dtype)
 
 
 def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
@@ -215,11 +215,7 @@ def row_block(rows: Rows, ranks: Ranks) -> tuple[Box, Callable[[], None]]:
         read = _movable(block)
         _movable(rows.tensor)[order] = read[needed] if plan is None else plan(read)
 
-    return _box(sizes.offsets[ranks.rank], block), send
-
-
-def _box(first: int, block: torch.Tensor) -> Box:
-    return Box((first, *(0,) * (block.dim() - 1)), block)
+    return Box((sizes.offsets[ranks.rank], *(0,) * (block.dim() - 1)), block), send
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,11 @@ from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.digest import digest
-from varcomm.ops.operator import checking
-from varcomm.ops.reduction import accumulation_dtype
 from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
 from varcomm.sharding.optimizer_state import OptimizerStates, Part, part_of
-from varcomm.transport.agreement import compare, debugging
 from varcomm.transport.group import Group
 
-__all__ = ["Factory", "States", "clip_", "held", "made", "options"]
+__all__ = ["Factory", "States", "checked_norm", "clip_", "held", "made", "options"]
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -41,10 +38,10 @@ def made(
         {**kept, "params": [pieces[name].value for name in names if name in pieces]}
         for names, kept in given.groups
     ]
-    wanted = [{id(value) for value in group["params"]} for group in groups]
+    wanted = [[id(value) for value in group["params"]] for group in groups]
     optimizer = factory(groups)
-    kind, is_optimizer = type(optimizer).__name__, isinstance(optimizer, torch.optim.Optimizer)
-    if not is_optimizer or [set(ids) for ids in held(optimizer)] != wanted:
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) or held(optimizer) != wanted:
         raise ArgumentError(
             "optimizer_factory must return a torch.optim.Optimizer of the groups that it is called "
             "with, in their order and each with its tensors. Make it of all groups, and of nothing "
@@ -72,12 +69,22 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     }
 
 
+def checked_norm(max_norm: float, norm_type: float) -> dict[str, object]:
+    """Return the arguments of a clipping, which ranks compare, or raise ArgumentError."""
+    numbers = {"max_norm": max_norm, "norm_type": norm_type}
+    for name, value in numbers.items():
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not (value > 0 or (value == 0 and name == "max_norm")):
+            raise ArgumentError(f"{name} must be a positive number; got {value!r}.")
+    return {name: float(value) for name, value in numbers.items()}
+
+
 @torch.no_grad()
 def clip_(
     pieces: Sequence[Piece],
     specs: Mapping[str, ShardSpec | None],
     max_norm: float,
-    norm_type: float,
+    order: float,
     group: Group,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
@@ -85,38 +92,31 @@ def clip_(
 
     `pieces` are those of this rank; `specs` say how each parameter of any rank is sharded besides.
     """
-    what = f"{NAME}.clip_grad_norm_"
-    with checking(what, group, error_if_nonfinite=error_if_nonfinite) as where:
-        numbers = {"max_norm": max_norm, "norm_type": norm_type}
-        for name, value in numbers.items():
-            real = isinstance(value, int | float) and not isinstance(value, bool)
-            if not real or not (value > 0 or (value == 0 and name == "max_norm")):
-                raise ArgumentError(f"{where}{name} must be a positive number; got {value!r}.")
-    if debugging():
-        told = {"operation": what, **numbers, "error_if_nonfinite": error_if_nonfinite}
-        compare(group, told)
-    order = float(norm_type)
     # one norm for each way in which parameters are sharded besides
     over = {name: None if spec is None else spec.group for name, spec in specs.items()}
-    kinds = list(dict.fromkeys([None, *over.values()]))
-    device = group.device()
-    norms = [[torch.zeros((), dtype=torch.float64, device=device)] for _ in kinds]
+    zero = torch.zeros((), dtype=torch.float64, device=group.device())
+    norms = {kind: [zero] for kind in (None, *over.values())}
     for piece in pieces:
-        gradient = piece.value.grad
-        if gradient is not None and gradient.numel():
-            dtype = accumulation_dtype(gradient.dtype, use_fp32=True)
-            norm = torch.linalg.vector_norm(gradient, order, dtype=dtype)
-            norms[kinds.index(over[piece.name])].append(norm.to(device, torch.float64))
-    own = torch.stack([torch.linalg.vector_norm(torch.stack(some), order) for some in norms])
-    parts = all_gather_v(own, [len(kinds)] * group.size, group=group.process_group)
-    totals = list(torch.linalg.vector_norm(parts.view(group.size, -1), order, dim=0))
-    for place, kind in enumerate(kinds):
+        if piece.value.grad is not None and piece.value.grad.numel():
+            norm = torch.linalg.vector_norm(piece.value.grad, order)
+            norms[over[piece.name]].append(norm)
+    own = [
+        torch.nn.utils.get_total_norm([n.double() for n in some], order) for some in norms.values()
+    ]
+    totals = list(_norms(torch.stack(own), order, group))
+    for place, kind in enumerate(norms):
         if kind is not None:  # each of its ranks has other rows of these
-            parts = all_gather_v(totals[place].view(1), [1] * kind.size, group=kind.process_group)
-            totals[place] = torch.linalg.vector_norm(parts, order)
+            totals[place] = _norms(totals[place].view(1), order, kind)[0]
     total: torch.Tensor = torch.nn.utils.get_total_norm(totals, order, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, total)
     return total
+
+
+def _norms(own: torch.Tensor, order: float, group: Group) -> torch.Tensor:
+    """Return the norms over ranks of several numbers; collective."""
+    parts = all_gather_v(own, [len(own)] * group.size, group=group.process_group)
+    norms: torch.Tensor = torch.linalg.vector_norm(parts.view(group.size, -1), order, dim=0)
+    return norms
 
 
 class States(OptimizerStates):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from varcomm.data_parallel.buckets import Message, cut, gradient_dtype
+from varcomm.data_parallel.buckets import cut, gradient_dtype, started
 from varcomm.errors import ArgumentError
 from varcomm.ops import packing
 from varcomm.sizes import ShardSizes
+from varcomm.transport.engine import Pending
 from varcomm.transport.group import Group
 
 __all__ = ["WHOLE", "Piece", "Shard", "splits"]
@@ -214,14 +215,14 @@ class Shard:
             kept = self._masters.to(self._own.dtype) == self._own
             self._masters.copy_(self._masters.where(kept, self._own))
 
-    def start_gather(self, group: Group) -> Message:
+    def start_gather(self, group: Group) -> Pending:
         """Begin to send this rank's piece to all; the parameters wait for the message."""
         if self.has_masters:
             self._own.copy_(self._masters)
         # a graph that has saved a parameter for backward must not find other values there
         increment_version(list(self.parameters.values()))
-        arguments = group, self._own, self.split.sizes, self.row
-        return Message(packing.all_gather, "all_gather_v", *arguments)
+        arguments = packing.all_gather, self._own, self.split.sizes, self.row
+        return started("all_gather_v", group, *arguments)
 
     @property
     def has_masters(self) -> bool:
@@ -230,9 +231,10 @@ class Shard:
 
     def moved(self) -> list[str]:
         """Return the parameters that are not in the row any more."""
-        return [name for name, view in self._views.items() if not self._is_at(name, view)]
-
-    def _is_at(self, name: str, view: torch.Tensor) -> bool:
-        parameter = self.parameters[name]
-        same = (parameter.dtype, parameter.device) == (view.dtype, view.device)
-        return same and parameter.is_set_to(view)
+        return [
+            name
+            for name, view in self._views.items()
+            if self.parameters[name].dtype != view.dtype
+            or self.parameters[name].device != view.device
+            or not self.parameters[name].is_set_to(view)
+        ]

@@ -9,21 +9,28 @@ from typing import Any, NoReturn
 
 import torch
 
-from varcomm.data_parallel.buckets import BUCKET_BYTES, cut
+from varcomm.data_parallel.buckets import BUCKET_BYTES
 from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, total_rows
 from varcomm.data_parallel.sharded.arguments import NAME, Given
-from varcomm.data_parallel.sharded.optimizer import Factory, States, clip_, held, made, options
+from varcomm.data_parallel.sharded.optimizer import (
+    Factory,
+    States,
+    checked_norm,
+    clip_,
+    held,
+    made,
+    options,
+)
 from varcomm.data_parallel.sharded.reducer import Reducer
 from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, splits
-from varcomm.errors import ArgumentError, DisagreementError
-from varcomm.ops import packing
+from varcomm.errors import ArgumentError
+from varcomm.ops.broadcast_module import overwrite
+from varcomm.ops.digest import require_equal
 from varcomm.sharding import shard_spec
 from varcomm.sizes import at_least, checked_sizes
 from varcomm.transport.agreement import agree, agree_and_share, debugging, share
 from varcomm.transport.auxiliary_group import free_lanes, take_lane, weakly
-from varcomm.transport.engine import wait_for
-from varcomm.transport.failure import explained
-from varcomm.transport.group import Group, GroupLike, resolve
+from varcomm.transport.group import GroupLike, resolve
 
 __all__ = ["ShardedGradients"]
 
@@ -129,22 +136,22 @@ class ShardedGradients:
     ) -> None:
         ranks, what = resolve(group), f"data_parallel.{NAME}"
 
-        def begin() -> tuple[Given, list[Shard], dict[str, Any]]:
+        def begin() -> tuple[Given, list[Shard], dict[str, str]]:
             given = Given.of(params)
             split = sizes if isinstance(sizes, str) else checked_sizes(sizes, "sizes", ranks.size)
-            asked = {"sizes": str(split), "reduce": described(reduce)}
-            asked["bucket_bytes"] = str(at_least(1, bucket_bytes, "bucket_bytes"))
+            words = {"sizes": str(split), "reduce": described(reduce)}
+            words["bucket_bytes"] = str(at_least(1, bucket_bytes, "bucket_bytes"))
             given.check(ranks)
             found = splits(given.trained, split, ranks.size, bucket_bytes)
-            words = {"arguments": asked, **given.describe()}
-            return given, [Shard(each, given.trained, ranks.rank) for each in found], words
+            shards = [Shard(each, given.trained, ranks.rank) for each in found]
+            return given, shards, words | given.describe()
 
-        begun, told = agree_and_share(
-            what, begin, lambda one: {"words": one[2], "free lanes": free_lanes(ranks)}, ranks
+        (given, shards, _), told = agree_and_share(
+            what, begin, lambda one: {"words": one[2], "lanes": free_lanes(ranks)}, ranks
         )
-        _compare(what, [rank["words"] for rank in told])
-        self._given, self._shards, _ = given, shards, _ = begun
-        _copy_from_rank_0([*(s.row for s in shards), *given.others], ranks, bucket_bytes)
+        require_equal(what, [rank["words"] for rank in told])
+        self._given, self._shards = given, shards
+        overwrite([*(shard.row for shard in shards), *given.others], 0, ranks)
         whole = isinstance(sizes, str) and sizes == WHOLE
         for shard in shards:
             shard.cut_pieces(whole)
@@ -152,21 +159,16 @@ class ShardedGradients:
         self.optimizer, same = agree_and_share(
             f"{what}: optimizer_factory",
             lambda: made(optimizer_factory, given, self._pieces, whole),
-            lambda one: {"the optimizer": {"kind": type(one).__name__, **options(one)}},
+            lambda one: {"the optimizer": type(one).__name__, **options(one)},
             ranks,
         )
-        _compare(what, same)
-        self._held = held(self.optimizer)
-        self._stepping = self._closed = False
-        me = weakref.ref(self)
-        self.optimizer.register_step_pre_hook(lambda *_: _refuse_alone(me()))
-
-        self._reduce_by = reduce
+        require_equal(what, same)
+        self._held, self._closed, self._reduce_by = held(self.optimizer), False, reduce
         self._group = weakly(ranks)
         self._states = States(self.optimizer, given, shards, whole)
-        lane = take_lane(ranks, [rank["free lanes"] for rank in told])
-        self._reducer = Reducer(shards, ranks, lane)
-        # parameters have hooks, which must not keep this
+        self._reducer = Reducer(shards, ranks, take_lane(ranks, [rank["lanes"] for rank in told]))
+        # parameters and the optimizer have hooks, which must not keep this
+        self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
         self._end = weakref.finalize(self, self._reducer.close)
         self._end.atexit = False
 
@@ -210,42 +212,42 @@ class ShardedGradients:
         self._reduce("reduce")
 
     @torch.no_grad()
-    def _reduce(self, what: str, drop: bool = False) -> None:
+    def _reduce(
+        self, what: str, drop: bool = False, compared: Callable[[], dict[str, object]] = dict
+    ) -> None:
         """Agree on the method, and bring the gradients of all ranks to the pieces, or drop them."""
         reducer, reduce = self._reducer, self._reduce_by
         count = reduce if isinstance(reduce, GlobalCount) else None
 
         def ready() -> dict[str, Any]:
             self._check()
+            same = compared()
+            if debugging():
+                frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
+                same |= {"frozen parameters": str(frozen)}
+                same |= options(self.optimizer) if what == "step" else {}
             had = reducer.needed_rounds() > 0
             if drop:
                 reducer.drop_unstarted()
-            words = {"rounds": reducer.needed_rounds(), "had": had, "same": {}}
-            if debugging():
-                frozen = [n for n, p in self._given.trained.items() if not p.requires_grad]
-                optimizer = options(self.optimizer) if what == "step" else {}
-                words["same"] = {"frozen": {"parameters": str(frozen)}, "the optimizer": optimizer}
-            return words | {"count": None if count is None else count.local()}
+            rows = None if count is None else count.local()
+            return {"rounds": reducer.needed_rounds(), "had": had, "count": rows, "same": same}
 
         name, group = f"{NAME}.{what}", self._group()
         told = share(name, ready, group)
-        if all(words["same"] for words in told):
-            _compare(name, [words["same"] for words in told])
-        reducer.finish(max(words["rounds"] for words in told))
-        wrong: ArgumentError | None = None
-        divisor = group.size if reduce == "mean" else 1
+        require_equal(name, [words["same"] for words in told])
         had = any(words["had"] for words in told)
         if count is not None and (had or what == "step"):
             count.reset()
-        if count is not None and had and not drop:
-            try:
+        divisor = None  # the gradients are dropped
+        try:
+            if count is not None and had and not drop:
                 divisor = total_rows([words["count"] for words in told], f"{name} on {group}: ")
-            except ArgumentError as error:
-                wrong = error
-        for shard in self._shards:
-            shard.settle(None if drop or wrong else divisor)
-        if wrong is not None:
-            raise wrong
+            elif not drop:
+                divisor = group.size if reduce == "mean" else 1
+        finally:
+            reducer.finish(max(words["rounds"] for words in told))
+            for shard in self._shards:
+                shard.settle(divisor)
 
     def _check(self) -> None:
         if self._closed:
@@ -292,14 +294,14 @@ class ShardedGradients:
         self._reduce("step")
         for shard in self._shards:
             shard.take_over()
-        self._stepping = True
+        self._reducer.stepping = True
         try:
             if debugging():
                 agree(f"{NAME}.step", self.optimizer.step, self._group())
             else:
                 self.optimizer.step()
         finally:
-            self._stepping = False
+            self._reducer.stepping = False
         traffic = self._reducer.traffic()
         for message in [shard.start_gather(traffic) for shard in reversed(self._shards)]:
             message.wait()
@@ -337,7 +339,7 @@ class ShardedGradients:
             The norm before: a scalar of float64, the same on all ranks.
 
         """
-        self._reduce("clip_grad_norm_")
+        self._reduce("clip_grad_norm_", compared=lambda: checked_norm(max_norm, norm_type))
         pieces, given = list(self._pieces.values()), self._given.trained.items()
         specs = {name: shard_spec(parameter) for name, parameter in given}
         return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
@@ -385,38 +387,3 @@ class ShardedGradients:
             f"{NAME}: a GradScaler looks for infinities in this rank's gradients alone, and ranks "
             "would scale and skip differently. Train in bfloat16, or scale the loss by a constant."
         )
-
-
-def _refuse_alone(own: ShardedGradients | None) -> None:
-    """Raise if the inner optimizer steps by itself."""
-    if own is not None and not own._stepping:
-        raise ArgumentError(
-            f"{NAME}: the inner optimizer updates pieces, and would not gather them. Call step() "
-            f"of the {NAME}."
-        )
-
-
-def _compare(what: str, given: Sequence[Mapping[str, Mapping[str, object]]]) -> None:
-    """Raise on every rank, if the words of ranks differ; without communication."""
-    for word, first in given[0].items():
-        for rank, own in enumerate(given):
-            for name in dict.fromkeys([*first, *own[word]]):
-                here, there = first.get(name, "none"), own[word].get(name, "none")
-                if here != there:
-                    raise DisagreementError(
-                        f"{what}: ranks disagree on {word}: for {name!r}, rank 0 has {here}; rank "
-                        f"{rank} has {there}."
-                    )
-
-
-def _copy_from_rank_0(values: Sequence[torch.Tensor], group: Group, bucket_bytes: int) -> None:
-    """Overwrite tensors by those of rank 0, in buckets; collective."""
-    for members in cut(dict(enumerate(values)), range(len(values)), bucket_bytes):
-        own = [values[index].detach() for index in members]
-        # one tensor of its own may be large: no copy, if it is contiguous
-        flat = own[0].reshape(-1) if len(own) == 1 else torch.cat([x.reshape(-1) for x in own])
-        with explained(NAME, group):
-            wait_for(packing.broadcast("broadcast", group, flat, 0))
-        if group.rank:
-            for value, part in zip(own, flat.split([x.numel() for x in own]), strict=True):
-                value.copy_(part.view(value.shape))
