@@ -94,8 +94,12 @@ def test_wrong_steps(rank, ranks):
     scaler.scale(torch.ones(()))
     with pytest.raises(ArgumentError, match=r"^ShardedGradients: a GradScaler"):
         scaler.step(own)
-    for arguments, wrong in (((-1.0,), "max_norm"), (("1",), "max_norm"), ((1.0, 0), "norm_type")):
-        with pytest.raises(ArgumentError, match=f"refused on rank 1 of 2: {wrong} must be"):
+    for arguments, wrong in (
+        ((-1.0,), "max_norm"),
+        (("1",), "not supported"),
+        ((1.0, 0), "norm_type"),
+    ):
+        with pytest.raises(ArgumentError, match=f"refused on rank 1 of 2: .*{wrong}"):
             own.clip_grad_norm_(*(arguments if rank else (1.0,)))
     own.step()
     with pytest.raises(ArgumentError, match="a Sharded tensor cannot be pickled"):

@@ -193,6 +193,8 @@ class Checkpoint:
             content, self.files = read_index(path, KIND)
             with reading(path / f"{KIND}.json"):
                 self._add_entries(content["entries"])
+        flat = {**self.values, **{key: tensor.empty() for key, tensor in self.tensors.items()}}
+        self._tree = nested({path: flat[key] for key, path in self.paths.items()})
         text = json.dumps([content, self.files], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
@@ -207,7 +209,7 @@ class Checkpoint:
                 dtype, shape = file.stored(key)
                 part = Part(name, key, (0,) * len(shape), shape)
                 self.tensors[key] = SavedTensor(dtype, shape, (part,))
-                self.paths[key] = (key,)
+                self.paths[key] = tuple(key.split("."))
                 found[key] = name, str(dtype), shape
         return found
 
@@ -229,29 +231,24 @@ class Checkpoint:
                 parts.append(Part(by_rank[rank], name, offsets, sizes))
             check_cover(key, shape, [(part.offsets, part.sizes) for part in parts])
             self.tensors[key] = SavedTensor(dtype_of(entry["dtype"]), shape, tuple(parts))
-        self.at(())
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._open:
             self._open[name] = TensorFile(self.folder / name)
         return self._open[name]
 
-    def below(self, path: Keys) -> dict[Keys, str]:
-        """Return the keys at a path and inside it, by the rest of their paths."""
-        if self.files is not None:
-            n = len(path)
-            return {other[n:]: key for key, other in self.paths.items() if other[:n] == path}
-        name, start = joined(path), joined((*path, ""))
-        found: dict[Keys, str] = {(): name} if name in self.tensors else {}
-        return found | {(k.removeprefix(start),): k for k in self.tensors if k.startswith(start)}
+    def _place(self, path: Keys) -> Keys:
+        """Return a path in the tree; other tools have only texts with dots."""
+        return path if self.files is not None else tuple(joined(path).split(".") if path else ())
+
+    def keys(self, path: Keys) -> set[str]:
+        """Return the keys at a path and inside it."""
+        start = self._place(path)
+        return {key for key, own in self.paths.items() if own[: len(start)] == start}
 
     def at(self, path: Keys, default: Any = None) -> Any:
         """Return the saved tree at a path, with tensors on the meta device, or `default`."""
-        saved = {
-            rest: self.tensors[key].empty() if key in self.tensors else self.values[key]
-            for rest, key in self.below(path).items()
-        }
-        return nested(saved) if saved else default
+        return at(self._tree, self._place(path), default)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Raise ArgumentError if a file is missing, cut or altered; reads every P-th file."""
@@ -287,9 +284,8 @@ class Checkpoint:
 def _of_other_tools(path: Path) -> tuple[Path, list[str] | None]:
     """Return the folder of a checkpoint, and its files if another tool has written them."""
     if path.is_dir() and not (path / f"{KIND}.json").exists():
-        for name in (_HUB_INDEX, "model.safetensors"):
-            if (path / name).exists():
-                path = path / name
+        here = [path / name for name in (_HUB_INDEX, "model.safetensors")]
+        path = next((file for file in here if file.exists()), path)
     if path.suffix == ".safetensors":
         return path.parent, [path.name]
     if not path.name.endswith(".index.json"):

@@ -92,8 +92,7 @@ def save(
 
     Notes
     -----
-    Communication: three rounds of small messages; one more if ranks have different keys; one more
-    to compare CRC-32 of replicated tensors. Rows travel once, to the rank that writes them.
+    Communication: 3 to 5 rounds of small messages. Rows travel once, to the rank that writes them.
 
     In one process: the same files, which any number of ranks can load.
 
@@ -142,7 +141,11 @@ def save(
     if not async_:
         _write(what, task, plan, contents, ranks)
         return None
-    staged, _ = ranks.agree(_WHAT, lambda: _staged(contents), lambda _: None)
+
+    def copies() -> dict[str, torch.Tensor]:  # which training does not change
+        return {name: value.to("cpu", copy=True) for name, value in contents.items()}
+
+    staged, _ = ranks.agree(_WHAT, copies, lambda _: None)
     others = ranks if ranks.group is None else Ranks(aside(ranks.group))
     return PendingSave(lambda: _write(f"{what} with async_=True", task, plan, staged, others))
 
@@ -362,19 +365,6 @@ def _check_copies(tensors: Mapping[_Piece, torch.Tensor], plan: _Plan, ranks: Ra
     if wrong:
         named = few([f"{key!r} on ranks {others}" for key, others in wrong.items()])
         raise DisagreementError(f"{_WHAT}: {len(wrong)} tensors differ: {named}. {_FIX}")
-
-
-def _staged(contents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies on the CPU, which training does not change."""
-    staged = {}
-    for name, value in contents.items():
-        # copies into pinned memory run at full speed and one after the other
-        copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        staged[name] = copy.copy_(value, non_blocking=True)
-    for device in {value.device for value in contents.values()}:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-    return staged
 
 
 def _write(

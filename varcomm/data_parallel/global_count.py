@@ -22,9 +22,8 @@ class GlobalCount:
     Notes
     -----
     Each rank calls :meth:`add` for each micro-batch, before gradients are summed, also if it has no
-    row. A sum over ranks divides by all rows since the last sum; ``ShardedGradients.zero_grad()``
-    drops the counts too. Models whose gradients are summed by different calls need a count each. A
-    copy of a count starts at 0. Communication: a message of 1 KiB per rank and sum.
+    row. ``ShardedGradients.zero_grad()`` drops the counts too. Models whose gradients are summed by
+    different calls need a count each. A copy of a count starts at 0.
 
     Examples
     --------

@@ -51,9 +51,8 @@ def sum_gradients(
     Raises
     ------
     ArgumentError
-        If a gradient is sparse or of another dtype than its parameter's gradients, if a parameter
-        belongs to a ``ShardedGradients``, or if another argument is wrong. On every rank, if a rank
-        has counted nothing, or all have counted 0.
+        If a gradient is sparse or of another dtype than its parameter's gradients, or a parameter
+        belongs to a ``ShardedGradients``. On every rank, if a rank has counted nothing, or all 0.
     DisagreementError
         Inside :func:`varcomm.debug`, on every rank, if parameters, values or arguments differ.
 

@@ -31,8 +31,7 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     Parameters
     ----------
     state : ProcessGroup, DeviceMesh or None
-        The group that was given to the ``DistributedDataParallel``, which hooks cannot check; None
-        is the whole world.
+        The group that was given to the ``DistributedDataParallel``; None is the whole world.
     bucket : torch.distributed.GradBucket
         Passed by ``DistributedDataParallel``.
 
@@ -41,18 +40,13 @@ def sum_hook(state: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch
     torch.futures.Future
         Of the sum, in the shape and dtype of the bucket; done in the hook of the last bucket.
 
-    Raises
-    ------
-    ArgumentError
-        In backward, if a parameter has a gradient that was summed before and is not zero. A
-        ``DistributedDataParallel`` cannot be used after such an error.
-
     Notes
     -----
     Run all micro-batches but the last in ``ddp.no_sync()``, and call ``zero_grad()`` before the
-    next. A model that communicates by itself should have a group to itself: pass
-    ``dist.new_group()`` to ``DistributedDataParallel`` and here. If such a model leaves out
-    parameters on some ranks, use :func:`sum_gradients`.
+    next: if a parameter has a gradient that was summed before and is not zero, backward raises
+    ArgumentError, and the ``DistributedDataParallel`` cannot be used any more. A model that
+    communicates by itself needs ``dist.new_group()`` for the ``DistributedDataParallel`` and here.
+    If such a model leaves out parameters on some ranks, use :func:`sum_gradients`.
 
     Communication: as in :func:`sum_gradients`, begun when the bucket is full; the second round
     begins with the last bucket. Floats narrower than 4 bytes travel narrow and are summed in fp32.

@@ -251,14 +251,6 @@ class TensorFile:
         value: torch.Tensor = self._part(name)[box]
         return value if value.dtype == dtype else torch.view_as_complex(value)
 
-    def full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of a tensor, or raise ArgumentError if it has another dtype."""
-        stored, shape = self.stored(name)
-        if dtype.is_complex and not stored.is_complex:
-            shape = shape[:-1]
-        self.check(name, dtype, shape)
-        return self.read(name, dtype, (0,) * len(shape), shape).clone()
-
     def _part(self, name: str) -> Any:
         try:
             return self._file.get_slice(name)

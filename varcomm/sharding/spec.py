@@ -167,7 +167,8 @@ def mark(param: T, spec: ShardSpec) -> T:
     """Mark a parameter as this rank's part of a sharded one, and return it.
 
     torch drops the mark when it copies a parameter or moves a module off the meta device. State
-    dicts do not contain marks.
+    dicts do not contain marks. ArgumentError if `param` has another number of rows than `spec`
+    gives this rank.
 
     Parameters
     ----------
@@ -180,11 +181,6 @@ def mark(param: T, spec: ShardSpec) -> T:
     -------
     torch.Tensor
         `param`.
-
-    Raises
-    ------
-    ArgumentError
-        If `param` has another number of rows than `spec` gives this rank.
 
     Examples
     --------

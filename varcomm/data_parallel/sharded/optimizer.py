@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from varcomm.data_parallel.sharded.arguments import NAME, Given
+from varcomm.data_parallel.sharded.arguments import Given
 from varcomm.data_parallel.sharded.shard import Piece, Shard
 from varcomm.errors import ArgumentError
 from varcomm.ops.all_gather_v import all_gather_v
 from varcomm.ops.digest import digest
 from varcomm.sharding import Box, Sharded, ShardSpec, shard_spec
-from varcomm.sharding.optimizer_state import OptimizerStates, Part, part_of
+from varcomm.sharding.optimizer_state import OptimizerStates, Part
 from varcomm.transport.group import Group
 
-__all__ = ["Factory", "States", "checked_norm", "clip_", "held", "made", "options"]
+__all__ = ["Factory", "clip_", "held", "made", "options", "states_of"]
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -69,16 +69,6 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     }
 
 
-def checked_norm(max_norm: float, norm_type: float) -> dict[str, object]:
-    """Return the arguments of a clipping, which ranks compare, or raise ArgumentError."""
-    numbers = {"max_norm": max_norm, "norm_type": norm_type}
-    for name, value in numbers.items():
-        real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not (value > 0 or (value == 0 and name == "max_norm")):
-            raise ArgumentError(f"{name} must be a positive number; got {value!r}.")
-    return {name: float(value) for name, value in numbers.items()}
-
-
 @torch.no_grad()
 def clip_(
     pieces: Sequence[Piece],
@@ -119,63 +109,17 @@ def _norms(own: torch.Tensor, order: float, group: Group) -> torch.Tensor:
     return norms
 
 
-class States(OptimizerStates):
-    """States of this rank's pieces, and fp32 masters; `whole` if parameters have one owner."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, given: Given, shards: Sequence[Shard], whole: bool
-    ) -> None:
-        parts: dict[torch.Tensor, Part] = {
-            piece.value: _part_of(piece, whole, shard_spec(given.trained[piece.name]))
-            for shard in shards
-            for piece in shard.pieces
-        }
-        super().__init__(optimizer, parts, [names for names, _ in given.groups])
-        # parameters with masters, on any rank; and the masters here
-        self._kept = {name for shard in shards if shard.has_masters for name in shard.parameters}
-        self._masters = {p.name: (own, p) for own, p in parts.items() if p.name in self._kept}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states, and the masters."""
-        return self._with_masters(super().state_dict())
-
-    def state_dict_for(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return tensors to load states and masters into."""
-        found = super().state_dict_for(saved)
-        self._check_masters(saved)
-        return self._with_masters(found)
-
-    def check(self, state: Any) -> None:
-        """Raise ArgumentError unless states and masters can be loaded."""
-        super().check(state)
-        self._check_masters(state)
-        for name, value in state.get("masters", {}).items():
-            if name not in self._masters:
-                raise ArgumentError(
-                    f"the state holds a part of the master of parameter {name!r}, of which this "
-                    "rank has none. Load it by varcomm.checkpoint."
-                )
-            own, part = self._masters[name]
-            part_of(value, own, part, f"the master of parameter {name!r}", own)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load states and masters."""
-        super().load_state_dict(state)
-        for name, value in state.get("masters", {}).items():
-            own, part = self._masters[name]
-            own.detach().copy_(part_of(value, own, part, name).view(own.shape))
-
-    def _check_masters(self, saved: Mapping[str, Any]) -> None:
-        if ("masters" in saved) != bool(self._kept):
-            here, there = ("", "no ") if self._kept else ("no ", "")
-            raise ArgumentError(
-                f"the saved optimizer has {there}fp32 masters of fp16 or bf16 parameters, and this "
-                f"one has {here}masters. Load it into a {NAME} of a model of the saved dtypes."
-            )
-
-    def _with_masters(self, found: dict[str, Any]) -> dict[str, Any]:
-        masters = {name: part.wrap(own.detach()) for name, (own, part) in self._masters.items()}
-        return found | ({"masters": masters} if self._kept else {})
+def states_of(
+    optimizer: torch.optim.Optimizer, given: Given, shards: Sequence[Shard], whole: bool
+) -> OptimizerStates:
+    """Return states of this rank's pieces, and masters; `whole` if parameters have one owner."""
+    parts = {
+        piece.value: _part_of(piece, whole, shard_spec(given.trained[piece.name]))
+        for shard in shards
+        for piece in shard.pieces
+    }
+    masters = {name for shard in shards if shard.has_masters for name in shard.parameters}
+    return OptimizerStates(optimizer, parts, [names for names, _ in given.groups], masters)
 
 
 def _part_of(piece: Piece, whole: bool, spec: ShardSpec | None) -> Part:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -39,8 +38,6 @@ class Reducer:
     def __init__(self, shards: Sequence[Shard], group: Group, lane: Lane | None) -> None:
         self._shards, self._group, self._lane = shards, weakly(group), lane
         self.syncing, self.stepping = True, False
-        device = shards[0].row.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bucket_of = {name: n for n, shard in enumerate(shards) for name in shard.parameters}
         self._parameters = {n: p for shard in shards for n, p in shard.parameters.items()}
         self._held: dict[str, torch.Tensor] = {}  # gradients whose sums have not started
@@ -115,17 +112,13 @@ class Reducer:
             parameter.grad = None
 
     def _start(self) -> None:
-        shard, held = self._next, self._held
+        """Begin the sum of the next bucket, and add those that have arrived."""
+        shard, held, group = self._next, self._held, self.traffic()
         gradients = {name: held.pop(name) for name in shard.parameters if name in held}
-        with self._aside():
-            for gradient in gradients.values():
-                if self._stream is not None:
-                    gradient.record_stream(self._stream)  # its memory is not reused before
-            here = [name in gradients for name, _ in shard.segments]
-            flat, rows = _packed(shard, gradients)
-            group = self.traffic()
-            own = [rows[group.rank]] * group.size
-            message = started("reduce_scatter_v", group, packing.exchange, flat, rows, own)
+        here = [name in gradients for name, _ in shard.segments]
+        flat, rows = _packed(shard, gradients)
+        own = [rows[group.rank]] * group.size
+        message = started("reduce_scatter_v", group, packing.exchange, flat, rows, own)
         self._in_flight.append((shard, here, message))
         self._started += 1
         self._arrived.difference_update(shard.parameters)
@@ -136,23 +129,13 @@ class Reducer:
     def _add_next(self) -> None:
         """Add the sum over ranks of a bucket, and whether any rank used each segment."""
         shard, here, message = self._in_flight[0]
-        with self._aside():
-            parts = message.wait().view(self._group().size, -1)
-            message.works = ()  # which keep the sent tensor in memory
-            size = parts.shape[1] - len(here)
-            total = accumulated(parts[:, :size].unbind(), use_fp32=True)
-            # without waiting for a GPU, if this rank has used all
-            used = here if all(here) else parts[:, size:].ne(0).any(0).tolist()
-            shard.add(total, used)
+        parts = message.wait().view(self._group().size, -1)
+        message.works = ()  # which keep the sent tensor in memory
+        size = parts.shape[1] - len(here)
+        total = accumulated(parts[:, :size].unbind(), use_fp32=True)
+        # without waiting for a GPU, if this rank has used all
+        shard.add(total, here if all(here) else parts[:, size:].ne(0).any(0).tolist())
         self._in_flight.popleft()
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Pack and sum on a stream of its own, after all that the current stream was given."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
 
     def drop_unstarted(self) -> None:
         """Forget the gradients whose sums have not started."""
@@ -174,8 +157,6 @@ class Reducer:
             self._start()
         while self._in_flight:
             self._add_next()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._started = 0
         self._arrived.clear()
 

@@ -14,12 +14,11 @@ from varcomm.data_parallel.global_count import GlobalCount, Reduce, described, t
 from varcomm.data_parallel.sharded.arguments import NAME, Given
 from varcomm.data_parallel.sharded.optimizer import (
     Factory,
-    States,
-    checked_norm,
     clip_,
     held,
     made,
     options,
+    states_of,
 )
 from varcomm.data_parallel.sharded.reducer import Reducer
 from varcomm.data_parallel.sharded.shard import WHOLE, Piece, Shard, splits
@@ -40,12 +39,11 @@ class ShardedGradients:
 
     Every rank has all parameters. Gradients are summed over ranks onto the ranks that own their
     pieces; :meth:`step` updates the pieces and gathers them on all ranks. Gradients, states and
-    fp32 masters take ``n`` elements per rank in place of ``N``, and the bytes are those of an
-    all-reduce of gradients.
+    fp32 masters take ``n`` elements per rank in place of ``N``.
 
     Collective: every rank makes it of the same model. Parameters, and buffers of a Module, get the
-    values of rank 0; later, statistics of batch norms are each rank's own. Parameters become
-    contiguous views of one row per bucket, and stay the same objects.
+    values of rank 0. Parameters become contiguous views of one row per bucket, and stay the same
+    objects.
 
     Parameters
     ----------
@@ -54,19 +52,19 @@ class ShardedGradients:
         options, as torch's optimizers take them. Frozen parameters are only made equal. Without
         names, states are saved by numbers, ``"group.place"``.
     optimizer_factory : callable
-        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces:
-        ``lambda groups: torch.optim.AdamW(groups, lr=1e-3)``. The groups are those of `params`,
-        with pieces in place of parameters, and may be empty. The update of an element must not
-        depend on the rest of its parameter, unless `sizes` is ``"whole-parameters"``.
+        ``optimizer_factory(groups)`` returns the optimizer of this rank's pieces. The groups are
+        those of `params`, with pieces in place of parameters, and may be empty. The update of an
+        element must not depend on the rest of its parameter, unless `sizes` is
+        ``"whole-parameters"``.
     group : ProcessGroup or DeviceMesh, optional
         Ranks that take part; None is the whole world.
     sizes : "balanced", "whole-parameters" or sequence of int
-        Elements per rank. A list has one int per rank, zeros allowed, that sum to the number of
-        trained elements. Every bucket is spread over all ranks. ``"whole-parameters"``: each
-        parameter has one owner, whose optimizer gets it in its own shape, as Muon needs it.
+        Elements per rank; a list, zeros allowed, sums to the number of trained elements.
+        ``"whole-parameters"``: each parameter has one owner, whose optimizer gets it in its own
+        shape, as Muon needs it.
     reduce : "mean", "sum" or GlobalCount
-        ``"mean"`` divides by the number of ranks; a :class:`varcomm.data_parallel.GlobalCount`
-        divides by the rows that all ranks have counted since the last sum.
+        Divide the sum by the number of ranks, by nothing, or by the rows that all ranks have
+        counted since the last sum.
     bucket_bytes : int
         Size of a message of gradients.
 
@@ -79,9 +77,9 @@ class ShardedGradients:
     ------
     ArgumentError
         On every rank: if no parameter is trained, or one is lazy, sparse, a DTensor, on another
-        device, in another ShardedGradients, has a gradient or shares memory with another tensor; if
-        another argument is wrong. In backward, on its rank, for ``create_graph=True`` and gradients
-        of another dtype.
+        device, in another ShardedGradients, or shares memory with another tensor; if another
+        argument is wrong. In backward, on its rank, for ``create_graph=True`` and gradients of
+        another dtype.
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
     GroupError
@@ -96,10 +94,9 @@ class ShardedGradients:
 
     Communication: of ``N`` elements this rank owns ``n``. A sum sends ``N - n`` elements of the
     gradients' dtype and receives ``(P - 1) n``, and one value per peer for each parameter in a
-    piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements of the parameters' dtype and
-    receives ``N - n``. Each collective method begins with a message of about 1 KiB per rank. Sums
-    are in rank order, and in fp32 for narrow gradients, which travel narrow; parameters are equal
-    on all ranks bit for bit.
+    piece of a bucket. :meth:`step` sends ``(P - 1) n`` elements and receives ``N - n``. Each
+    collective method begins with a message of about 1 KiB per rank. Sums are in rank order, in fp32
+    for narrow gradients; parameters are equal on all ranks bit for bit.
 
     In one process: ``optimizer_factory(params)``, and backward from the mean of the losses of all
     ranks.
@@ -165,7 +162,7 @@ class ShardedGradients:
         require_equal(what, same)
         self._held, self._closed, self._reduce_by = held(self.optimizer), False, reduce
         self._group = weakly(ranks)
-        self._states = States(self.optimizer, given, shards, whole)
+        self._states = states_of(self.optimizer, given, shards, whole)
         self._reducer = Reducer(shards, ranks, take_lane(ranks, [rank["lanes"] for rank in told]))
         # parameters and the optimizer have hooks, which must not keep this
         self.optimizer.register_step_pre_hook(self._reducer.refuse_alone)
@@ -201,13 +198,10 @@ class ShardedGradients:
     def reduce(self) -> None:
         """Sum all gradients since the last sum, and add them to the pieces' ``grad``; collective.
 
-        :meth:`step` and :meth:`clip_grad_norm_` do this first; call it to read the pieces'
-        gradients.
-
-        ArgumentError on every rank, if on one of them this was closed, parameters have been moved,
-        converted or unfrozen, or the optimizer has other groups; with a GlobalCount, if a rank has
-        counted nothing, or all have counted 0: then the gradients are dropped. DisagreementError on
-        every rank, if ranks call different methods.
+        :meth:`step` and :meth:`clip_grad_norm_` do this first. ArgumentError on every rank, if on
+        one of them this was closed, parameters have been moved, converted or unfrozen, or the
+        optimizer has other groups; with a GlobalCount, if a rank has counted nothing, or all have
+        counted 0: then the gradients are dropped.
         """
         self._reduce("reduce")
 
@@ -279,15 +273,7 @@ class ShardedGradients:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sum the gradients, update this rank's pieces, and gather those of all; collective.
 
-        Parameters
-        ----------
-        closure : callable, optional
-            Called once before, with gradients enabled: evaluates the loss and its backward.
-
-        Returns
-        -------
-        object
-            The result of `closure`, or None.
+        Returns the result of `closure`, which is called once before, with gradients enabled.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -321,25 +307,21 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; collective.
 
-        :func:`torch.nn.utils.clip_grad_norm_` would find no gradients in the parameters. Parameters
-        that are sharded over the other axis of a mesh count with all their shards; then all ranks
-        of the mesh make this call.
-
-        Parameters
-        ----------
-        max_norm : float
-        norm_type : float
-            The order ``p > 0``; ``inf`` is the largest absolute value.
-        error_if_nonfinite : bool
-            Raise torch's RuntimeError, on every rank, if the norm is NaN or infinite.
-
-        Returns
-        -------
-        torch.Tensor
-            The norm before: a scalar of float64, the same on all ranks.
-
+        Arguments are as of :func:`torch.nn.utils.clip_grad_norm_`, which would find no gradients in
+        the parameters. Parameters that are sharded over the other axis of a mesh count with all
+        their shards; then all ranks of the mesh make this call. Returns the norm before, a float64
+        scalar that is the same on all ranks.
         """
-        self._reduce("clip_grad_norm_", compared=lambda: checked_norm(max_norm, norm_type))
+
+        def compared() -> dict[str, object]:
+            if not (max_norm >= 0 and norm_type > 0):
+                raise ArgumentError(
+                    "max_norm must not be negative, and norm_type must be positive; got "
+                    f"{max_norm!r} and {norm_type!r}."
+                )
+            return {"max_norm": float(max_norm), "norm_type": float(norm_type)}
+
+        self._reduce("clip_grad_norm_", compared=compared)
         pieces, given = list(self._pieces.values()), self._given.trained.items()
         specs = {name: shard_spec(parameter) for name, parameter in given}
         return clip_(pieces, specs, max_norm, norm_type, self._group(), error_if_nonfinite)
