@@ -86,12 +86,11 @@ def made_by(factory):
 
 
 FOREIGN = "optimizer_factory must return"
-ON_META, DISTRIBUTED = torch.ones(2, device="meta"), torch.ones(2).as_subclass(Distributed)
+DISTRIBUTED = torch.ones(2).as_subclass(Distributed)
 
 # arguments of rank 1, or a function that makes them or only `params`; words of the message on both
 REFUSED = (
     (lambda: nn.LazyLinear(2), "parameter 'weight' is not initialised"),
-    (parameter_of(ON_META), "several devices"),
     (parameter_of(torch.ones(2, 2).to_sparse()), "parameter 'more' must be dense"),
     (parameter_of(DISTRIBUTED), "parameter 'more' must be this rank's own"),
     (buffer_of(in_inference_mode), "buffer 'more' was made in inference mode"),

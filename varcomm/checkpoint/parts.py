@@ -151,24 +151,16 @@ def few(items: Sequence[str]) -> str:
     return f"{', '.join(items[:5])}{', ...' if len(items) > 5 else ''}"
 
 
-def shown(value: Any) -> str:
-    """Return a value for a message."""
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}{shape}, {value.dtype}, {value.layout}, {value.device}"
-
-
 def checked_rows(key: str, rows: Rows) -> Rows:
     """Return Rows with int64 ids on the device of their tensor, or raise ArgumentError."""
     tensor, ids, total = rows.tensor, rows.ids, exact_int(rows.total)
     if not isinstance(tensor, torch.Tensor) or not tensor.dim() or not is_whole(tensor):
-        raise ArgumentError(f"{key!r}: tensor of Rows must have rows; got {shown(tensor)}.")
+        raise ArgumentError(f"{key!r}: tensor of Rows must be a plain tensor with rows.")
     integers = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
     if total is None or not integers or ids.shape != tensor.shape[:1]:
         raise ArgumentError(
-            f"{key!r}: ids of Rows must be {len(tensor)} integers and total an int; got "
-            f"{shown(ids)} and {rows.total!r}."
+            f"{key!r}: ids of Rows must be {len(tensor)} integers in a tensor, and total an int; "
+            f"got {ids!r} and {rows.total!r}."
         )
     if (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < total) or total < 0:
         raise ArgumentError(f"{key!r}: ids of Rows must be 0 ... total - 1, of {total} rows.")

@@ -23,7 +23,6 @@ from varcomm.checkpoint.parts import (
     boxes_of,
     few,
     is_whole,
-    shown,
     sorted_rows,
 )
 from varcomm.checkpoint.state import Holder, Leaf, Walk, checked_state
@@ -252,7 +251,8 @@ class _State:
         whole = is_whole(value)
         odd = value.is_nested or value.layout != torch.strided or value.is_quantized
         if odd or value.is_meta or (whole and type(value) is not torch.Tensor):
-            raise ArgumentError(f"{key!r} must be a plain dense tensor; got {shown(value)}.")
+            kind = f"{type(value).__name__}, {value.layout}, {value.device}"
+            raise ArgumentError(f"{key!r} must be a plain dense tensor; got {kind}.")
         if leaf.own and not whole:
             raise ArgumentError(f"{key!r} is sharded over ranks and cannot be inside PerRank.")
         found = {(key, b.offsets, tuple(b.tensor.shape)): b.tensor for b in boxes_of(key, value)}

@@ -89,15 +89,13 @@ def to_dtensor(
     -------
     torch.distributed.tensor.DTensor
         With the full shape and the placement ``Shard(dim)``, on `group` if that is a mesh, else on
-        an unnamed mesh. torch computes only with DTensors of equal meshes.
+        an unnamed mesh.
 
     Raises
     ------
-    ArgumentError
+    ArgumentError, DisagreementError
         If `sizes` are not torch's, if `sizes`, `dim` and `tensor` do not match, or if the mesh is
-        for another device.
-    DisagreementError
-        Inside :func:`varcomm.debug`, if the calls of ranks differ.
+        for another device; if the calls of ranks differ, inside debug().
 
     Notes
     -----

@@ -129,10 +129,11 @@ class OptimizerStates:
     def _checked(self, state: Any) -> Mapping[str, Mapping[str, Any]]:
         """Return the states by name, or raise ArgumentError unless the groups are the same."""
         try:
-            groups = [dict(group) for group in state["param_groups"]]
+            halves = dict(state)
+            groups = [dict(group) for group in halves["param_groups"]]
             given = [list(group["params"]) for group in groups]
-            states = {name: dict(values) for name, values in state["state"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            states = {name: dict(values) for name, values in halves["state"].items()}
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ArgumentError(
                 'state is not the state of an optimizer, a dict with "state", by the names '
                 f'of parameters, and "param_groups"; got {type(state).__name__}.'

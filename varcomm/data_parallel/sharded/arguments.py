@@ -83,12 +83,6 @@ class Given:
         """Raise unless all can be sent, and no other ShardedGradients sums the gradients."""
         if not self.trained:
             raise ArgumentError(f"no parameter is trained: all {len(self.frozen)} are frozen.")
-        devices = {parameter.device: name for name, parameter in self.trained.items()}
-        if len(devices) > 1:
-            raise ArgumentError(
-                f"parameters are on several devices, such as {devices}. Make a ShardedGradients "
-                "for those of each device."
-            )
         for what, value in self._described().items():
             if torch.nn.parameter.is_lazy(value):
                 raise ArgumentError(f"{what} is not initialised. Call the model once before.")

@@ -113,7 +113,7 @@ def states_of(
     optimizer: torch.optim.Optimizer, given: Given, shards: Sequence[Shard], whole: bool
 ) -> OptimizerStates:
     """Return states of this rank's pieces, and masters; `whole` if parameters have one owner."""
-    parts = {
+    parts: dict[torch.Tensor, Part] = {
         piece.value: _part_of(piece, whole, shard_spec(given.trained[piece.name]))
         for shard in shards
         for piece in shard.pieces

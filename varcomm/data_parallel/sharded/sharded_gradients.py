@@ -37,13 +37,11 @@ __all__ = ["ShardedGradients"]
 class ShardedGradients:
     """Optimizer of which each rank runs a part: its pieces of the parameters, and their states.
 
-    Every rank has all parameters. Gradients are summed over ranks onto the ranks that own their
-    pieces; :meth:`step` updates the pieces and gathers them on all ranks. Gradients, states and
-    fp32 masters take ``n`` elements per rank in place of ``N``.
+    Gradients are summed over ranks onto the ranks that own their pieces; :meth:`step` updates the
+    pieces and gathers them on all ranks, which have all parameters.
 
     Collective: every rank makes it of the same model. Parameters, and buffers of a Module, get the
-    values of rank 0. Parameters become contiguous views of one row per bucket, and stay the same
-    objects.
+    values of rank 0. Parameters become contiguous views of one row per bucket.
 
     Parameters
     ----------
@@ -76,14 +74,11 @@ class ShardedGradients:
     Raises
     ------
     ArgumentError
-        On every rank: if no parameter is trained, or one is lazy, sparse, a DTensor, on another
-        device, in another ShardedGradients, or shares memory with another tensor; if another
-        argument is wrong. In backward, on its rank, for ``create_graph=True`` and gradients of
-        another dtype.
+        On every rank: if no parameter is trained, or one is lazy, sparse, a DTensor, in another
+        ShardedGradients, or shares memory with another tensor; if another argument is wrong. In
+        backward, on its rank, for ``create_graph=True`` and gradients of another dtype.
     DisagreementError
         On every rank, if parameters, arguments, options of the optimizer or called methods differ.
-    GroupError
-        If this rank is not in `group`, or parameters are on a device without an engine.
 
     Notes
     -----
@@ -107,17 +102,13 @@ class ShardedGradients:
     >>> from varcomm.data_parallel import ShardedGradients
     >>> def fn(rank):
     ...     model = torch.nn.Linear(2, 3, bias=False)
-    ...     torch.nn.init.ones_(model.weight)
-    ...     optimizer = ShardedGradients(
-    ...         model, lambda groups: torch.optim.SGD(groups, lr=0.5), sizes=[4, 2]
-    ...     )
+    ...     optimizer = ShardedGradients(model, torch.optim.SGD, sizes=[4, 2])
     ...     model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    ...     optimizer.reduce()
-    ...     own = optimizer.pieces["weight"]
     ...     optimizer.step()
-    ...     return (own.start, own.stop), own.value.grad.tolist(), model.weight.tolist()[0]
-    >>> varcomm.launch(fn, 2)[0]
-    ((0, 4), [1.5, 1.5, 1.5, 1.5], [0.25, 0.25])
+    ...     own = optimizer.pieces["weight"]
+    ...     return own.start, own.stop, own.value.grad.tolist()
+    >>> varcomm.launch(fn, 2)
+    [(0, 4, [1.5, 1.5, 1.5, 1.5]), (4, 6, [1.5, 1.5])]
     """
 
     @torch.no_grad()
