@@ -95,7 +95,7 @@ REFUSED = (
     (parameter_of(DISTRIBUTED), "parameter 'more' must be this rank's own"),
     (buffer_of(in_inference_mode), "buffer 'more' was made in inference mode"),
     (buffer_of(lambda _: torch.ones(1).expand(3)), "buffer 'more' is an expanded"),
-    (lambda: linear().requires_grad_(False), "no parameter is trained: all 2 are frozen"),
+    (lambda: linear().requires_grad_(False), "no parameter is trained: all are frozen"),
     (list, "an empty parameter list"),
     (lambda: torch.ones(2), "params argument"),
     (lambda: 3, "not iterable"),

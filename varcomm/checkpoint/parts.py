@@ -121,9 +121,8 @@ def wrapped(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Ten
     """Return a tensor, as Sharded if it, or the parameter that it is like, carries a mark."""
     if not is_whole(tensor):
         return tensor
-    spec, part = shard_spec(tensor if like is None else like), tensor
-    if like is None:
-        part = tensor.detach()
+    spec = shard_spec(tensor if like is None else like)
+    part = tensor.detach() if like is None else tensor
     return part if spec is None else Sharded.of(part, spec)
 
 

@@ -185,11 +185,10 @@ def read_index(folder: Path, kind: str) -> tuple[dict[str, Any], Files]:
     none = f"{folder} has no {path.name}" if folder.exists() else f"there is no {folder}"
     with reading(path, missing=f"{none}: nothing is saved there."):
         content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("format") != f"varcomm {kind}":
-        raise ArgumentError(f"{path} is not the index of a saved {kind}.")
-    if content.get("version") != _VERSION:
+        head = f"{content['format']} of version {content['version']}"
+    if head != f"varcomm {kind} of version {_VERSION}":
         raise ArgumentError(
-            f"{path} has version {content.get('version')}; this varcomm reads version {_VERSION}."
+            f"{path} is a {head}; this varcomm reads a varcomm {kind} of version {_VERSION}."
         )
     if content.pop("digest", None) != _digest(content):
         raise ArgumentError(f"{path} is damaged or has been altered. {_AGAIN}")

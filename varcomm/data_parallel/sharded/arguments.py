@@ -46,8 +46,7 @@ class Given:
     module: torch.nn.Module | None
     groups: list[tuple[list[str], dict[str, Any]]]
     trained: dict[str, torch.nn.Parameter]
-    frozen: dict[str, torch.nn.Parameter]
-    buffers: dict[str, torch.Tensor]
+    others: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, params: Any) -> Given:
@@ -59,7 +58,8 @@ class Given:
                 raise ArgumentError(
                     "DistributedDataParallel communicates gradients itself. Pass the module within."
                 )
-        found = cls(module, [], {}, {}, {} if module is None else dict(module.named_buffers()))
+        buffers = {} if module is None else dict(module.named_buffers())
+        found = cls(module, [], {}, {f"buffer {name!r}": b for name, b in buffers.items()})
         seen: set[str | int] = set()
         for number, group in enumerate(_Groups(params).param_groups):
             options, members = dict(group), group["params"]
@@ -69,20 +69,17 @@ class Given:
                 if not seen.isdisjoint((name, id(parameter))):
                     raise ArgumentError(f"parameter {name!r}, or its name, is given twice.")
                 seen |= {name, id(parameter)}
-                kind = found.trained if parameter.requires_grad else found.frozen
-                kind[name] = parameter
+                if parameter.requires_grad:
+                    found.trained[name] = parameter
+                else:
+                    found.others[f"parameter {name!r}"] = parameter
             found.groups.append(([name for name in names if name in found.trained], options))
         return found
-
-    @property
-    def others(self) -> list[torch.Tensor]:
-        """Tensors without gradients, in an order that does not depend on registration."""
-        return [of[name] for of in (self.frozen, self.buffers) for name in sorted(of)]
 
     def check(self, group: Group) -> None:
         """Raise unless all can be sent, and no other ShardedGradients sums the gradients."""
         if not self.trained:
-            raise ArgumentError(f"no parameter is trained: all {len(self.frozen)} are frozen.")
+            raise ArgumentError("no parameter is trained: all are frozen.")
         for what, value in self._described().items():
             if torch.nn.parameter.is_lazy(value):
                 raise ArgumentError(f"{what} is not initialised. Call the model once before.")
@@ -96,8 +93,7 @@ class Given:
         self._check_memory()
 
     def _described(self) -> dict[str, torch.Tensor]:
-        parameters = {f"parameter {n!r}": p for n, p in {**self.trained, **self.frozen}.items()}
-        return parameters | {f"buffer {name!r}": value for name, value in self.buffers.items()}
+        return {f"parameter {name!r}": p for name, p in self.trained.items()} | self.others
 
     def _check_memory(self) -> None:
         """Raise if a parameter that is to move overlaps another tensor in one storage."""

@@ -139,7 +139,8 @@ class ShardedGradients:
         )
         require_equal(what, [rank["words"] for rank in told])
         self._given, self._shards = given, shards
-        overwrite([*(shard.row for shard in shards), *given.others], 0, ranks)
+        others = [value for _, value in sorted(given.others.items())]  # in one order on all ranks
+        overwrite([*(shard.row for shard in shards), *others], 0, ranks)
         whole = isinstance(sizes, str) and sizes == WHOLE
         for shard in shards:
             shard.cut_pieces(whole)
@@ -237,11 +238,11 @@ class ShardedGradients:
     def _check(self) -> None:
         if self._closed:
             raise ArgumentError("close() was called before. Make another one, on all ranks.")
-        for name, parameter in self._given.frozen.items():
-            if parameter.requires_grad:
+        for what, value in self._given.others.items():
+            if isinstance(value, torch.nn.Parameter) and value.requires_grad:
                 raise ArgumentError(
-                    f"parameter {name!r} was frozen when {NAME} was made, and has no owner. Call "
-                    "close() and make another, on all ranks."
+                    f"{what} was frozen when {NAME} was made, and has no owner. Call close() and "
+                    "make another, on all ranks."
                 )
         module, moved = self._given.module, [n for shard in self._shards for n in shard.moved()]
         if module is not None:
