@@ -123,7 +123,7 @@ def elsewhere(name):
 
 
 HOSTILE = {
-    "another version": lambda index: index.update(version=3),
+    "another version": lambda index: index.update(version=2),
     "another format": lambda index: index.update(format="varcomm graph"),
     "a parent folder": elsewhere("../../etc/passwd"),
     "an absolute path": elsewhere("/etc/passwd"),

@@ -78,7 +78,7 @@ REFUSED = [  # the state of a rank, the error, words of its message
     (boxes((0, 2), (1, 2)), wrong, "'w'.* overlap"),
     (boxes((0, 0)), wrong, "'w' have 0 elements"),
     (on_rank(1, object(), 5), wrong, "on rank 1 of 3: 'a.key' .* type object"),
-    (on_rank(0, np.float64(0.5), 5), wrong, "'a.key' .* type numpy.float64"),
+    (on_rank(0, np.float32(0.5), 5), wrong, "'a.key' .* type float32"),
     (on_rank(0, lambda: 5, 5), wrong, "'a.key' .* type function"),
     (on_rank(0, 10**5000, 5), wrong, "'a.key' cannot be saved"),
     (on_rank(0, (x,), 5), wrong, "'a.key' is a tuple"),
@@ -170,25 +170,6 @@ def test_other_files_stay(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert mine < names
     assert len(names) == len(mine) + 2
-
-
-def test_a_folder_without_permission(tmp_path):
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        os.chmod(path, 0o755)
-    folder, user = tmp_path / "here", os.geteuid()
-    save({"x": 1}, folder)
-    os.chmod(folder / "checkpoint.json", 0o000)
-    os.chmod(folder, 0o555)
-    os.seteuid(user or 65534)  # root may write everywhere
-    try:
-        for where in (folder, folder / "deeper"):
-            with pytest.raises(ArgumentError, match=f"save to {where}: .*Permission denied"):
-                save({"x": 2}, where)
-        with pytest.raises(ArgumentError, match=r"checkpoint\.json cannot be read: .*Permission"):
-            load({"x": 1}, folder)
-    finally:
-        os.seteuid(user)
-    assert os.listdir(folder) == ["checkpoint.json"]
 
 
 def full(rank, folder):

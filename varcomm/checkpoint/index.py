@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import math
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +14,7 @@ import torch
 from varcomm.errors import ArgumentError
 from varcomm.sharding import Box
 from varcomm.sharding.files import TensorFile, check_cover, read_index, reading, verify_files
-from varcomm.transport.serialization import dtype_of
+from varcomm.transport.serialization import decoded, dtype_of
 
 KIND = "checkpoint"
 
@@ -69,76 +66,6 @@ def at(tree: Any, path: Keys, default: Any = None) -> Any:
         else:
             return default
     return tree
-
-
-def _items(values: Iterable[Any]) -> list[Any]:
-    return [*map(encode, values)]
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    return sorted(_items(values), key=json.dumps)  # one order on all ranks
-
-
-def _pairs(values: Mapping[Any, Any]) -> list[Any]:
-    return [_items(pair) for pair in values.items()]
-
-
-def _name(value: Any) -> str:
-    return str(value).removeprefix("torch.")
-
-
-# Types that JSON lacks: their content as JSON, and the value of such content when it is decoded.
-_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    tuple: (_items, tuple),
-    torch.Size: (_items, torch.Size),
-    set: (_in_order, set),
-    frozenset: (_in_order, frozenset),
-    dict: (_pairs, dict),
-    OrderedDict: (_pairs, OrderedDict),
-    Counter: (_pairs, lambda pairs: Counter(dict(pairs))),
-    float: (_name, float),
-    complex: (_name, complex),
-    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    torch.dtype: (_name, dtype_of),
-    torch.device: (_name, torch.device),
-}
-_MAKERS = {f"!{kind.__name__}": make for kind, (_, make) in _KINDS.items()}
-
-
-def encode(value: Any) -> Any:
-    """Return a plain value as JSON; types that JSON lacks are dicts with one key, as ``"!tuple"``.
-
-    TypeError if the value has another type, subclasses included.
-
-    >>> encode({"a": (1, 2.5), "b": {3: None}})
-    {'a': {'!tuple': [1, 2.5]}, 'b': {'!dict': [[3, None]]}}
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if kind is list:
-        return _items(value)
-    if kind is dict and all(type(name) is str and name[:1] != "!" for name in value):
-        return {name: encode(item) for name, item in value.items()}
-    if kind not in _KINDS:
-        name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
-        raise TypeError(f"it has type {name}; save tensors, texts, and numbers of Python's types")
-    return {f"!{kind.__name__}": _KINDS[kind][0](value)}
-
-
-def decode(content: Any) -> Any:
-    """Return the value that :func:`encode` was given, or raise ArgumentError."""
-    if isinstance(content, list):
-        return [*map(decode, content)]
-    if not isinstance(content, dict):
-        return content
-    tag = next(iter(content), "")
-    if tag[:1] != "!":
-        return {name: decode(item) for name, item in content.items()}
-    try:
-        return _MAKERS[tag](decode(content[tag]))
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"{str(content)[:100]} is not a plain value: {error!r}") from error
 
 
 class Part(NamedTuple):
@@ -222,7 +149,7 @@ class Checkpoint:
                 raise ValueError(f"the path of {key!r} is {names}")
             self.paths[key] = path
             if "value" in entry:
-                self.values[key] = decode(entry["value"])
+                self.values[key] = decoded(entry["value"])
                 continue
             shape, parts = _sizes(entry["shape"]), []
             for rank, *box in entry["boxes"]:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from varcomm.checkpoint.index import KIND, encode, part_name
+from varcomm.checkpoint.index import KIND, part_name
 from varcomm.checkpoint.parts import (
     Ranks,
     Rows,
@@ -34,7 +34,7 @@ from varcomm.sizes import ShardSizes
 from varcomm.transport.agreement import on_all_ranks
 from varcomm.transport.auxiliary_group import aside
 from varcomm.transport.group import GroupLike
-from varcomm.transport.serialization import dtype_of
+from varcomm.transport.serialization import dtype_of, encoded
 
 __all__ = ["PendingSave", "finish_pending", "save"]
 
@@ -210,6 +210,9 @@ _Entry: TypeAlias = dict[str, Any]
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
+_EMPTY = encoded({}), []
+
+
 class _State:
     """The state of this rank: its tensors, and what ranks tell each other of them."""
 
@@ -243,7 +246,7 @@ class _State:
             return _described(value.tensor.dtype, value.shape, "parts")
         if not isinstance(value, torch.Tensor):
             try:
-                content = encode(value)
+                content = encoded(value)
                 json.dumps(content)
             except (TypeError, ValueError) as error:
                 raise ArgumentError(f"{key!r} cannot be saved: {error}.") from error
@@ -337,7 +340,7 @@ def _merged(given: Sequence[Mapping[str, _Entry]]) -> dict[str, _Entry]:
     for key, (rank, entry) in first.items():
         if entry["path"] not in inner:
             found[key] = entry
-        elif entry.get("value") not in ({}, []):  # empty on one rank, it may have entries on others
+        elif entry.get("value") not in _EMPTY:  # which may have entries on other ranks
             raise DisagreementError(
                 f"{key!r} is {_shown(entry)} on rank {rank}, and a container on another. {_FIX}"
             )

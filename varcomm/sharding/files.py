@@ -42,7 +42,7 @@ __all__ = [
 # Size and SHA-256 of each file, by its path in the folder.
 Files = Mapping[str, tuple[int, str]]
 
-_VERSION = 2
+_VERSION = 3
 _AGAIN = "Use another copy; nothing has been loaded."
 
 

@@ -153,15 +153,12 @@ class OptimizerStates:
                 f"{sorted(theirs - ours)[:3]}, which are not here, and lacks "
                 f"{sorted(ours - theirs)[:3]}."
             )
-        for number, (group, saved) in enumerate(
-            zip(self.optimizer.param_groups, groups, strict=True)
-        ):
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             if other := (group.keys() ^ saved.keys()) - _OF_SCHEDULERS:
                 raise ArgumentError(
-                    f"group {number} of the saved optimizer and of this "
-                    f"{type(self.optimizer).__name__} do not both have the options "
-                    f"{sorted(other)}: it is another kind of optimizer. If only versions differ, "
-                    "add the options to param_groups first."
+                    f"the saved optimizer and this {type(self.optimizer).__name__} do not both "
+                    f"have the options {sorted(other)}: it is another kind of optimizer. If only "
+                    "versions differ, add the options to param_groups first."
                 )
         return states
 
