@@ -8,10 +8,11 @@ import torch
 
 from varcomm.errors import ArgumentError, DisagreementError
 from varcomm.ops import packing
-from varcomm.ops.broadcast import broadcast
 from varcomm.ops.digest import differing
 from varcomm.sizes import checked_rank
 from varcomm.transport.agreement import share
+from varcomm.transport.engine import wait_for
+from varcomm.transport.failure import explained
 from varcomm.transport.group import Group, GroupLike, resolve
 
 __all__ = ["broadcast_module", "overwrite"]
@@ -104,7 +105,9 @@ def overwrite(tensors: Sequence[torch.Tensor], src: int, group: Group) -> None:
         if place == len(tensors) or sum(each.nbytes for each in bucket) >= _BYTES:
             device = bucket[0].device
             parts = [packing.as_bytes(packing.flat(each.detach())).to(device) for each in bucket]
-            values = broadcast(torch.cat(parts), src, group=group.process_group)
+            values = torch.cat(parts)
+            with explained("broadcast", group):
+                wait_for(packing.broadcast("broadcast", group, values, src))
             for each, data in zip(bucket, values.split([p.numel() for p in parts]), strict=True):
                 each.copy_(data.clone().view(each.dtype).view(each.shape))
             bucket = []

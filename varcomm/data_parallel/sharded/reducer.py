@@ -130,7 +130,6 @@ class Reducer:
         """Add the sum over ranks of a bucket, and whether any rank used each segment."""
         shard, here, message = self._in_flight[0]
         parts = message.wait().view(self._group().size, -1)
-        message.works = ()  # which keep the sent tensor in memory
         size = parts.shape[1] - len(here)
         total = accumulated(parts[:, :size].unbind(), use_fp32=True)
         # without waiting for a GPU, if this rank has used all
