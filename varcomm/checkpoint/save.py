@@ -210,7 +210,7 @@ _Entry: TypeAlias = dict[str, Any]
 _Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-_EMPTY = encoded({}), []
+_EMPTY: tuple[Any, ...] = (encoded({}), [])
 
 
 class _State:
